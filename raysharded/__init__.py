@@ -1,6 +1,6 @@
 """raysharded: elastic, fault-tolerant sharded training on Ray.
 
-Names are loaded when they are first used: `import raysharded` loads neither torch nor Ray.
+Names are loaded on first use: `import raysharded` loads neither torch nor Ray.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m raysharded`: the same as the `raysharded` command."""
+"""`python -m raysharded`: an alias of the `raysharded` command."""
 
 from raysharded.cli import main
 

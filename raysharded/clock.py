@@ -1,4 +1,4 @@
-"""Time as an argument: pure code takes a `Clock`, tests pass their own."""
+"""Time as an argument: pure code takes a `Clock`, tests pass a fake one."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where the time comes from."""
+    """A source of time."""
 
     def monotonic(self) -> float:
-        """Seconds since an arbitrary fixed point; never goes back."""
+        """Seconds since an arbitrary fixed point; never decreases."""
         ...
 
     def wall(self) -> float:
-        """Seconds since the Unix epoch, for people to read; may jump."""
+        """Seconds since the Unix epoch, for display; may jump."""
         ...
 
 
 class SystemClock:
-    """The machine's own clocks."""
+    """The machine's clocks."""
 
     def monotonic(self) -> float:
         return time.monotonic()

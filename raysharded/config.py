@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from raysharded.validation import is_int, names_checked, require, require_kind, require_number
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Reduction = Literal["exact", "fast"]
 Accumulation = Literal["sharded", "local"]
 DtypeName = Literal["float32", "bfloat16"]
-Dtype: TypeAlias = Union[DtypeName, Literal["fp32", "bf16"], "torch.dtype"]
+Dtype: TypeAlias = "DtypeName | Literal['fp32', 'bf16'] | torch.dtype"
 """A dtype in any form that users may write."""
 CastInputs = Literal["all", "units", "none"]
 BestOf = Literal["min", "max"]
@@ -282,9 +282,9 @@ class FailureConfig:
     max_worker_losses: int | None = None
     """Workers that may be lost in one `fit()`; None: no limit. Workers that leave with notice do not count."""
     max_node_failures: int | None = 3
-    """Limit per node and `fit()` of workers that were lost, failed to start or were evicted as slow. Beyond it no new
-    worker is placed on that node, unless no other node is left; None: nodes are never avoided. A whole node's death
-    counts once."""
+    """After this many failures on a node in one `fit()`, no new worker is placed on it, unless no other node is left.
+    Failures are lost workers, failed starts and evictions of slow workers; a whole node's death counts once. None:
+    nodes are never avoided."""
     preemption_notices: tuple[str | Callable[[], float | None], ...] = ()
     """Each worker's source of notices that its machine will be taken away: "aws" (spot instances), "gcp", or a
     function. The function is called every second and returns the seconds left, or None."""
@@ -423,8 +423,8 @@ class Redundancy:
 
     parity: tuple[int, int]
     """(k, m): m parity blocks, in the memory of m workers, protect the state of k other workers. Any m workers may be
-    lost at once; the blocks take m/k of the state's memory. Needs k + m workers; a smaller run uses mirrors instead. m
-    = 1 is plain XOR; m of 2 or more is a Reed-Solomon code, and needs `raysharded[parity]`."""
+    lost at once; the blocks take m/k of the state's memory. Needs k + m workers; a smaller run uses mirrors instead.
+    With m = 1 it is plain XOR; with m of 2 or more a Reed-Solomon code, which needs `raysharded[parity]`."""
 
     def __post_init__(self) -> None:
         value = self.parity

@@ -1,4 +1,4 @@
-"""Old names that go on working until a stated version."""
+"""Old names that keep working until a stated version."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ MOVED_MODULES = {
     "raysharded.run.host": "raysharded.run.hosted.driver_actor",
     "raysharded.run.hosting": "raysharded.run.hosted.launch",
 }
-"""Old name -> new one. The old modules have the public names that they had, and warn when they are imported."""
+"""Old name -> new name. The old modules keep their public names, and warn on import."""
 
 
 def warn_of_old_name(old: str, new: str) -> None:
-    """Issue a DeprecationWarning at the line that calls the function which calls this one."""
+    """Issue a DeprecationWarning at the line that called this function's caller."""
     _warn(old, new)
 
 
 def warn_of_old_module(old: str) -> None:
-    """The same at the line that imports the module which calls this one."""
+    """Issue a DeprecationWarning at the line that imports the module that calls this function."""
     _warn(old, MOVED_MODULES[old])
 
 

@@ -1,7 +1,6 @@
-"""Every error raysharded raises on purpose. Each says what, where, the values, and the next step.
+"""Every error that raysharded raises on purpose. Each message states what, where, the values, and the next step.
 
-All of them survive pickling with their message alone, so that an error raised in a worker reads
-the same in the driver.
+All of them survive pickling with their message alone, so that a worker's error reads the same in the driver.
 """
 
 from __future__ import annotations
@@ -11,20 +10,20 @@ import traceback
 
 
 def text_of(error: BaseException) -> str:
-    """The error's message, also of one that fails to say it."""
+    """The error's message, or a substitute if its `__str__` raises."""
     try:
         return str(error)
     except Exception as failure:  # noqa: BLE001 - the boundary to the user's classes
-        return f"(its message cannot be had: __str__ raised {type(failure).__name__})"
+        return f"(message unavailable: __str__ raised {type(failure).__name__})"
 
 
 def is_ctrl_c(error: BaseException) -> bool:
-    """Whether it is a signal's: those arrive in the main thread alone. In others the user's code raised it."""
+    """True if a signal raised it. Signals arrive only in the main thread; in other threads user code raised it."""
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def user_traceback(error: BaseException) -> str:
-    """The error's traceback as text, from the first frame that is not raysharded's on; all of it if none is."""
+    """The error's traceback as text, from the first frame outside raysharded; the whole traceback if there is none."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith("raysharded."):
         frames = frames.tb_next
@@ -32,15 +31,15 @@ def user_traceback(error: BaseException) -> str:
 
 
 class RayshardedError(Exception):
-    """The base of every error that raysharded raises on purpose."""
+    """The base class of every error that raysharded raises on purpose."""
 
 
 class ConfigError(RayshardedError, ValueError):
-    """A configuration that cannot work; raised when it is made."""
+    """A configuration that cannot work; raised at construction."""
 
 
 class ClusterError(RayshardedError):
-    """The cluster cannot give what the run needs (workers, resources)."""
+    """The cluster cannot provide the workers or resources that the run needs."""
 
 
 class TaskError(RayshardedError):
@@ -59,7 +58,7 @@ class NonFiniteLoss(TaskError):
 
 
 class CorruptNumbers(RayshardedError):
-    """The same computation gave other bits on another worker, or copies of the state differ; names the worker."""
+    """A worker computed different bits from the same input, or copies of the state differ; names the worker."""
 
 
 class InexactError(RayshardedError):
@@ -71,7 +70,7 @@ class DataError(RayshardedError):
 
 
 class StorageError(RayshardedError):
-    """Storage refused or failed an operation; the message names the URL."""
+    """Storage rejected or failed an operation; the message names the URL."""
 
 
 class CheckpointError(RayshardedError):
@@ -87,11 +86,11 @@ class CorruptCheckpoint(CheckpointError):
 
 
 class RefusedCheckpoint(CorruptCheckpoint):
-    """A checkpoint is not signed with the key that was given: the key may be wrong, or the checkpoint."""
+    """A checkpoint is not signed with the given key: either the key or the checkpoint is wrong."""
 
 
 class StaleGeneration(RayshardedError):
-    """A message or a write of an older generation was refused (fencing)."""
+    """A message or a write of an older generation was rejected (fencing)."""
 
 
 class CollectiveAborted(RayshardedError):
@@ -99,7 +98,7 @@ class CollectiveAborted(RayshardedError):
 
 
 class RunFailed(RayshardedError):
-    """The run gave up; the message has the first cause."""
+    """The run failed; the message has the first cause."""
 
 
 class RunOwnedElsewhere(RayshardedError):

@@ -1,4 +1,4 @@
-"""The names of things: workers and generations, and seeds derived from names."""
+"""Identifiers of workers and generations, and seeds derived from names."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ WorkerId = NewType("WorkerId", int)
 """A worker's number, unique within the run and never reused."""
 
 GenerationId = NewType("GenerationId", int)
-"""A membership's number; only grows within a run, across drivers too."""
+"""A membership's number; it only grows within a run, also across drivers."""
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that depends on every part and on their order, the same on every machine.
+    """A 63-bit seed that depends on every part and on their order, identical on every machine.
 
     >>> derive_seed(0, "dropout", 7) == derive_seed(0, "dropout", 7)
     True

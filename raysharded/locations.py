@@ -1,4 +1,4 @@
-"""Paths and URLs: told apart, put together, those that name a place on this machine; and where the library is."""
+"""Paths and URLs: classification, joining, local paths; and the library's folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import raysharded
 from raysharded.errors import ConfigError
 
 PACKAGE_FOLDER = os.path.join(os.path.dirname(raysharded.__file__), "")
-"""The library's own folder, as its frames name it, with a slash at the end."""
+"""The library's folder, as its frames name it, with a trailing slash."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(?:://|::)")
 _FILE = re.compile(r"(?:file|local)://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
@@ -27,18 +27,18 @@ def scheme_of(url: str) -> str | None:
 
 
 def local_path(url: str) -> str | None:
-    """The absolute path that a path or a file:// URL names on this machine; None for any other URL.
+    """The absolute path on this machine that a path or a file:// URL names; None for any other URL.
 
-    In a file:// URL `%20` and the like are characters, and file://./a is a relative path, as is file://../a. Raises
-    ConfigError for one of another machine, for `s3:/` with one slash and the like, and for a path with a NUL.
+    In a file:// URL `%20` and the like are decoded, and file://./a and file://../a are relative paths. Raises
+    ConfigError for a path of another machine, for `s3:/` and the like with one slash, and for a path with a NUL.
     """
     match = _FILE.match(url)
     if match is None and scheme_of(url) is not None:
         return None
     if one := _ONE_SLASH.match(url):
         raise ConfigError(
-            f"{url!r} is no URL: {one[1]}: needs two slashes after it, as in {one[1]}://. If it is a folder here, give "
-            f"{'./' + url!r}."
+            f"{url!r} is an invalid URL: {one[1]}: needs two slashes after it, as in {one[1]}://. For a local "
+            f"folder, give {'./' + url!r}."
         )
     path = os.path.expanduser(url) if match is None else _path_of(url, match[1], match[2])
     if "\0" in path:
@@ -61,14 +61,14 @@ def _path_of(url: str, host: str, path: str) -> str:
 
 
 THROUGH_FSSPEC = "fsspec+"
-"""What a URL begins with if fsspec is to open the rest, whatever its scheme."""
+"""Prefix of a URL whose remainder is opened by fsspec, regardless of its scheme."""
 
 
 def join_url(base: str, *parts: str) -> str:
-    """`base` with `parts` appended to its path, single `/` between them; without a trailing `/`.
+    """`base` with `parts` appended to its path, separated by single `/`; without a trailing `/`.
 
-    An `s3://` URL may end in options (`?endpoint_url=...`), which stay at the end. Everywhere else `?` is a character
-    like others. This is the one way to append to a storage's URL: `f"{url}/{key}"` is wrong where there are options.
+    An `s3://` URL may end in options (`?endpoint_url=...`), which stay at the end. In all other URLs `?` is an ordinary
+    character. Always append to a storage URL with this function: `f"{url}/{key}"` is wrong if the URL has options.
     """
     path, mark, options = base.partition("?") if scheme_of(base) == "s3" else (base, "", "")
     head = path if path.endswith("://") else path.rstrip("/")

@@ -1,4 +1,4 @@
-"""What a writer of metrics is told of a run, as frozen values, and the writer's four methods."""
+"""The values that a metrics writer receives about a run, frozen, and the writer's four methods."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beginning:
-    """A driver goes on with the run."""
+    """A driver starts or resumes the run."""
 
     run: str
     """The run's name."""
     url: str
     """The run's folder."""
     after_step: int
-    """The step it goes on from: 0 at the run's first beginning. What was written of later steps no longer counts."""
+    """The step from which the driver continues: 0 at the run's first start. Earlier records of later steps are no
+    longer valid."""
     settings: Mapping[str, Any]
-    """What the journal keeps of the configuration and of the versions."""
+    """The configuration and the versions, as recorded in the journal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """A step that is done. A step that is not newer than the one before it was undone and is done once more: it takes
-    the place of what was said of it and of all steps after it."""
+    """A finished step. A step that is not newer than the previous one was undone and computed again: it replaces the
+    records of that step and of all later ones."""
 
     step: int
-    """From 1."""
+    """The step's number, from 1."""
     values: Mapping[str, float]
-    """By name: `loss`, `gradient_norm`, `lr`, `workers`, `step_seconds`, `samples_per_second`; `tokens_per_second` if
-    the data has sequences of one length; `seconds/<phase>` of one worker; the task's own as `metrics/<name>` and
-    `evaluation/<name>`. What is not finite is so here."""
+    """Values by name: `loss`, `gradient_norm`, `lr`, `workers`, `step_seconds`, `samples_per_second`.
+    `tokens_per_second` if all sequences of the data have one length; `seconds/<phase>` of one worker. The task's
+    metrics as `metrics/<name>` and `evaluation/<name>`. Non-finite values are included."""
     at: float
     """Wall clock, in seconds."""
 
@@ -41,33 +42,33 @@ class RunEvent:
     """Something that happened to the run: a worker lost, a recovery, a checkpoint, the end."""
 
     kind: str
-    """Of the journal's entry: `worker_lost`, `recovery`, `checkpoint`, `rewind`, `finished`, ..."""
+    """Kind of the journal entry: `worker_lost`, `recovery`, `checkpoint`, `rewind`, `finished`, ..."""
     step: int
-    """The newest step then."""
+    """The newest step at that time."""
     text: str
-    """One line for people; parts may come from workers as they are."""
+    """One line for people; parts may come from workers unchanged."""
     fields: Mapping[str, Any]
-    """Of the journal's entry. Not to be changed."""
+    """Fields of the journal entry; read only."""
     at: float
     """Wall clock, in seconds."""
 
 
 class MetricsWriter(Protocol):
-    """Takes a run's numbers somewhere. Each writer has a thread of its own in the driver's process, in which all of its
-    methods are called, in the order of what happens.
+    """Destination of a run's metrics. Each writer has its own thread in the driver's process; all of its methods are
+    called in that thread, in the order of events.
 
-    What it raises is logged once, and it is told nothing more; the run goes on. While it is slow, as many as
-    `feed.LIMIT` entries are kept for it; those after that it never gets to know, and how many is logged.
+    If a method raises, the error is logged once and the writer receives nothing more; the run continues. Up to
+    `feed.LIMIT` entries are queued for a slow writer; later ones are dropped, and their number is logged.
     """
 
     def begin(self, beginning: Beginning) -> None:
-        """A driver goes on with the run; first of all, and again in every later `fit()` of the same configuration."""
+        """A driver starts or resumes the run; the first call, repeated in every later `fit()` of this configuration."""
 
     def step(self, step: StepMetrics) -> None:
-        """A step is done."""
+        """A step is finished."""
 
     def event(self, event: RunEvent) -> None:
         """Something happened to the run."""
 
     def close(self) -> None:
-        """Nothing more comes, whatever the end was; not called after one of the methods raised."""
+        """Nothing more follows, however the run ended; not called after another method raised."""

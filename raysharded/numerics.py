@@ -1,8 +1,8 @@
-"""The named rules by which bits are computed, and the numbers of each that this version computes under. Pure.
+"""Named, numbered rules for computing bits, and the numbers that this version supports. Pure.
 
 A run keeps the rules that it began with, as one text: "build 1, compile 1, draws 1, ...". A rule that the text does not
-name has the number 1: so it is of runs and workers that are older than these rules. Whoever changes a bit that training
-computes, or the order of samples, adds a number to the rule that says it.
+name has the number 1, as in runs and workers older than these rules. A change of a bit that training computes, or of
+the sample order, adds a number to the rule that covers it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 KEY = "numerics"
-"""Of what workers compare: in `Facts.arithmetic`, and in what a checkpoint keeps of it."""
+"""Key of the rules in `Facts.arithmetic`, which workers compare, and in a checkpoint's record of it."""
 _FIRST = (1,)
 Numbers: TypeAlias = Mapping[str, tuple[int, ...]]
 """Rule -> its numbers, ascending."""
@@ -20,71 +20,73 @@ Numbers: TypeAlias = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule: what it covers, and the numbers under which this version computes."""
+    """A rule: its subject, and the numbers that this version can compute."""
 
     covers: str
     listed: tuple[int, ...] = _FIRST
-    """Ascending; a new run takes the last. One that is left out is dropped: runs under it are refused."""
+    """Supported numbers, ascending; a new run uses the last. A missing number was dropped: runs under it are
+    rejected."""
     refused_in_part: bool = False
-    """True if the numbers before the last are computed for the programs alone that it makes no difference to: workers
-    refuse the others, which are found by trying, and go on under the last number once that is accepted."""
+    """True if the older numbers are computed only for programs that give the same bits under the last one. Workers
+    detect the other programs by trial and reject them. Those continue under the last number once it is accepted."""
     in_fast_mode: bool = False
-    """True if `EngineConfig(reduction="fast")` keeps it, too: that promises the same samples, and not the same bits."""
+    """True if the rule also holds with `EngineConfig(reduction="fast")`, which promises the same samples but not the
+    same bits."""
 
 
 RULES: dict[str, Rule] = {
     "build": Rule(
-        "the first weights and persistent buffers, drawn from the run's seed, whole or a module at a time, and cut "
-        "afterwards; and what constructors draw and keep beside them: anew in each build (1), or once, from a seed, in "
-        "the build that gives the first weights (2)",
+        "the first weights and persistent buffers, drawn from the run's seed, whole or a module at a time, then "
+        "sharded; and other random state that constructors keep: drawn anew in each build (1), or once, from a seed, "
+        "in the build that creates the first weights (2)",
         listed=(1, 2),
         refused_in_part=True,
     ),
     "compile": Rule(
-        "which blocks `EngineConfig(compile=True)` compiles, and for which shapes: each by itself (1: for dynamic "
-        "shapes from a second one on, and none after eight, as each worker came to them)",
+        "the blocks and shapes that `EngineConfig(compile=True)` compiles: each shape separately (1: dynamic shapes "
+        "from the second shape on, and none after eight, in each worker's order)",
         listed=(2,),
     ),
     "draws": Rule(
         "the state of the process's generators in a loss, in its backward and in an evaluation, from the seed, the "
-        "step and the microbatch: of torch's alone (1), or of NumPy's and Python's own, too (2)",
+        "step and the microbatch: torch's only (1), or NumPy's and Python's, too (2)",
         listed=(1, 2),
     ),
     "modes": Rule(
         "training or evaluation mode of the modules in each forward, torch's deterministic algorithms and other "
-        "settings of the process, and the dtypes of mixed precision: all modules train in train mode, and settings "
-        "that `build_model` changed stay (1), or frozen parts that it left in eval keep that, and settings are put "
-        "back (2)",
+        "settings of the process, and the dtypes of mixed precision: all modules are in train mode, and settings "
+        "that `build_model` changed stay (1), or frozen parts that it left in eval mode stay so, and settings are "
+        "restored (2)",
         (1, 2),
     ),
     "numbers": Rule(
         "the step's loss and metrics from those of its microbatches, the gradient's norm, clipping and scaling, the "
-        "learning rate, and what the optimizer is given",
+        "learning rate, and the optimizer's inputs",
         (1, 2),
     ),
-    "order": Rule("which sample is at which position, and which positions a microbatch has", in_fast_mode=True),
-    "reduce": Rule("the tree along which the gradients of the microbatches are added, and the dtype of the sums"),
+    "order": Rule("the sample at each position, and the positions of each microbatch", in_fast_mode=True),
+    "reduce": Rule("the tree that adds the gradients of the microbatches, and the dtype of the sums"),
     "unused": Rule(
-        "what the gradient of a parameter is that some microbatches of a step do not use, or none of them",
+        "the gradient of a parameter that some, or all, microbatches of a step do not use",
         (1, 2),
     ),
 }
-"""By name; changed in tests alone."""
+"""Rules by name; only tests change this mapping."""
 
 
 def parse(text: str) -> dict[str, tuple[int, ...]]:
-    """The rules that a text names, with their numbers. Raises ValueError for what `text_of` does not write."""
+    """The rules that a text names, with their numbers. Raises ValueError for a text that `text_of` cannot produce."""
     found: dict[str, tuple[int, ...]] = {}
     for part in text.split(", ") if text else ():
         name, *numbers = part.split(" ")
         if not name or not numbers or name in found or not all(n.isascii() and n.isdigit() for n in numbers):
-            raise ValueError(f'{text!r} is no text of rules: {part!r} is not a new name and its numbers, as "order 1"')
+            raise ValueError(f'{text!r} is invalid: {part!r} is not a new rule and its numbers, as in "order 1"')
         found[name] = tuple(sorted(map(int, numbers)))
     return found
 
 
 def text_of(numbers: Numbers) -> str:
-    """The rules as one text, by name.
+    """The rules as one text, sorted by name.
 
     Law: parse(text_of(n)) == n for sorted numbers.
     """
@@ -92,30 +94,30 @@ def text_of(numbers: Numbers) -> str:
 
 
 def listed() -> str:
-    """All that this version computes under: what a worker says of itself."""
+    """All rules and numbers that this version supports, as a worker reports them."""
     return text_of({name: rule.listed for name, rule in RULES.items()})
 
 
 def newest() -> str:
-    """The rules of a new run."""
+    """The rules of a new run, as text."""
     return text_of({name: rule.listed[-1:] for name, rule in RULES.items()})
 
 
 def whole(text: str) -> str:
-    """The same run's rules with all that this version knows: those that the text does not name are at 1."""
+    """A run's rules, completed with all rules that this version knows; missing ones have the number 1."""
     return text_of({**dict.fromkeys(RULES, _FIRST), **parse(text)})
 
 
 def number_of(text: str, name: str) -> int:
-    """The number of a rule under which a run computes that has this text."""
+    """The number of a rule in a run's text."""
     return parse(text).get(name, _FIRST)[-1]
 
 
 def is_used(name: str, *, exact: bool, compiles: bool) -> bool:
-    """True if a program with these settings of its engine depends on a rule.
+    """True if a program with these engine settings depends on a rule.
 
-    Said before anything is computed. Whether a forward draws, or leaves a parameter out, is not known then: in exact
-    mode it may. A rule that only a later version has may be used by any program.
+    The answer does not depend on any computation. Whether a forward draws random numbers or omits a parameter is then
+    unknown, so in exact mode it is assumed to. Any program may use a rule that only a later version has.
     """
     if name == "compile" and not compiles:
         return False
@@ -123,7 +125,7 @@ def is_used(name: str, *, exact: bool, compiles: bool) -> bool:
 
 
 def lacking(run: str, there: str, *, exact: bool, compiles: bool) -> dict[str, tuple[str, str]]:
-    """The rules of a run that are used and that somebody does not list: name -> (its number, those listed there)."""
+    """The rules that a run uses at a number missing `there`: name -> (the run's number, the numbers listed there)."""
     mine, others = parse(run), parse(there)
     found = {}
     for name in sorted(mine.keys() | others.keys()):
@@ -134,19 +136,19 @@ def lacking(run: str, there: str, *, exact: bool, compiles: bool) -> dict[str, t
 
 
 def kept(run: str) -> str:
-    """The rules of a run, as far as this version lists them, and its newest in place of all others."""
+    """The rules of a run that this version supports; the newest number replaces each unsupported one."""
     mine, here = parse(run), parse(listed())
     return text_of({name: of if (of := mine.get(name, _FIRST))[-1] in here[name] else here[name][-1:] for name in here})
 
 
 def renewed(run: str) -> str:
-    """As `kept`, but the rules that are refused in part at their last number: where other bits are accepted."""
+    """As `kept`, but with the last number of the rules refused in part: for a run that accepts other bits."""
     found = parse(kept(run))
     return text_of({name: RULES[name].listed[-1:] if RULES[name].refused_in_part else of for name, of in found.items()})
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """The differences between the arithmetic of two machines: name -> (before, after), "None" for what is missing."""
+    """Differences between the arithmetic of two machines: name -> (before, after), "None" for a missing value."""
     return {
         name: (before.get(name, "None"), after.get(name, "None"))
         for name in sorted(before.keys() | after.keys())
@@ -155,20 +157,20 @@ def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, tu
 
 
 def describe(differing: Mapping[str, tuple[str, str]]) -> str:
-    """For people: every name with both values."""
+    """Text for people: every name with both values."""
     return "; ".join(f"{name}: {mine} in this run, {other} there" for name, (mine, other) in sorted(differing.items()))
 
 
 def of_machine(arithmetic: Mapping[str, str]) -> dict[str, str]:
-    """The facts that workers compare beside the rules: versions, device, threads."""
+    """The facts that workers compare besides the rules: versions, device, threads."""
     return {name: value for name, value in arithmetic.items() if name != KEY}
 
 
 def recorded(arithmetic: object) -> str:
-    """The rules in what a checkpoint, or a journal's entry, keeps of the arithmetic. Raises ValueError if they are none
-    that any version writes."""
+    """The rules in the arithmetic that a checkpoint or a journal entry records. Raises ValueError for a text that no
+    version writes."""
     text = arithmetic.get(KEY, "") if isinstance(arithmetic, Mapping) else ""
     if not isinstance(text, str):
-        raise ValueError(f"{text!r} is no text of rules")
+        raise ValueError(f"{text!r} is an invalid text of rules")
     parse(text)
     return text

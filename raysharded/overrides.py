@@ -1,13 +1,13 @@
-"""The decisions that a run's steps depend on, made while it trained, by people or for them: its control log. Pure.
+"""A run's control log: the decisions made while it trains that its steps depend on. Pure.
 
-A step is a function of the state before it and of these decisions. Whoever computes it again takes the same ones.
+A step is a function of the previous state and of these decisions. Every computation of a step uses the same ones.
 
-Learning rates: a factor holds from its first step until that of the next decision, whoever computes the step, and
-however often.
+Learning rates: a factor holds from its first step until the first step of the next decision, in every computation of
+those steps.
 
-Data that was passed over: how far the run's positions are ahead of what the step alone says. A run that goes back to
-step `c` because step `s` went wrong goes on with the samples after those of `s`. So positions depend on the step and on
-these decisions alone, and everything that is computed later, or again, is determined.
+Skipped data: how far the run's positions are ahead of those that the step number gives. A run that returns to step `c`
+because step `s` went wrong continues with the samples after those of `s`. Positions depend only on the step and on
+these decisions, so everything computed later, or again, is determined.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 Rates: TypeAlias = tuple[tuple[int, float], ...]
-"""(first step, factor), ascending by step: from that step on every learning rate is the task's times the factor."""
+"""(first step, factor), ascending by step: from that step on, every learning rate is the task's times the factor."""
 
 
 def factor_at(rates: Rates, step: int) -> float:
-    """By what the task's learning rate is multiplied in `step`."""
+    """The factor of the task's learning rate in `step`."""
     return next((factor for first, factor in reversed(rates) if first <= step), 1.0)
 
 
 def changed(rates: Rates, *, from_step: int, factor: float) -> Rates:
-    """The decisions after one more: it takes the place of those that were to hold later."""
+    """The decisions after one more, which replaces those that would begin later."""
     return (*rates_before(rates, from_step), (from_step, factor))
 
 
 def rates_before(rates: Rates, step: int) -> Rates:
-    """The decisions that hold from a step before `step` on."""
+    """The decisions that begin before `step`."""
     return tuple(rate for rate in rates if rate[0] < step)
 
 
 def rates_resumed(rates: Rates, *, step: int, told: Rates) -> Rates:
-    """The decisions of a run that goes on from a checkpoint of `step`, which was computed with `told`.
+    """The decisions of a run that resumes from a checkpoint of `step`, which was computed with `told`.
 
-    What the checkpoint says counts up to its step: it may come from another run. What was decided after it stays.
+    The checkpoint's decisions hold up to its step, as it may come from another run. The run's later decisions remain.
     """
     return (*rates_before(told, step + 1), *(rate for rate in rates if rate[0] > step))
 
 
 Skips: TypeAlias = tuple[tuple[int, int], ...]
-"""(step, samples), ascending by step: after `step`, so many samples have been passed over in all."""
+"""(step, samples), ascending by step: the number of samples skipped in total after `step`."""
 
 
 def skipped_before(skips: Skips, step: int) -> int:
-    """How many samples had been passed over, in all, when the samples of `step` were taken."""
+    """The number of samples skipped in total before `step` takes its samples."""
     return next((samples for after, samples in reversed(skips) if after < step), 0)
 
 
 def rewound(skips: Skips, *, to_step: int, bad_step: int, global_batch_size: int) -> Skips:
-    """The decisions after going back to `to_step`, past the data of `bad_step` and of all steps between.
+    """The decisions after a return to `to_step` that skips the data of `bad_step` and of all steps between.
 
     Law: `to_step + 1` then takes the samples right after those that `bad_step` had taken.
     """
@@ -62,8 +62,8 @@ def rewound(skips: Skips, *, to_step: int, bad_step: int, global_batch_size: int
 
 
 def passed_over(skips: Skips, *, to_step: int, done_step: int, global_batch_size: int) -> Skips:
-    """The decisions after going back to `to_step`, past all data that was read until `done_step` was done, and past
-    what was to be passed over after it.
+    """The decisions after a return to `to_step` that skips all data read by steps up to `done_step`, and skips pending
+    after it.
 
     Law: `to_step + 1` then takes the samples that the step after `done_step` would have taken.
     """
@@ -72,9 +72,9 @@ def passed_over(skips: Skips, *, to_step: int, done_step: int, global_batch_size
 
 
 def skips_resumed(skips: Skips, *, step: int, samples: int, global_batch_size: int) -> Skips:
-    """The decisions of a run that goes on from a checkpoint of `step`, at which `samples` had been consumed.
+    """The decisions of a run that resumes from a checkpoint of `step`, at which `samples` had been consumed.
 
-    What the checkpoint says counts up to its step: it may come from another run. What was decided after it stays.
+    The checkpoint's count holds up to its step, as it may come from another run. The run's later decisions remain.
     """
     ahead = samples - step * global_batch_size
     if ahead == skipped_before(skips, step):
@@ -85,15 +85,15 @@ def skips_resumed(skips: Skips, *, step: int, samples: int, global_batch_size: i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decisions:
-    """All of them, each with the step from which it holds."""
+    """All decisions, each with the step from which it holds."""
 
     skips: Skips = ()
-    """The data that the run has passed over."""
+    """The data that the run has skipped."""
     rates: Rates = ()
-    """The factors of its learning rate."""
+    """The factors of the run's learning rate."""
 
     def fields(self) -> dict[str, Any]:
-        """As a journal's entry keeps them."""
+        """The decisions as fields of a journal entry."""
         return {
             "skips": [list(skip) for skip in self.skips],
             "learning_rate": [list(rate) for rate in self.rates],
@@ -101,7 +101,7 @@ class Decisions:
 
 
 def after(decisions: Decisions, entry: Mapping[str, Any]) -> Decisions:
-    """The decisions after one more entry of the run's journal; most change nothing."""
+    """The decisions after one more entry of the run's journal; most entries change nothing."""
     match entry["kind"]:
         case "started" | "rewind":
             skips = skips_of(entry["skips"]) if "skips" in entry else decisions.skips
@@ -114,7 +114,7 @@ def after(decisions: Decisions, entry: Mapping[str, Any]) -> Decisions:
 
 
 def decided(entries: Iterable[Mapping[str, Any]]) -> Decisions:
-    """All decisions that a journal says of."""
+    """All decisions that a journal records."""
     decisions = Decisions()
     for entry in entries:
         decisions = after(decisions, entry)
@@ -122,7 +122,7 @@ def decided(entries: Iterable[Mapping[str, Any]]) -> Decisions:
 
 
 def agree(one: Decisions, other: Decisions, step: int) -> bool:
-    """Whether the steps up to `step` are the same with both."""
+    """True if the steps up to `step` are the same under both."""
     first = [1, *(skip[0] + 1 for skip in (*one.skips, *other.skips))]
     if any(skipped_before(one.skips, k) != skipped_before(other.skips, k) for k in first if k <= step):
         return False
@@ -131,10 +131,10 @@ def agree(one: Decisions, other: Decisions, step: int) -> bool:
 
 
 def skips_of(told: Iterable[Iterable[Any]]) -> Skips:
-    """From JSON. Raises TypeError or ValueError for anything else."""
+    """Skips from JSON. Raises TypeError or ValueError for invalid values."""
     return tuple((int(step), int(samples)) for step, samples in told)
 
 
 def rates_of(told: Iterable[Iterable[Any]]) -> Rates:
-    """From JSON. Raises TypeError or ValueError for anything else."""
+    """Rates from JSON. Raises TypeError or ValueError for invalid values."""
     return tuple((int(step), float(factor)) for step, factor in told)

@@ -1,4 +1,4 @@
-"""Durations, rates and sizes as people read them. Pure."""
+"""Durations, rates and sizes as text for people. Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def moment(epoch_seconds: float) -> str:
 
 
 def count(number: int, thing: str, things: str | None = None) -> str:
-    """ "1 worker", "3 workers"; `things` is the plural if it is not `thing` and an s."""
+    """ "1 worker", "3 workers"; `things` is the plural unless it is `thing` with an s."""
     return f"{number} {thing if number == 1 else things or thing + 's'}"
 
 
@@ -60,12 +60,12 @@ def listing(items: list[str] | tuple[str, ...]) -> str:
 
 
 def span(seconds: float) -> str:
-    """As `duration`, but of less than a tenth of a second in milliseconds: "85 ms", "<1 ms"."""
+    """As `duration`, but in milliseconds below a tenth of a second: "85 ms", "<1 ms"."""
     if not 0 <= seconds < 0.0995:
         return duration(seconds)
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.0005 else "0 s" if seconds == 0 else "<1 ms"
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would take for an order: control characters but tabs and ends of lines."""
+    """The text with control characters, except tabs and newlines, replaced: a terminal could execute them."""
     return text.translate(_CONTROLS)

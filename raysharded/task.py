@@ -1,6 +1,6 @@
-"""What a user writes: the model, its optimizer and its loss.
+"""A user's task: the model, its optimizer and its loss.
 
-Standard library only; torch appears in annotations alone.
+Standard library only; torch appears only in annotations.
 """
 
 from __future__ import annotations
@@ -20,114 +20,109 @@ if TYPE_CHECKING:
 
 
 Strategy = Literal["full", "gradients", "replicate"]
-"""How a unit's weights are sharded."""
+"""The sharding of a unit's weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A microbatch's loss as a sum and the weight it is a sum over.
+    """A microbatch's loss as a sum and its weight.
 
-    The step's loss is sum(total) / sum(weight) over its microbatches, so that masked tokens count
-    right: give the summed loss of the tokens that count, and their number.
+    The step's loss is sum(total) / sum(weight) over its microbatches, which weights masked tokens correctly. Return the
+    summed loss of the unmasked tokens, and their number.
     """
 
     total: torch.Tensor
     """Scalar; the sum of the losses. Its gradient is taken."""
     weight: float | torch.Tensor
-    """How many items the sum is over (tokens, samples); not negative."""
+    """The number of items in the sum (tokens, samples); not negative."""
     metrics: Mapping[str, tuple[float | torch.Tensor, float | torch.Tensor]] = field(default_factory=dict)
-    """Your own metrics as name -> (sum, weight); reported as sum / weight over the whole step.
-    Every microbatch must give the same names."""
+    """Custom metrics as name -> (sum, weight); reported as sum / weight over the whole step. Every microbatch must
+    return the same names."""
 
 
 class Task:
-    """Subclass this. A task is pickled to every worker; its methods must be free of side effects.
+    """Base class of a user's task. It is pickled to every worker; its methods must be free of side effects.
 
-    `build_model` and `build_optimizer` are called anew for every generation of workers, `build_model` when a worker
-    starts, too.
+    `build_model` and `build_optimizer` are called for every new generation of workers; `build_model` also when a worker
+    starts.
     """
 
     max_grad_norm: float | None = None
-    """Clip the gradient's global 2-norm to this, a number above 0; None, as infinity: do not clip."""
+    """Clip the gradient's global 2-norm to this, a number above 0; None or infinity: do not clip."""
 
     def build_model(self) -> nn.Module:
         """The model, on the default device, with its usual initial weights."""
         raise NotImplementedError(f"{type(self).__name__} must define build_model()")
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over `model`'s trainable parameters; parameter groups are yours to choose."""
+        """The optimizer over `model`'s trainable parameters, in any parameter groups."""
         raise NotImplementedError(f"{type(self).__name__} must define build_optimizer(model)")
 
-    def collate(self, samples: list[Any]) -> Any:
-        """A microbatch of samples: torch's `default_collate`. Override it to pad sequences, for example.
-
-        Called on the CPU. What it draws from the generators of torch, NumPy and Python is a function of the run's seed,
-        the step and the microbatch. It must not change the samples.
-        """
-        from torch.utils.data import default_collate
-
-        return default_collate(samples)
+    collate: Callable[[list[Any]], Any] | None = None
+    """Define `collate(self, samples)` to make a microbatch of samples, for example to pad sequences. It is called on
+    the CPU. Its draws from the generators of torch, NumPy and Python depend only on the run's seed, the step and the
+    microbatch. It must not change the samples. Without it, torch's `default_collate` is used."""
 
     def loss(self, model: nn.Module, batch: Any) -> Loss | torch.Tensor:
         """The loss of one microbatch, with `batch` collated and on the worker's device.
 
-        A plain scalar tensor is taken as the mean over the microbatch's samples.
+        A plain scalar tensor is treated as the mean over the microbatch's samples.
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(model, batch)")
 
     def evaluate(self, model: nn.Module, batch: Any) -> Loss | torch.Tensor:
-        """As `loss`, for held-out data: called in eval mode without gradients."""
+        """The loss of held-out data: as `loss`, but called in eval mode without gradients."""
         return self.loss(model, batch)
 
     def lr_scale(self, step: int) -> float:
-        """What each group's initial learning rate is multiplied with in optimizer step `step` (from 1 on): a finite
-        number, 0 or more."""
+        """The factor of each group's initial learning rate in optimizer step `step` (from 1 on): a finite number, 0 or
+        more."""
         return 1.0
 
     def wrap(self, model: nn.Module) -> list[nn.Module] | None:
-        """The modules that are sharded as units of their own; None: the blocks of every `ModuleList`."""
+        """The modules that are sharded as separate units; None: the blocks of every `ModuleList`."""
         return None
 
     def strategy(self, name: str, module: nn.Module) -> Strategy | None:
-        """How a unit, one of `wrap`, is sharded; None: as `EngineConfig.reshard_after_forward` says.
+        """The sharding of a unit, one of `wrap`; None: as `EngineConfig.reshard_after_forward` sets.
 
-        "full": its weights are gathered for the forward, freed, and gathered again for the backward. "gradients": they
-        stay gathered from forward to backward (ZeRO-2; Rajbhandari et al., ZeRO, 2020, section 5): fewer bytes on the
-        wire, more memory. "replicate": every worker has the whole unit, its optimizer state too, and nothing is
-        gathered: for small units. The bits are the same. `name` is the module's in the model.
+        "full": the weights are gathered for the forward, freed, and gathered again for the backward. "gradients": they
+        stay gathered from forward to backward (ZeRO-2; Rajbhandari et al., ZeRO, 2020, section 5), for less traffic and
+        more memory. "replicate": every worker has the whole unit with its optimizer state, and nothing is gathered; for
+        small units. The bits are the same. `name` is the module's name in the model.
         """
         return None
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Mapping[str, ParallelStyle] | None:
-        """How the model is cut by tensor parallelism; needed where `ScalingConfig.tensor_parallel_degree` is above 1.
+        """The model's tensor parallel plan; required if `ScalingConfig.tensor_parallel_degree` is above 1.
 
-        Return torch's parallel styles by module (`{"blocks.*.up": ColwiseParallel(), ...}`; `*` is any name), or apply
+        Return torch's parallel styles by module (`{"blocks.*.up": ColwiseParallel(), ...}`; `*` is any name). Or apply
         `parallelize_module` over `mesh`, the workers of one tensor parallel group, and return None. The parameters have
-        no values yet. FSDP2 then shards what is left over the other workers. Each worker of a group calls `loss` with
-        the same microbatch; a module that was cut sees its part only: a number of heads, say, must come from the
-        tensors' sizes. Every worker must return the whole loss, as a plain tensor.
+        no values yet. FSDP2 then shards the rest over the other workers. Each worker of a group calls `loss` with the
+        same microbatch. A sharded module sees only its part: derive a number of heads, for example, from the tensors'
+        sizes. Every worker must return the whole loss, as a plain tensor.
         """
         return None
 
     init_weights: Callable[[nn.Module, torch.Generator], None] | None = None
-    """Define `init_weights(self, module, generator)` to draw a large model's weights one module at a time: it is
-    called for every module that has parameters of its own, materialised, with torch's default generators seeded as
-    `generator` is (so `module.reset_parameters()` works too). Without it, the first generation builds the whole
-    model once on every worker's CPU."""
+    """Define `init_weights(self, module, generator)` to draw a large model's weights one module at a time. It is called
+    for every module that directly has parameters, materialised, with torch's default generators seeded as `generator`
+    is. So `module.reset_parameters()` works too. Without it, the first generation builds the whole model once on every
+    worker's CPU."""
 
 
 def overrides(task: Task, method: str) -> bool:
-    """Whether the task defines a method itself, in its class or on the object."""
+    """True if the task itself defines a method, in its class or on the object."""
     return getattr(getattr(task, method), "__func__", None) is not getattr(Task, method)
 
 
 def has_tensor_parallelism(task: Task) -> bool:
-    """Whether the task says how its model is cut."""
+    """True if the task defines a tensor parallel plan."""
     return type(task).parallelize is not Task.parallelize
 
 
 def require_tensor_parallelism(task: Task, degree: int) -> None:
-    """Raise ConfigError for a tensor parallel degree above 1 of a task that does not say how its model is cut."""
+    """Raise ConfigError for a tensor parallel degree above 1 if the task has no tensor parallel plan."""
     if degree > 1 and not has_tensor_parallelism(task):
         raise ConfigError(
             f"tensor_parallel_degree is {degree}, but {type(task).__name__} has no parallelize(model, mesh): define "

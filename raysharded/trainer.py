@@ -1,4 +1,4 @@
-"""The public way in: `ElasticTrainer(...).fit()`, or `.start()` for a handle on the run."""
+"""The public entry point: `ElasticTrainer(...).fit()`, or `.start()` for a handle on the run."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 @names_checked
 class ElasticTrainer:
-    """Trains a task on a changing number of workers. Nothing is started before `fit` or `start`.
+    """Trains a task on a changing number of workers. Nothing starts before `fit` or `start`.
 
-    Raises ConfigError, with the values and the remedy, for what can be seen not to work without the data, the model
-    and the cluster; these are checked when the workers start.
+    Raises ConfigError, with the values and the remedy, for errors that are visible without the data, the model and the
+    cluster. Those three are checked when the workers start.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ElasticTrainer:
             if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
                 raise ConfigError(
                     f"ElasticTrainer: {name} is a {type(data).__name__} without __len__ and __getitem__. Give a "
-                    "map-style dataset: raysharded.TokenDataset(...) or an object of your own with both."
+                    "map-style dataset: raysharded.TokenDataset(...) or a custom object with both."
                 )
             if isinstance(data, Sequence) and len(data) == 0:
                 raise ConfigError(f"ElasticTrainer: {name} has no samples. Give data with at least 1.")
@@ -124,18 +124,19 @@ class ElasticTrainer:
     ) -> Result:
         """Train to the end and block meanwhile; resumes from the newest checkpoint if there is one. Ctrl-C ends it.
 
-        SIGTERM ends it after one more checkpoint, within `CheckpointConfig.grace_s`: RunFailed says where the next
-        `fit()` goes on. A second one ends it at once. `listen` is called with every journal entry; `progress` shows a
-        live line (default: unless `listen` is given).
+        SIGTERM ends it after one more checkpoint, within `CheckpointConfig.grace_s`; RunFailed then states where the
+        next `fit()` resumes. A second SIGTERM ends it at once. `listen` is called with every journal entry; `progress`
+        shows a live line (default: unless `listen` is given).
 
-        A run that another driver holds is refused with RunOwnedElsewhere, which says who it is, unless that one shows
-        no sign of life for `RunConfig.lease_s`; `take_over` follows it without waiting, and it then ends with an error.
+        RunOwnedElsewhere is raised, with the driver's name, if another living driver leads the run. This driver takes
+        over once the other one has been silent for `RunConfig.lease_s`. With `take_over` it does not wait, and the
+        other driver ends with an error.
 
-        `context` makes a context manager of the run's handle, which is open while the run goes on: for example
+        `context` makes a context manager of the run's handle, which is open while the run trains: for example
         `raysharded.testing.chaos_for`. `beside` is its deprecated name.
 
-        In a submitted Ray job the run has a driver of its own, as with `start`, which this call follows: if the job is
-        stopped that driver writes a last checkpoint, however soon Ray kills the job.
+        In a submitted Ray job the run has a separate driver, as with `start`, which this call follows. If the job is
+        stopped, that driver writes a last checkpoint, however soon Ray kills the job.
         """
         if beside is not None:
             warn_of_old_name("ElasticTrainer.fit(beside=)", "ElasticTrainer.fit(context=)")
@@ -158,14 +159,14 @@ class ElasticTrainer:
             raise KeyboardInterrupt(f"Interrupted. {how_to_go_on}") from None
 
     def start(self, *, take_over: bool = False) -> Run:
-        """Train in the background, and return a handle at once; its `wait()` gives the result.
+        """Train in the background, and return a handle at once; its `wait()` returns the result.
 
-        The run's driver is an actor of its own on the Ray cluster that `fit` would use: it does not need this process,
-        and `raysharded.attach(name)` gives the handle anywhere on the cluster. Where no cluster is found one is started
-        here, and it all ends with this process.
+        The run's driver is a separate actor on the Ray cluster that `fit` would use. It does not need this process, and
+        `raysharded.attach(name)` returns the handle anywhere on the cluster. If no cluster is found, one is started
+        here; then everything ends with this process.
 
-        Raises RunOwnedElsewhere if such a driver has the run already, unless `take_over`, which ends that one and goes
-        on from its workers' memory; ConfigError for a trainer that cannot be pickled.
+        Raises RunOwnedElsewhere if such a driver already leads the run. With `take_over` that driver is ended instead,
+        and the run continues from its workers' memory. Raises ConfigError for a trainer that cannot be pickled.
         """
         from raysharded.run.hosted.launch import start_hosted
 
@@ -173,13 +174,13 @@ class ElasticTrainer:
         return start_hosted(self.spec(), take_over=take_over)
 
     def start_local(self, listen: Listener | None = None, *, take_over: bool = False) -> Run:
-        """Train in a thread of this process, with which the run ends; `listen` and `take_over` as for `fit`."""
+        """Train in a thread of this process and end with it; `listen` and `take_over` as for `fit`."""
         run = LocalRun(self.spec(), listen, take_over=take_over)
         run.begin()
         return run
 
     def start_with(self, launcher: Callable[[Job], Launcher], listen: Listener | None = None) -> Run:
-        """As `start_local`, with workers of another launcher than Ray's: `raysharded.testing.ProcessLauncher`."""
+        """As `start_local`, with workers of a launcher other than Ray's: `raysharded.testing.ProcessLauncher`."""
         run = LocalRun(self.spec(), listen, launch=launcher)
         run.begin()
         return run
@@ -192,24 +193,25 @@ class ElasticTrainer:
         timeout_s: float = 600.0,
         listen: Callable[[Needs | Check], None] | None = None,
     ) -> Report:
-        """Try the task, its data and these settings for a few steps, and compare: in a minute, for a small model.
+        """Test the task, its data and these settings over a few steps; takes a minute for a small model.
 
-        Two fresh processes build the model; then it is trained on one worker, on two with every step computed twice,
-        and on two of which one is killed. Workers are plain processes of this machine; neither Ray nor the run's
-        storage is touched, and what is written is deleted. `device="cpu"` tries a trainer for GPUs on CPUs. What is
-        not done within `timeout_s` is not tried. `listen` is called with what the check needs, then with every check.
+        Two fresh processes build the model. Then it is trained on one worker, on two with every step computed twice,
+        and on two of which one is killed. Workers are plain processes of this machine. Neither Ray nor the run's
+        storage is touched, and everything written is deleted. `device="cpu"` tests a trainer for GPUs on CPUs. Checks
+        that are not done within `timeout_s` are omitted. `listen` is called with the check's needs, then with every
+        check.
 
-        Raises ConfigError if the check does not fit the memory that is available, or the time.
+        Raises ConfigError if the check does not fit into the available memory or the time.
         """
         from raysharded.preflight import check
 
         process_hooks.install()
         return check(self.spec(), steps=steps, device=device, timeout_s=timeout_s, listen=listen)
 
-    # -- what it specifies --
+    # -- the specification --
 
     def spec(self) -> RunSpec:
-        """The specification of the run as it is now: everything below the trainer takes this value."""
+        """The run's current specification: everything below the trainer takes this value."""
         return RunSpec(
             task=self.task,
             data=self.data,
@@ -223,7 +225,7 @@ class ElasticTrainer:
 
     @property
     def url(self) -> str:
-        """The run's own folder on its storage."""
+        """The run's folder on its storage."""
         return self.spec().url
 
     # -- names of before 0.2 --

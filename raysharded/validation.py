@@ -1,4 +1,4 @@
-"""Checks of what a user gives: each says which value is wrong, and what to give instead."""
+"""Checks of user input: each error names the wrong value and a valid one."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ T = TypeVar("T")
 
 
 def require(ok: bool, message: str) -> None:
-    """Raise ConfigError with this message unless it holds."""
+    """Raise ConfigError with this message unless `ok`."""
     if not ok:
         raise ConfigError(message)
 
 
 def is_int(value: object) -> bool:
-    """Whether it is a whole number; True and False are none."""
+    """True for a whole number; False for True and False."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def require_number(owner: str, name: str, value: object, lowest: float, *, above: bool = False) -> None:
-    """Raise ConfigError unless it is a finite number, not below `lowest`, or with `above`, above it."""
+    """Raise ConfigError unless the value is a finite number of at least `lowest`, or above it if `above`."""
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     ok = ok and (value > lowest if above else value >= lowest)  # type: ignore[operator] # a number
     require(ok, f"{owner}.{name}={value!r}: give a number {'above' if above else 'of at least'} {lowest:g}.")
 
 
 def require_norm(owner: str, name: str, value: object) -> None:
-    """Raise ConfigError unless it is a number above 0; infinity is one, and so is a number of NumPy's."""
+    """Raise ConfigError unless the value is a number above 0; infinity and NumPy's numbers are valid."""
     try:
         number = float(value) if isinstance(value, SupportsFloat) and not isinstance(value, bool) else math.nan
     except (TypeError, ValueError):  # an array of several
@@ -41,12 +41,12 @@ def require_norm(owner: str, name: str, value: object) -> None:
 
 
 def require_kind(owner: str, name: str, value: object, kind: type) -> None:
-    """Raise ConfigError unless it is of that type."""
+    """Raise ConfigError unless the value is of that type."""
     require(isinstance(value, kind), f"{owner}.{name}={value!r}: give a {kind.__name__}.")
 
 
 def names_checked(cls: type[T]) -> type[T]:
-    """Refuse arguments of the constructor that do not exist or are missing, with a suggestion; a class decorator."""
+    """Class decorator: reject unknown or missing arguments of the constructor, with a suggestion."""
     original = cls.__init__
     parameters = [p for p in inspect.signature(original).parameters.values() if p.name != "self"]
     names = [p.name for p in parameters]
@@ -65,5 +65,5 @@ def names_checked(cls: type[T]) -> type[T]:
         )
         original(self, **given)
 
-    cls.__init__ = __init__  # type: ignore[method-assign,assignment] # takes any names, to say which are wrong
+    cls.__init__ = __init__  # type: ignore[method-assign,assignment] # takes any names, to report the wrong ones
     return cls

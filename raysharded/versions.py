@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 
 TESTED = {"torch": ("2.13", "2.15"), "ray": ("2.54", "2.60")}
-"""Package -> (lowest, newest). The bounds of pyproject.toml are these; Ray has no upper one there."""
+"""Package -> (lowest, newest). pyproject.toml has these bounds, but no upper bound for Ray."""
 SELF_TEST = "raysharded doctor --self-test"
 
 
 def untested(found: Mapping[str, str]) -> list[str]:
-    """A sentence for each package whose version, by name in `found`, is outside of what was tested."""
+    """A sentence for each package whose version, by name in `found`, is outside the tested range."""
     return [
         f"raysharded was tested with {tested(name)}; this is {found[name]}: run `{SELF_TEST}`."
         for name in TESTED
@@ -20,7 +20,7 @@ def untested(found: Mapping[str, str]) -> list[str]:
 
 
 def tested(name: str) -> str:
-    """As `torch 2.13 to 2.15`."""
+    """The tested range as text: `torch 2.13 to 2.15`."""
     lowest, newest = TESTED[name]
     return f"{name} {lowest} to {newest}"
 
@@ -31,6 +31,6 @@ def _is_tested(name: str, version: str) -> bool:
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    """The first two numbers; none, which is less than any, of what is no version."""
+    """The first two numbers; an empty tuple, which is less than any, for an invalid version."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else ()

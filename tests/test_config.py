@@ -170,7 +170,7 @@ def test_fit_enters_a_context_of_the_run_under_either_name(
         DeprecationWarning, match=r"fit\(beside=\) is deprecated .* use ElasticTrainer.fit\(context=\)"
     )
     with warned if old else nullcontext(), pytest.raises(Entered, match=r"^a$"):
-        trainer().fit(**{"beside" if old else "context": context})
+        trainer().fit(beside=context) if old else trainer().fit(context=context)
     both = pytest.raises(ConfigError, match="give context= alone")
     with pytest.warns(DeprecationWarning, match=r"fit\(beside=\)"), both:
         trainer().fit(context=context, beside=context)

@@ -8,6 +8,7 @@ something was found.
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import re
 import sys
@@ -17,10 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CHECKED = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "benchmarks/limits.txt", "benchmarks/alone.txt")
+CHECKED = (
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs"),
+    *("benchmarks/limits.txt", "benchmarks/alone.txt", "raysharded"),
+)
 """Files and folders whose prose is checked by `make lint`."""
 GENERATED = ("docs/benchmarks.md",)
 """Pages made of results; their prose is in `benchmarks`."""
+RECORDED = (
+    *("raysharded/driver", "raysharded/journal/entry_text.py", "raysharded/report/history"),
+    *("raysharded/metrics/ray_metrics.py", "raysharded/ownership/lease.py", "raysharded/actors/step/update.py"),
+)
+"""Modules whose texts are part of recorded histories and journals: only their docstrings and comments are checked."""
 MAX_WORDS = 30
 """Of a sentence of a page."""
 INSTEAD = {
@@ -51,7 +60,8 @@ INSTEAD = {
 """Expression -> what to write instead."""
 OPENINGS = ("Who", "Whose", "Whom", "What", "Which", "How", "Of", "The same", "They", "As above", "So")
 """A docstring begins with a noun phrase or an imperative, never with one of these."""
-_BANNED = re.compile(rf"(?<![\w`-])({'|'.join(f'(?:{one})' for one in INSTEAD)})(?![\w`-])", re.IGNORECASE)
+_ANY = "|".join(f"(?:{one})" for one in INSTEAD).replace(" ", r"\s+")  # also where a line ends between two words
+_BANNED = re.compile(rf"(?<![\w`-])({_ANY})(?![\w`-])", re.IGNORECASE)
 _CLAUSE = re.compile(r"^(Who|Whoever|What|Whatever) [^?]*$")
 _CODE = re.compile(r"``.+?``|`[^`]*`|!?\[([^\]]*)\]\([^)]*\)|https?://\S+|<[^>]+>")
 
@@ -72,9 +82,9 @@ def words_of(text: str, path: Path, line: int) -> Iterator[Finding]:
     """The banned words of a text that begins at a line."""
     plain = _CODE.sub(lambda match: _blank(match[0], match[1] or ""), text)
     for match in _BANNED.finditer(plain):
-        instead = next(new for old, new in INSTEAD.items() if re.fullmatch(old, match[0], re.IGNORECASE))
-        at = line + plain.count("\n", 0, match.start())
-        yield Finding(path, at, f"{' '.join(match[0].split())!r}: {instead}")
+        words = " ".join(match[0].split())
+        instead = next(new for old, new in INSTEAD.items() if re.fullmatch(old, words, re.IGNORECASE))
+        yield Finding(path, line + plain.count("\n", 0, match.start()), f"{words!r}: {instead}")
 
 
 def _blank(code: str, shown: str) -> str:
@@ -109,23 +119,33 @@ def of_module(path: Path) -> Iterator[Finding]:
     """Findings in a module: docstrings, comments, and texts of four words and more."""
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
-    docstrings = set()
+    docstrings: dict[ast.Constant, str] = {}
     for node in ast.walk(tree):
         for one in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
             if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) and isinstance(one.value.value, str):
-                docstrings.add(one.value)
-    for text in docstrings:
-        yield from words_of(text.value, path, text.lineno)
-        opening = next((one for one in OPENINGS if re.match(rf"{one}\b", text.value)), None)
+                docstrings[one.value] = one.value.value
+    for docstring, text in docstrings.items():
+        line = docstring.lineno
+        yield from words_of(text, path, line)
+        for paragraph in re.split(r"\n\s*\n|\n(?=\s*[-*] )|:\n", inspect.cleandoc(text)):
+            if not paragraph.startswith("    "):  # a listing
+                yield from sentences_of(paragraph, path, line)
+        opening = next((one for one in OPENINGS if re.match(rf"{one}\b", text)), None)
         if opening:
-            yield Finding(path, text.lineno, f"a docstring that begins with {opening!r}")
+            yield Finding(path, line, f"a docstring that begins with {opening!r}")
     for node in ast.walk(tree):
-        text = node.value if isinstance(node, ast.Constant) and node not in docstrings else None
-        if isinstance(text, str) and len(text.split()) > 3:
-            yield from words_of(text, path, node.lineno)
+        if not isinstance(node, ast.Constant) or node in docstrings or _is_one_of(path, RECORDED):
+            continue
+        if isinstance(node.value, str) and len(node.value.split()) > 3:
+            yield from words_of(node.value, path, node.lineno)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield from words_of(token.string, path, token.start[0])
+
+
+def _is_one_of(path: Path, names: Sequence[str]) -> bool:
+    """True for one of these files or folders, and for a file below one."""
+    return any(path.resolve().is_relative_to(ROOT / name) for name in names)
 
 
 def findings(paths: Sequence[Path]) -> Iterator[Finding]:
@@ -133,7 +153,7 @@ def findings(paths: Sequence[Path]) -> Iterator[Finding]:
     for path in paths:
         files = [path] if path.is_file() else sorted({*path.rglob("*.md"), *path.rglob("*.py")})
         for file in files:
-            if file in [ROOT / one for one in GENERATED]:
+            if _is_one_of(file, GENERATED):
                 continue
             found = of_module(file) if file.suffix == ".py" else of_page(file)
             yield from sorted(found, key=lambda one: one.line)

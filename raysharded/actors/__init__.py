@@ -1,8 +1,8 @@
-"""The workers: a shard of the model each, and the training step over all of them.
+"""The workers: each holds a shard of the model, and all run the training step together.
 
-Reading order: `worker` (what the driver calls), `step.engine` (one step), `reduction` and `numerics` (the sums),
-`shards` (the state in memory), `model` and `optimizer` (what the task builds). Torch lives here, Ray does not.
-`comm.groups` alone makes process groups.
+Reading order: `worker` (calls from the driver), `step.engine` (one step), `reduction` and `numerics` (sums), `shards`
+(state in memory), `model` and `optimizer` (built by the task). This package imports torch, not Ray. Only
+`comm.groups` makes process groups.
 """
 
 from __future__ import annotations

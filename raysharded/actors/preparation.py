@@ -1,8 +1,8 @@
-"""The next generation, made ready by a worker beside what it does: its groups connected, its model built and wrapped.
+"""Background preparation of the next generation by a worker: groups connected, model built and wrapped.
 
-A preparation costs nothing but time if it is not used. Of what the task wrote, nothing runs at the same time as its
-forward or backward: constructors draw from torch's global generator, which each microbatch seeds, and may set what
-holds for the whole process, say the default dtype. Parameters stay without memory until the model is taken.
+An unused preparation costs only time. No code of the task runs at the same time as its forward or backward.
+Constructors draw from torch's global generator, which each microbatch seeds, and may change settings of the whole
+process, for example the default dtype. Parameters have no memory until the model is taken.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from raysharded.task import has_tensor_parallelism
 
 
 class Preparations:
-    """What one worker prepares: the newest of what it was asked for."""
+    """The preparation that was requested last of one worker."""
 
     def __init__(self, job: Job, task_calls: threading.Lock) -> None:
-        """`task_calls`: held by whoever calls the task's code."""
+        """`task_calls`: the lock that a thread holds while it calls the task's code."""
         self._job, self._task_calls = job, task_calls
         self._changing = threading.Lock()
         self._newest: Preparation | None = None
         self._formed = GenerationId(0)
         self._attempt = (GenerationId(0), 0)
-        """(generation, attempt) of the latest."""
+        """(generation, attempt) of the latest preparation."""
 
     def make(self, generation: GenerationId, where: Rendezvous, attempt: int = 0, build_seed: int = 0) -> None:
-        """Get ready for a generation; what was made for another, or in an earlier attempt, is let go of. Raises
-        StaleGeneration for one that is not to come any more, and as `Preparation.make`. Any thread."""
+        """Prepare a generation; discard the preparation of another one, or of an earlier attempt.
+
+        Raises StaleGeneration for an outdated generation or attempt; otherwise as `Preparation.make`. Any thread.
+        """
         preparation = Preparation(self._job, where, self._task_calls, build_seed)
         with self._changing:
             if generation <= self._formed:
@@ -48,12 +50,12 @@ class Preparations:
         preparation.make(lambda: use_threads(self._job.num_threads))
 
     def begin_forming(self, generation: GenerationId) -> None:
-        """From now on nothing is prepared for this one or an older one. Any thread."""
+        """Reject preparations of this generation and older ones from now on. Any thread."""
         with self._changing:
             self._formed = max(self._formed, generation)
 
     def take(self, prefix: str) -> tuple[Groups, Units | Wrapped | None] | None:
-        """What was made at this rendezvous; anything else is let go of."""
+        """The groups and the model prepared at this rendezvous; discards any other preparation."""
         with self._changing:
             preparation, self._newest = self._newest, None
         if preparation is None:
@@ -65,10 +67,10 @@ class Preparations:
 
 
 class Preparation:
-    """One attempt. `make` runs in a thread of its own; any thread may `discard` it, until it is taken."""
+    """One attempt. `make` runs in a separate thread; any thread may `discard` the attempt until it is taken."""
 
     def __init__(self, job: Job, where: Rendezvous, task_calls: threading.Lock, build_seed: int = 0) -> None:
-        """`task_calls`: held by whoever calls the task's code; `build_seed`: of the run's constructors."""
+        """`task_calls`: the lock for calls of the task's code; `build_seed`: the seed of the run's constructors."""
         self._job, self._where, self._task_calls, self._build_seed = job, where, task_calls, build_seed
         self._groups = Groups(job.use_gpu)
         self._built: Units | Wrapped | None = None
@@ -77,12 +79,14 @@ class Preparation:
 
     @property
     def prefix(self) -> str:
-        """Of the rendezvous."""
+        """The rendezvous's prefix."""
         return self._where.prefix
 
     def make(self, begin: Callable[[], None]) -> None:
-        """Connect and build; `begin` is called first, in the thread that builds. Raises what went wrong, or
-        `CollectiveAborted` after `discard`; then nothing is left of it."""
+        """Connect and build; `begin` is called first, in the thread that builds.
+
+        Raises the error that occurred, or `CollectiveAborted` after `discard`; both free everything made so far.
+        """
         try:
             begin()
             self._groups.connect_beside(self._where)
@@ -101,7 +105,7 @@ class Preparation:
             raise CollectiveAborted(f"{self.prefix} is not wanted any more")
 
     def _build(self) -> Units | Wrapped | None:
-        """As much as can be built; nothing for a task whose parallel styles need torch's default group."""
+        """The model, built as far as possible; None for a task whose parallel styles need torch's default group."""
         job = self._job
         if has_tensor_parallelism(job.task):
             return None
@@ -114,13 +118,13 @@ class Preparation:
         return wrap(units, job.engine, self._groups.axes())
 
     def take(self) -> tuple[Groups, Units | Wrapped | None] | None:
-        """What was made, which belongs to the caller from now on; None if it was not, or was discarded."""
+        """The groups and the model, which the caller owns from now on; None if unfinished or discarded."""
         with self._changing:
             made = self._is_made and not self._is_discarded
         return (self._groups, self._built) if made else None
 
     def discard(self) -> None:
-        """Let go of it, or of what is made of it so far. Idempotent."""
+        """Free the preparation, finished or not. Idempotent."""
         self._groups.abort()
         with self._changing:
             already, self._is_discarded = self._is_discarded, True

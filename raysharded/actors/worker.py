@@ -1,6 +1,6 @@
-"""A worker: one rank, one device. Its methods are what a launcher may call, each from a thread of its own.
+"""A worker: one rank, one device. A launcher may call its methods, each from a separate thread.
 
-Knows nothing of how it was started: the Ray launcher makes an actor of it, tests make a plain process.
+The worker does not depend on its launcher: the Ray launcher makes it an actor, tests make it a plain process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _log = logging.getLogger("raysharded.worker")
 
 
 class Worker:
-    """One worker of a run. One of `form` and `train` runs at a time; the other methods may be called meanwhile."""
+    """One worker of a run. Either `form` or `train` runs at a time; the other methods may be called meanwhile."""
 
     def __init__(self, worker: WorkerId, job: Job) -> None:
         prepare_environment(job.use_gpu)
@@ -75,24 +75,24 @@ class Worker:
         self._store = ShardStore(pin_memory=job.use_gpu)
         self._saver = Saver(self._storage)
         self._share = Share()
-        engine = replace(job.engine, compile=False)  # nobody compiles where the data are read
+        engine = replace(job.engine, compile=False)  # the process that reads the data compiles nothing
         settings = functools.partial(prepare_torch, engine, job.num_threads, use_gpu=False)
         self._sources = Sources(job.data, job.evaluation, job.batch, job.engine, settings)
         self._job = job = job if self._sources.process is None else _without_data(job)
         self._computing = ThreadPoolExecutor(1, "compute", initializer=self._begin_computing)
-        """One thread computes, whichever thread a call comes in: OpenMP's and the allocator's state is per thread."""
+        """The one thread that computes for calls from all threads: OpenMP and the allocator keep state per thread."""
         self._compute_thread: int | None = None
         self._changing = threading.Lock()
-        """Guards the four below: an interrupt may come before the generation that it is meant for."""
+        """Guards the next five fields: an interrupt may arrive before the generation that it is meant for."""
         self._asked = self._generation = self._interrupted = GenerationId(0)
         self._decisions = Decisions()
         self._groups: Groups | None = None
         self._engine: Engine | None = None
         self._task_calls = threading.Lock()
-        """Held by whoever calls the task's code."""
+        """Held by a thread while it calls the task's code."""
         self._preparations = Preparations(job, self._task_calls)
         self._reports_before: deque[StepReport] = deque(maxlen=REPORTS_KEPT)
-        """Of older generations: the driver may die before it has put them on record."""
+        """Step reports of older generations: the driver may die before it has recorded them in the journal."""
         self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
         self._sampler.start()
         self._tried: TriedOptimizer | None = None
@@ -112,9 +112,9 @@ class Worker:
     # -- called once --
 
     def ready(self) -> WorkerInfo:
-        """Say who this is, after touching the data and building the model once without memory.
+        """Describe this worker, after it has read some samples and built the model once without memory.
 
-        So errors are found, and torch's lazy imports done, before anybody waits for this worker.
+        This finds errors and runs torch's lazy imports before any other worker waits for this one.
         """
         try:
             return self._get_ready()
@@ -124,7 +124,7 @@ class Worker:
     def _get_ready(self) -> WorkerInfo:
         parity = parity_of(self._job.engine.redundancy)
         if parity is not None:
-            erasure_code(parity)  # or else what it lacks would be found when the run first has enough workers for it
+            erasure_code(parity)  # a missing requirement fails here, not when the run first has enough workers
         with naming(f"{type(self._job.task).__name__}.build_model", "build"):
             warm_up(self._job.task, self._job.batch.seed)
         self._sources.check()
@@ -132,23 +132,23 @@ class Worker:
             catch_up, seed = self._compilation.catch_up, self._job.batch.seed
             self._computing.submit(catch_up, self._job.task, self._job.engine, self._storage, seed).result()
         gc.collect()
-        gc.freeze()  # what is imported stays: without this, every recovery would walk through it
+        gc.freeze()  # imported objects stay: otherwise every recovery's collection would scan them
         self._probe("ready", 0)
         return facts_of(self._device, self._job.num_threads, self._sources.training.num_samples)
 
     # -- the long calls --
 
     def prepare(self, spec: GenerationSpec) -> Prepared:
-        """Get ready for the next generation beside what is done: connect to its members, and build its model.
+        """Prepare the next generation in the background: connect to its members and build its model.
 
-        A newer one takes its place; a generation that is formed otherwise ends it.
+        A newer preparation replaces this one; forming a generation in any other way discards it.
         """
         where = rendezvous_of(spec, self._worker, self._job, MEETING_TIMEOUT_S)
         try:
             self._preparations.make(spec.generation, where, spec.attempt, spec.build_seed)
         except StaleGeneration:
             raise
-        except BaseException as error:  # noqa: BLE001 - it is an offer: without it the generation is formed all the same
+        except BaseException as error:  # noqa: BLE001 - optional: a generation is formed without a preparation, too
             text = f"{type(error).__name__}: {text_of(error)}"
             _log.warning("worker %s could not prepare generation %s: %s", self._worker, spec.generation, text)
             return Prepared(prefix=spec.prefix, error=text)
@@ -216,7 +216,10 @@ class Worker:
         )
 
     def train(self, generation: GenerationId) -> Stopped:
-        """Train until the end, a boundary, an error or an abort. All members hold the new layout: others are freed."""
+        """Train until the end, a boundary, an error or an abort.
+
+        All members hold the new layout, so this worker first frees all other layouts.
+        """
         return self._computing.submit(self._train_guarded, generation).result()
 
     def _train_guarded(self, generation: GenerationId) -> Stopped:
@@ -225,7 +228,7 @@ class Worker:
         return self._guarded(lambda: self._stopped(engine.run()))
 
     def rest(self, generation: GenerationId) -> Stopped:
-        """In place of `train`: do no step, and say what is held. All members hold the new layout: others are freed."""
+        """Report the buffers that this worker holds, in place of `train`; do no step. Frees layouts as `train` does."""
         return self._computing.submit(self._rest, generation).result()
 
     def _rest(self, generation: GenerationId) -> Stopped:
@@ -234,8 +237,10 @@ class Worker:
         return self._stopped(StopReason.BOUNDARY)
 
     def save_held(self, generation: GenerationId) -> None:
-        """Begin this worker's part of a checkpoint of the step that it holds, after `train` or `rest` has stopped
-        between two steps. What is still being written comes first."""
+        """Begin this worker's part of a checkpoint of the step that it holds.
+
+        Call after `train` or `rest` has stopped between two steps. Waits for a part that is still being written.
+        """
         self._computing.submit(self._save_held, generation).result()
 
     def _save_held(self, generation: GenerationId) -> None:
@@ -249,7 +254,7 @@ class Worker:
         return self._engine
 
     def _guarded(self, work: Callable[[], T]) -> T | Stopped:
-        """Run a long call; whatever ends it frees the peers and becomes a message."""
+        """Run a long call; an error that ends it frees the peers and becomes a message."""
         try:
             return work()
         except BaseException as error:  # noqa: BLE001 - the boundary of the actor: everything becomes a message
@@ -282,7 +287,7 @@ class Worker:
         )
 
     def _leave(self) -> None:
-        """Let go of the generation before: its groups and its model, not its shards in host memory."""
+        """Release the previous generation's groups and model, but not its shards in host memory."""
         engine, self._engine = self._engine, None
         if engine is not None:
             self._reports_before.extend(engine.reports)
@@ -295,36 +300,36 @@ class Worker:
     # -- short calls, from other threads --
 
     def interrupt(self, generation: GenerationId) -> None:
-        """Free this worker from whatever collective of `generation` (or an older one) it is in, or comes to."""
+        """Abort every collective of `generation`, or of an older one, that this worker is in or will enter."""
         with self._changing:
             self._interrupted = max(self._interrupted, generation)
-            groups = self._groups  # the thread that computes may let go of them now
+            groups = self._groups  # the thread that computes may release them now
             if generation >= self._generation and groups is not None:
                 groups.abort()
 
     def report(self, generation: GenerationId) -> Stopped:
-        """What this worker holds, after a generation that it formed failed before training."""
+        """The buffers that this worker holds, after a generation that it formed failed before training."""
         self.interrupt(generation)
         return self._computing.submit(self._stopped, StopReason.ABORTED).result()
 
     @property
     def generation(self) -> GenerationId:
-        """The newest that it was to form, which may not have begun yet; 0 before the first."""
+        """The newest generation that this worker was to form, even if forming has not begun; 0 before the first."""
         return self._asked
 
     @property
     def decisions(self) -> Decisions:
-        """What its generation was formed with."""
+        """The overrides that this worker's generation was formed with."""
         return self._decisions
 
     def newest_reports(self, after_step: int) -> tuple[StepReport, ...]:
-        """Of all steps after this one that are still known, of this generation and those before it."""
+        """The reports kept of all steps after this one, from this and older generations."""
         engine = self._engine
         reports = (*self._reports_before, *(tuple(engine.reports) if engine else ()))
         return tuple(report for report in reports if report.step > after_step)
 
     def write_part(self, part: PartOf, generation: GenerationId, driver: str) -> Saved:
-        """Write a buffer that this worker holds as its rank's part of a checkpoint; when nothing is computed."""
+        """Write a buffer that this worker holds as its rank's part of a checkpoint, once no computation runs."""
 
         def write() -> Saved:
             buffer = self._store.find(part.step, GenerationId(part.layout), part.medium, part.rank)
@@ -333,19 +338,19 @@ class Worker:
         return self._computing.submit(write).result()
 
     def request_boundary(self, generation: GenerationId) -> None:
-        """Ask the whole generation to stop after the step that it is in."""
+        """Request that the whole generation stops after its current step."""
         engine = self._engine
         if generation == self._generation and engine is not None:
             engine.request_boundary()
 
     def request_save(self, generation: GenerationId) -> None:
-        """Ask the whole generation for a checkpoint of the step that it is in."""
+        """Request a checkpoint of the current step from the whole generation."""
         engine = self._engine
         if generation == self._generation and engine is not None:
             engine.request_save()
 
     def look(self, generation: GenerationId) -> ProbeReply:
-        """Where this worker is, in whatever generation that may be."""
+        """The step, phase and stack of this worker now, in any generation."""
         engine, found, busy = self._engine, look_at(self._compute_thread, self._sources.stacks), self._sampler.busy()
         return ProbeReply(
             generation=generation,
@@ -360,7 +365,7 @@ class Worker:
         )
 
     def notice(self, after: int, timeout_s: float) -> WorkerNotice | None:
-        """What this worker was told about leaving, after so many notices; waits for it up to `timeout_s`."""
+        """The next leave notice after the first `after` ones; waits for it up to `timeout_s`."""
         return self._leaving.next(after, timeout_s)
 
     def poll(self, generation: GenerationId, after_step: int, timeout_s: float) -> Progress:
@@ -395,6 +400,6 @@ class Worker:
 
 
 def _without_data(job: Job) -> Job:
-    """Another process has them: here they would take as much memory again."""
+    """The job without data, which another process holds: here they would take the same memory again."""
     evaluation = None if job.evaluation is None else replace(job.evaluation, data=None)
     return replace(job, data=None, evaluation=evaluation)

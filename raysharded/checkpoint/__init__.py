@@ -1,9 +1,9 @@
-"""Checkpoints: written by every worker in parallel, real only once their manifest exists, read at any size.
+"""Checkpoints: written by all workers in parallel, valid only once their manifest exists, readable at any world size.
 
-`save`, `load` and `open` (`api`, over `sharded_io`, `state_dict` and `async_save`) are for users of torch, `interop` is
-for checkpoints of other libraries. The rest knows neither torch nor Ray. Its reading order: `format` (what a checkpoint
-is), `writer`, `reader`, `claims` (the commit log), `retention`; `storage` is the seam below them. `docs/format.md`
-describes the format.
+Users of torch call `save`, `load` and `open` (`api`, over `sharded_io`, `state_dict` and `async_save`). `interop`
+handles checkpoints of other libraries. The other modules know neither torch nor Ray. Their reading order: `format` (the
+contents of a checkpoint), `writer`, `reader`, `claims` (the commit log), `retention`. `storage` is the interface below
+them. `docs/format.md` describes the format.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The public calls for sharded states of torch: `save`, `load`, `open`, and `AsyncSaver` for saves beside training.
+"""Public calls for sharded torch states: `save`, `load`, `open`, and `AsyncSaver` for asynchronous saves.
 
-They work in one process, and on all ranks of a process group, which must then all make the same calls. Ray and the
-trainer are not needed. docs/checkpoints.md is their guide.
+They work in one process, and on all ranks of a process group, which must then all make the same calls. Neither Ray nor
+the trainer is needed. The guide is docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -38,21 +38,23 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Saved:
-    """Saves a state as the checkpoint in the folder `uri`; it is complete and durable on return, on every rank.
+    """Save a state as the checkpoint in the folder `uri`, complete and durable when the call returns on any rank.
 
     `state` is a module, `{"model": module, "optimizer": optimizer}`, or nested dicts and lists of tensors, DTensors,
-    numbers, text, bytes, bools and None. Every rank gives its own shards; what several ranks hold is written once.
-    Values must be equal wherever they have the same name, and tensors that are no DTensors are taken to be; what
-    differs from rank to rank needs a name of its own. `metadata` and `data`
-    (how far into its data a run is) are anything JSON can hold; `metrics` goes into the metadata, for keeping the best;
-    of the three, rank 0's are stored.
-    With `overwrite` it takes the place of a checkpoint that is there, in one step; who has opened that one reads on,
-    and of two that overwrite the same one, one fails. `key` signs it; without one, the key in the environment, if there
-    is one. `timeout_s` is how long one rank waits for another, all that the other has to write included.
+    numbers, text, bytes, bools and None. Each rank passes its own shards; data that several ranks hold is written once.
+    Values with the same name must be equal on all ranks, and plain tensors are assumed to be equal. Values that differ
+    between ranks need different names.
 
-    Raises CheckpointError for what cannot be stored, for a uri that is a checkpoint already or holds some, and if the
-    ranks give different uris, steps, runs or values; StorageError if storage fails; PeerFailed if another rank fails.
-    Then there is no checkpoint at the uri, unless the very last operation failed; a new call may use the same uri.
+    `metadata` and `data` (the position in the training data) are anything that JSON can hold. `metrics` is stored in
+    the metadata, for retention of the best. Rank 0's values of the three are stored. With `overwrite`, the save
+    replaces an existing checkpoint in one step. Readers that opened the old one can continue; of two saves that
+    overwrite the same checkpoint, one fails. `key` signs the checkpoint; the default is the key in the environment, if
+    any. `timeout_s` is how long one rank waits for another, including all that the other has to write.
+
+    Raises CheckpointError for a state that cannot be stored, and for a uri that is or contains a checkpoint. Raises it
+    too if ranks pass different uris, steps, runs or values. Raises StorageError if storage fails, PeerFailed if another
+    rank fails. After an error this save left no checkpoint, unless the very last operation failed. A new call may use
+    the same uri.
     """
     coordinator = Coordinator.of(process_group, timeout_s)
     with coordinator.guarded():
@@ -73,19 +75,20 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Loaded:
-    """Fills `into` from the checkpoint in the folder `uri`, or from the newest complete one of the run in it.
+    """Fill `into` from the checkpoint in the folder `uri`, or from the newest complete one of the run in it.
 
     `into` is what `save` takes: a module, `{"model": module, "optimizer": optimizer}`, or nested dicts of tensors,
-    which are filled in place. Layouts need not be those of the save: each rank reads the boxes that it holds, and what
-    several ranks hold is read by one of them, which sends it to the others. `names` chooses tensors and values by name
-    or by pattern, as `layers.0.*`. `cast` converts dtypes.
+    which are filled in place. Layouts may differ from those of the save: each rank reads the boxes that it holds. Boxes
+    that several ranks hold are read by one rank, which sends them to the others. `names` selects tensors and values by
+    name or pattern, such as `layers.0.*`. `cast` converts dtypes.
 
-    What a checkpoint has at its top beside what `into` has there is not looked at: the model of a checkpoint can be
-    loaded alone. Beyond that, with `strict`, whatever is missing on either side is an error that lists all of it;
-    without, it is listed in what is returned. Shapes and dtypes must always fit. An optimizer that had not stepped when
-    it was saved has no state after the load either. All ranks give the same uri, names and settings. Raises
-    CheckpointError, CorruptCheckpoint or IncompleteCheckpoint, StorageError, and PeerFailed if another rank failed;
-    then the contents of `into` are undefined.
+    Top-level entries of the checkpoint that `into` does not have are ignored: the model of a checkpoint can be loaded
+    alone. With `strict`, all other names that are missing on either side are an error that lists them; otherwise the
+    result lists them. Shapes and dtypes must always fit. An optimizer saved before its first step has no state after
+    the load either.
+
+    All ranks pass the same uri, names and settings. Raises CheckpointError, CorruptCheckpoint or IncompleteCheckpoint,
+    StorageError, and PeerFailed if another rank failed. After an error the contents of `into` are undefined.
     """
     coordinator = Coordinator.of(process_group, timeout_s)
     with coordinator.guarded():
@@ -97,6 +100,6 @@ def load(
 def open(uri: Uri, *, key: SigningKey | None = None) -> OpenCheckpoint:  # noqa: A001 - read as checkpoint.open
     """The checkpoint in the folder `uri`, or the newest complete one of the run in it, for reading parts of it.
 
-    Reads the manifest alone. Raises CheckpointError, CorruptCheckpoint or IncompleteCheckpoint.
+    Reads only the manifest. Raises CheckpointError, CorruptCheckpoint or IncompleteCheckpoint.
     """
     return OpenCheckpoint(open_uri(uri, key=key_or_default(key)))

@@ -1,8 +1,8 @@
-"""Which bytes of which file answer a request for a box, and where in the caller's buffer they go. Pure.
+"""Map from a requested box to the byte ranges of files and their places in the caller's buffer. Pure.
 
-A piece whose bytes are contiguous on both sides goes straight to its place. Any other (columns of a row-major
-tensor) is staged: the bytes from its first to its last element are gathered, then copied with strides; it is split
-into slabs of at most STAGE_BYTES so that little beyond the wanted bytes is read and little memory is held.
+A piece whose bytes are contiguous on both sides goes straight to its place. Any other piece, such as columns of a
+row-major tensor, is staged: the bytes from its first to its last element are gathered, then copied with strides. It is
+split into slabs of at most STAGE_BYTES, which limits the memory and the extra bytes that are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STAGE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes start..stop of file number `file`, and who takes them."""
+    """Bytes start..stop of file number `file`, and their destination."""
 
     file: int
     start: int
@@ -32,13 +32,13 @@ class Piece:
     sink: Straight | Staged
 
     def put(self, at: int, data: Bytes) -> None:
-        """Delivers the file's bytes from `at` on, all of them within the piece; parts may come in any order."""
+        """Deliver the file's bytes from `at` on, all of them within the piece. Parts may come in any order."""
         self.sink.put(at - self.start, data)
 
 
 @dataclass(frozen=True, slots=True)
 class Straight:
-    """Takes bytes to their place."""
+    """A destination that takes bytes directly."""
 
     out: Bytes
 
@@ -47,7 +47,7 @@ class Straight:
 
 
 class Staged:
-    """Gathers `size_bytes` and then copies the elements among them to their places. Thread-safe."""
+    """A destination that gathers `size_bytes`, then copies the elements among them to their places. Thread-safe."""
 
     def __init__(self, size_bytes: int, source: _Strided, target: _Strided, out: Bytes) -> None:
         self._size_bytes, self._source, self._target, self._out = size_bytes, source, target, out
@@ -81,7 +81,7 @@ class _Strided:
 
     @property
     def span_bytes(self) -> int:
-        """From the first byte of the first element to the last byte of the last."""
+        """Bytes from the first byte of the first element to the last byte of the last element."""
         last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
         return last + self.item_bytes
 
@@ -95,7 +95,7 @@ class _Strided:
 
 
 class BoxIndex:
-    """Finds the boxes of a manifest that meet a given box. Immutable once made."""
+    """Index of a manifest's boxes that finds those intersecting a given box. Immutable once made."""
 
     def __init__(self, manifest: Manifest) -> None:
         file, boxes = manifest.boxes()
@@ -108,7 +108,7 @@ class BoxIndex:
         self._reach = self._running_reach()
 
     def _running_reach(self) -> NDArray[np.int64]:
-        """For each box: how far it or any before it of its tensor reaches in dimension 0."""
+        """For each box: the largest end in dimension 0 of all boxes of its tensor up to and including it."""
         sizes = self._boxes.sizes
         reach = self._begin + (sizes[:, 0] if sizes.shape[1] else 1)
         for first, last in pairwise(self._edges.tolist()):
@@ -132,8 +132,10 @@ class BoxIndex:
             yield from _split(int(self._file[row]), source, target, out)
 
     def _meeting(self, rows: slice, offsets: Sequence[int], sizes: Sequence[int]) -> NDArray[np.int64]:
-        """Which of some rows, counted from the first of them on, have cells in common with the box. Not a loop over
-        rows: of a tensor that is cut in columns, every box meets the request in dimension 0."""
+        """Positions in `rows`, counted from its first row, of the boxes that intersect the given box.
+
+        Not a loop over rows: if a tensor is cut in columns, every box meets the request in dimension 0.
+        """
         width = len(offsets)
         begin, size = self._boxes.offsets[rows, :width], self._boxes.sizes[rows, :width]
         low = np.asarray(offsets, np.int64)

@@ -1,7 +1,7 @@
-"""Fetching pieces: every chunk that any of them needs is read once, checked against its digest, and handed out.
+"""Reads that serve pieces: every chunk that any piece needs is read once, checked against its digest, and handed out.
 
-What is read goes straight to its place where a piece is contiguous in its file and in its destination; the rest goes
-through a buffer of one span.
+Bytes go straight to their place if a piece is contiguous in its file and in its destination. All others go through a
+buffer of one span.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from raysharded.locations import join_url
 T = TypeVar("T")
 
 GAP_SHARE = 0.03
-"""Of the bytes needed from a file, so many more may be read to save requests."""
+"""Share of the bytes needed from a file that may be read in addition, to save requests."""
 
 _REMEDY = "Resume from another checkpoint, or restore the file from a copy."
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive chunks of one file, first <= chunk < last, and the pieces that need some of them."""
+    """Consecutive chunks `first <= chunk < last` of one file, and the pieces that need some of them."""
 
     file: FileRecord
     first: int
@@ -55,7 +55,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Bytes of a file from `start` on, where they were read to."""
+    """Bytes of a file from `start` on, in the memory that they are read into."""
 
     start: int
     data: Bytes
@@ -66,7 +66,7 @@ class View:
 
 
 class DataFiles:
-    """The data files of one checkpoint: reads spans of them and checks them. Thread-safe."""
+    """The data files of one checkpoint: reads spans and checks them. Thread-safe."""
 
     def __init__(self, storage: Storage, prefix: str, files: Sequence[FileRecord]) -> None:
         self._storage, self._prefix, self.files = storage, prefix, files
@@ -77,15 +77,15 @@ class DataFiles:
         return key_of(self._prefix, file.path)
 
     def where(self, file: FileRecord) -> str:
-        """For messages."""
+        """The file's name for messages."""
         return f"file {join_url(self._storage.url, self.key(file))}"
 
     def size(self, file: FileRecord) -> int:
-        """As it is in storage. Raises NoSuchKey."""
+        """Size of the file in storage, in bytes. Raises NoSuchKey."""
         return self._storage.size(self.key(file))
 
     def digests(self, file: FileRecord) -> bytes:
-        """Of every chunk, 32 bytes each. Raises CorruptCheckpoint or IncompleteCheckpoint for a damaged table."""
+        """All chunks' digests, 32 bytes each. Raises CorruptCheckpoint or IncompleteCheckpoint for a damaged table."""
         if not file.digest_table:
             return file.digests
         with self._lock:
@@ -141,7 +141,7 @@ class DataFiles:
                 )
 
     def fetch(self, pieces: Iterable[Piece]) -> int:
-        """Fills all pieces; the bytes read. Raises the first error; then what has been filled is undefined."""
+        """Fill all pieces; return the bytes read. Raises the first error; the filled contents are then undefined."""
         traits = self._storage.traits
         spans = plan_spans(self.files, pieces, traits.span_bytes)
         tables = {id(span.file): span.file for span in spans if span.file.digest_table}
@@ -160,7 +160,7 @@ class DataFiles:
                 piece.put(part.start, part.data)
 
     def find_damage(self, progress: Callable[[int], None] = lambda _: None) -> list[CheckpointError]:
-        """One error for every missing, wrongly sized or changed part, reading everything; `progress(bytes read)`."""
+        """Read everything; one error per missing, wrongly sized or changed part. Calls `progress(bytes read)`."""
         damage: list[CheckpointError] = []
         for file in self.files:
             try:
@@ -174,15 +174,15 @@ class DataFiles:
                     progress(span.size_bytes)
             except NoSuchKey:
                 damage.append(IncompleteCheckpoint(f"{self.where(file)} is missing."))
-            except CheckpointError as error:  # its table is damaged, or it went while it was read
+            except CheckpointError as error:  # the digest table is damaged, or the file was deleted during the read
                 damage.append(error)
         return damage
 
 
 def plan_spans(files: Sequence[FileRecord], pieces: Iterable[Piece], span_bytes: int) -> list[Span]:
-    """The reads that serve all pieces, in order of file and place. Pure.
+    """The reads that serve all pieces, ordered by file and position. Pure.
 
-    Laws: every chunk that a piece touches is in exactly one span; the others that are read are at most GAP_SHARE.
+    Laws: every chunk that a piece touches is in exactly one span; other chunks are at most GAP_SHARE of these.
     """
     by_file: dict[int, list[Piece]] = {}
     for piece in pieces:
@@ -209,9 +209,9 @@ def whole_file(file: FileRecord, span_bytes: int) -> list[Span]:
 
 
 def lay_views(span: Span) -> tuple[list[View], list[Piece]]:
-    """(where the span's bytes go, in order and without gaps; the pieces that must be given theirs from there).
+    """(views for the span's bytes, in order and without gaps; the pieces that must be filled from these views).
 
-    A straight piece takes its bytes itself, unless another piece takes some of them.
+    A straight piece receives its bytes directly, unless an earlier straight piece receives some of them.
     """
     views: list[View] = []
     others: list[Piece] = []
@@ -231,7 +231,7 @@ def lay_views(span: Span) -> tuple[list[View], list[Piece]]:
 
 
 def _chunks_of(span: Span, views: Sequence[View]) -> Iterator[list[memoryview]]:
-    """The bytes of each chunk of the span, where the views that cover it have them."""
+    """The bytes of each chunk of the span, as slices of the views that cover it."""
     rest = iter(views)
     data, at = memoryview(b""), 0
     for chunk in range(span.first, span.last):
@@ -246,7 +246,7 @@ def _chunks_of(span: Span, views: Sequence[View]) -> Iterator[list[memoryview]]:
 
 
 def _between(views: Sequence[View], starts: Sequence[int], start: int, stop: int) -> Iterator[View]:
-    """The parts of consecutive views that make up the file's bytes start..stop."""
+    """The parts of consecutive views that make up bytes start..stop of the file."""
     at = bisect_right(starts, start) - 1
     while at < len(views) and views[at].start < stop:
         view = views[at]
@@ -256,7 +256,7 @@ def _between(views: Sequence[View], starts: Sequence[int], start: int, stop: int
 
 
 def _chunk_runs(file: FileRecord, ordered: Sequence[Piece]) -> list[tuple[int, int]]:
-    """Runs of chunks that the pieces (sorted by start) touch."""
+    """Runs of consecutive chunks that the pieces (sorted by start) touch."""
     runs: list[list[int]] = []
     for piece in ordered:
         first = piece.start // file.chunk_size_bytes

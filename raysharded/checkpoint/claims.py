@@ -1,19 +1,20 @@
-"""The commit log of a run, with fencing: who owns it, and which saves are committed. Claims, each put once if absent,
-as in Delta Lake's _delta_log.
+"""The commit log of a run, with fencing: claims that determine the run's owner and its committed saves.
+
+Each claim is put once if absent, as in Delta Lake's _delta_log.
 
     claims/0000000001.json   driver a owns the run from generation 1 on
     claims/0000000002.json   a commits step 500 of generation 1
     claims/0000000003.json   driver b owns the run from generation 4 on: from here on a commits nothing
 
-Put-if-absent gives every number to exactly one claimer. A claimer puts the number after the newest claim that it
-knows; if that is taken it reads what is there, and decides again. So the newest claim alone tells who owns the run,
-since which generation, and how far it is committed; and nothing older needs to be read. A claim is never deleted and
-never replaced. "Taken" may be one's own claim, whose reply was lost: it is compared with one's own id first.
+Put-if-absent gives every number to exactly one claimer. A claimer puts the number after the newest claim that it knows.
+If that number is taken, it reads the claim there and decides again. Therefore the newest claim alone determines who
+owns the run, since which generation, and how far it is committed; no older claim need be read. A claim is never deleted
+or replaced. The number may be taken by the claimer's own claim, whose reply was lost; it compares the ids first.
 
-Laws: a number is claimed once; once another claimer owns the run, no claim of an older owner is made; a claim that was
-told to have been made is in the sequence, one that was refused is not.
+Laws: a number is claimed once. Once another claimer owns the run, no claim of an older owner is made. A claim that was
+reported as made is in the sequence; a rejected claim is not.
 
-`Claimer` decides (pure; it yields what it wants done); `Claims` does it.
+`Claimer` decides (pure: it yields the operations that it needs); `Claims` executes them.
 """
 
 from __future__ import annotations
@@ -46,56 +47,56 @@ _NUMBER = re.compile(rf"{CLAIMS_FOLDER}/([0-9]{{10,}})\.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """One claim. Of a commit the last three fields are set, of an owner none is."""
+    """One claim. A commit sets the last three fields; an owner's claim sets none of them."""
 
     number: int
     id: str
-    """The claimer's own, random: tells its claims from those of another with the same name."""
+    """Random id of the claimer: it distinguishes its claims from those of another with the same name."""
     kind: Literal["owner", "commit"]
     generation: int
     writer: str
-    """The claimer's name, which is that of the manifests it commits."""
+    """Name of the claimer, which is also the writer in the manifests that it commits."""
     created_at: float
-    """Seconds since the Unix epoch, for people; nothing depends on it."""
+    """Time of the claim in seconds since the Unix epoch, for people; nothing depends on it."""
     step: int = 0
     prefix: str = ""
     digest: str = ""
-    """The manifest's."""
+    """Digest of the manifest."""
 
     def is_same(self, other: Claim) -> bool:
-        """Whether both are one claimer's claim of one thing, made at whatever time."""
+        """Whether both are one claimer's claim of the same thing; number and time may differ."""
         return replace(self, number=0, created_at=0.0) == replace(other, number=0, created_at=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class FindNewest:
-    """Wanted: (the newest number taken, the newest claim that can be read); (0, None) if there is none."""
+    """Request: (the newest number taken, the newest readable claim); (0, None) if no claim exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Wanted: whether the claim was put under its number."""
+    """Request: whether the claim was put under its number."""
 
     claim: Claim
 
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Wanted: the claim of this number, which is taken; or what is wrong with it."""
+    """Request: the claim of this number, which is taken, or the error if it cannot be read."""
 
     number: int
 
 
 Steps = Generator[FindNewest | Put | Get, Any, T]
-"""Yields what is to be done and is sent its outcome; may be given up at any of them and begun anew."""
+"""Generator that yields requests and is sent their outcomes. It may be abandoned at any request and begun again."""
 
 
 class NotOwner(StaleGeneration, RunOwnedElsewhere):
-    """A commit was refused because another driver has claimed the run."""
+    """A claim was rejected because another driver has claimed the run."""
 
 
 def refusal(newest: Claim | None, wanted: Claim) -> StaleGeneration | None:
-    """Why the claim must not come after `newest`; None if it may. Pure."""
+    """The error if `wanted` must not come after `newest`; None if it may. Pure."""
     if newest is None or wanted.kind == "owner":
         return None
     what = f"{wanted.writer!r} cannot commit step {wanted.step} of generation {wanted.generation}"
@@ -112,22 +113,22 @@ def refusal(newest: Claim | None, wanted: Claim) -> StaleGeneration | None:
 
 
 class Claimer:
-    """One claimer's view of the sequence, and its decisions. Knows no storage."""
+    """One claimer's view of the sequence, and its decisions. Does no storage operations."""
 
     def __init__(self, writer: str, claimer_id: str, wall: Callable[[], float]) -> None:
         self._writer, self._id, self._wall = writer, claimer_id, wall
         self._number: int | None = None
-        """The newest number known to be taken."""
+        """Newest number known to be taken."""
         self._newest: Claim | None = None
-        """The newest claim known that could be read."""
+        """Newest readable claim known."""
         self._has_owned = False
         self._commits: dict[tuple[str, str], Claim] = {}
-        """Its own, by prefix and digest: the same call may come again."""
+        """The claimer's own commits by prefix and digest, because a call may be repeated."""
 
     def own(self, generation: int, instead_of: Claim | Literal["anyone"] | None = "anyone") -> Steps[int]:
         """The generation since which the claimer owns the run: `generation`, or the next after all claimed so far.
 
-        Claims that cannot be read are passed over: what comes after them is this claimer's. Raises as `Claims.own`.
+        Unreadable claims are skipped, because the number after them is this claimer's. Raises as `Claims.own`.
         """
         if self._number is None:
             self._number, self._newest = yield FindNewest()
@@ -147,7 +148,7 @@ class Claimer:
                 _log.warning("passing over a claim that cannot be read: %s", made)
 
     def commit(self, generation: int, step: int, prefix: str, digest: str) -> Steps[int]:
-        """The claim's number. Raises as `Claims.commit`."""
+        """Number of the commit's claim. Raises as `Claims.commit`."""
         done = self._commits.get((prefix, digest))
         if done is not None:
             return done.number
@@ -168,7 +169,7 @@ class Claimer:
 
     @property
     def number(self) -> int:
-        """The newest number known to be taken."""
+        """Newest number known to be taken."""
         return self._number or 0
 
     def _claim(self, kind: Literal["owner", "commit"], generation: int, **commit: Any) -> Claim:
@@ -183,7 +184,10 @@ class Claimer:
         )
 
     def _try(self, wanted: Claim) -> Steps[Claim | CorruptCheckpoint | None]:
-        """The claim as it was made; None if the number had gone to another, which is known then; or cannot be read."""
+        """The claim as made, None if another claimer took the number, or the error if that claim is unreadable.
+
+        The other's claim is then known.
+        """
         if (yield Put(wanted)):
             self._learn(wanted)
             return wanted
@@ -202,32 +206,33 @@ class Claimer:
 
 
 class Claims:
-    """A run's claims, made by one writer (a driver). Thread-safe; one object per writer and start.
+    """Claims of a run, made by one writer (a driver). Thread-safe; one object per writer and start.
 
-    After a StorageError it is not known whether the claim was made: the same call again tells.
+    After a StorageError the claim may or may not have been made. Repeat the same call to find out.
     """
 
     def __init__(self, storage: Storage, writer: str, *, wall: Callable[[], float] = time.time) -> None:
-        """`writer` is this claimer's name, in claims, errors and the manifests it commits; no other claimer has it."""
+        """Claims by the name `writer`, in claims, errors and committed manifests. No other claimer has this name."""
         self.writer = writer
         self.id = secrets.token_hex(16)
-        """Tells this claimer's claims from those of all others."""
+        """Random id that distinguishes this claimer's claims from all others."""
         self._storage = storage
         self._claimer = Claimer(writer, self.id, wall)
         self._lock = threading.Lock()
 
     def own(self, generation: int, instead_of: Claim | Literal["anyone"] | None = "anyone") -> int:
-        """Own the run from now on; all other owners are refused from here on. The generation that it begins with:
-        `generation`, or a higher one so that it is above all claimed before.
+        """Own the run from now on: all other owners are rejected. Return the generation that the ownership begins with.
 
-        `instead_of`: a claim of the one that is followed (None: nobody); raises NotOwner if the newest claim is by now
-        of somebody else.
+        The generation is `generation`, or a higher one that is above all claimed before. `instead_of` is a claim of the
+        owner that is superseded (None: nobody). Raises NotOwner if the newest claim is by now another claimer's.
         """
         return self._perform(self._claimer.own(generation, instead_of))
 
     def find_rival(self) -> Claim | None:
-        """The first owner's claim of another that was made after all those that this claimer knows; None if there is
-        none. One small read, as a rule. Raises StorageError."""
+        """The first claim of another claimer after all those that this claimer knows; None if there is none.
+
+        Usually one small read. Raises StorageError.
+        """
         number = self._claimer.number + 1
         while True:
             try:
@@ -242,11 +247,11 @@ class Claims:
             number += 1
 
     def commit(self, generation: int, step: int, prefix: str, manifest_digest: str) -> int:
-        """Claim that the save in the folder `prefix` is committed; the claim's number.
+        """Claim that the save in the folder `prefix` is committed; return the claim's number.
 
-        Within a generation steps are committed in order. Raises NotOwner if another owns the run by now, another
-        StaleGeneration if a newer generation or a later step of this one was committed; CorruptCheckpoint if a claim
-        that was made since cannot be read; CheckpointError without `own` before.
+        Within a generation steps are committed in order. Raises NotOwner if another claimer owns the run by now.
+        Raises another StaleGeneration if a newer generation was claimed, or a later step of this one committed. Raises
+        CorruptCheckpoint if a claim made since cannot be read, CheckpointError if `own` was not called before.
         """
         return self._perform(self._claimer.commit(generation, step, prefix, manifest_digest))
 
@@ -257,7 +262,7 @@ class Claims:
                 try:
                     wanted = steps.send(outcome)
                 except StopIteration as done:
-                    return done.value  # type: ignore[no-any-return]  # Steps says that it is a T
+                    return done.value  # type: ignore[no-any-return]  # Steps declares a T
                 outcome = self._do(wanted)
 
     def _do(self, wanted: FindNewest | Put | Get) -> Any:
@@ -276,11 +281,11 @@ class Claims:
 def commit_claimed(
     storage: Storage, claims: Claims, prefix: str, manifest: Manifest, *, key: SigningKey | None = None
 ) -> str:
-    """Commits the save in `prefix`: its manifest, signed if a key is given, and then its claim. The manifest's digest.
+    """Commit the save in `prefix`: put its manifest, signed if a key is given, then its claim. Return the digest.
 
-    All data files must be durable, and the manifest's `writer` the one of `claims`: a manifest that is not claimed is
-    known to be this run's by it. Raises StaleGeneration if another has committed in its place or owns the run by
-    now; otherwise as `writer.commit` and `Claims.commit`. After a StorageError the same call again tells.
+    All data files must be durable. The manifest's `writer` must be that of `claims`: it identifies an unclaimed
+    manifest as this run's. Raises StaleGeneration if another writer has committed in its place or owns the run by now;
+    otherwise as `writer.commit` and `Claims.commit`. After a StorageError, repeat the same call to find out.
     """
     digest = commit(storage, prefix, manifest, key=key)
     if digest is None:
@@ -296,7 +301,7 @@ def claim_key(number: int) -> str:
 
 
 def lost_writes(unfinished: Iterable[Unfinished], newest: int) -> Sequence[Unfinished]:
-    """The unfinished writes of claims up to the number `newest`, which is claimed: their writers died, or have lost."""
+    """Unfinished writes of claims up to `newest`, which is claimed: their writers died or lost."""
     matches = ((write, _NUMBER.fullmatch(write.key)) for write in unfinished)
     return [write for write, match in matches if match is not None and int(match[1]) <= newest]
 
@@ -308,7 +313,7 @@ def list_numbers(storage: Storage) -> list[int]:
 
 
 def find_newest(storage: Storage) -> tuple[int, Claim | None]:
-    """(the newest number, the newest claim that can be read); (0, None) if there is none."""
+    """(the newest number, the newest readable claim); (0, None) if no claim exists."""
     numbers = list_numbers(storage)
     for number in reversed(numbers):
         try:
@@ -319,13 +324,13 @@ def find_newest(storage: Storage) -> tuple[int, Claim | None]:
 
 
 def read_claim(storage: Storage, number: int) -> Claim:
-    """The claim of a number. Raises CorruptCheckpoint if it is damaged, NoSuchKey if there is none."""
+    """The claim of a number. Raises CorruptCheckpoint if it is damaged, NoSuchKey if it does not exist."""
     key = claim_key(number)
     return decode_claim(storage.read(key, 0, signed_json.MAX_BYTES), number, f"{join_url(storage.url, key)}")
 
 
 def encode_claim(claim: Claim) -> bytes:
-    """The claim as it is stored."""
+    """The claim in its stored form."""
     body: dict[str, Any] = {
         name: getattr(claim, name) for name in ("number", "id", "kind", "generation", "writer", "created_at")
     }
@@ -335,11 +340,11 @@ def encode_claim(claim: Claim) -> bytes:
 
 
 def decode_claim(data: bytes, number: int, where: str) -> Claim:
-    """The claim in `data`, which was stored under `number`. Raises CorruptCheckpoint."""
+    """The claim in `data`, stored under `number`. Raises CorruptCheckpoint."""
     body = signed_json.unseal(data, _FORMAT, where)
     kind = body.get("kind")
     if (kind != "owner" and kind != "commit") or body.get("number") != number:
-        raise CorruptCheckpoint(f"{where}: kind {kind!r} and number {body.get('number')!r} cannot be. Restore it.")
+        raise CorruptCheckpoint(f"{where}: kind {kind!r} and number {body.get('number')!r} are invalid. Restore it.")
     commits = kind == "commit"
     return Claim(
         number=number,

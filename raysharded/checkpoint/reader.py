@@ -1,7 +1,7 @@
-"""Reading a checkpoint at any number of workers: each asks for its boxes, and only their bytes are read.
+"""Reading a checkpoint at any number of workers: each requests its boxes, and only their bytes are read.
 
 Bytes come in chunks, and every chunk is checked against its digest whenever it is read. Two boxes may share a chunk:
-ask for all that a worker needs in one `read_many`, which reads and checks each chunk once.
+request all boxes of a worker in one `read_many`, which reads and checks each chunk once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteChec
 from raysharded.locations import join_url
 
 Request = tuple[str, Sequence[int], Sequence[int], memoryview | Bytes]
-"""(tensor, offsets, sizes, where to put it): a writable, contiguous buffer of exactly the box's bytes."""
+"""(tensor, offsets, sizes, destination): a writable, contiguous buffer of exactly the box's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +33,21 @@ class Checkpoint:
     """A committed checkpoint whose manifest has been validated. Thread-safe."""
 
     storage: Storage
-    """Where it lies."""
+    """Storage that holds the checkpoint."""
     prefix: str
-    """Its folder in the storage."""
+    """Folder of the checkpoint in the storage."""
     manifest: Manifest
-    """All that is known without reading data."""
+    """The manifest: everything that is known without reading data."""
     digest: str
-    """The manifest's: it stands for every byte of the checkpoint."""
+    """Digest of the manifest, which covers every byte of the checkpoint."""
     signed: bool
-    """Whether the manifest carries a signature; it was checked if there was a key."""
+    """Whether the manifest carries a signature. It was checked if there was a key."""
     _index: BoxIndex
     _files: DataFiles
 
     @property
     def step(self) -> int:
-        """The optimizer step after which it was saved."""
+        """Optimizer step after which the checkpoint was saved."""
         return self.manifest.step
 
     @property
@@ -66,27 +66,28 @@ class Checkpoint:
         return out
 
     def read_into(self, name: str, offsets: Sequence[int], sizes: Sequence[int], out: memoryview | Bytes) -> None:
-        """The box's bytes in C order, into `out`. Raises as `read_many`."""
+        """Read the box's bytes in C order into `out`. Raises as `read_many`."""
         self.read_many([(name, offsets, sizes, out)])
 
     def read_many(self, requests: Iterable[Request]) -> int:
-        """Fills the buffers of all requests; every chunk that any of them needs is read and checked once.
+        """Fill the buffers of all requests. Every chunk that any of them needs is read and checked once.
 
-        Returns the number of bytes read from storage: more than asked for by the chunks at the boxes' edges.
+        Returns the number of bytes read from storage, including the rest of the chunks at the boxes' edges. Empty boxes
+        are allowed; buffers must not overlap.
 
-        Empty boxes are allowed; buffers must not overlap. Raises CheckpointError for a tensor that is not there, a
-        box outside it or a buffer of the wrong size, before reading anything; CorruptCheckpoint or
-        IncompleteCheckpoint naming the file and the chunk, after which the buffers' contents are undefined.
+        Raises CheckpointError, before reading anything, for an unknown tensor, a box outside it or a buffer of the
+        wrong size. Raises CorruptCheckpoint or IncompleteCheckpoint naming the file and the chunk; the buffers'
+        contents are then undefined.
         """
         pieces = [piece for request in requests for piece in self._pieces(request)]
         return self._files.fetch(pieces) if pieces else 0
 
     def find_damage(self, progress: Callable[[int], None] = lambda _: None) -> list[CheckpointError]:
-        """Reads every byte; one error for every part that is missing or changed. `progress` is told bytes read."""
+        """Read every byte; one error for every missing or changed part. Calls `progress(bytes read)`."""
         return self._files.find_damage(progress)
 
     def verify(self) -> None:
-        """Reads every byte; raises the first CorruptCheckpoint or IncompleteCheckpoint, and tells how many follow."""
+        """Read every byte; raise the first CorruptCheckpoint or IncompleteCheckpoint, with the number that follow."""
         damage = self.find_damage()
         if damage:
             more = f" ({len(damage) - 1} further parts are damaged.)" if len(damage) > 1 else ""
@@ -102,7 +103,7 @@ class Checkpoint:
         return info
 
     def _size_bytes(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> int:
-        """Of a box, which may be empty. Raises CheckpointError if it is not inside the tensor."""
+        """Bytes of a box, which may be empty. Raises CheckpointError if the box is not inside the tensor."""
         info = self._info(name)
         empty = 0 in sizes and min(sizes) == 0 and len(offsets) == len(sizes) == len(info.shape)
         if not empty and not is_within(info.shape, (tuple(offsets), tuple(sizes))):
@@ -130,9 +131,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint in the folder `prefix` of `storage`, its manifest validated; no data is read yet.
 
-    With a `key`, one that was not signed with it is refused; with a `digest`, any manifest but the one of that digest,
-    which may have been replaced since, as long as what it needs is there. Raises IncompleteCheckpoint if it was never
-    committed, CorruptCheckpoint if the manifest is damaged, refused, or belongs to another save.
+    With a `key`, a manifest that was not signed with it is rejected. With a `digest`, only the manifest of that digest
+    is accepted. It may have been replaced since, as long as the files it needs exist. Raises IncompleteCheckpoint if
+    the save was never committed, CorruptCheckpoint if the manifest is damaged, rejected, or of another save.
     """
     at = key_of(prefix, MANIFEST_NAME)
     where = f"{join_url(storage.url, at)}"
@@ -169,7 +170,7 @@ def _read_manifest(storage: Storage, at: str, where: str) -> bytes:
 
 def _read_replaced(storage: Storage, prefix: str, digest: str) -> bytes | None:
     name = replaced_name(digest)
-    if not is_replaced(name):  # what is damaged may say anything in the place of a digest
+    if not is_replaced(name):  # a digest from a damaged file may be any text
         return None
     try:
         data = storage.read(key_of(prefix, name), 0, MAX_MANIFEST_BYTES + 1)

@@ -1,7 +1,7 @@
-"""Threads beside their caller, who does the work itself once Python starts no more of them.
+"""Thread pools that run work in the calling thread once Python starts no more threads.
 
-Soon after a program's last line no thread pool takes work any more. A save that was begun goes on after that, in a
-thread of torch's `async_save` for one, or in a function that `atexit` calls.
+Soon after a program's last line, thread pools accept no more work. A save that has begun continues after that, for
+example in a thread of torch's `async_save`, or in a function that `atexit` calls.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class Threads(ThreadPoolExecutor):
-    """A pool whose `submit` returns when the work is done, where there is no thread to do it."""
+    """A pool whose `submit` does the work itself if no thread can be started for it."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """As ThreadPoolExecutor's. Raises RuntimeError if the pool was shut down."""
+        """Submit as ThreadPoolExecutor does. Raises RuntimeError if the pool was shut down."""
         try:
             return super().submit(fn, *args, **kwargs)
         except RuntimeError:
@@ -30,18 +30,21 @@ class Threads(ThreadPoolExecutor):
         done: Future[T] = Future()
         try:
             done.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - as the pool's own threads have it
+        except BaseException as error:  # noqa: BLE001 - as in the pool's own threads
             done.set_exception(error)
         return done
 
 
 NICENESS = 10
-"""On top of the process's own: a tenth of what its ordinary threads get where both want the same core (up to a
-niceness of 9: Linux goes no further than 19), all of it where nobody else does."""
+"""Niceness added to the process's own.
+
+The thread gets a tenth of what ordinary threads get of a contended core, and all of an uncontended one. The tenth holds
+up to a process niceness of 9, because Linux's maximum is 19.
+"""
 
 
 def step_back() -> None:
-    """Let other threads go before the calling one, and before those that it starts from now on. Linux; else nothing."""
+    """Lower the priority of the calling thread, and of those that it starts from now on. Linux only, else no effect."""
     with suppress(AttributeError, OSError):
         of_process = os.getpriority(os.PRIO_PROCESS, os.getpid())
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), of_process + NICENESS)

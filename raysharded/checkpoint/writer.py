@@ -1,10 +1,10 @@
-"""Writing a checkpoint: every worker its shard, then one of them (or the driver) the manifest.
+"""Writing a checkpoint: every worker writes its shard, then one worker (or the driver) writes the manifest.
 
     records = write_shard(storage, prefix, writer="w0003", tensors=...)     on every worker, in parallel
     commit(storage, prefix, Manifest(..., files=tuple(all records)))        once, when all have returned
 
-Until `commit` the save is invisible: a writer that is killed leaves only files that nobody reads. In a run the save is
-visible after its commit claim; see `raysharded.checkpoint.claims.commit_claimed`.
+Until `commit` the save is invisible: a killed writer leaves only files that nobody reads. In a run the save is visible
+after its commit claim; see `raysharded.checkpoint.claims.commit_claimed`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from raysharded.errors import CheckpointError, IncompleteCheckpoint
 from raysharded.locations import join_url
 
 MAX_INLINE_CHUNKS = 64
-"""The digests of a file of more chunks are a file beside it, so that manifests stay small."""
+"""Maximum chunks of a file with digests in the manifest. More go into a file beside it, to keep manifests small."""
 
-_LISTINGS = 16  # at once
+_LISTINGS = 16  # concurrently
 
 
 def write_shard(
@@ -37,10 +37,10 @@ def write_shard(
     subfolder: str = "",
     chunk_size_bytes: int | None = None,
 ) -> list[FileRecord]:
-    """What was written, for the manifest: one data file, or none if all pieces are empty.
+    """Write a shard; return its records for the manifest: one data file, or none if all pieces are empty.
 
     Durable on return. The data is not copied; it must not change until the call returns. `writer` must differ
-    between the workers of one save, and the prefix or its `subfolder` between saves. Raises CheckpointError for wrong
+    between the workers of one save, and the prefix or its `subfolder` between saves. Raises CheckpointError for invalid
     pieces, StorageError if storage fails.
     """
     path = data_path(prefix, writer, partitioned=storage.traits.partitioned, subfolder=subfolder)
@@ -49,7 +49,7 @@ def write_shard(
         return []
     chunk = chunk_size_bytes or chunk_size_for([len(part) for part in parts[1:]])
     key = key_of(prefix, path)
-    with Threads(1, thread_name_prefix="raysharded-digest") as pool:  # beside the writing
+    with Threads(1, thread_name_prefix="raysharded-digest") as pool:  # in parallel with the write
         digesting = pool.submit(chunk_digests, parts, chunk)
         storage.write(key, parts)
         digests = digesting.result()
@@ -78,14 +78,14 @@ def commit(
     key: SigningKey | None = None,
     instead_of: bytes | None = None,
 ) -> str | None:
-    """Put the manifest, which makes the save a checkpoint; in a run, with the claim that follows.
+    """Put the manifest, which makes the save a checkpoint; in a run, the claim must follow.
 
-    Returns the manifest's digest, or None if another writer's is in place.
+    Returns the manifest's digest, or None if another writer's manifest is in place. An existing manifest of the same
+    save, writer and generation counts as this call's own, because the reply may have been lost. With `instead_of`, a
+    manifest as stored, the new one replaces that one and no other. The manifest is signed if a key is given.
 
-    A manifest that is already there and names the same save, writer and generation is our own (a lost reply). With
-    `instead_of`, a manifest as it is stored, it takes the place of that one and of no other. Signed if a key is given.
-    Raises IncompleteCheckpoint if boxes or files are missing, CheckpointError if `prefix` is not this save's,
-    StorageError if storage fails (then the save may or may not be committed: call again to find out).
+    Raises IncompleteCheckpoint if boxes or files are missing, CheckpointError if `prefix` is not this save's.
+    Raises StorageError if storage fails. The save may then be committed or not: repeat the call to find out.
     """
     named = parse_save_folder(prefix.rsplit("/", 1)[-1])
     if named is not None and named != (manifest.step, manifest.save_id):
@@ -142,7 +142,7 @@ def _require_files(storage: Storage, prefix: str, manifest: Manifest) -> None:
 
 
 def _listed(storage: Storage, folders: set[str]) -> set[str]:
-    """The keys below some folders: one, or, where the storage is partitioned, up to 256 of this save's own."""
+    """Keys below some folders: one, or up to 256 of this save on partitioned storage."""
     if len(folders) < 2:
         return {key for folder in folders for key in storage.list(folder)}
     with Threads(min(len(folders), _LISTINGS), thread_name_prefix="raysharded-list") as pool:

@@ -1,6 +1,6 @@
-"""The commands: thin wrappers over the same calls that Python has.
+"""The commands: thin wrappers over the Python API.
 
-Nothing heavy is imported before a command needs it: `raysharded --help` loads neither torch nor Ray.
+Heavy modules are imported only when a command needs them: `raysharded --help` loads neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ app = typer.Typer(
     help="Elastic, fault-tolerant sharded training on Ray: the same weights, bit for bit, at any number of workers.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,  # a bug of ours is reported with Python's own traceback
+    pretty_exceptions_enable=False,  # an internal error is shown with Python's traceback
     rich_markup_mode=None,
 )
 app.add_typer(data.app, name="data")
@@ -78,15 +78,16 @@ def demo(
         str | None,
         typer.Option(
             metavar="FAULT:every=TIME,...",
-            help="Let these faults strike at random moments, instead of the demo's own kills: kill, stop, term, or "
+            help="Inject these faults at random times, instead of the demo's kills: kill, stop, term, or "
             "slow:every=TIME:seconds=N. Example: kill:every=10s,slow:every=20s:seconds=2",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of chaos: the same seed, the same moments.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of --chaos: it determines the times.")] = 0,
 ) -> None:
-    """Train a small GPT, kill some of its workers, and show that nothing changed. About two minutes on 2 cores.
+    """Train a small GPT, kill some of its workers, and show that the weights are the same. About two minutes on 2
+    cores.
 
-    Exits with 1 if anything it promises did not hold.
+    Exits with 1 if any check fails.
     """
     from raysharded.demo import run_demo
 
@@ -101,7 +102,7 @@ def run(
         str,
         typer.Argument(
             metavar="FILE.py[:NAME] | MODULE:NAME",
-            help="Where the trainer is: a function without arguments that returns an ElasticTrainer, or the trainer "
+            help="The trainer: a function without arguments that returns an ElasticTrainer, or the ElasticTrainer "
             "itself. NAME is `trainer` by default. With --config also a Task's class.",
             show_default=False,
         ),
@@ -110,39 +111,39 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="NAME=VALUE",
-            help="Settings over all others: batch.global_batch_size=32 run.max_steps=2000.",
+            help="Settings that override all others: batch.global_batch_size=32 run.max_steps=2000.",
             show_default=False,
         ),
     ] = None,
     config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Settings over those of the trainer: YAML, TOML or JSON.")
+        str | None, typer.Option(metavar="FILE", help="Settings that override the trainer's: YAML, TOML or JSON.")
     ] = None,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="Follow a driver that holds the run, without waiting for its end.")
+        bool, typer.Option("--take-over", help="Take over from another driver of the run, without waiting for its end.")
     ] = False,
     accept_arithmetic: Annotated[
         bool,
         typer.Option(
             "--accept-arithmetic",
-            help="Go on where its workers would compute other bits than the run has so far; its report says from which "
-            "step on.",
+            help="Continue although the workers would compute different bits than the run so far; the report states "
+            "from which step on.",
         ),
     ] = False,
     chaos: Annotated[
         str | None,
         typer.Option(
             metavar="FAULT:every=TIME,...",
-            help="Let faults strike its workers at random moments, to see that nothing changes: kill, stop, term, "
-            "slow, wedge, stuck, raise, drop, corrupt. Example: kill:every=30s,stop:every=2m",
+            help="Inject faults into its workers at random times, to test that the weights are the same: kill, stop, "
+            "term, slow, wedge, stuck, raise, drop, corrupt. Example: kill:every=30s,stop:every=2m",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of chaos: the same seed, the same moments.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of --chaos: it determines the times.")] = 0,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Start it with a driver of its own on a Ray cluster, and return.")
+        bool, typer.Option("--detach", help="Start it with a driver actor on a Ray cluster, and return.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train what a file or module defines, to its end. Run again, it resumes."""
+    """Train a trainer from a file or module to its end. A second call resumes the run."""
     from raysharded.cli.settings import apply, read_settings
     from raysharded.cli.target import load_target
 
@@ -170,7 +171,7 @@ def _start(trainer: ElasticTrainer, *, take_over: bool, chaos: str | None, as_js
     from raysharded.ray_backend.cluster import find_cluster
 
     if chaos is not None:
-        raise ConfigError("raysharded run: --chaos needs this process; leave out either it or --detach.")
+        raise ConfigError("raysharded run: --chaos needs this process; leave out either --chaos or --detach.")
     if not find_cluster(log_to_driver=False):
         raise ClusterError(
             "raysharded run --detach: there is no Ray cluster here that would outlive this command. Start one (`ray "
@@ -194,10 +195,10 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What happened in a run, where its time went, and the proof that nothing was lost.
+    """Show a run's events, the use of its time, and the check that no sample was lost.
 
-    Exits with 1 if samples were lost or repeated, if a step that was computed again came out differently, or if the
-    journal is damaged.
+    Exits with 1 if samples were lost or repeated, if a step computed again gave a different result, or if the journal
+    is damaged.
     """
     from raysharded.report import load
 
@@ -219,10 +220,10 @@ def replay(
     run: RunStorage,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, with the state after every event.")] = False,
 ) -> None:
-    """What the drivers of a recorded run were told, and what they decide when they are told it again.
+    """Run the drivers of a recorded run again on the same events, and show events and decisions.
 
-    The run must have been recorded: RunConfig(record_events=True). Exits with 1 if they decide otherwise than the
-    journal says.
+    The run must have been recorded: RunConfig(record_events=True). Exits with 1 if the decisions differ from the
+    journal's.
     """
     from raysharded.driver.replay.rerun import load
     from raysharded.report.loader import open_run

@@ -1,4 +1,4 @@
-"""`raysharded check`: whether a trainer of one's own keeps the promise, before it is run."""
+"""`raysharded check`: tests a custom trainer before it is run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _WRONG_USAGE = 2
 _BEYOND_S = 15.0
-"""So long after its time limit the command ends by itself, whatever it is in."""
+"""Seconds after its time limit at which the command ends itself, in any state."""
 
 
 def check(
@@ -28,8 +28,8 @@ def check(
         str,
         typer.Argument(
             metavar="FILE.py[:NAME] | MODULE:NAME",
-            help="Where the trainer is, as for `run`: a function that returns one, the trainer itself, or with "
-            "--config a Task's class.",
+            help="The trainer, as for `run`: a function that returns one, the trainer itself, or with --config a "
+            "Task's class.",
             show_default=False,
         ),
     ],
@@ -37,28 +37,29 @@ def check(
         list[str] | None,
         typer.Argument(
             metavar="ARGUMENT | NAME=VALUE",
-            help="Given to the trainer's function, if it takes any, as for `plan`; settings over all others otherwise, "
-            "as for `run`.",
+            help="Arguments of the trainer's function, if it takes any, as for `plan`; otherwise settings that "
+            "override all others, as for `run`.",
             show_default=False,
         ),
     ] = None,
     config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Settings over those of the trainer: YAML, TOML or JSON.")
+        str | None, typer.Option(metavar="FILE", help="Settings that override the trainer's: YAML, TOML or JSON.")
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=2, help="Steps of each of the three runs.")] = 3,
     device: Annotated[
-        str | None, typer.Option(metavar="cpu", help="Try a trainer for GPUs on CPUs. By default the trainer's own.")
+        str | None, typer.Option(metavar="cpu", help="Test a trainer for GPUs on CPUs. Default: the trainer's.")
     ] = None,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1.0, help="What is not done by then is not tried.")
+        float, typer.Option(metavar="SECONDS", min=1.0, help="Time limit; checks not done by then are omitted.")
     ] = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Try a trainer for a few steps, and compare the bits: in a minute, for a small model.
+    """Test a trainer over a few steps, and compare the bits; takes a minute for a small model.
 
-    Two fresh processes build the model; it is trained on one worker, on two with every step computed twice, and on two
-    of which one is killed. Neither Ray nor the run's storage is touched, and nothing is left behind. Exits with 0 if
-    all holds, 1 if something does not, 2 for wrong usage and where the check does not fit the memory or the time.
+    Two fresh processes build the model. It is trained on one worker, on two with every step computed twice, and on two
+    of which one is killed. Neither Ray nor the run's storage is touched, and no files are left. Exits with 0 if all
+    checks pass, 1 if one fails. Exits with 2 for wrong usage, and if the check does not fit into the memory or the
+    time.
     """
     if device not in (None, "cpu"):
         raise typer.BadParameter(f"{device!r}: give cpu, or leave it out.", param_hint="--device")
@@ -97,12 +98,14 @@ def _trainer(target: str, arguments: Sequence[str], config: str | None) -> Elast
 
 
 class _OutOfTime(BaseException):
-    """The command goes on past its time limit: code of the user's does not return. No Exception: nobody catches it."""
+    """The command exceeds its time limit: user code does not return. No Exception, so that user code cannot catch
+    it."""
 
 
 @contextlib.contextmanager
 def _signals(timeout_s: float) -> Iterator[None]:
-    """Within it SIGTERM is like Ctrl-C, so that what was begun is ended; and past the time limit the command ends."""
+    """A context in which SIGTERM acts like Ctrl-C, so that started processes are ended. Past the time limit the command
+    ends."""
 
     def end(*_: object) -> None:
         raise KeyboardInterrupt
@@ -122,7 +125,7 @@ def _signals(timeout_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_stdout() -> Iterator[None]:
-    """Within it, whatever is printed, here and by the processes that are started, goes to standard error."""
+    """A context in which all output, also of started processes, goes to standard error."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -150,6 +153,6 @@ def _show_end(report: Report) -> None:
 
 
 def _show_tracebacks(report: Report) -> None:
-    """Where the task's own code raised, each once."""
+    """Print the tracebacks of the task's errors, each once."""
     for text in dict.fromkeys(found.user_traceback.rstrip() for found in report.checks if found.user_traceback):
         typer.echo(text, err=True)

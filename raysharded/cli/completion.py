@@ -1,4 +1,4 @@
-"""`raysharded completion`: what makes a shell complete commands and options."""
+"""`raysharded completion`: shell completion of commands and options."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from raysharded.cli.errors import AsJson, print_json
 
 PROGRAM = "raysharded"
 VARIABLE = "_RAYSHARDED_COMPLETE"
-"""With it in the environment the command answers a shell instead of doing something."""
+"""Environment variable: if set, the command answers a shell's completion request and does nothing else."""
 
 
 class Shell(Enum):
-    """Those whose scripts are known."""
+    """The supported shells."""
 
     BASH = "bash"
     ZSH = "zsh"
@@ -23,10 +23,10 @@ class Shell(Enum):
 
 
 def completion(
-    shell: Annotated[Shell, typer.Argument(help="Which shell it is for.")],
+    shell: Annotated[Shell, typer.Argument(help="The shell.")],
     as_json: AsJson = False,
 ) -> None:
-    """Print the script that makes a shell complete commands and options.
+    """Print the script for a shell's completion of commands and options.
 
     bash: `eval "$(raysharded completion bash)"` in ~/.bashrc; zsh: the same in ~/.zshrc, after compinit; fish:
     `raysharded completion fish > ~/.config/fish/completions/raysharded.fish`.
@@ -41,7 +41,7 @@ def completion(
 
 
 def enable() -> None:
-    """Let the command answer shells as typer's scripts ask."""
+    """Enable answers to shells, in the protocol of typer's scripts."""
     from typer.completion import completion_init  # type: ignore[attr-defined]  # from a private module
 
     completion_init()

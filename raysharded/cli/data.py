@@ -1,4 +1,4 @@
-"""`raysharded data`: make token files out of text, and look at them."""
+"""`raysharded data`: create token files from text, and inspect them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raysharded.cli.suggestions import Suggesting
 
 app = typer.Typer(
     cls=Suggesting,
-    help="Make token files out of text, and look at them.",
+    help="Create token files from text, and inspect them.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -24,7 +24,7 @@ def pack(
     ],
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="A folder without Parquet files, or its URL.")],
     input_format: Annotated[
-        str | None, typer.Option("--format", help="text, jsonl or parquet. By default each file's suffix says.")
+        str | None, typer.Option("--format", help="text, jsonl or parquet. By default from each file's suffix.")
     ] = None,
     text_field: Annotated[str, typer.Option(help="The field of JSON Lines, or column of Parquet, with the text.")] = (
         "text"
@@ -35,8 +35,8 @@ def pack(
     end_of_document: Annotated[
         str | None, typer.Option(metavar="TOKEN", help="The tokenizer's token that ends a document, if unusual.")
     ] = None,
-    tokens_per_file: Annotated[int, typer.Option(help="The last file has what is left.")] = 1 << 26,
-    tokens_per_row_group: Annotated[int, typer.Option(help="What is read at least to get at a token.")] = 1 << 16,
+    tokens_per_file: Annotated[int, typer.Option(help="Tokens per file; the last file has the rest.")] = 1 << 26,
+    tokens_per_row_group: Annotated[int, typer.Option(help="Tokens per row group, the unit of reads.")] = 1 << 16,
     compression: Annotated[str, typer.Option(help="zstd or none.")] = "zstd",
     as_json: AsJson = False,
 ) -> None:
@@ -49,13 +49,13 @@ def pack(
     packed = pack_files(
         inputs,
         output,
-        input_format=cast("Any", input_format),  # what is not one of them is refused there
+        input_format=cast("Any", input_format),  # an unknown format is rejected there
         text_field=text_field,
         tokenizer=tokenizer,
         end_of_document=end_of_document,
         tokens_per_file=tokens_per_file,
         tokens_per_row_group=tokens_per_row_group,
-        compression=cast("Any", compression),  # the same
+        compression=cast("Any", compression),  # likewise
     )
     if as_json:
         print_json({"output": output, **asdict(packed)})
@@ -69,10 +69,10 @@ def pack(
 @app.command()
 def info(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Token files, folders or globs.")],
-    seq_len: Annotated[int | None, typer.Option(metavar="N", min=1, help="Also count samples of so many.")] = None,
+    seq_len: Annotated[int | None, typer.Option(metavar="N", min=1, help="Also count samples of N tokens.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check token files, all together as one data set, and say what is in them. Reads their footers alone."""
+    """Check token files, all together as one data set, and show their contents. Reads only their footers."""
     from raysharded.data import TokenDataset
     from raysharded.data.text.files import find_files
     from raysharded.data.text.token_file import TokenFile

@@ -1,4 +1,4 @@
-"""What `raysharded doctor` tries, each as one finding that says what to do."""
+"""The tests of `raysharded doctor`, each with its result and advice."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 
 _SHM = "/dev/shm"
 SHM_BYTES = 256 << 20
-"""Less shared memory than this is a container's default (Docker: 64 MiB): too little for NCCL and Ray's objects."""
+"""Smallest sufficient shared memory. A container's default (Docker: 64 MiB) is too small for NCCL and Ray's objects."""
 SKEW_S = 60.0
-"""More than this between this clock and the storage's makes the times of journals and claims misleading; S3 refuses
-requests from 15 minutes on."""
+"""Largest acceptable difference between this clock and the storage's. Beyond it the times of journals and claims are
+misleading; S3 rejects requests from 15 minutes on."""
 _CONNECT_S = 3.0
 _GROUP_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that was tried."""
+    """The result of one test."""
 
     name: str
     found: str
     ok: bool = True
     advice: str = ""
-    """What to do; empty if it is as it should be."""
+    """The remedy; empty if nothing is wrong."""
 
 
 def ray() -> Finding:
     """Whether Ray can be imported, and whether the cluster that the environment names answers."""
     try:
         import ray as found
-    except (ImportError, OSError) as error:  # a library that it needs is missing
+    except (ImportError, OSError) as error:  # a library that Ray needs is missing
         advice = "Install it again: `pip install --force-reinstall ray`."
         return Finding(name="ray runs", found=f"it cannot be imported: {error}", ok=False, advice=advice)
     address = os.environ.get("RAY_ADDRESS", "")
@@ -59,14 +59,14 @@ def ray() -> Finding:
 
 
 def versions() -> list[Finding]:
-    """Packages of versions that raysharded was not tested with."""
+    """Findings for packages at versions that raysharded was not tested with."""
     from raysharded.run.listeners import untested_versions
 
     return [Finding(name="versions", found="not tested", advice=sentence) for sentence in untested_versions()]
 
 
 def self_test() -> Finding:
-    """A tiny model, trained on one worker and on two with a loss: the same bits."""
+    """A tiny model, trained on one worker and on two with a loss: the bits must be equal."""
     try:
         from raysharded.demo.self_test import run_self_test
     except (ImportError, OSError) as error:  # a library that it needs is missing
@@ -84,11 +84,11 @@ def self_test() -> Finding:
 
 
 def collectives() -> list[Finding]:
-    """A gloo group of two on the loopback interface, which adds; and NCCL, where there are GPUs."""
+    """An all-reduce in a gloo group of two on the loopback interface; and NCCL, if there are GPUs."""
     try:
         import torch
         import torch.distributed as dist
-    except (ImportError, OSError):  # said elsewhere
+    except (ImportError, OSError):  # reported elsewhere
         return []
     if not dist.is_available() or not dist.is_gloo_available():
         advice = "Install a torch that was built with distributed and gloo: https://pytorch.org."
@@ -116,7 +116,7 @@ print(values.item())
 
 
 def _gloo() -> Finding:
-    """Two processes, which are ended if nothing comes of it."""
+    """A test with two processes, which are killed at a timeout."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", _MEMBER, f"{folder}/meeting"]
@@ -139,13 +139,13 @@ def _gloo() -> Finding:
                 member.kill()
                 member.communicate()
     if problem:
-        advice = "Let processes of this machine connect to each other over TCP; GLOO_SOCKET_IFNAME names the interface."
+        advice = "Allow TCP connections between processes of this machine; GLOO_SOCKET_IFNAME names the interface."
         return Finding(name="gloo", found=f"a group of two failed: {problem}", ok=False, advice=advice)
     return Finding(name="gloo", found=f"a group of two added, in {time.monotonic() - began:.1f} s with its imports")
 
 
 def shared_memory() -> Finding:
-    """How large /dev/shm is."""
+    """The size of /dev/shm."""
     try:
         found = os.statvfs(_SHM)
     except OSError as error:
@@ -162,7 +162,7 @@ def shared_memory() -> Finding:
 
 
 def storage(opened: Storage) -> list[Finding]:
-    """What a run needs of its storage: writing, put-if-absent, and a clock that is near this one."""
+    """A run's requirements on storage: writing, put-if-absent, and a clock close to this one."""
     from raysharded.checkpoint import check_writable
 
     try:
@@ -184,10 +184,10 @@ def storage(opened: Storage) -> list[Finding]:
 def _conditional_write(opened: Storage, key: str) -> Finding:
     first, second = opened.put_if_absent(key, b"first"), opened.put_if_absent(key, b"second")
     if (first, second, opened.read(key)) != (True, False, b"first"):
-        advice = "Two drivers of one run would not notice each other here: choose another storage_path."
+        advice = "Two drivers of one run would not detect each other here: choose another storage_path."
         return Finding(name="conditional write", found="the second of two writers won", ok=False, advice=advice)
     if not getattr(opened, "puts_atomically", lambda: True)():
-        advice = "It looks before it writes: never start a run from two places at once. See docs/storage.md, Fallbacks."
+        advice = "It checks, then writes: never start a run from two places at once. See docs/storage.md, Fallbacks."
         return Finding(name="conditional write", found="best effort: the backend has none", advice=advice)
     return Finding(name="conditional write", found="the first of two writers won")
 
@@ -196,21 +196,21 @@ def _clock(opened: Storage, key: str) -> Finding:
     before = time.time()
     theirs = _time_of(opened, key)
     if theirs is None:
-        return Finding(name="clock", found="not known: this kind of storage does not tell its time")
+        return Finding(name="clock", found="not known: this kind of storage does not report its time")
     skew_s = theirs - (before + time.time()) / 2
     ok = abs(skew_s) <= SKEW_S
-    advice = "" if ok else "Let both machines set their clocks by NTP; S3 refuses requests from 15 minutes on."
+    advice = "" if ok else "Set both machines' clocks by NTP; S3 rejects requests from 15 minutes on."
     return Finding(
         name="clock", found=f"the storage's is {skew_s:+.1f} s from this one (to a second)", ok=ok, advice=advice
     )
 
 
 def _time_of(opened: Storage, key: str) -> float | None:
-    """The storage's own clock; None if it does not tell."""
+    """The storage's clock; None if the storage does not report it."""
     from raysharded.checkpoint.storage.local import LocalStorage
 
     if isinstance(opened, LocalStorage):
-        opened.write(key, [b"clock"])  # whoever keeps the file system sets the time of a change
+        opened.write(key, [b"clock"])  # the file server sets the time of a change
         return os.stat(os.path.join(opened.root, key)).st_mtime
     from raysharded.checkpoint.storage.fsspec import FsspecStorage
 

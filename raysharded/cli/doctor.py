@@ -1,4 +1,4 @@
-"""`raysharded doctor`: whether this machine can run it."""
+"""`raysharded doctor`: tests whether this machine can run raysharded."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _OLDEST_PYTHON = (3, 11)
 def doctor(
     url: Annotated[
         str | None,
-        typer.Argument(metavar="[URL]", help="Also try this storage: writing, conditional writes, its clock."),
+        typer.Argument(metavar="[URL]", help="Also test this storage: writing, conditional writes, its clock."),
     ] = None,
-    storage: Annotated[str | None, typer.Option(metavar="URL", help="The same as URL.")] = (None),
+    storage: Annotated[str | None, typer.Option(metavar="URL", help="Alias of URL.")] = (None),
     self_test: Annotated[
         bool,
         typer.Option(
             "--self-test",
-            help="Also train a tiny model on one worker, and on two of which one is killed, and compare: seconds.",
+            help="Also train a tiny model on one worker, and on two of which one is killed, and compare (seconds).",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what this machine has, and what is missing. Exits with 1 if something is."""
+    """Show what this machine has, and what is missing. Exits with 1 if anything is."""
     facts, problems = look()
     findings = try_out(url or storage)
     if self_test:
@@ -64,7 +64,7 @@ def doctor(
 
 
 def try_out(url: str | None) -> list[diagnostics.Finding]:
-    """What is found by trying; takes about three seconds, most of them for imports."""
+    """The findings of tests; takes about three seconds, most of them for imports."""
     findings = [*diagnostics.versions(), diagnostics.ray(), *diagnostics.collectives(), diagnostics.shared_memory()]
     if url is None:
         return findings
@@ -77,7 +77,7 @@ def try_out(url: str | None) -> list[diagnostics.Finding]:
 
 
 def look() -> tuple[dict[str, Any], list[str]]:
-    """(what there is, what is wrong with it)."""
+    """(facts about this machine, problems)."""
     problems: list[str] = []
     facts: dict[str, Any] = {"raysharded": raysharded.__version__, "python": platform.python_version()}
     if sys.version_info < _OLDEST_PYTHON:
@@ -97,7 +97,7 @@ def look() -> tuple[dict[str, Any], list[str]]:
 def _gpus(problems: list[str]) -> list[str]:
     try:
         import torch
-    except (ImportError, OSError) as error:  # a library that it needs is missing
+    except (ImportError, OSError) as error:  # a library that torch needs is missing
         problems.append(f"torch cannot be imported: {error}. Install it again.")
         return []
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Where exceptions end: one message for every error that raysharded raises on purpose; and how commands print."""
+"""The top-level error handler, with one message per raysharded error; and the commands' printing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 INTERRUPTED = 130
-"""What a shell reports for a command that Ctrl-C ended."""
+"""The exit status that a shell reports for a command ended by Ctrl-C."""
 _WIDTH = 140
-"""Of what is not a terminal."""
+"""Width, in characters, of output that is not a terminal."""
 
 
 class Commands(Suggesting):
-    """The root of the commands."""
+    """The root group of the commands."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # typer's own class of contexts, or click's
         try:
@@ -30,28 +30,28 @@ class Commands(Suggesting):
             show_error(error)
             raise typer.Exit(1) from None
         except KeyboardInterrupt as interrupt:
-            typer.echo(str(interrupt) or "interrupted", err=True)  # `fit` says how to go on
+            typer.echo(str(interrupt) or "interrupted", err=True)  # `fit`'s message states how to resume
             raise typer.Exit(INTERRUPTED) from None
 
 
 def show_error(error: RayshardedError) -> None:
-    """The message on stderr; before it, where the user's own code raised."""
+    """Print the message to stderr, after the traceback of the user's code if there is one."""
     if isinstance(error, TaskError) and error.user_traceback:
         typer.echo(error.user_traceback.rstrip(), err=True)
     typer.echo(f"error: {error}", err=True)
 
 
 def console(width: int = _WIDTH) -> Console:
-    """Standard output, `width` characters wide where it is not a terminal. Text is printed as it is: names may look
-    like rich's markup."""
+    """Standard output, `width` characters wide if it is not a terminal. Text is printed unchanged: names may resemble
+    rich's markup."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else width, highlight=False, markup=False, emoji=False)
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
-"""Every command has it: one JSON value on standard output and nothing else there; what is not known, or not finite, is
-null; `_s` are seconds, `_at` seconds since 1970, `_bytes` bytes. Errors go to standard error all the same."""
+"""Option of every command: one JSON value on standard output, and nothing else there. Unknown and non-finite values are
+null; `_s` are seconds, `_at` seconds since 1970, `_bytes` bytes. Errors still go to standard error."""
 
 
 def print_json(value: Any) -> None:
@@ -60,5 +60,5 @@ def print_json(value: Any) -> None:
 
 
 def print_json_line(value: Any) -> None:
-    """JSON on one line of standard output, for commands that go on."""
+    """JSON on one line of standard output, for commands that print several values."""
     typer.echo(json.dumps(value, separators=(",", ":"), allow_nan=False))

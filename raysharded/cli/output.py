@@ -1,4 +1,4 @@
-"""Output of commands beside lines of text: files that are written whole or not at all, and a bar for long work."""
+"""Output of commands besides lines of text: atomic files, and a bar for long work."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from raysharded.errors import StorageError
 
 
 def write_page(path: str, page: str) -> None:
-    """Put a page into a file, replacing what was there, and say so; for "-" on standard output.
+    """Write a page to a file, replace an existing one, and report it; for "-" print it to standard output.
 
-    Raises StorageError if it cannot be written.
+    Raises StorageError if the file cannot be written.
     """
     if path == "-":
         typer.echo(page, nl=False)
@@ -37,9 +37,9 @@ def write_page(path: str, page: str) -> None:
 
 @contextmanager
 def byte_progress(what: str, total_bytes: int | None, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """A function to call with every so many bytes done; a bar on standard error where that is a terminal.
+    """A function to call with each number of bytes done; shows a bar on standard error if that is a terminal.
 
-    `total_bytes` is None if it is not known beforehand.
+    `total_bytes` is None if unknown beforehand.
     """
     if quiet or not sys.stderr.isatty():
         yield lambda _: None

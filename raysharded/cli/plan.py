@@ -1,4 +1,4 @@
-"""`raysharded plan`: what a run will need, before it is launched."""
+"""`raysharded plan`: a run's requirements, before its launch."""
 
 from __future__ import annotations
 
@@ -30,45 +30,46 @@ def plan(
         str,
         typer.Argument(
             metavar="FILE.py[:NAME] | MODULE:NAME | config.json",
-            help="Where the trainer is, as for `run`; or a Hugging Face config of a Llama-like model.",
+            help="The trainer, as for `run`; or a Hugging Face config of a Llama-like model.",
             show_default=False,
         ),
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENT", help="Given to the trainer's function.")
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="Arguments of the trainer's function.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(metavar="N", help="By default the trainer's most.")] = None,
+    workers: Annotated[int | None, typer.Option(metavar="N", help="By default the trainer's maximum.")] = None,
     workers_per_node: Annotated[
         int | None, typer.Option(metavar="N", help="By default all on one node, at most 8.")
     ] = None,
     shards: Annotated[
-        int | None, typer.Option(metavar="N", help="Ask for shard groups of so many workers, rather than the best.")
+        int | None, typer.Option(metavar="N", help="Require shard groups of N workers, instead of the best.")
     ] = None,
     tensor: Annotated[
         int | None, typer.Option(metavar="N", help="Tensor parallel degree; by default the trainer's.")
     ] = None,
-    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of one worker: 80GiB.")] = None,
-    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of one node: 512GiB.")] = None,
-    headroom: Annotated[float, typer.Option(metavar="SHARE", help="Of both, to be left alone.")] = 0.1,
+    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one worker: 80GiB.")] = None,
+    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one node: 512GiB.")] = None,
+    headroom: Annotated[float, typer.Option(metavar="SHARE", help="Share of both that stays free.")] = 0.1,
     global_batch_size: Annotated[int | None, typer.Option(metavar="N", help="Samples per step.")] = None,
     microbatch_size: Annotated[int | None, typer.Option(metavar="N", help="Samples per forward and backward.")] = None,
     seq_len: Annotated[int | None, typer.Option(metavar="N", help="Tokens per sample; for a config.")] = None,
     param_dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Of forward and backward; for a config: bfloat16 by default.")
+        str | None,
+        typer.Option(metavar="DTYPE", help="Dtype of forward and backward; for a config: bfloat16 by default."),
     ] = None,
     activation_checkpointing: Annotated[
         bool | None,
         typer.Option("--activation-checkpointing/--no-activation-checkpointing", help="For a config: on by default."),
     ] = None,
     accumulation: Annotated[str | None, typer.Option(metavar="MODE", help="sharded or local.")] = None,
-    tflops: Annotated[float | None, typer.Option(metavar="N", help="What one device really does.")] = None,
+    tflops: Annotated[float | None, typer.Option(metavar="N", help="Effective speed of one device.")] = None,
     node_bandwidth: Annotated[float | None, typer.Option(metavar="GB/S", help="Per worker, inside a node.")] = None,
     network_bandwidth: Annotated[float | None, typer.Option(metavar="GB/S", help="Per worker, to other nodes.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run will need before it is launched: memory, bytes on the wire, and which layouts fit.
+    """Show a run's requirements before its launch: memory, traffic, and the layouts that fit.
 
-    No GPU is needed, and nothing is computed. Exits with 1 if nothing fits, or not what was asked for.
+    No GPU is needed, and nothing is computed. Exits with 1 if nothing fits, or not the requested layout.
     """
     from raysharded.planning.plans import make_plan
 
@@ -112,7 +113,7 @@ def plan(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """What is to be planned."""
+    """The run to plan."""
 
     batch: BatchConfig
     engine: EngineConfig
@@ -144,9 +145,9 @@ def _of_trainer(
 
     degree = trainer.scaling.tensor_parallel_degree if tensor is None else tensor
     most = trainer.scaling.max_workers
-    at_work = max(most // degree, 1) * degree if degree > 0 else most  # the others would stand by
+    at_work = max(most // degree, 1) * degree if degree > 0 else most  # the rest would stand by
     count = at_work if workers is None else workers
-    layouts_of(count, degree)  # refuses numbers that do not go together before anything is measured
+    layouts_of(count, degree)  # rejects incompatible numbers before anything is measured
 
     def measure(engine: EngineConfig) -> Setting:
         return setting_of_task(
@@ -196,7 +197,7 @@ def _of_config(
 
 def _given(path: Path, option: str, value: int | None) -> int:
     if value is None:
-        raise ConfigError(f"{path} says nothing of a run: give {option} N.")
+        raise ConfigError(f"{path} does not describe a run: give {option} N.")
     if value < 1:
         raise ConfigError(f"{option}={value}: give a whole number of 1 or more.")
     return value

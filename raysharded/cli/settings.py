@@ -1,4 +1,4 @@
-"""A run's settings, of a file and of the command line, over what the code says; or for a task that has none yet.
+"""A run's settings: the command line over a file over the trainer's code; or those of a task without a trainer.
 
     task: {layers: 6, width: 256}          # arguments of the task's class
     data: {paths: corpus/, seq_len: 128}   # of raysharded.TokenDataset
@@ -40,21 +40,21 @@ NESTED: dict[str, type] = {
 }
 """Fields that are configurations themselves."""
 _FREE = ("task", "data", "evaluation.data")
-"""Sections whose names are those of a constructor."""
+"""Sections whose names are a constructor's parameters."""
 _NEEDED = ("data", "batch", "scaling", "run")
-"""What a task alone does not say."""
+"""The settings that a task needs in addition."""
 
 
 def known_names() -> list[str]:
-    """Every setting that has a fixed name, with dots."""
+    """Every setting with a fixed name, with dots."""
     sections = {**_SECTIONS, **NESTED}
     return [f"{section}.{field.name}" for section, kind in sections.items() for field in dataclasses.fields(kind)]
 
 
 def read_settings(path: str | None, overrides: Sequence[str]) -> Settings:
-    """The file's settings with the overrides (`batch.global_batch_size=32`) over them.
+    """The file's settings, overridden by `overrides` (`batch.global_batch_size=32`).
 
-    Raises ConfigError for what cannot be read, and for names that do not exist, with the nearest that does.
+    Raises ConfigError for a file or value that cannot be read, and for unknown names, with the nearest known one.
     """
     settings = {} if path is None else _read_file(Path(path).expanduser())
     for name in _flat(settings):
@@ -62,14 +62,17 @@ def read_settings(path: str | None, overrides: Sequence[str]) -> Settings:
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name:
-            raise ConfigError(f"{override!r} is no setting: give SECTION.FIELD=VALUE, as batch.global_batch_size=32.")
+            raise ConfigError(
+                f"{override!r} is an invalid setting: give SECTION.FIELD=VALUE, as batch.global_batch_size=32."
+            )
         _check_name(name, f"setting {override}")
         _put(settings, name.split("."), _value(text), override)
     return settings
 
 
 def apply(found: ElasticTrainer | Task | type[Task], settings: Settings) -> ElasticTrainer:
-    """The trainer with the settings over its own; or one for a task. Raises ConfigError; the trainer given stays."""
+    """A copy of the trainer with the settings applied, or a new trainer for a task. Raises ConfigError; `found` is
+    unchanged."""
     if isinstance(found, ElasticTrainer):
         if "task" in settings:
             raise ConfigError("task: the target is a trainer, which has its task. Give a Task's class as the target.")
@@ -95,15 +98,15 @@ def _changed(trainer: ElasticTrainer, settings: Settings) -> ElasticTrainer:
     parts: dict[str, Any] = {name: getattr(trainer, name) for name in ("task", "data", *_SECTIONS)}
     for name, values in settings.items():
         parts[name] = _data(values, "data") if name == "data" else _configured(name, parts[name], values)
-    ElasticTrainer(**parts)  # checks that they go together
-    changed = copy.copy(trainer)  # a subclass may be made of anything
+    ElasticTrainer(**parts)  # checks the combination
+    changed = copy.copy(trainer)  # a subclass may have another constructor
     for name, value in parts.items():
         setattr(changed, name, value)
     return changed
 
 
 def _configured(section: str, before: Any, values: Any) -> Any:
-    """A configuration with other values; `before` is None if there was none."""
+    """A configuration with changed values; `before` is None if there was none."""
     if values is None:
         return None
     if not isinstance(values, Mapping):
@@ -129,7 +132,7 @@ def _data(values: Any, where: str) -> Any:
 
 
 def _made(kind: type, values: Any, where: str) -> Any:
-    """An object of a class from its arguments by name."""
+    """An instance of a class from its arguments by name."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where}={values!r}: give the arguments of {kind.__name__} by name.")
     parameters = inspect.signature(kind).parameters.values()
@@ -161,7 +164,7 @@ def _no_such(name: str, known: list[str]) -> str:
 
 
 def _flat(settings: Any, above: str = "") -> list[str]:
-    """The names with dots of all values; what is inside a section with free names is one value."""
+    """The names with dots of all values; a section with free names is one value."""
     names: list[str] = []
     for name, value in settings.items():
         path = f"{above}{name}"
@@ -183,7 +186,7 @@ def _put(settings: Settings, path: list[str], value: Any, override: str) -> None
 
 
 def _value(text: str) -> Any:
-    """As JSON where it is that, else the text itself; `none` as in Python."""
+    """The text parsed as JSON if valid, else the text; `None`, `True` and `False` as in Python."""
     if text == "None":
         return None
     try:
@@ -200,14 +203,14 @@ def _read_file(path: Path) -> Settings:
     try:
         settings = _parsed(path, text)
     except ValueError as error:
-        raise ConfigError(f"--config {path} is not well formed: {' '.join(str(error).split())}. Mend it.") from error
+        raise ConfigError(f"--config {path} is not well formed: {' '.join(str(error).split())}. Fix it.") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"--config {path} has {type(settings).__name__} instead of sections: batch, scaling, run.")
     return settings
 
 
 def _parsed(path: Path, text: str) -> Any:
-    """Raises ValueError."""
+    """The settings of a file. Raises ValueError."""
     match path.suffix.lower():
         case ".json":
             return json.loads(text)

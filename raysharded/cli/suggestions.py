@@ -1,4 +1,4 @@
-"""Mistyped names of commands and options: the error says in one sentence what was meant."""
+"""Suggestions for mistyped commands and options, in one sentence of the error."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typer.core import TyperGroup
 
 
 def close_to(name: str, names: Iterable[str]) -> str | None:
-    """The name that was probably meant; None if none is like it.
+    """The name that was probably meant; None if none is similar.
 
-    Of names with dots one of the same section counts first, then one with nearly the same last part anywhere.
+    For names with dots: first a name of the same section, then one anywhere whose last part is nearly the same.
     """
     known = list(names)
     section, dot, last = name.rpartition(".")
@@ -27,7 +27,7 @@ def close_to(name: str, names: Iterable[str]) -> str | None:
 
 
 class Suggesting(TyperGroup):
-    """A group of commands that says which command or option was probably meant."""
+    """A group of commands that suggests the command or option that was probably meant."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:  # typer's own class of contexts, or click's
         with _options_suggested():
@@ -46,7 +46,7 @@ class Suggesting(TyperGroup):
 
 
 def _below(group: TyperGroup, name: str) -> str | None:
-    """A command of one of the group's groups: `checkpoint ls` for `ls`."""
+    """A command of one of the group's subgroups: `checkpoint ls` for `ls`."""
     names = {
         inner: f"{outer} {inner}"
         for outer, command in group.commands.items()

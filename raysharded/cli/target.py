@@ -22,10 +22,10 @@ DEFAULT_NAME = "trainer"
 
 
 def load_trainer(target: str, arguments: Sequence[str] = ()) -> ElasticTrainer:
-    """Import what `target` names and get the trainer from it; a function is called with the arguments.
+    """Import `target` and return its trainer; a function is called with the arguments.
 
-    Raises ConfigError for a target that names nothing, TaskError with the traceback if the code behind it raises.
-    The folder of the file, or the current one for a module, is put first on `sys.path`, as Python does for a script.
+    Raises ConfigError if the target does not exist, and TaskError with the traceback if its code raises. The folder of
+    the file, or the current one for a module, is put first on `sys.path`, as Python does for a script.
     """
     found = load_target(target, arguments)
     if not isinstance(found, ElasticTrainer):
@@ -37,7 +37,7 @@ def load_trainer(target: str, arguments: Sequence[str] = ()) -> ElasticTrainer:
 
 
 def load_target(target: str, arguments: Sequence[str] = ()) -> ElasticTrainer | Task | type[Task]:
-    """As `load_trainer`, but what it names may also be a task, or the class of one."""
+    """As `load_trainer`, but the target may also be a task or a task's class."""
     found = _found(target)
     if isinstance(found, type) and issubclass(found, Task):
         return found
@@ -50,13 +50,13 @@ def load_target(target: str, arguments: Sequence[str] = ()) -> ElasticTrainer | 
 
 
 def takes_arguments(target: str) -> bool:
-    """True if it names a function that can be given some. Raises as `load_target` does."""
+    """True if the target is a function with parameters. Raises as `load_target` does."""
     found = _found(target)
     if isinstance(found, type) or not _is_function(found):
         return False
     try:
         return bool(inspect.signature(found).parameters)
-    except (TypeError, ValueError):  # it does not say
+    except (TypeError, ValueError):  # its signature is unknown
         return False
 
 
@@ -65,14 +65,14 @@ def _is_function(found: object) -> bool:
 
 
 def _found(target: str) -> Any:
-    """What it names, as it stands there."""
+    """The target object itself."""
     where, name = _split(target)
     module = _import_file(target, Path(where)) if where.endswith(".py") else _import_module(target, where)
     if not hasattr(module, name):
         meant = close_to(name, [other for other in vars(module) if not other.startswith("_")])
         hint = f": did you mean {meant!r}?" if meant else "."
         raise ConfigError(
-            f"{target}: {where} has no {name!r}{hint} Give it a function `{name}()` that returns an ElasticTrainer, or "
+            f"{target}: {where} has no {name!r}{hint} Define a function `{name}()` that returns an ElasticTrainer, or "
             f"name another: {where}:NAME."
         )
     return getattr(module, name)
@@ -88,7 +88,7 @@ def _split(target: str) -> tuple[str, str]:
 
 
 def _import_file(target: str, file: Path) -> ModuleType:
-    """Under the name that workers can import it by."""
+    """Import a file under the name by which workers can import it."""
     file = file.expanduser().resolve()
     if not file.is_file():
         raise ConfigError(f"{target}: there is no file {file}. Check the path.")

@@ -1,8 +1,8 @@
-"""Samples: which one is next, how it is read, and the proof of what was read.
+"""Samples: their order, their reading, and the record of what was read.
 
-`order` says which sample belongs to a position, `dataset` and `text.token_file` read it, `loader` reads a
-microbatch of them, `ledger` digests what was really read, and `pack` makes token files out of text.
-Names are loaded when they are first used: `import raysharded.data` loads neither numpy nor pyarrow.
+`order` computes the sample at a position, `dataset` and `text.token_file` read it, and `loader` reads a microbatch of
+samples. `ledger` digests what was actually read, and `pack` makes token files from text. Names are loaded on first use:
+`import raysharded.data` loads neither numpy nor pyarrow.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# `pack` is not here: the name would be the function before `raysharded.data.pack` is imported and the module after.
+# `pack` is not exported: the name would be the function before `raysharded.data.pack` is imported, and the module
+# after.
 _EXPORTS = {
     "Dataset": "raysharded.data.dataset",
     "TokenDataset": "raysharded.data.dataset",

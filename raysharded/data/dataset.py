@@ -1,4 +1,4 @@
-"""What samples come from: anything with a length and an index, or packed token files."""
+"""Sources of samples: any object with a length and an index, or packed token files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raysharded.errors import ConfigError, DataError
 
 _OPEN_THREADS = 16
 _PART = re.compile(r"part-([0-9]{5,})\.parquet")
-"""As `pack` names its files."""
+"""Pattern of `pack`'s file names."""
 
 
 @runtime_checkable
@@ -40,7 +40,7 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """What the footers of all files say: enough to find any token."""
+    """Contents of all files' footers: enough to find any token."""
 
     files: tuple[File, ...]
     starts: npt.NDArray[np.int64]
@@ -51,19 +51,19 @@ class _Index:
 class TokenDataset:
     """Samples of `seq_len + 1` consecutive tokens from packed token files (see `token_file` for the format).
 
-    Sample i is `stream[i * seq_len : i * seq_len + seq_len + 1]`, an int64 array, where `stream` is all files'
-    tokens in the order of the files' names: inputs are `sample[:-1]` and targets `sample[1:]`, and every token is
-    a target once. Any thread may read it.
+    Sample i is `stream[i * seq_len : i * seq_len + seq_len + 1]`, an int64 array. `stream` is the tokens of all files
+    in the order of their names. Inputs are `sample[:-1]` and targets `sample[1:]`; every token is a target once. Any
+    thread may read it.
 
-    Files are opened when they are first needed: a copy that is pickled into a worker opens its own. If the original
-    had read the footers, the copy knows them already, and finds the data as they were then, or says so.
+    Files are opened on first use: a copy that is pickled into a worker opens its files itself. If the original had read
+    the footers, the copy knows them, and either finds the same data or raises an error.
     """
 
     def __init__(self, paths: PathLike | Sequence[PathLike], *, seq_len: int, cache_bytes: int = 64 << 20) -> None:
-        """`paths`: files, folders or globs; local, or any fsspec URL. Of a folder that `pack` filled, no file between
-        the first and the last may be missing. `cache_bytes`: memory for decoded row groups.
+        """`paths`: files, folders or globs; local, or any fsspec URL. `cache_bytes`: memory for decoded row groups.
 
-        Raises ConfigError; looks at no file.
+        In a folder that `pack` filled, no file between the first and the last may be missing. Raises ConfigError; reads
+        no file.
         """
         for name, value in (("seq_len", seq_len), ("cache_bytes", cache_bytes)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -80,7 +80,7 @@ class TokenDataset:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all files together."""
+        """Number of tokens in all files together."""
         return int(self._opened().starts[-1])
 
     @property
@@ -89,10 +89,10 @@ class TokenDataset:
         return self._opened().vocab_size
 
     def validate(self) -> None:
-        """Read and check the footers of all files now, and use what they say from here on.
+        """Read and check the footers of all files now, and use their contents from now on.
 
-        Raises DataError that names the first file that is missing, truncated, of another format or schema, or does not
-        fit the others; also when there are too few tokens for one sample.
+        Raises DataError with the first file that is missing, truncated, of another format or schema, or does not fit
+        the others. Too few tokens for one sample raise it too.
         """
         index = _read_index(self.paths, self.seq_len)
         with self._lock:
@@ -157,7 +157,7 @@ def _read_index(paths: tuple[str, ...], seq_len: int) -> _Index:
 
 
 def _require_no_gap(path: str, files: Sequence[File]) -> None:
-    """Raises DataError if a folder lacks a file of those that `pack` wrote there; a list or a glob may name a part."""
+    """Raise DataError if a folder lacks a file that `pack` wrote there. A list or a glob may name only some."""
     folder = f"{file_system(path)[1].rstrip('/')}/"
     matches = [_PART.fullmatch(file.path.removeprefix(folder)) for file in files]
     numbers = sorted(int(match[1]) for match in matches if match)

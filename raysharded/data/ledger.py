@@ -1,10 +1,10 @@
-"""The proof of what was read: digests of the samples that a run really consumed.
+"""The ledger: digests of the samples that a run actually consumed.
 
-Every read of sample `id` for position `p` of step `s` has a hash of (s, p, id); a step's digest is the
-sum of its reads' hashes, so it does not depend on who read what, or when. The driver's journal keeps one
-`StepReads` per committed step; `check` compares them with what should have been read. (A sum modulo 2^64
-of hashes is an additive multiset hash: Bellare and Micciancio, "A New Paradigm for Collision-Free
-Hashing", EUROCRYPT 1997. Two words with independent keys make 128 bits. It finds accidents, not forgers.)
+Every read of sample `id` for position `p` of step `s` has a hash of (s, p, id). A step's digest is the sum of its
+reads' hashes, and therefore independent of who read what, or when. The driver's journal keeps one `StepReads` per
+committed step; `check` compares them with the expected reads. (A sum modulo 2^64 of hashes is an additive multiset
+hash: Bellare and Micciancio, "A New Paradigm for Collision-Free Hashing", EUROCRYPT 1997. Two words with independent
+keys make 128 bits. It finds accidents, not forgers.)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MASK = (1 << 64) - 1
 _KEYS = (0x5C1D7B3A94E60F2D, 0xA3F10C86D2457B9E)
 _STEPS_AT_A_TIME_READS = 1 << 16
 _THREADS = 8
-"""numpy computes without the interpreter's lock."""
+"""Maximum number of threads. numpy releases the GIL while it computes."""
 _PARTS_FOR_THREADS = 8
 
 
@@ -67,8 +67,8 @@ def digest(step: int, positions: npt.ArrayLike, ids: npt.ArrayLike) -> Digest:
 def digest_of_reads(step: int, positions: Int64s, ids_read: Int64s) -> Digest:
     """The digest of reads in the order in which they happened: the i-th read counts for `positions[i]`.
 
-    Reads beyond the positions count for positions that no sample has (-1, -2, ...), and a position
-    without a read counts for nothing: a read too many or too few never gives the expected digest.
+    Reads beyond the positions count for positions that no sample has (-1, -2, ...). A position without a read counts
+    for nothing. A read too many or too few therefore never gives the expected digest.
     """
     extra = len(ids_read) - len(positions)
     paired = np.concatenate([positions[: len(ids_read)], -1 - np.arange(max(0, extra), dtype=np.int64)])
@@ -78,7 +78,7 @@ def digest_of_reads(step: int, positions: Int64s, ids_read: Int64s) -> Digest:
 def expected_digest(step: int, batch: BatchConfig, num_samples: int, skipped: int = 0, order: int = 1) -> Digest:
     """The digest of `step` when exactly the samples that belong to it are read, each once.
 
-    `skipped`: samples that the run had passed over before. `order`: as for `sample_ids`.
+    `skipped`: samples that the run skipped earlier. `order`: as for `sample_ids`.
     """
     low, high = next(iter(expected_digests(np.asarray([step]), batch, num_samples, skipped, order)))[1]
     return int(low[0]), int(high[0])
@@ -87,7 +87,7 @@ def expected_digest(step: int, batch: BatchConfig, num_samples: int, skipped: in
 def expected_digests(
     steps: Int64s, batch: BatchConfig, num_samples: int, skipped: int, order: int = 1
 ) -> Iterator[tuple[slice, tuple[UInt64s, UInt64s]]]:
-    """Of very many steps, some after others: which of `steps`, and both words of `expected_digest` of each."""
+    """Rows of `steps`, a part at a time, and both words of their expected digests. For very many steps."""
     stride = max(1, _STEPS_AT_A_TIME_READS // batch.global_batch_size)
 
     def of(rows: slice) -> tuple[slice, tuple[UInt64s, UInt64s]]:
@@ -119,9 +119,9 @@ def _hashed(key: int, steps: Int64s, positions: Int64s, ids: Int64s) -> UInt64s:
 
 
 class ReadRecorder:
-    """A dataset that notes the index of every sample that is read through it: one collection of reads.
+    """A dataset that records the index of every sample that is read through it: one collection of reads.
 
-    Make one per microbatch; it costs nothing. Any thread may read. A read counts when it has succeeded.
+    Make one per microbatch; the cost is negligible. Any thread may read. A read counts when it has succeeded.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -132,7 +132,7 @@ class ReadRecorder:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> Any:  # a sample is whatever the user's dataset gives
+    def __getitem__(self, index: int) -> Any:  # a sample may be anything
         sample = self._dataset[index]
         with self._lock:
             self._ids.append(int(index))
@@ -147,12 +147,12 @@ class ReadRecorder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReads:
-    """What the journal keeps of a committed step: the digest over all workers, and how many reads it covers."""
+    """The journal's record of a committed step: the digest over all workers, and the number of reads it covers."""
 
     digest: Digest
-    """The sum over the step's microbatches."""
+    """Sum over the step's microbatches."""
     num_reads: int
-    """Of samples."""
+    """Number of samples read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +162,7 @@ class ReadColumns:
     steps: Int64s
     low: UInt64s
     high: UInt64s
-    """Of the digests."""
+    """Words of the digests."""
     num_reads: Int64s
 
     @classmethod
@@ -177,29 +177,29 @@ class ReadColumns:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerReport:
-    """What `check` found."""
+    """Result of `check`."""
 
     steps_checked: int
-    """Steps 1 .. final_step, or from `first_step` on."""
+    """Number of steps checked: 1 .. final_step, or from `first_step` on."""
     samples_lost: int
-    """Reads that should have been and were not."""
+    """Expected reads that did not happen."""
     samples_repeated: int
-    """Reads beyond those that should have been: the same sample again, or one that was not its turn."""
+    """Unexpected reads: a sample read again, or out of turn."""
     steps_missing: tuple[int, ...]
     """Steps without any record."""
     steps_wrong: tuple[int, ...]
-    """Steps whose digest is not the expected one, or beyond the final step."""
+    """Steps with another digest than expected, or beyond the final step."""
     exact: bool
     """False: the ids of some wrong step are unknown, and the two counts are lower bounds."""
 
     @property
     def ok(self) -> bool:
-        """Every sample of every step was read, exactly once."""
+        """True if every sample of every step was read exactly once."""
         return not self.steps_missing and not self.steps_wrong
 
 
 def compare(expected_ids: npt.ArrayLike, read_ids: npt.ArrayLike) -> tuple[int, int]:
-    """(lost, repeated): how many expected reads are missing, and how many were not expected, as multisets.
+    """The pair (lost, repeated): the numbers of missing and of unexpected reads, as multisets.
 
     Law: len(read_ids) == len(expected_ids) - lost + repeated.
     """
@@ -218,15 +218,13 @@ def check(
     order: int = 1,
     read_ids: Mapping[int, Sequence[int]] | None = None,
 ) -> LedgerReport:
-    """Compare the committed steps' records with what should have been read up to `final_step`.
+    """Compare the committed steps' records with the expected reads up to `final_step`.
 
-    `records`: by step, or as columns. `skipped`: samples that the run had passed over before the first of these steps.
-    `order`: as for `sample_ids`, of all these steps.
-
-    `read_ids` may give, for any steps, the ids that were really read (what `ReadRecorder.ids` kept, from all
-    workers): for a wrong step they turn the bounds into exact counts. Without them a wrong step counts for
-    what its number of reads proves: short by k, k were lost; over by k, k were repeated; and if the number is
-    right, at least one was lost and another was read instead.
+    `records`: by step, or as columns. `skipped`: samples that the run skipped before the first of these steps. `order`:
+    as for `sample_ids`, of all these steps. `read_ids`: for any steps, the ids that were actually read (from
+    `ReadRecorder.ids`, of all workers). For a wrong step they turn the bounds into exact counts. Without them its
+    number of reads decides. Short by k, k reads were lost; over by k, k were repeated. If the number is right, at least
+    one was lost and another was read instead.
     """
     found = records if isinstance(records, ReadColumns) else ReadColumns.of(records)
     steps = range(first_step, final_step + 1)

@@ -1,8 +1,8 @@
-"""Which sample is at which position: pure functions of (seed, position, number of samples).
+"""Sample order: pure functions of (seed, position, number of samples).
 
-Positions count every sample that a run consumes, from 0 on, across epochs. An epoch is one pass over
-the data in an order of its own. Nothing here depends on the number of workers, and no state is kept:
-a run is resumed, at any size, from its step number alone.
+Positions count every sample that a run consumes, from 0 on, across epochs. An epoch is one pass over the data, in a
+different order each time. Nothing here depends on the number of workers, and no state is kept. A run is resumed, at any
+size, from its step number alone.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 Uint64s: TypeAlias = npt.NDArray[np.uint64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# After 12 rounds all orders of 3, 4 or 5 samples are equally frequent over the epochs (chi-squared); after 8 not yet.
+# After 12 rounds all orders of 3, 4 or 5 samples are equally frequent over the epochs (chi-squared), but not after 8.
 _ROUND_KEYS = np.arange(1, 13, dtype=np.uint64) * _GOLDEN
 
 
 def mix64(x: Uint64s) -> Uint64s:
     """Each 64-bit word replaced by a well-mixed one; a bijection of the 64-bit words.
 
-    The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
-    OOPSLA 2014, with Stafford's variant 13 of the constants).
+    The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014,
+    with Stafford's variant 13 of the constants).
     """
     x = x ^ (x >> np.uint64(30))
     x *= np.uint64(0xBF58476D1CE4E5B9)
@@ -42,22 +42,19 @@ def mix64(x: Uint64s) -> Uint64s:
 def sample_ids(seed: int, positions: Int64s, num_samples: int, order: int = 1) -> Int64s:
     """The ids, in [0, num_samples), of the samples at `positions`; same shape as `positions`.
 
-    Law: for every epoch e, `sample_ids(seed, e*n + arange(n), n)` is a permutation of `arange(n)`.
-    The values are part of what a run means: those of one number of the rule `order` (`raysharded.numerics`) never
-    change between versions.
-
-    Raises DataError for num_samples < 1, ValueError for negative positions, KeyError for an order that this version
-    does not have.
+    Law: for every epoch e, `sample_ids(seed, e*n + arange(n), n)` is a permutation of `arange(n)`. The values define a
+    run's data: those of one number of the rule `order` (`raysharded.numerics`) never change between versions. Raises
+    DataError for num_samples < 1, ValueError for negative positions, KeyError for an unknown order.
     """
     return ORDERS[order](seed, positions, num_samples)
 
 
 def _first_order(seed: int, positions: Int64s, num_samples: int) -> Int64s:
-    """As `sample_ids`: order 1.
+    """Order 1 of `sample_ids`.
 
-    A random-access permutation: a generalized Feistel network over Z_a x Z_b with a*b just above n, and
-    cycle walking for the few cells beyond n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-    CT-RSA 2002). Time and memory are proportional to the number of positions, not of samples.
+    A random-access permutation: a generalized Feistel network over Z_a x Z_b with a*b just above n. Cycle walking
+    treats the few cells beyond n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Time and
+    memory are proportional to the number of positions, not of samples.
     """
     if num_samples < 1:
         raise DataError(f"The dataset has {num_samples} samples: nothing to train on. Give one with at least 1.")
@@ -66,7 +63,7 @@ def _first_order(seed: int, positions: Int64s, num_samples: int) -> Int64s:
         raise ValueError(f"position {int(positions.min())} is negative: positions count from 0")
     flat = positions.reshape(-1)
     epochs, offsets = np.divmod(flat, np.int64(num_samples))
-    if flat.size and epochs.min() == epochs.max():  # as nearly always: what follows of a key is then computed once
+    if flat.size and epochs.min() == epochs.max():  # nearly always: each key's values are then computed once
         epochs = epochs[:1]
     keys = mix64(epochs.astype(np.uint64) * _GOLDEN + np.uint64(derive_seed("sample order", seed)))
     cells = _permute_cells(offsets.astype(np.uint64), keys, num_samples)
@@ -78,11 +75,11 @@ def _first_order(seed: int, positions: Int64s, num_samples: int) -> Int64s:
 
 
 ORDERS: dict[int, Callable[[int, Int64s, int], Int64s]] = {1: _first_order}
-"""By the number of the rule `order`; changed in tests alone."""
+"""Functions by the number of the rule `order`. Only tests change it."""
 
 
 def _permute_cells(cells: Uint64s, keys: Uint64s, num_samples: int) -> Uint64s:
-    """A permutation, chosen by each cell's key, of the a*b cells, where a*b - n < 2*sqrt(n) + 1. One key is all's."""
+    """A permutation of the a*b cells, chosen by each cell's key (or one for all); a*b - n < 2*sqrt(n) + 1."""
     a = math.isqrt(num_samples - 1) + 1
     b = -(-num_samples // a)
     size_a, size_b = np.uint64(a), np.uint64(b)
@@ -98,9 +95,9 @@ def _permute_cells(cells: Uint64s, keys: Uint64s, num_samples: int) -> Uint64s:
 
 
 def _sum_modulo(below: Uint64s, words: Uint64s, size: np.uint64) -> Uint64s:
-    """(below + words) modulo `size`, where `below` is smaller: with one division, as divisions are what takes time.
+    """(below + words) modulo `size`, where `below` is smaller, with a single division: divisions dominate the time.
 
-    numpy divides by one number several times as fast as it finds a remainder.
+    numpy divides by one number several times as fast as it computes a remainder.
     """
     total = words // size
     total *= size
@@ -113,7 +110,7 @@ def _sum_modulo(below: Uint64s, words: Uint64s, size: np.uint64) -> Uint64s:
 def positions_of_step(step: int, global_batch_size: int, skipped: int = 0) -> Int64s:
     """The positions that optimizer step `step` (from 1 on) consumes: (step-1)*B .. step*B-1, shape [B].
 
-    `skipped`: samples that the run had passed over before (`raysharded.overrides`); all positions are so much higher.
+    `skipped`: samples that the run skipped earlier (`raysharded.overrides`); it is added to all positions.
     """
     if step < 1:
         raise ValueError(f"step {step}: optimizer steps count from 1")

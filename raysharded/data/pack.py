@@ -1,4 +1,4 @@
-"""Make token files out of text. Their format is in `raysharded.data.text.token_file`."""
+"""Packing of text into token files. Their format is in `raysharded.data.text.token_file`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Compression = Literal["zstd", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackReport:
-    """What `pack` wrote."""
+    """Result of `pack`."""
 
     files: int
-    """Token files."""
+    """Number of token files."""
     documents: int
     tokens: int
-    """With the end-of-document tokens."""
+    """Number of tokens, with the end-of-document tokens."""
     bytes: int
-    """The size of the token files."""
+    """Size of the token files."""
 
 
 def pack(
@@ -51,18 +51,18 @@ def pack(
 ) -> PackReport:
     """Tokenize documents into the folder `output`, as `part-00000.parquet` and on, for `TokenDataset`.
 
-    `inputs`: files, folders (with all that is in them, without hidden files) or globs; local or any fsspec URL; in the
-    order given, each sorted by name, a file named twice taken once. `input_format` None: by suffix. `text_field`: of
-    JSON Lines and Parquet. `tokenizer` None: bytes (vocabulary 257); else the file of a `tokenizers` tokenizer,
-    and `end_of_document` the text of the token that ends documents, if it has an unusual one.
+    `inputs`: files, folders (with all their files, except hidden ones) or globs; local or any fsspec URL. They are used
+    in the given order, each sorted by name; a repeated file is used once. `input_format` None: by suffix. `text_field`:
+    for JSON Lines and Parquet. `tokenizer` None: bytes (vocabulary 257); else the file of a `tokenizers` tokenizer.
+    `end_of_document`: the text of the token that ends documents, if that tokenizer has an unusual one.
 
-    Memory: one row group and one document (with the byte tokenizer, of a text file, one chunk of it). The same
-    input gives the same token stream. On a local disk the files appear when all are complete; elsewhere they are
-    written in place, and removed if packing fails. Of several calls into one folder one wins; no file that another
-    call wrote is replaced or removed, where the storage can create a file only if there is none.
+    Memory: one row group and one document (for a text file with the byte tokenizer, one chunk of it). The same input
+    gives the same token stream. On a local disk the files appear when all are complete. Elsewhere they are written in
+    place, and removed if packing fails. Of several calls into one folder one succeeds. No call replaces or removes
+    another call's files, if the storage can create a file only where there is none.
 
     Raises ConfigError for arguments that cannot work (also if `output` has Parquet files, or gets them meanwhile),
-    DataError that names the input at fault, StorageError if the output cannot be written.
+    DataError that names the invalid input, StorageError if the output cannot be written.
     """
     for name, value in (("tokens_per_file", tokens_per_file), ("tokens_per_row_group", tokens_per_row_group)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -104,7 +104,7 @@ def _find_inputs(paths: Sequence[str], folder: str) -> list[File]:
 
 
 class _Parts:
-    """Writes a token stream as files of `tokens_per_file`, in row groups; holds one row group in memory."""
+    """Writer of a token stream as files of `tokens_per_file`, in row groups. It holds one row group in memory."""
 
     def __init__(self, folder: str, tokenizer: Tokenizer, per_file: int, per_row_group: int, compression: str) -> None:
         self._folder, self._tokenizer, self._compression = folder, tokenizer, compression
@@ -114,10 +114,10 @@ class _Parts:
         self._per_file, self._per_row_group = per_file, per_row_group
         self._buffer = np.empty(min(per_file, per_row_group), dtype=self._dtype)
         self._buffered = self._in_part = 0
-        self._handle: Any = None  # fsspec's and Arrow's have no types
+        self._handle: Any = None  # the types of fsspec and Arrow are unavailable
         self._writer: Any = None
-        self._written: list[tuple[str, str]] = []  # (where a part was written, where it belongs)
-        self._own: set[str] = set()  # the files that this call made
+        self._written: list[tuple[str, str]] = []  # (path where a part was written, final path)
+        self._own: set[str] = set()  # files that this call made
         self.num_parts = self.num_tokens = self.num_bytes = 0
 
     def write(self, tokens: npt.NDArray[Any]) -> None:
@@ -171,7 +171,7 @@ class _Parts:
         self.num_parts += 1
 
     def _reserve(self, path: str) -> None:
-        """Make the name this call's own: an empty file, unless there is one. Raises ConfigError if there is."""
+        """Reserve the name with an empty file for this call. Raises ConfigError if the file exists."""
         with self._writing():
             try:
                 self._create(path)
@@ -179,7 +179,7 @@ class _Parts:
                 return
             except FileExistsError:
                 pass
-            except (TypeError, ValueError, NotImplementedError):  # a storage that cannot: look, and then write
+            except (TypeError, ValueError, NotImplementedError):  # a storage that cannot: check, and then write
                 if not self._fs.exists(path):
                     self._own.add(path)
                     return
@@ -188,7 +188,7 @@ class _Parts:
         )
 
     def _create(self, path: str) -> None:
-        if is_local(self._fs):  # fsspec would look, and then write
+        if is_local(self._fs):  # fsspec would check, and then write
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         else:
             self._fs.pipe_file(path, b"", mode="create")
@@ -232,7 +232,7 @@ class _Parts:
         self._in_part = 0
 
     def _discard(self) -> None:
-        """Leave nothing half written, and alone what others wrote; the error that led here is the one to report."""
+        """Delete this call's files and leave others' alone. The error that led here is the one to report."""
         for opened in (self._writer, self._handle):
             with contextlib.suppress(Exception):
                 if opened is not None:
@@ -245,7 +245,7 @@ class _Parts:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # the boundary to storage: every protocol has errors of its own
+        except Exception as error:  # the boundary to storage: every protocol has its own errors
             raise StorageError(
                 f"{self._folder}: cannot write token files: {type(error).__name__}: {error}. "
                 "Check the permissions and the free space, then pack again."

@@ -1,4 +1,4 @@
-"""Both data of a run as one worker reads them, training and evaluation, and the process that this may take."""
+"""Training and evaluation data of a run as one worker reads them, possibly in another process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from raysharded.errors import ConfigError
 from raysharded.ids import derive_seed
 
 _CHECKED = 2
-"""So many samples beside the first are read twice at the start."""
+"""Number of samples, besides the first, that are read twice at the start."""
 
 
 class Sources:
-    """What a worker reads. The loaders read one at a time.
+    """Data that a worker reads. The loaders read one at a time.
 
-    The library's own data, and lists, arrays and tensors, draw nothing, and are read in a thread; others in a process
-    of their own, or, without prefetching, in the thread that trains.
+    The library's own data, and lists, arrays and tensors, draw nothing, and are read in a thread. Other data are read
+    in a separate process, or, without prefetching, in the training thread.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Sources:
         held_out = None if evaluation is None else evaluation.data
         self._reads_strangers = not all(_draws_nothing(one) for one in (data, held_out))
         self.process: DataProcess | None = None
-        """None where the data are read in this process."""
+        """Process that reads the data; None: this process does."""
         self._reader: DatasetReader | ProcessReader
         self._held_out: DatasetReader | ProcessReader | None = None
         name, held_out_name = type(data).__name__, type(held_out).__name__
@@ -62,8 +62,10 @@ class Sources:
         return Draws(refuses=self._exact, puts_back=True) if self._reads_strangers else None
 
     def check(self) -> None:
-        """Read some samples before anybody waits for this worker: errors are found, and in exact mode what is not the
-        same each time."""
+        """Read some samples before others wait for this worker, to find errors early.
+
+        In exact mode it also finds samples that differ from one read to the next.
+        """
         self._reader.validate()
         num_samples, seed = self.training.num_samples, self._batch.seed
         drawn = [derive_seed(seed, "read twice", number) % num_samples for number in range(_CHECKED)]
@@ -85,18 +87,18 @@ class Sources:
                 self._held_out.check([last])
 
     def stacks(self) -> str:
-        """Where the process of the data is while it reads, as `faulthandler` writes it; empty without one."""
+        """Stacks of the data's process while it reads, as `faulthandler` writes them; empty without a process."""
         return "" if self.process is None else self.process.stacks()
 
     def close(self) -> None:
-        """End what reads. Any thread."""
+        """End the readers. Thread-safe."""
         self.training.close()
         if self.held_out is not None:
             self.held_out.close()
 
 
 def _draws_nothing(data: Any) -> bool:
-    """True if reading it runs no code of the user's."""
+    """True if reading it runs none of the user's code."""
     torch = sys.modules.get("torch")
     kinds: tuple[type, ...] = (type(None), TokenDataset, list, tuple, range, np.ndarray, np.memmap)
     if torch is not None:

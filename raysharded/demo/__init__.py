@@ -1,4 +1,4 @@
-"""The main job, to watch: a small GPT that loses workers while it trains, and ends with the same weights."""
+"""The demo: a small GPT loses workers while it trains, and ends with the same weights."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import nn
 from raysharded.task import Loss, Task, warmup_cosine
 
 VOCABULARY = 257
-"""256 bytes, and the end of a document."""
+"""256 bytes, and the end-of-document token."""
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""What the demo promised and what its two runs showed, as a table and as data."""
+"""The demo's checks and the results of its two runs, as a table and as data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysharded.report import load
 
 @dataclass(slots=True)
 class Training:
-    """What one of the two runs showed."""
+    """The results of one of the two runs."""
 
     fingerprint: str = ""
     entries: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -29,11 +29,11 @@ class Recovery:
     """One recovery; times are seconds. The parts after `found_s` follow each other and add up to `total_s`."""
 
     worker: tuple[int, ...]
-    """Who was killed."""
+    """The killed workers."""
     found_s: float
-    """From SIGKILL until the driver knew."""
+    """From SIGKILL until the driver detected it."""
     abort_s: float
-    """Until every survivor was free of its collectives and had said what it holds."""
+    """Until every survivor had left its collectives and reported its state."""
     reshard_s: float
     """Until the survivors had formed the next generation and held the state."""
     first_step_s: float
@@ -57,19 +57,19 @@ class Outcome:
     identical: bool
     tokens_per_s: float
     problems: tuple[str, ...]
-    """Promises that did not hold."""
+    """Failed checks."""
 
     @property
     def held(self) -> bool:
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON keeps it."""
+        """The outcome as a dictionary for JSON."""
         return asdict(self)
 
     @classmethod
     def of(cls, disturbed: Training, undisturbed: Training, *, steps: int, chaos: bool = False) -> Outcome:
-        """Compare the two runs, from their journals. After chaos nothing is known of who should have been lost."""
+        """Compare the two runs, by their journals. After chaos the expected losses are unknown."""
         ledgers = [_ledger(disturbed), _ledger(undisturbed)]
         recoveries = _recoveries(disturbed)
         workers = {e["step"]: e["workers"] for kind, e in disturbed.entries if kind == "step"}
@@ -157,8 +157,8 @@ def _problems(
 def show(outcome: Outcome, console: Console) -> None:
     """Print the table and the verdict.
 
-    The table's times follow each other: the driver knows of the loss; every survivor is free of its collectives; the
-    next generation holds the state; the interrupted step is done.
+    The table's times follow each other: the driver detects the loss; every survivor has left its collectives; the next
+    generation holds the state; the interrupted step is done.
     """
     table = Table(title="Recoveries (seconds)", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("killed", "found", "aborted", "resharded", "first step", "in all", "redone", "from"):

@@ -1,4 +1,5 @@
-"""Packs the standard library's sources, trains on them while workers are killed, trains undisturbed, and compares."""
+"""The demo: packs the standard library's sources, trains on them while workers are killed, trains undisturbed,
+compares."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ WORKERS = 4
 SEQ_LEN = 128
 _FIRST_KILL_STEP = 4
 _PROGRESS_TIMEOUT_S = 30.0
-"""Many of its steps: who is stopped is found by then."""
+"""Many of its steps: a stopped worker is detected by then."""
 _MID_STEP = 0.5
-"""Kills come when so much of a step's usual time has passed."""
+"""Fraction of a step's usual time after which a kill occurs."""
 
 
 def run_demo(
@@ -43,10 +44,10 @@ def run_demo(
     chaos: str | None = None,
     seed: int = 0,
 ) -> int:
-    """Run the demo; returns the exit code: 0 if everything that it promises held.
+    """Run the demo; returns the exit code: 0 if all checks pass.
 
-    `chaos`: what happens instead of the demo's own kills, as `raysharded.testing.Chaos` takes it, with its seed.
-    `storage`: a folder for its runs and data, which must not hold a demo already; default: one that is deleted after.
+    `chaos`: faults instead of the demo's kills, in the format of `raysharded.testing.Chaos`, with its seed. `storage`:
+    a folder for its runs and data, without an existing demo; default: a temporary folder.
     """
     console = Console()
     steps, workers = steps or STEPS, workers or WORKERS
@@ -88,7 +89,7 @@ def _folder(storage: str | None) -> Iterator[Path]:
 
 @contextmanager
 def _ray(workers: int) -> Iterator[None]:
-    """A small Ray of our own: two cores are enough for all workers, each computes with one thread."""
+    """A small private Ray: two cores are enough for all workers, each computes with one thread."""
     import ray
 
     from raysharded.ray_backend.cluster import quiet_raylet, start_local
@@ -102,7 +103,7 @@ def _ray(workers: int) -> Iterator[None]:
 
 
 def standard_library_sources() -> list[str]:
-    """The Python files of the running interpreter's own standard library, without installed packages."""
+    """The Python files of the running interpreter's standard library, without installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return sorted(str(p) for p in root.rglob("*.py") if "site-packages" not in p.parts and "__pycache__" not in p.parts)
 
@@ -162,17 +163,17 @@ def _train(
 
 
 _Harm = Callable[[Training, Run], None]
-"""Does to a run what it is to survive."""
+"""Inflicts the faults that a run must survive."""
 
 
 def _chaos(training: Training, run: Run, hazards: Sequence[Hazard], seed: int) -> None:
-    with Chaos(run, hazards, seed=seed) as chaos, suppress(RayshardedError):  # the caller's own wait raises it
+    with Chaos(run, hazards, seed=seed) as chaos, suppress(RayshardedError):  # the caller's `wait` raises it
         run.wait()
     training.kills.extend((struck.at, (struck.worker,)) for struck in chaos.struck)
 
 
 class _Killer:
-    """Kills one worker in the middle of a step, and two at once when all of `full` are in again."""
+    """Kills one worker in the middle of a step, and two at once when all `full` workers are back."""
 
     def __init__(self, training: Training, status: Callable[[], Any], note: Callable[[str], None], full: int) -> None:
         self._training, self._status, self._note = training, status, note
@@ -188,7 +189,7 @@ class _Killer:
             except TimeoutError:
                 self._look()
             except RayshardedError:
-                return  # the caller's own wait raises it
+                return  # the caller's `wait` raises it
 
     def _look(self) -> None:
         status, now = self._status(), time.monotonic()

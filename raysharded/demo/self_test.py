@@ -1,7 +1,7 @@
 """A tiny model, trained on one worker and on two of which one is killed: every number is compared.
 
-No dimension of the model divides by two: a shard that is padded is where a torch may keep other memory than it shows.
-Workers are plain processes on CPUs, which takes seconds and needs no Ray and no GPU.
+No dimension of the model is divisible by two, so that shards are padded: there a torch may hold other memory than it
+shows. Workers are plain processes on CPUs. The test takes seconds and needs no Ray and no GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STEPS = 6
 _KILL = Fault(worker=WorkerId(1), step=4, phase="backward")
 _SEQ_LEN, _WIDTH = 7, 15
 TIMEOUT_S = 120.0
-"""For each of both runs, of a few seconds."""
+"""Time limit of each of the two runs, which take a few seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Verdict:
     problem: str = ""
     """The difference, or the failure; empty if there was none."""
     undecided: bool = False
-    """It took too long, say on a busy machine: that says nothing of the numbers."""
+    """True after a timeout, for example on a busy machine: the numbers were not compared."""
 
 
 class Samples:
@@ -51,7 +51,7 @@ class Samples:
 
 
 def run_self_test(task: Task | None = None) -> Verdict:
-    """Train twice and compare. `task`: another one than the tiny GPT, with the same data."""
+    """Train twice and compare. `task`: a replacement for the tiny GPT, with the same data."""
     task = task or ByteGPT(
         layers=2, width=_WIDTH, heads=3, seq_len=_SEQ_LEN, lr=1e-2, warmup_steps=2, total_steps=_STEPS
     )
@@ -63,7 +63,7 @@ def run_self_test(task: Task | None = None) -> Verdict:
             fired = _plan(folder).fired(_KILL)
     except TimeoutError:
         return Verdict(
-            found=f"not done within {TIMEOUT_S:.0f} s", problem="Try again when less runs here.", undecided=True
+            found=f"not done within {TIMEOUT_S:.0f} s", problem="Retry when this machine is less busy.", undecided=True
         )
     except (RayshardedError, OSError) as error:
         return Verdict(found="it could not be trained", problem=str(error))
@@ -81,7 +81,7 @@ def _plan(folder: str) -> FaultPlan:
 
 
 def _train(task: Task, folder: str, workers: int) -> Training:
-    """On so many workers; of two, one is killed, and another one takes its place."""
+    """Train on this many workers; one of two is killed, and another one replaces it."""
     trainer = ElasticTrainer(
         task=task,
         data=Samples(),

@@ -1,7 +1,8 @@
-"""The driver: members, generations, saves and recoveries, decided from events.
+"""The driver: decides members, generations, saves and recoveries from events.
 
-`machine` and the handlers that it calls are pure. `driver` acts: it runs the machine on its threads and carries out its
-commands, with `checkpoints.committer` and `startup` for what lies on storage.
-Reading order: `machine.step` (an event and a state in, the next state and commands out), `state` (these values),
+`machine` and its handlers are pure. `driver` acts: it runs the machine on its threads and carries out the commands.
+`checkpoints.committer` and `startup` do what concerns storage.
+
+Reading order: `machine.step` (takes an event and a state, returns the next state and commands), `state` (these values),
 `handlers`, `membership`, `generation`.
 """

@@ -1,4 +1,4 @@
-"""The driver's edge: turns what happens into events, and commands into calls, journal entries and checkpoints."""
+"""The driver's edge: turns occurrences into events, and commands into calls, journal entries and checkpoints."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ from raysharded.protocol.worker_launcher import Launcher
 
 _log = logging.getLogger("raysharded.driver")
 EVENTS_LOG = "raysharded.driver.events"
-"""The logger of journal entries that a person should not miss."""
+"""Logger of journal entries that a person should not miss."""
 _events_log = logging.getLogger(EVENTS_LOG)
 _LOUD = {"checkpoint_late": logging.WARNING, "checkpoint_failed": logging.WARNING, "checkpoints_failing": logging.ERROR}
 _LOUD |= {"waiting_for_owner": logging.WARNING, "waiting_for_workers": logging.WARNING}
@@ -77,16 +77,16 @@ _LOUD |= {"learning_rate_refused": logging.WARNING, "rewind_refused": logging.WA
 _LOUD |= dict.fromkeys(("pause_refused", "resize_refused", "drain_refused"), logging.WARNING)
 _TICK_S = 0.25
 _LAST_WORDS_S = 1.0
-"""How long the journal's last entries may take when the run must end at once."""
+"""Time limit for the journal's last entries when the run must end at once."""
 _STOPPED_LAST_WORDS_S = 10.0
-"""The same, when it was told to stop and nobody said until when."""
+"""Time limit for the journal's last entries after a stop request without a deadline."""
 _SAY_WAITING_AFTER_S = 10.0
-"""How long the run waits for workers before it says what is missing, each time."""
+"""Interval at which a run that waits for workers reports what is missing."""
 _CLEANING_PATIENCE_S = 10.0
-"""How long a run that is over waits until its old checkpoints are deleted."""
+"""Longest wait of a finished run for the deletion of its old checkpoints."""
 
 Listener = Callable[[str, dict[str, Any]], None]
-"""Called with every journal entry as it is made: (kind, fields)."""
+"""Callback for every journal entry as it is made: (kind, fields)."""
 
 
 class Driver:
@@ -154,87 +154,93 @@ class Driver:
         )
 
     def restore(self) -> None:
-        """Take over the run and prepare to go on from its newest checkpoint, if there is one."""
+        """Acquire the run, and prepare to resume from its newest checkpoint, if one exists."""
         self.state = self._startup.own(self.state)
         self.state, found = self._startup.resume(self.state)
         for step, reason in found.damaged:
             self._record("checkpoint_skipped", {"step": step, "reason": reason})
 
     def asked_last(self, scaling: Mapping[str, Any]) -> tuple[int | None, int] | None:
-        """As `run_changes.asked_mesh`, of the drivers before this one; after `restore`."""
+        """Result of `run_changes.asked_mesh` for earlier drivers. Call it after `restore`."""
         return asked_mesh(self._startup.entries, scaling)
 
     def begin_with(self, grouping: Grouping | None) -> None:
-        """Form these groups from the beginning; before `run`."""
+        """Set the groups that the run begins with. Call it before `run`."""
         self.state = replace(self.state, limits=replace(self.state.limits, grouping=grouping))
 
     def stop(self, *, checkpoint_within_s: float | None = None) -> None:
-        """Ask the run to end now, or after one more checkpoint; it can be resumed. Asked again, it ends at once.
+        """Request the end of the run: now, or after one more checkpoint. The run can be resumed.
 
-        Any thread, and signal handlers.
+        A second request ends it at once. Any thread, and signal handlers.
         """
         self._inbox.put(StopRequested(checkpoint_within_s=checkpoint_within_s))
 
     def checkpoint(self) -> Promise:
-        """Ask for a checkpoint of the next step. Any thread. Raises RunFailed if the run is over."""
+        """Request a checkpoint of the next step. Any thread. Raises RunFailed if the run is over."""
         request, promise = self._requests.add()
         self._inbox.put(CheckpointRequested(request=request))
         return promise
 
     def reshard(self, grouping: Grouping | None) -> None:
-        """Ask for other shard groups or tensor parallel groups, or none, at the next step boundary. Any thread."""
+        """Request other shard groups or tensor parallel groups, or none, at the next step boundary. Any thread."""
         self._inbox.put(ReshardRequested(grouping=grouping))
 
     def set_learning_rate(self, factor: float) -> None:
-        """Have every learning rate be the optimizer's own, times the task's schedule, times `factor` (1.0: as if nobody
-        had asked), from the next step boundary on. Any thread.
+        """Scale the learning rates by `factor` from the next step boundary on. Any thread.
 
-        `run_changes.rate_refusal` says beforehand why it cannot be; the journal does, if it cannot be after all.
+        Each is the optimizer's own rate, times the task's schedule, times `factor`; 1.0 removes an earlier request.
+        `run_changes.rate_refusal` returns the reason for a refusal beforehand; the journal records a later one.
         """
         self._inbox.put(LearningRateRequested(factor=float(factor)))
 
     def rewind(self, step: int, skip_data: bool = False) -> None:
-        """Go back to the checkpoint of `step` at the next step boundary, and on from there: with the samples that were
-        read then, or with those after all that were read since. What was done since is undone, its checkpoints and the
-        changes of the learning rate too. Any thread.
+        """Go back to the checkpoint of `step` at the next step boundary, and continue from there. Any thread.
 
-        `run_changes.rewind_refusal` says beforehand why it cannot be; the journal does, if it cannot be after all.
+        The samples read since are read again, or skipped with `skip_data`. Later steps are undone, with their
+        checkpoints and changes of the learning rate. `run_changes.rewind_refusal` returns the reason for a refusal
+        beforehand; the journal records a later one.
         """
         self._inbox.put(RewindRequested(step=index(step), skip_data=skip_data))
 
     def pause(self) -> None:
-        """Ask the workers to stop at the next step boundary and to keep the state in memory, until `go_on`. Any thread.
-        `controls.pause_refusal` says when it is too late."""
+        """Stop the workers at the next step boundary, with the state in memory, until `resume`. Any thread.
+
+        `user_requests.pause_refusal` returns the reason if it is too late.
+        """
         self._inbox.put(PauseRequested())
 
     def resume(self) -> None:
-        """End a pause: the run goes on from what the workers hold. Any thread."""
+        """End a pause: the run continues from the workers' memory. Any thread."""
         self._inbox.put(ResumeRequested())
 
     def resize(self, workers: int) -> None:
-        """Ask for so many workers from now on. Any thread. `controls.resize_refusal` says which numbers it may have."""
+        """Request this number of workers from now on. Any thread. `user_requests.resize_refusal` checks the number."""
         self._inbox.put(ResizeRequested(workers=workers))
 
     def drain(self, node: str, within_s: float) -> None:
-        """Ask all workers of a node, by its id or its host's name, to leave it within so many seconds; none starts
-        there any more. Any thread. `controls.drain_refusal` says which nodes there are."""
+        """Request that all workers leave a node, given by id or host name, within `within_s` seconds. Any thread.
+
+        No worker starts there from then on. `user_requests.drain_refusal` checks the node.
+        """
         self._inbox.put(DrainRequested(node=node, within_s=within_s))
 
     def remark(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Write an entry to the journal, of what the driver itself cannot see. Any thread."""
+        """Write a journal entry about something that the driver cannot observe itself. Any thread."""
         self._inbox.put(Annotation(kind=kind, fields=fields))
 
     def run(self) -> State:
-        """Block until the run is over; raises what it failed with. All workers are gone on return, or left to the
-        driver that owns the run by now."""
+        """Drive the run until it is over. Raises the error that the run failed with.
+
+        On return all workers have ended, or are left to the driver that leads the run by then.
+        """
         try:
             return self._run()
-        except RunOwnedElsewhere:  # the journal is another's, and so are the workers
+        except RunOwnedElsewhere:  # another driver owns the journal and the workers
             self._recorder.abandon()
             self._launcher.abandon()
             raise
         except BaseException as error:
-            with contextlib.suppress(RayshardedError):  # what the run failed with matters more
+            with contextlib.suppress(RayshardedError):  # the error of the run matters more
                 self._recorder.close(self._last_words_s() if isinstance(error, Exception) else _LAST_WORDS_S)
             raise
         finally:
@@ -255,7 +261,7 @@ class Driver:
         if self._error is not None:
             raise self._error
         self._write_last_words()
-        if not self.state.stop_requested:  # who stops a run does not wait for its cleaning
+        if not self.state.stop_requested:  # a stop request does not wait for deletions
             self._committer.close(_CLEANING_PATIENCE_S)
         return self.state
 
@@ -279,7 +285,7 @@ class Driver:
             _log.warning("the run ends, and the end of its journal is not written: %s", error)
 
     def _last_words_s(self) -> float:
-        """How long the end of the journal may take: who stops a run waits no longer than they said."""
+        """Time limit for the end of the journal; a stop request's deadline bounds it."""
         state = self.state
         if not state.stop_requested:
             return PATIENCE_S
@@ -308,7 +314,7 @@ class Driver:
             while True:
                 events.append(self._inbox.get_nowait())
         now = self._clock.monotonic()
-        if not events or now - self._ticked_at >= _TICK_S:  # thousands of workers always have something to say
+        if not events or now - self._ticked_at >= _TICK_S:  # thousands of workers always produce events
             self._ticked_at = now
             events.append(Tick())
         return events
@@ -334,7 +340,7 @@ class Driver:
                     self._throttle.ask(member, generation, step)
             case SumFingerprint(parts=parts):
                 self._inbox.put(Fingerprinted(fingerprint=fingerprint_of(parts)))
-            case CommitSave():  # its generation, and the steps before it, are on record before it is real
+            case CommitSave():  # its generation and the steps before it are in the journal first
                 self._committer.commit(command, self._known(), after=self._recorder.mark())
             case DeleteCheckpoints(prefixes=prefixes):
                 self._committer.distrust(prefixes)

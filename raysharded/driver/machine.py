@@ -1,9 +1,9 @@
-"""The driver's state machine: `step(state, event, at) -> (state, commands)`. The only place where the state changes.
+"""The driver's state machine: `step(state, event, at) -> (state, commands)`. The state changes nowhere else.
 
-A generation lives through FORMING (members connect, build and take over the state) and TRAINING; any failure leads to
-STOPPING (every survivor is freed and says what it holds), then to the next generation, or to GATHERING when there are
-too few workers. PAUSED waits until somebody ends it, CLOSING for the last checkpoint. News of an older generation
-changes nothing.
+A generation goes through FORMING (members connect, build and receive the state) and TRAINING. Any failure leads to
+STOPPING: every survivor is freed and reports what it holds. The next generation follows, or GATHERING if there are too
+few workers. PAUSED waits for a resume request, CLOSING for the last checkpoint. Events of an older generation change
+nothing.
 """
 
 from __future__ import annotations
@@ -48,15 +48,14 @@ from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
 
 def begin(state: State, at: float) -> Outcome:
-    """The first commands of a run: ask for as many workers as it may have, and its spares, or go on with those that
-    there are."""
+    """The first commands of a run: start the maximum of workers and the spares, or continue with adopted workers."""
     if state.ready:
         return adopted_workers.go_on(state, at)
     return admission.start_workers(replace(state, since=at), state.limits.max_workers + state.limits.spares, at)
 
 
 def step(state: State, event: Event, at: float) -> Outcome:
-    """The next state and what to do. `at` is monotonic seconds."""
+    """The next state and the commands. `at` is monotonic seconds."""
     was_over = state.phase is Phase.OVER
     state, commands = _after(state, event, at)
     if state.phase is not Phase.OVER or was_over or isinstance(event, LeadershipLost):
@@ -67,7 +66,7 @@ def step(state: State, event: Event, at: float) -> Outcome:
 def _after(state: State, event: Event, at: float) -> Outcome:
     state, commands = _on_event(state, event, at)
     waits = state.phase is Phase.STOPPING and not state.awaited and non_finite.cause(state) is not None
-    if waits and not non_finite.must_wait(state):  # the checkpoint that it waited for is committed, or failed
+    if waits and not non_finite.must_wait(state):  # the awaited checkpoint is committed, or failed
         return prepend(lifecycle.all_stopped(state, at), commands)
     return state, commands
 
@@ -124,7 +123,7 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             return user_requests.resize(state, event, at)
         case DrainRequested():
             return user_requests.drain(state, event, at)
-        case LeadershipLost(reason=reason):  # not even a word in the journal: it is another's
+        case LeadershipLost(reason=reason):  # no journal entry: the journal is another driver's
             return replace(state, phase=Phase.OVER), [End(error=RunOwnedElsewhere(reason))]
         case Annotation(kind=kind, fields=fields):
             return state, [Record(kind=kind, fields=fields, durable=True)]
@@ -161,7 +160,7 @@ def _on_progress(state: State, progress: Progress, at: float) -> Outcome:
     if not progress.reports:
         return state, commands
     more: list[Command] = []
-    if not state.boundary_requested:  # only now: starting a process would slow the recovery, or a reshard, down
+    if not state.boundary_requested:  # only now: starting a process would slow down the recovery, or a reshard
         state, more = admission.replace_missing(state, at)
     state, saving = save_timer.request_if_due(state, at)
     state, joining = lifecycle.maybe_request_change(state, at)
@@ -202,7 +201,7 @@ def _on_tick(state: State, at: float) -> Outcome:
             return worker_loss.give_up_silent(state, at)
         case Phase.CLOSING if state.last_save_at is not None:
             return lifecycle.next_generation(state, at) if at >= state.last_save_at else (state, [])
-        case Phase.CLOSING if not state.is_last_step_being_saved:  # that of an older generation was given up
+        case Phase.CLOSING if not state.is_last_step_being_saved:  # the save of an older generation was abandoned
             return saves.close(state, at)
         case Phase.CLOSING if waited > limits.save_timeout_s:
             return finish(state, saves.cannot_write_the_last(state, f"not written within {limits.save_timeout_s} s"))

@@ -1,4 +1,4 @@
-"""What workers and the cluster say, as events of the state machine; some of it is asked for again at once."""
+"""Answers of workers and reports of the cluster as events of the state machine; some calls are repeated at once."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from raysharded.protocol.messages import WorkerInfo, WorkerNotice
 from raysharded.protocol.worker_launcher import Launcher, LeaveNotice, Reply, WorkerLost
 
 _NOTICE_TIMEOUT_S = 60.0
-"""How long one question lasts whether a worker was told to leave; then it is asked again."""
+"""Duration of one query for a leave notice; then it is repeated."""
 
 
 class ReplyTranslator:
-    """Listens to the workers of one driver. Used by the driver's thread."""
+    """Translates the replies of one driver's workers. Used by the driver's thread."""
 
     def __init__(
         self, launcher: Launcher, collecting: SaveCallThrottle, record: Callable[[str, dict[str, Any]], None]
     ) -> None:
-        """`record` gets what the first worker says of the data, for the journal."""
+        """`record` receives what the first worker reports about the data, for the journal."""
         self._launcher, self._collecting, self._record = launcher, collecting, record
         self._notices: dict[WorkerId, int] = {}
-        """Worker -> how often it was told to leave, as far as is known."""
+        """Worker -> number of its leave notices so far, as far as known."""
         self._knows_data = False
 
     def welcome(self, worker: WorkerId) -> None:
-        """A worker is there that was ready before: its data is on record."""
+        """Register a worker that was ready before; the journal already describes its data."""
         self._knows_data = True
         self._ask_for_notices(worker)
 
     def forget(self, worker: WorkerId) -> None:
-        """A worker is gone."""
+        """Discard what is known of a lost worker."""
         self._notices.pop(worker, None)
         self._collecting.forget(worker)
 
     def event_of(self, happened: Reply | WorkerLost | LeaveNotice) -> Event | None:
-        """What it means; None if it means nothing to the machine."""
+        """The event for a reply, or None if it has no meaning for the machine."""
         match happened:
             case WorkerLost(worker=worker):
                 self.forget(worker)
@@ -84,6 +84,6 @@ class ReplyTranslator:
         )
 
     def _ask_for_notices(self, worker: WorkerId) -> None:
-        """Hear at once when a worker is told to leave, more than it told before."""
+        """Have the worker answer at once when it gets a new leave notice."""
         known = self._notices.setdefault(worker, 0)
         self._launcher.call(worker, "notice", known, _NOTICE_TIMEOUT_S)

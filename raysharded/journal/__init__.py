@@ -1,1 +1,1 @@
-"""The run's journal: written, read, and its entries as values and as text."""
+"""The run's journal: writing, reading, and its entries as values and as text."""

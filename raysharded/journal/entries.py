@@ -1,6 +1,6 @@
-"""Single entries of a journal as records. Pure.
+"""Records of single journal entries. Pure.
 
-All raise KeyError, TypeError or ValueError for an entry that lacks what its kind must have.
+All functions raise KeyError, TypeError or ValueError for an entry that lacks a required field of its kind.
 """
 
 from __future__ import annotations

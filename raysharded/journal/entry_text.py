@@ -1,4 +1,4 @@
-"""A journal's entries as lines for people. Pure."""
+"""Journal entries as lines of text for display. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raysharded.quantities import count, duration, listing, moment, size
 
 
 def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
-    """The line that stays for a journal entry; None for entries that need none."""
+    """The line to keep for a journal entry; None for entries without one."""
     get = fields.get
     match kind:
         case "started" if get("resumed_after_step") and get("source") != "memory":
@@ -114,7 +114,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "finished":
             return f"step {fields['step']}: finished, fingerprint {get('fingerprint') or '?'}"
         case "failed":
-            return f"step {fields['step']}: failed"  # why is what the caller gets to know as an exception
+            return f"step {fields['step']}: failed"  # the caller gets the reason as an exception
         case "stopped":
             return f"step {fields['step']}: stopped"
     return None
@@ -156,7 +156,7 @@ def _proof_text(fields: Mapping[str, Any]) -> str:
 
 
 def injected(fields: Mapping[str, Any]) -> str:
-    """What was done to a worker on purpose."""
+    """Text for a fault that was injected into a worker."""
     seconds, phase = fields.get("seconds"), fields.get("phase")
     long = f" for {duration(seconds)}" if seconds is not None else ""
     return f"{fields['fault']}{long}{f' in {phase}' if phase else ''}"
@@ -185,13 +185,13 @@ def _late_text(fields: Mapping[str, Any]) -> str:
 
 
 def slowness(fields: Mapping[str, Any]) -> str:
-    """How slow a straggler is, and where."""
+    """Text on how slow a straggler is, and in which phase."""
     lost = duration(float(fields["lost_s"]))
     return f"{fields['score']:.2f} times as long per step as its peers, {lost} more, mostly in {fields['phase']}"
 
 
 def brief(text: str, limit: int = 160) -> str:
-    """A message on one line of at most `limit` characters; the journal has the whole of it."""
+    """A message on one line of at most `limit` characters. The journal has the full message."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit - 4].rstrip()} ..."
 

@@ -1,7 +1,7 @@
 """The run's one append-only record: numbered segments of JSON lines on its storage.
 
-Pure but for the storage it is given. Segments are written once (put-if-absent), so that a second driver of the same
-run is noticed: it finds its number taken. Everything a report needs is here: generations, steps, recoveries,
+Pure, except for the given storage. Segments are written once (put-if-absent). A second driver of the same run therefore
+finds its number taken, and is noticed. The journal has everything that a report needs: generations, steps, recoveries,
 checkpoints.
 """
 
@@ -21,12 +21,14 @@ from raysharded.errors import RunOwnedElsewhere
 FOLDER = "journal"
 _AT_ONCE = 32
 _SLOWER_BY = 500
-"""After so many segments entries are kept for one second longer, so that a run of weeks has tens of thousands of them
-and not hundreds of thousands: a new driver reads all of them."""
+"""Entries are buffered one second longer for each so many segments.
+
+A run of weeks then has tens of thousands of segments, not hundreds of thousands. A new driver reads all of them.
+"""
 _LONGEST_S = 30.0
-"""Workers keep more reports of steps than are made in that time, and tell them to a new driver."""
+"""Longest buffering time. Workers keep more step reports than are made in it, and send them to a new driver."""
 _READ_AHEAD = 512
-"""Segments that are held in memory."""
+"""Number of segments held in memory."""
 
 
 def segment_key(number: int) -> str:
@@ -35,7 +37,7 @@ def segment_key(number: int) -> str:
 
 
 def plain(value: Any) -> Any:
-    """As an entry has it: floats that JSON has no word for become strings."""
+    """The value as stored in an entry: floats that JSON cannot express become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, Mapping):
@@ -46,8 +48,10 @@ def plain(value: Any) -> Any:
 
 
 class Journal:
-    """Appends entries; one writer per run. Buffered entries are flushed every `flush_interval_s`, of a long run less
-    often, and when one is durable."""
+    """Writer of entries, one per run.
+
+    Buffered entries are flushed every `flush_interval_s` (less often in a long run), and when one is durable.
+    """
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class Journal:
         flush_interval_s: float = 2.0,
         still_owns: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`still_owns` is asked where another driver has written: whether the run is this one's all the same."""
+        """`still_owns` is called when another driver has written. It returns whether this driver still owns the run."""
         self._storage = storage
         self._still_owns = still_owns
         self._clock = clock
@@ -66,12 +70,12 @@ class Journal:
         self._interval = flush_interval_s
         self._lines: list[str] = []
         self._tried: tuple[bytes, int] | None = None
-        """The segment whose write failed, and its number of lines: it may have arrived all the same."""
+        """The segment whose write failed, and its number of lines. It may have arrived all the same."""
         self._next = next_segment(storage)
         self._flushed_at = clock.monotonic()
 
     def append(self, kind: str, fields: Mapping[str, Any], *, durable: bool = False) -> None:
-        """Add an entry; raises RunOwnedElsewhere if another driver has written to the run meanwhile."""
+        """Add an entry. Raises RunOwnedElsewhere if another driver has written to the run meanwhile."""
         self.add(kind, fields, at=self._clock.wall())
         if durable or self.is_due:
             self.flush()
@@ -83,18 +87,20 @@ class Journal:
 
     @property
     def is_due(self) -> bool:
-        """Whether entries have been kept long enough."""
+        """Whether entries have been buffered long enough."""
         longer = min(self._next / _SLOWER_BY, _LONGEST_S)
         return self._clock.monotonic() - self._flushed_at >= max(self._interval, longer)
 
     def fence(self) -> None:
-        """Write a segment without entries: what drivers before had under way is in the journal by now, to be read, or
-        never will be."""
+        """Write a segment without entries, as a fence against earlier drivers.
+
+        Their pending writes either are in the journal by then, to be read, or will never be.
+        """
         self._put(self._segment())
         self._next += 1
 
     def flush(self) -> None:
-        """Write what is buffered as the next segment; after a failure the same bytes again, then the rest."""
+        """Write the buffered entries as the next segment. After a failure the same bytes come first, then the rest."""
         while self._lines:
             self._tried = self._tried or (self._segment(), len(self._lines))
             data, count = self._tried
@@ -107,7 +113,10 @@ class Journal:
         return "\n".join([head, *self._lines, ""]).encode()
 
     def _put(self, data: bytes) -> None:
-        """Under the next number; what an older driver wrote there, not knowing that it is over, is left behind."""
+        """Write a segment under the next free number.
+
+        Segments that a superseded driver wrote meanwhile are skipped.
+        """
         while True:
             key = segment_key(self._next)
             if self._storage.put_if_absent(key, data) or self._storage.read(key) == data:  # equal: a lost reply
@@ -128,23 +137,23 @@ def next_segment(storage: Storage) -> int:
 
 
 def read(storage: Storage) -> Iterator[dict[str, Any]]:
-    """Every entry of a run, oldest first, without the segments' heads and without a last line that was torn off."""
+    """Every entry of a run, oldest first, without the segments' heads and without a truncated last line."""
     return (placed.entry for placed in read_placed(storage))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placed:
-    """An entry, where it is, and the name of the driver that wrote it."""
+    """An entry, its place, and the name of the driver that wrote it."""
 
     entry: dict[str, Any]
     writer: str
     key: str
     line: int
-    """From 1."""
+    """Line number, from 1."""
 
 
 def read_placed(storage: Storage) -> Iterator[Placed]:
-    """As `read`."""
+    """Every entry of a run with its place, as in `read`."""
     for key, segment in _segments(storage):
         *lines, _torn = segment.decode().split("\n")
         writer = ""
@@ -157,8 +166,10 @@ def read_placed(storage: Storage) -> Iterator[Placed]:
 
 
 def _segments(storage: Storage) -> Iterator[tuple[str, bytes]]:
-    """With their keys, in order. A long run has tens of thousands: several are read at once, for workers wait for a new
-    driver."""
+    """Every segment with its key, in order.
+
+    A long run has tens of thousands. Several are read at once, because workers wait for a new driver.
+    """
     keys = sorted(key for key in storage.list(FOLDER) if key.endswith(".jsonl"))
     for start in range(0, len(keys), _READ_AHEAD):
         some = keys[start : start + _READ_AHEAD]
@@ -167,5 +178,5 @@ def _segments(storage: Storage) -> Iterator[tuple[str, bytes]]:
 
 
 def newest_generation(entries: Iterable[Mapping[str, Any]]) -> int:
-    """The newest generation that the run has had; 0 before the first. A resumed run counts on from it."""
+    """The newest generation that the run has had; 0 before the first. A resumed run counts from it."""
     return max((int(entry["generation"]) for entry in entries if entry["kind"] == "generation"), default=0)

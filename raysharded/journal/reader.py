@@ -1,5 +1,6 @@
-"""A journal's segments: read as fast as their storage gives them, and parsed exactly as strictly as by Python's own
-JSON, several times as fast.
+"""A journal's segments: read as fast as their storage permits, and parsed as strictly as by Python's `json`.
+
+Parsing is several times as fast as with `json`.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from raysharded.journal import log
 
 _AT_ONCE = 32
 _SOME = 512
-"""Segments that are held in memory."""
+"""Number of segments held in memory."""
 _FIRST = 8
-"""Of them are read one by one, to see how long that takes."""
+"""Number of these segments read one by one, to measure the time of a read."""
 _SOON_S = 0.001
-"""A segment that takes no longer is on this machine, and a thread for it would take more time than the read: of 36,000
-segments on a disk, 9 s instead of 0.7 s."""
+"""Maximum time to read a segment that is on this machine.
+
+A thread for it would take longer than the read: 36,000 segments on a disk took 9 s instead of 0.7 s.
+"""
 
 
 def segment_keys(storage: Storage) -> list[str]:
-    """Of every segment, in order. Raises StorageError."""
+    """Keys of all segments, in order. Raises StorageError."""
     return sorted(key for key in storage.list(log.FOLDER) if key.endswith(".jsonl"))
 
 
@@ -39,7 +42,7 @@ def read_segments(storage: Storage) -> Iterator[tuple[str, bytes]]:
 def read_some(
     storage: Storage, keys: Sequence[str], *, now: Callable[[], float] = time.perf_counter
 ) -> Iterator[tuple[str, bytes]]:
-    """These segments, in this order; several at once where storage is far away. Raises StorageError."""
+    """These segments, in this order. Several are read at once where storage is slow. Raises StorageError."""
     for start in range(0, len(keys), _SOME):
         some = keys[start : start + _SOME]
         begun = now()
@@ -61,9 +64,9 @@ _kind: Callable[[Any], Any] = itemgetter("kind")
 
 
 def parse_line(line: bytes) -> Any:  # any JSON value
-    """One line as JSON. Raises ValueError as `json.loads` does, for the same lines with the same words.
+    """One line as JSON. Raises ValueError as `json.loads` does, for the same lines with the same message.
 
-    What orjson refuses is asked of `json`: it takes a few things that a journal may have and orjson does not, such as
+    Lines that orjson rejects go to `json`. It accepts a few things that a journal may have and orjson does not, such as
     halves of surrogate pairs.
     """
     try:
@@ -73,8 +76,10 @@ def parse_line(line: bytes) -> Any:  # any JSON value
 
 
 def steps_of(segment: bytes) -> list[dict[str, Any]] | None:
-    """Its entries from line 2 on, if all of them are steps and nothing is wrong with any line: nearly all segments are
-    so. None otherwise: `entries_of` has them one by one then."""
+    """The segment's entries from line 2 on, if all of them are steps and every line is valid; otherwise None.
+
+    Nearly all segments are of that kind. For others, `entries_of` returns the entries one by one.
+    """
     if not segment.isascii():
         return None
     *lines, torn = segment.split(b"\n")
@@ -82,15 +87,15 @@ def steps_of(segment: bytes) -> list[dict[str, Any]] | None:
         head, *entries = map(orjson.loads, lines)
         are_steps = head["kind"] == "segment" and list(map(_kind, entries)).count("step") == len(entries)
         return entries if are_steps and not torn else None
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):  # the last one of an empty segment
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):  # the last one for an empty segment
         return None
 
 
 def entries_of(segment: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Its entries with their lines, counted from 1, oldest first; without its head and a last line that was torn off.
+    """A segment's entries with their line numbers from 1, oldest first, without its head and a truncated last line.
 
-    Raises ValueError at the first line that is no JSON, or at once if any of the segment is not UTF-8; KeyError or
-    TypeError at a line that is no entry.
+    Raises ValueError at the first line that is not JSON, or at once if any part of the segment is not UTF-8. Raises
+    KeyError or TypeError at a line that is not an entry.
     """
     if not segment.isascii():
         segment.decode()
@@ -99,7 +104,7 @@ def entries_of(segment: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         entries = list(map(orjson.loads, lines))
     except orjson.JSONDecodeError:
-        entries = map(parse_line, lines)  # one by one: it raises at the first that is wrong
+        entries = map(parse_line, lines)  # one by one: it raises at the first invalid line
     for number, entry in enumerate(entries, 1):
         if entry["kind"] != "segment":
             yield number, entry

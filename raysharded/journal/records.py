@@ -1,4 +1,4 @@
-"""What a journal's entries become: frozen values, for reports and for one's own evaluation. Pure."""
+"""Records of journal entries: frozen values, for reports and for custom evaluations. Pure."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class StepRecord:
     workers: int
     loss: float
     weight: float
-    """What the loss is averaged over: tokens, samples."""
+    """Weight over which the loss is averaged: tokens, samples."""
     gradient_norm: float
     lr: float
     digest: tuple[int, int]
-    """Of the samples that were really read."""
+    """Digest of the samples actually read."""
     reads: int
     seconds: Mapping[str, float]
-    """Phase -> seconds, of one worker."""
+    """Seconds per phase, of one worker."""
     metrics: Mapping[str, float]
     evaluation: Mapping[str, float]
     at: float
-    """Wall clock."""
+    """Wall clock time."""
 
     @property
     def total_s(self) -> float:
@@ -37,24 +37,24 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """A loss, from when it was found until the step it broke was done again. Times are seconds."""
+    """A recovery, from the detection of a loss until the interrupted step was completed. Times are seconds."""
 
     lost: tuple[int, ...]
     reasons: tuple[str, ...]
     workers_before: int
     workers_after: int
     found_at: float
-    """The driver's monotonic clock."""
+    """Time on the driver's monotonic clock."""
     abort_s: float
-    """Until every survivor had stopped and said what it holds."""
+    """Time until every survivor had stopped and reported what it holds."""
     reshard_s: float
-    """From then until the next generation held the state."""
+    """Time from then until the next generation held the state."""
     first_step_s: float
-    """From then until its first step was done."""
+    """Time from then until the generation's first step was done."""
     total_s: float
     steps_redone: int
     source: str
-    """Where the state came from: memory, checkpoint or start."""
+    """Source of the state: memory, checkpoint or start."""
     resumed_after_step: int
     at: float
 
@@ -65,27 +65,29 @@ class GenerationRecord:
 
     generation: int
     members: tuple[int, ...]
-    """By rank."""
+    """Members by rank."""
     step: int
-    """The step it goes on from."""
+    """The step from which the generation continues."""
     source: str
     at: float
     formed_at: float | None = None
-    """None: a member was lost before all were ready."""
+    """Time when all members were ready; None: one was lost before."""
     bytes_received: int = 0
     bytes_read: int = 0
     spares: tuple[int, ...] = ()
-    """Workers that are ready beside it."""
+    """Ready workers that are not members."""
     mesh: str = ""
-    """Replicas x shards, where shard groups were asked for."""
+    """Replicas x shards, where shard groups were requested."""
     why: str = ""
-    """It was chosen."""
+    """Reason for the membership."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerEvent:
-    """A worker that was lost, joined, was told to leave, left, was refused or did not start; that was found stuck, or
-    slower than its peers; or that was hurt on purpose, by chaos."""
+    """A worker that was lost, joined, had to leave, left, was rejected, or failed to start.
+
+    Also one that was stuck, slower than its peers, or the target of an injected fault.
+    """
 
     what: Literal["lost", "joined", "leaving", "left", "refused", "start failed", "stuck", "slow", "injected"]
     worker: int
@@ -100,19 +102,19 @@ class AvoidedNode:
     """A node that got no new workers from then on, until the run was resumed."""
 
     node: str
-    """Its id."""
+    """Id of the node."""
     host: str
     step: int
     """The newest step at that moment."""
     failures: int
     reasons: tuple[str, ...]
-    """Of the last few failures."""
+    """Reasons of the last few failures."""
     at: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRecord:
-    """A checkpoint: committed if it has a prefix; otherwise `problem` says what went wrong."""
+    """A checkpoint: committed if it has a prefix; otherwise `problem` describes the failure."""
 
     step: int
     prefix: str
@@ -120,19 +122,19 @@ class CheckpointRecord:
     problem: str
     at: float
     size_bytes: int | None = None
-    """What was written; None if the journal does not say."""
+    """Size of the written data; None if the journal lacks it."""
     num_files: int | None = None
     seconds: float = math.nan
-    """From when its workers began until it was committed."""
+    """Time from the workers' start of the save until it was committed."""
     retries: int = 0
-    """How many operations on storage were tried again."""
+    """Number of retried storage operations."""
     late: bool = False
-    """It was left out: storage was slower than the interval."""
+    """True if it was left out because storage was slower than the interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A step that was computed again and did not come out the same."""
+    """A step that was computed again with a different result."""
 
     step: int
     fields: tuple[str, ...]
@@ -141,32 +143,34 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Consecutive steps with one order of samples; what a ledger needs to know."""
+    """Consecutive steps with one order of samples, with the facts that a ledger needs."""
 
     first_step: int
     last_step: int
     batch: Mapping[str, int] | None
-    """global_batch_size, microbatch_size, seed."""
+    """Numbers by name: global_batch_size, microbatch_size, seed."""
     num_samples: int | None
     skipped: int = 0
-    """Samples that the run had passed over before."""
+    """Samples that the run skipped before."""
     order: int = 1
     """The number of the rule `order` (`raysharded.numerics`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArithmeticChange:
-    """Somebody accepted that the run has other bits than it would have had: from another version, say, or on other
-    machines."""
+    """A user's acceptance that the run has other bits than it would have had.
+
+    The reason may be another version, or other machines.
+    """
 
     from_step: int
-    """The first step that was computed otherwise."""
+    """The first step that was computed differently."""
     changes: Mapping[str, tuple[str, str]]
-    """Name -> (before, after)."""
+    """Map from name to (before, after)."""
     at: float
 
     def text(self) -> str:
-        """For people."""
+        """Text for display."""
         return ", ".join(f"{name}: {before} -> {after}" for name, (before, after) in sorted(self.changes.items()))
 
 
@@ -176,29 +180,31 @@ class SkippedStep:
 
     step: int
     what: str
-    """loss or gradient"""
+    """Value that was not finite: loss or gradient."""
     microbatches: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewind:
-    """The run went back because a number was not finite, and on past the data of the steps between; or because somebody
-    wanted it."""
+    """A return of the run to an older step: because a number was not finite, or on request.
+
+    After a number that is not finite the run continues past the data of the steps between.
+    """
 
     step: int
-    """The one that went wrong, or the newest then."""
+    """The step that failed, or the newest step at that moment."""
     to_step: int
     samples: int
-    """So many were passed over."""
+    """Number of samples that were skipped."""
     reason: str
     at: float
     asked: bool = False
-    """Somebody wanted it."""
+    """Whether the rewind was requested."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audits:
-    """Steps that were computed a second time on other workers and came out the same."""
+    """Steps that were computed a second time on other workers with the same result."""
 
     count: int = 0
     seconds: float = 0.0
@@ -207,17 +213,19 @@ class Audits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corruption:
-    """An audit, or the proof of a first step, found wrong numbers."""
+    """Wrong numbers that an audit, or the proof of a first step, found."""
 
     step: int
     what: str
-    """gradient, sum or state"""
+    """Wrong value: gradient, sum or state."""
     workers: tuple[int, ...]
-    """All whose results or copies were compared."""
+    """All workers whose results or copies were compared."""
     culprits: tuple[int, ...]
-    """Those that were removed."""
+    """Removed workers."""
     microbatches: tuple[int, ...]
     verified_step: int
-    """What came after it was computed again: the newest step before that had passed an audit; of the proof of a first
-    step, the one before."""
+    """The newest earlier step that had passed an audit. Later steps were computed again.
+
+    For the proof of a first step it is the step before.
+    """
     at: float

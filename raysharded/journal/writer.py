@@ -1,4 +1,4 @@
-"""The journal, written in a thread of its own: storage that hangs holds up neither training nor the end of the run."""
+"""Journal writing in a separate thread: hanging storage delays neither training nor the end of the run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from raysharded.journal.log import Journal
 
 _log = logging.getLogger("raysharded.driver")
 PATIENCE_S = 300.0
-"""How long the journal may fail to be written before the run ends."""
+"""Seconds for which writes of the journal may fail before the run ends."""
 BACK_OFF_S = 5.0
-"""How long nothing is written after a failure, whatever comes meanwhile."""
+"""Seconds without writes after a failure, whichever entries arrive meanwhile."""
 
 _LOOK_UP_S = 0.25
 
 Fields: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
-"""Of an entry; or what gives them, in the journal's thread."""
+"""Fields of an entry, or a function that returns them, called in the journal's thread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,27 +33,27 @@ class _Entry:
     at: float
     durable: bool
     written: Callable[[], None] | None = None
-    """Called when it is."""
+    """Called when the entry is written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Flush:
-    """Write all that came before, if storage did not just fail."""
+    """A request to write all earlier entries, unless storage has just failed."""
 
     last: bool = False
-    """Write it anyway, and end."""
+    """Write them in any case, and end."""
     done: threading.Event = field(default_factory=threading.Event)
 
 
 class Recorder:
-    """Entries go to the journal in the order of `record`; after a failure the same ones again, then the rest."""
+    """Recorder of entries, in the order of `record`. After a failure the same entries come first, then the rest."""
 
     def __init__(self, journal: Journal, clock: Clock) -> None:
         self._journal, self._clock = journal, clock
         self._inbox: SimpleQueue[_Entry | _Flush] = SimpleQueue()
         self._durable_waits = False
         self._to_tell: list[Callable[[], None]] = []
-        """When the journal is written next."""
+        """Callbacks to run when the journal is written next."""
         self._failing_since: float | None = None
         self._last_failure: StorageError | None = None
         self._resume_at = float("-inf")
@@ -66,16 +66,16 @@ class Recorder:
     def record(
         self, kind: str, fields: Fields, *, durable: bool = False, written: Callable[[], None] | None = None
     ) -> None:
-        """Add an entry, made now. Returns at once; `written` is called in another thread when it is in the journal."""
+        """Add an entry, made now. Returns at once. Another thread calls `written` when it is in the journal."""
         self._put(_Entry(kind=kind, fields=fields, at=self._clock.wall(), durable=durable, written=written))
 
     def raise_error(self) -> None:
-        """Raises what ended the journal: RunOwnedElsewhere, or StorageError after PATIENCE_S of failures."""
+        """Raise the error that ended the journal: RunOwnedElsewhere, or StorageError after PATIENCE_S of failures."""
         if self._error is not None:
             raise self._error
 
     def mark(self) -> Callable[[], None]:
-        """What waits, in any thread, until all that was recorded before is written, or cannot be now."""
+        """A function that waits, in any thread, until all entries so far are written, or cannot be now."""
         flush = _Flush()
         self._put(flush)
 
@@ -86,12 +86,15 @@ class Recorder:
         return wait
 
     def flush(self) -> None:
-        """Return when all that was recorded before is written, or cannot be now. Any thread."""
+        """Return when all entries so far are written, or cannot be now. Thread-safe."""
         self.mark()()
 
     def close(self, timeout_s: float) -> None:
-        """Write what is left and end. Raises what ended the journal, or StorageError if that cannot be written or takes
-        longer: then it may still be written, or not."""
+        """Write the remaining entries and end.
+
+        Raises the error that ended the journal, or StorageError if the entries cannot be written within the time. They
+        may then still be written, or not.
+        """
         flush = _Flush(last=True)
         self._put(flush)
         written = flush.done.wait(timeout_s)
@@ -102,7 +105,7 @@ class Recorder:
             raise StorageError(f"the last entries of the journal could not be written within {timeout_s:.0f} s")
 
     def abandon(self) -> None:
-        """End without writing what is left: the journal is another driver's. Returns at once."""
+        """End without writing the rest: the journal is another driver's. Returns at once."""
         self._abandoned = True
         self._put(_Flush(last=True))
 
@@ -131,7 +134,7 @@ class Recorder:
                 self._closed.set()
 
     def _next(self) -> list[_Entry | _Flush]:
-        """All that has come, at least one: however slow storage is, one segment is enough for it."""
+        """All items that have arrived, at least one: one segment suffices for them, however slow storage is."""
         items = [self._inbox.get()]
         with contextlib.suppress(Empty):
             while True:
@@ -159,7 +162,7 @@ class Recorder:
             self._resume_at = now + BACK_OFF_S
             if now - since > PATIENCE_S:
                 raise
-            _log.warning("the journal could not be written; trying again: %s", error)
+            _log.warning("the journal could not be written; retrying: %s", error)
         else:
             self._durable_waits, self._failing_since, self._last_failure = False, None, None
             told, self._to_tell = self._to_tell, []

@@ -1,4 +1,4 @@
-"""Layouts of the training state as pure values: who holds which bytes, and how they get elsewhere. NumPy only."""
+"""Layouts of the training state as pure values: holders of all bytes, and plans to move them. NumPy only."""
 
 from raysharded.layout.boxes import Box, intersect, subtract
 from raysharded.layout.fingerprint import combine, digest, partial

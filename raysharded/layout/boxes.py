@@ -27,7 +27,7 @@ class Box:
 
     @property
     def cells(self) -> int:
-        """How many cells the box has."""
+        """Number of cells in the box."""
         return math.prod(self.sizes)
 
     @property
@@ -51,8 +51,8 @@ def intersect(a: Box, b: Box) -> Box | None:
 def subtract(a: Box, b: Box) -> list[Box]:
     """Disjoint boxes that cover exactly the cells of `a` not in `b`, in row-major order of their first cells.
 
-    At most two boxes per dimension: what lies before `b` in dimension 0, then, in the rows that both share, the same
-    in dimension 1 and so on, then what lies behind.
+    At most two boxes per dimension: first the cells before `b` in dimension 0. Then, in the rows that both share, the
+    same in dimension 1 and so on. Last the cells behind `b`.
 
     Law: cells(a) == cells(intersect(a, b)) + sum(cells(p) for p in subtract(a, b)).
     """

@@ -1,14 +1,14 @@
-"""A fingerprint of the whole state that does not depend on how it is laid out.
+"""A fingerprint of the whole state that does not depend on its layout.
 
-Each element of a tensor becomes two 64-bit words, functions of its bits, its flat index and a seed made of the
-tensor's name, dtype and shape; the tensor's sum is the sum of these words modulo 2^64. Addition commutes, so parts
-may be summed anywhere and in any order (a multiset hash: Bellare and Micciancio, "A New Paradigm for Collision-free
-Hashing: Incrementality at Reduced Cost", 1997; here with a fast mixer against accidents, not against an adversary).
-The elements of a strip have the flat index that they have in the whole tensor.
+Each element of a tensor becomes two 64-bit words: functions of its bits, its flat index and a seed made of the tensor's
+name, dtype and shape. The tensor's sum is the sum of these words modulo 2^64. Addition commutes, so parts may be summed
+anywhere and in any order. This is a multiset hash (Bellare and Micciancio, "A New Paradigm for Collision-free Hashing:
+Incrementality at Reduced Cost", 1997), with a fast mixer against accidents, not against an adversary. The elements of a
+strip have the flat index that they have in the whole tensor.
 
 The first word is a bijection of the bits for every index (Stafford's variant 13 of the 64-bit finalizer of
-MurmurHash3), so a change of a single element always changes the sum; any other change escapes with a chance of about
-2^-64 at most. It sees flipped bits, the sign of zero, NaN payloads, swapped and moved elements.
+MurmurHash3). So a change of a single element always changes the sum; any other change escapes with a chance of about
+2^-64 at most. The sum shows flipped bits, the sign of zero, NaN payloads, swapped and moved elements.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _RAMP = np.arange(_BLOCK, dtype=np.uint64) * _STEP
 def partial(
     spec: StateSpec, shard: ShardMap, buffer: NDArray[np.uint8], *, count_replicated: bool
 ) -> NDArray[np.uint64]:
-    """(tensors, 2): the sums over the pieces in one rank's flat buffer, laid out as `shard` says.
+    """(tensors, 2): the sums over the pieces in one rank's flat buffer, laid out as `shard`.
 
-    For each piece to count once, `count_replicated`, whether to include replicated tensors, is given by exactly one
-    rank; and where several ranks have a piece, as replicas do and the tensor ranks with a common one, each is given its
-    `ShardMap.part`. Reads the buffer only. Raises ConfigError when the buffer is smaller than its map.
+    Each piece must count once. So `count_replicated`, which includes replicated tensors, is True on exactly one rank.
+    Where several ranks have a piece, as replicas do and tensor ranks with a common one, each passes its
+    `ShardMap.part`. Reads the buffer only. Raises ConfigError if the buffer is smaller than its map.
     """
     if buffer.dtype != np.uint8 or buffer.ndim != 1 or len(buffer) < shard.size_bytes:
         raise ConfigError(
@@ -64,11 +64,12 @@ def partial(
 
 
 def tensor_sum(tensor: TensorSpec, bits: NDArray[np.unsignedinteger], first: int) -> NDArray[np.uint64]:
-    """(2,): the sum over the elements `first, first + 1, ...` of a tensor, given as unsigned integers of its item size;
-    of a strip they are counted within it.
+    """(2,): the sum over the elements `first, first + 1, ...` of a tensor, as unsigned integers of its item size.
 
-    Laws: tensor_sum(t, x, k) == tensor_sum(t, x[:n], k) + tensor_sum(t, x[n:], k + n), and the sums over all strips of
-    a tensor add up to the sum over the whole, modulo 2^64.
+    Elements of a strip are counted within it.
+
+    Laws: tensor_sum(t, x, k) == tensor_sum(t, x[:n], k) + tensor_sum(t, x[n:], k + n). The sums over all strips of a
+    tensor add up to the sum over the whole. Both hold modulo 2^64.
     """
     seed = _seed(tensor)
     low, high = 0, 0
@@ -118,10 +119,11 @@ def digest(spec: StateSpec, totals: NDArray[np.uint64]) -> str:
 
 
 def _blocks(tensor: TensorSpec, first: int, count: int) -> Iterator[tuple[int, int, NDArray[np.uint64]]]:
-    """So many elements from `first` on, `_BLOCK` at most at a time: where they begin among them, the flat index of
-    that one in the whole tensor, and what `_STEP` times the others' is beyond it.
+    """Blocks of `count` elements from `first` on, at most `_BLOCK` each.
 
-    Of a strip the elements of a row are next to each other in the whole, and rows as far as the whole is wide.
+    Each is (its start among them, flat index of its first element in the whole tensor, `_STEP` times the others'
+    distance from that). In the whole the elements of a strip's row are contiguous, and its rows are as far apart as the
+    whole is wide.
     """
     if tensor.strips == 1:
         for at in range(0, count, _BLOCK):
@@ -144,7 +146,7 @@ def _blocks(tensor: TensorSpec, first: int, count: int) -> Iterator[tuple[int, i
 
 @lru_cache(maxsize=32)
 def _ramp_of_rows(run: int, stride: int) -> NDArray[np.uint64]:
-    """As `_RAMP`, for as many rows of `run` elements as there is room for, one every `stride` elements."""
+    """Like `_RAMP`, for as many rows of `run` elements as fit in, one every `stride` elements."""
     rows = np.arange(_BLOCK // run) * stride
     ramp = (rows[:, None] + np.arange(run)).ravel().astype(np.uint64)
     ramp *= _STEP

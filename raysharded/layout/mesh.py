@@ -9,12 +9,12 @@ from raysharded.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
-    """`replicas` shard groups of `shards` workers. Ranks go group by group: rank `r` is shard `r % shards` of replica
-    `r // shards`. One replica is flat sharding.
+    """`replicas` shard groups of `shards` workers. One replica is flat sharding.
 
-    With tensor parallelism every `tensor` shards that follow each other are one tensor parallel group, whose workers
-    compute the same microbatches together: shard `s` of a group is tensor rank `s % tensor` of its data shard
-    `s // tensor`.
+    Ranks go group by group: rank `r` is shard `r % shards` of replica `r // shards`.
+
+    With tensor parallelism every `tensor` consecutive shards are one tensor parallel group, whose workers compute the
+    same microbatches together. Shard `s` of a group is tensor rank `s % tensor` of its data shard `s // tensor`.
 
     Raises ConfigError unless all are 1 or more and `shards` is a multiple of `tensor`.
     """
@@ -23,7 +23,7 @@ class Mesh:
     shards: int
     tensor: int = 1
     apart: int = 1
-    """Where there are mirrors, the shard `s` keeps that of the shard so many before it."""
+    """Distance of mirrors: shard `s` holds the mirror of shard `s - apart`."""
 
     def __post_init__(self) -> None:
         if min(self.replicas, self.shards, self.tensor, self.apart) < 1:
@@ -33,28 +33,28 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """The number of workers."""
+        """Number of workers."""
         return self.replicas * self.shards
 
     @property
     def data(self) -> Mesh:
-        """The mesh of tensor parallel groups, each as one: who computes different microbatches."""
+        """The mesh with each tensor parallel group as one rank: its ranks compute different microbatches."""
         return Mesh(replicas=self.replicas, shards=self.shards // self.tensor)
 
     def data_rank_of(self, rank: int) -> int:
-        """The rank in `data` of the tensor parallel group that a rank is in."""
+        """Rank in `data` of a rank's tensor parallel group."""
         return rank // self.tensor
 
     def tensor_of(self, rank: int) -> int:
-        """The place of a rank in its tensor parallel group."""
+        """Position of a rank in its tensor parallel group."""
         return rank % self.tensor
 
     def replica_of(self, rank: int) -> int:
-        """The shard group that a rank is in."""
+        """Shard group of a rank."""
         return rank // self.shards
 
     def shard_of(self, rank: int) -> int:
-        """Which of its group's shards a rank holds."""
+        """Shard of its group that a rank holds."""
         return rank % self.shards
 
     def group(self, replica: int) -> range:

@@ -1,17 +1,21 @@
-"""Parity: which blocks protect which shards, and how lost shards come back. Pure.
+"""Parity: blocks that protect shards, and the rebuilding of lost shards. Pure.
 
 With parity (k, m) each rank's buffer is cut into `k` parts, padded to one length. Stripe `t` of `W` is part `i` of rank
-`t + i`, for `i` in `0 .. k-1`, and `m` parity blocks that are computed from these, block `j` of which rank `t + k + j`
-keeps (ranks count round about). So every rank is in `k` stripes with its own parts and in `m` with blocks of the same
-length: it keeps `m / k` of a shard. The first keeper of a stripe computes all of its blocks, and gives the others
-theirs: each rank sends and receives its shard's bytes, and `(m - 1) / k` of that. The `k + m` blocks of a stripe are on
-as many ranks, and any `k` of them give all: a stripe survives the loss of any `m` of its ranks. Stripes whose parity
-goes round are those of RAID 5 (Patterson, Gibson, Katz: "A Case for Redundant Arrays of Inexpensive Disks", 1988), over
-more disks than a stripe is wide: declustered (Holland, Gibson: "Parity Declustering for Continuous Operation", 1992).
+`t + i`, for `i` in `0 .. k-1`, and `m` parity blocks computed from these. Rank `t + k + j` holds block `j` (ranks wrap
+around). So every rank is in `k` stripes with its own parts and in `m` with blocks of the same length: it holds `m / k`
+of a shard.
 
-With tensor parallelism the places in this round are not the ranks: first come all workers of tensor rank 0, by data
-shard, then those of tensor rank 1, and so on. So no stripe has two blocks in one tensor parallel group, and a group
-that is lost whole, with its node, costs each stripe one block.
+The first holder of a stripe computes all of its parity blocks, and sends the others theirs. Each rank sends and
+receives its shard's bytes, and `(m - 1) / k` of that. The `k + m` blocks of a stripe are on as many ranks, and any `k`
+of them give all: a stripe survives the loss of any `m` of its ranks.
+
+Stripes with rotating parity are those of RAID 5 (Patterson, Gibson, Katz: "A Case for Redundant Arrays of Inexpensive
+Disks", 1988). They are over more disks than a stripe is wide: declustered (Holland, Gibson: "Parity Declustering for
+Continuous Operation", 1992).
+
+With tensor parallelism the places in this rotation are not the ranks. First come all workers of tensor rank 0, by data
+shard, then those of tensor rank 1, and so on. So no stripe has two blocks in one tensor parallel group: the loss of a
+whole group, with its node, costs each stripe one block.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ class Parity:
     k: int
     m: int
     tensor: int = 1
-    """The tensor parallel degree of the layout."""
+    """Tensor parallel degree of the layout."""
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.m < 1:
@@ -44,27 +48,27 @@ class Parity:
 
     @property
     def width(self) -> int:
-        """The ranks of one stripe."""
+        """Number of ranks of one stripe."""
         return self.k + self.m
 
     def protects(self, mesh: Mesh) -> bool:
-        """Whether there are workers enough for it, and no other replica that holds the same anyway."""
+        """True if there are workers enough for it, and no other replica that holds the same."""
         return mesh.replicas == 1 and mesh.data.shards >= self.width
 
     def stripe_of(self, rank: int, part: int, world_size: int) -> int:
-        """The stripe that a part of a rank's buffer is in."""
+        """Stripe of a part of a rank's buffer."""
         return (self.place_of(rank, world_size) - part) % world_size
 
     def stripe_kept(self, rank: int, block: int, world_size: int) -> int:
-        """The stripe of which a rank keeps parity block number `block`."""
+        """Stripe whose parity block number `block` a rank holds."""
         return (self.place_of(rank, world_size) - self.k - block) % world_size
 
     def rank_in(self, stripe: int, number: int, world_size: int) -> int:
-        """Who has block `number` of a stripe: parts of state from 0 on, then parity blocks from `k` on."""
+        """Rank that has block `number` of a stripe: parts of state from 0 on, then parity blocks from `k` on."""
         return self.rank_at((stripe + number) % world_size, world_size)
 
     def place_of(self, rank: int, world_size: int) -> int:
-        """Where in the round a rank stands."""
+        """Place of a rank in the rotation."""
         return rank % self.tensor * (world_size // self.tensor) + rank // self.tensor
 
     def rank_at(self, place: int, world_size: int) -> int:
@@ -77,25 +81,29 @@ class Parity:
 
 
 def parity_of(redundancy: Redundancy | None, tensor: int = 1) -> Parity | None:
-    """What a user's configuration asks for, with a tensor parallel degree."""
+    """Parity of a user's configuration, with a tensor parallel degree; None without redundancy."""
     return None if redundancy is None else Parity(k=redundancy.parity[0], m=redundancy.parity[1], tensor=tensor)
 
 
 def block_bytes(spec: StateSpec, world_size: int, parity: Parity, tensor: int = 1) -> int:
-    """The length of a block: a part of the largest buffer, which is the first rank's; a multiple of `ALIGNMENT`."""
+    """Length of a block: a part of the largest buffer, which is the first rank's; a multiple of `ALIGNMENT`."""
     largest = shard_map(spec, world_size, 0, tensor).size_bytes
     return -(-largest // (parity.k * ALIGNMENT)) * ALIGNMENT
 
 
 def part_range(size_bytes: int, part: int, length: int) -> tuple[int, int]:
-    """Where a part of a buffer of so many bytes is, in blocks of `length`: from, to. It may be shorter, or empty; what
-    is missing counts as zeros."""
+    """Start and stop of a part of a buffer of `size_bytes`, in blocks of `length`.
+
+    The part may be shorter, or empty; missing bytes count as zeros.
+    """
     return min(part * length, size_bytes), min((part + 1) * length, size_bytes)
 
 
 def rebuildable(parity: Parity, world_size: int, held: Collection[int], kept: Collection[int]) -> frozenset[int]:
-    """The ranks not in `held` whose buffers can be computed, when the buffers of the ranks `held` and the parity blocks
-    of the ranks `kept` are there."""
+    """Ranks not in `held` whose buffers can be computed.
+
+    Available are the buffers of the ranks `held` and the parity blocks of the ranks `kept`.
+    """
     missing, there = np.ones(world_size, np.int64), np.zeros(world_size, np.int64)
     missing[[parity.place_of(rank, world_size) for rank in held]] = 0
     there[[parity.place_of(rank, world_size) for rank in kept]] = 1
@@ -108,13 +116,13 @@ def rebuildable(parity: Parity, world_size: int, held: Collection[int], kept: Co
 
 
 def survives(parity: Parity, world_size: int, left: Collection[int]) -> bool:
-    """Whether the ranks that are left hold the whole state between them."""
+    """True if the ranks that are left hold the whole state between them."""
     return len(rebuildable(parity, world_size, left, left)) == world_size - len(left)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Block `number` of a stripe, and who has it: a part of rank `rank`'s buffer, or one that it keeps."""
+    """Block `number` of a stripe, and its holder: a part of rank `rank`'s buffer, or a parity block of that rank."""
 
     number: int
     rank: int
@@ -128,7 +136,7 @@ class Repair:
     rank: int
     part: int
     at: WorkerId
-    """Who computes it."""
+    """Worker that computes the part."""
     blocks: tuple[Block, ...]
 
 
@@ -140,17 +148,19 @@ class Rebuild:
     world_size: int
     parity: Parity
     holders: tuple[WorkerId | None, ...]
-    """By rank who has its buffer."""
+    """Holder of each rank's buffer."""
     keepers: tuple[WorkerId | None, ...]
-    """By rank who has the parity blocks that it keeps."""
+    """Holder of each rank's parity blocks."""
     lost: tuple[tuple[int, WorkerId], ...]
-    """(rank, who computes its buffer, and holds it then)"""
+    """(rank, worker that computes its buffer, and then holds it)"""
     tensor: int = 1
-    """The tensor parallel degree of the layout."""
+    """Tensor parallel degree of the layout."""
 
     def repairs(self) -> Iterator[Repair]:
-        """All that is to be computed, in an order that is the same for everybody; what the computing worker has itself
-        is preferred, then parts of state."""
+        """All parts to compute, in an order that is the same on all workers.
+
+        Blocks that the computing worker has itself are preferred, then parts of state.
+        """
         k, world = self.parity.k, self.world_size
         for rank, at in self.lost:
             for part in range(k):
@@ -173,10 +183,10 @@ def plan_rebuild(
     kept: Mapping[int, WorkerId],
     tensor: int = 1,
 ) -> Rebuild | None:
-    """How to compute every buffer of a layout that can be; None if there is none. `held` and `kept`: who has the
-    buffer, and the parity blocks, of a rank.
+    """Plan that computes every buffer of a layout that can be computed; None if there is none.
 
-    Each is computed by the holder of the next rank's buffer that has the fewest to compute: where a mirror would be.
+    `held`, `kept`: the holders of the buffer, and of the parity blocks, of a rank. Each buffer is computed by a worker
+    with the fewest to compute: the first one from the holder of the next rank's buffer on, where a mirror would be.
     """
     lost = sorted(rebuildable(parity, world_size, held.keys(), kept.keys()))
     if not lost:

@@ -1,5 +1,4 @@
-"""The newest complete step: the newest one of which every byte is still in somebody's memory, or can be computed from
-what is."""
+"""The newest complete step: every byte of it is in some worker's memory, or can be computed from what is."""
 
 from __future__ import annotations
 
@@ -22,27 +21,27 @@ from raysharded.layout.state import StateSpec
 class Held:
     """One buffer that a live worker holds complete: of rank `rank` of `world_size`, as it was after `step`.
 
-    `layout_id` tells layouts apart (a generation's id does); one `layout_id` has one world size and one tensor parallel
-    degree.
+    `layout_id` distinguishes layouts (a generation's id does). One `layout_id` has one world size and one tensor
+    parallel degree.
     """
 
     worker: WorkerId
     step: int
     medium: Literal["snapshot", "mirror", "parity"]
-    """parity: the blocks that this rank keeps, as `parity` says."""
+    """Kind of the buffer. A "parity" buffer has the blocks that this rank holds under `parity`."""
     world_size: int
     rank: int
     layout_id: int
     parity: Parity | None = None
     tensor: int = 1
-    """The tensor parallel degree of the layout, as in `Mesh`."""
+    """Tensor parallel degree of the layout, as in `Mesh`."""
 
     def __post_init__(self) -> None:
         require_rank(self.world_size, self.rank)
 
 
 class Recoverable(NamedTuple):
-    """A step all of whose bytes are there, once the rebuilds have been carried out."""
+    """A step whose bytes are all available, once the rebuilds have been carried out."""
 
     step: int
     copies: tuple[Copy, ...]
@@ -50,13 +49,13 @@ class Recoverable(NamedTuple):
 
 
 def recoverable(spec: StateSpec, held: Sequence[Held], *, rebuilding: bool = True) -> Recoverable | None:
-    """The newest step all of whose bytes are held, with its copies for the planner; None if there is none.
+    """The newest step whose bytes are all held, with its copies for the planner; None if there is none.
 
-    The bytes may be in several layouts and media. The copies come by newest layout, snapshots before mirrors; when
+    The bytes may be in several layouts and media. The copies are ordered by newest layout, snapshots before mirrors. If
     several workers hold the same buffer there is a copy for each. The order of `held` does not matter.
 
-    With `rebuilding` what parity blocks can give back counts as held, as a mirror, by whoever is to compute it; only if
-    it is needed, and of one layout alone if that will do.
+    With `rebuilding`, bytes that parity blocks can restore count as held, as a mirror, by the worker that is to compute
+    them. This is done only if needed, and for one layout alone if that suffices.
     """
     by_step: dict[int, list[Held]] = {}
     for one in held:
@@ -75,7 +74,7 @@ def recoverable(spec: StateSpec, held: Sequence[Held], *, rebuilding: bool = Tru
 
 
 def _rebuilds(held: Sequence[Held]) -> list[Rebuild]:
-    """What parity blocks can give back, by newest layout."""
+    """Rebuilds that parity blocks allow, by newest layout."""
     found: list[Rebuild] = []
     layouts = {(one.layout_id, one.world_size, one.tensor, one.parity) for one in held if one.parity is not None}
     for layout_id, world_size, tensor, parity in sorted(layouts, key=lambda layout: layout[0], reverse=True):
@@ -107,7 +106,7 @@ def _rebuilt(rebuild: Rebuild, step: int) -> list[Held]:
 
 
 def is_complete(spec: StateSpec, copies: Sequence[Copy]) -> bool:
-    """Whether every byte of the state is in at least one of the copies.
+    """True if every byte of the state is in at least one of the copies.
 
     Law: equals "the planner finds nothing missing", for any target.
     """
@@ -130,7 +129,7 @@ def _copies(held: Sequence[Held]) -> tuple[Copy, ...]:
         if layouts.setdefault(one.layout_id, layout) != layout:
             raise ConfigError(
                 f"recoverable: layout {one.layout_id} is reported with world size and tensor parallel degree "
-                f"{layouts[one.layout_id]} and {layout}; give every layout an id of its own."
+                f"{layouts[one.layout_id]} and {layout}; give every layout a different id."
             )
         replica = 0
         key = (-one.layout_id, int(one.medium == "mirror"), replica)

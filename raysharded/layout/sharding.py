@@ -1,14 +1,17 @@
-"""How one rank of W holds the state in one flat buffer of bytes.
+"""Layout of the state over W ranks, each with one flat buffer of bytes.
 
-Dimension 0 of a tensor is cut as FSDP2 cuts it (`torch.chunk`): chunks of `ceil(rows / W)` rows, so that the last
-ranks may get less or nothing. A rank's buffer is its piece of every tensor in the spec's order, each starting at a
-multiple of `ALIGNMENT` bytes; replicated tensors are in every rank's buffer whole; empty pieces take no room.
+Dimension 0 of a tensor is cut as FSDP2 cuts it (`torch.chunk`): chunks of `ceil(rows / W)` rows, so that the last ranks
+may get less or nothing. A rank's buffer is its piece of every tensor in the spec's order, each starting at a multiple
+of `ALIGNMENT` bytes. Replicated tensors are whole in every rank's buffer; empty pieces take no space.
 
-With a tensor parallel degree `T` rank `r` is tensor rank `r % T` of data shard `r // T`, of `W / T`. What is cut along
-dimension 0 for tensor parallelism too is first chunked so over the tensor ranks, and each one's rows over the data
-shards (torch's `_StridedShard`). Of a tensor in `G` strips each tensor rank has `G / T` that follow each other, whose
-rows are cut over the data shards. What tensor parallelism does not cut is *common*: cut over the data shards, and each
-of these has a chunk `T` times.
+With a tensor parallel degree `T` rank `r` is tensor rank `r % T` of data shard `r // T`, of `W / T`. Tensor parallelism
+treats a tensor in one of three ways:
+
+- It cuts dimension 0, too: this is chunked first over the tensor ranks, and then each one's rows over the data shards
+  (torch's `_StridedShard`).
+- It cuts the tensor into `G` strips: each tensor rank has `G / T` consecutive ones, whose rows are cut over the data
+  shards.
+- It does not cut the tensor, which is common: it is cut over the data shards, and each of these has a chunk `T` times.
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ from raysharded.errors import ConfigError
 from raysharded.layout.state import StateSpec, TensorSpec, possible_degree
 
 ALIGNMENT = 64
-"""Every piece starts at a multiple of so many bytes (a cache line; enough for any dtype's view)."""
+"""Every piece starts at a multiple of this number of bytes (a cache line; enough for any dtype's view)."""
 
 
 def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
     """The rows `start <= row < stop` of a tensor that rank `rank` of `world_size` holds.
 
-    Laws: the ranges of all ranks in order tile 0..rows; all that are not empty but the last have one length.
-    Source: torch.distributed.fsdp `fully_shard`, which chunks dimension 0 with `torch.chunk`.
+    Laws: the ranges of all ranks in order tile 0..rows; all nonempty ones but the last have one length. Source:
+    torch.distributed.fsdp `fully_shard`, which chunks dimension 0 with `torch.chunk`.
     """
     require_rank(world_size, rank)
     chunk = -(-rows // world_size)
@@ -39,7 +42,7 @@ def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """One of so many parts of a rank's pieces, for those that hold the same."""
+    """One of several parts of a rank's pieces, for ranks that hold the same."""
 
     index: int = 0
     of: int = 1
@@ -50,8 +53,11 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """One rank's part of one tensor, or of a strip: the box at `offsets` of `sizes` of the whole tensor, in row-major
-    order in the bytes `place` of the rank's buffer."""
+    """One rank's part of one tensor, or of a strip.
+
+    It is the box at `offsets` of `sizes` of the whole tensor, in row-major order in the bytes `place` of the rank's
+    buffer.
+    """
 
     tensor: TensorSpec
     offsets: tuple[int, ...]
@@ -61,16 +67,16 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShardMap:
-    """What lies where in one rank's flat buffer: one entry per piece, in the order of the spec.
+    """Contents of one rank's flat buffer: one entry per piece, in the order of the spec.
 
-    Piece `i` is the bytes `line_start[i] <= position < line_stop[i]` of the state's line, rows
-    `row_start[i] <= row < row_stop[i]` of tensor number `tensor[i]`, and begins at byte `offset[i]` of the buffer.
+    Piece `i` is the bytes `line_start[i] <= position < line_stop[i]` of the state's line, rows `row_start[i] <= row <
+    row_stop[i]` of tensor number `tensor[i]`, and begins at byte `offset[i]` of the buffer.
     """
 
     world_size: int
     rank: int
     degree: int
-    """The tensor parallel degree: the rank is tensor rank `rank % degree`, as in `Mesh`."""
+    """Tensor parallel degree: the rank is tensor rank `rank % degree`, as in `Mesh`."""
     tensor: NDArray[np.int64]
     row_start: NDArray[np.int64]
     row_stop: NDArray[np.int64]
@@ -78,7 +84,7 @@ class ShardMap:
     line_stop: NDArray[np.int64]
     offset: NDArray[np.int64]
     common: NDArray[np.bool_]
-    """Which pieces the other tensor ranks of the data shard have as well; replicated tensors do not count."""
+    """True for pieces that the other tensor ranks of the data shard have as well; replicated tensors do not count."""
     size_bytes: int
     """Bytes of the whole buffer, a multiple of `ALIGNMENT`."""
 
@@ -86,7 +92,7 @@ class ShardMap:
         return len(self.tensor)
 
     def pieces(self, spec: StateSpec) -> Iterator[Piece]:
-        """Every piece as a box of its tensor, in order; `spec` is the one that the map was made for."""
+        """Every piece as a box of its tensor, in order. `spec`: the one that the map was made for."""
         for i in range(len(self)):
             index, start, stop = self.rows(i)
             tensor, offset = spec.tensors[index], int(self.offset[i])
@@ -104,9 +110,10 @@ class ShardMap:
             )
 
     def part(self, share: Share) -> ShardMap:
-        """The same map with a share of its pieces, for those that hold the same: replicas, which say which share, and
-        the other tensor ranks, who have the common ones. A share is pieces that are next to each other, about as many
-        bytes for each.
+        """The map with only a share of its pieces, for ranks that hold the same.
+
+        These are replicas, which pass their share, and the other tensor ranks, which have the common pieces. A share is
+        adjacent pieces, with about as many bytes for each.
 
         Law: the shares of all replicas and of all tensor ranks together have every piece of a sharded tensor once.
         """
@@ -162,11 +169,10 @@ def shard_map(spec: StateSpec, world_size: int, rank: int, degree: int = 1) -> S
 
 
 def buffer_origins(spec: StateSpec, world_size: int, ranks: NDArray[np.int64], degree: int = 1) -> NDArray[np.int64]:
-    """(ranks, number of tensors): where in each of these ranks' buffers each tensor or strip would begin if its piece
-    reached back to the first row; it may be below 0.
+    """(ranks, tensors): offset in each rank's buffer at which row 0 of each tensor or strip would begin.
 
-    Law: in `shard_map(spec, world_size, r, degree)` the piece of tensor `t` has the `offset` `origin[t] + row_start *
-    row_bytes`. Empty pieces have no meaningful one.
+    It may be below 0, as the piece may begin with a later row. Law: in `shard_map(spec, world_size, r, degree)` the
+    piece of tensor `t` has the `offset` `origin[t] + row_start * row_bytes`. Empty pieces have no meaningful one.
     """
     require_rank(world_size, 0)
     require_degree(spec, world_size, degree)
@@ -178,7 +184,7 @@ def buffer_origins(spec: StateSpec, world_size: int, ranks: NDArray[np.int64], d
 
 
 def strip_keepers(spec: StateSpec, degree: int) -> NDArray[np.int64]:
-    """Per tensor or strip the tensor rank that has it; -1 for what is not listed in strips."""
+    """Tensor rank that has each tensor or strip; -1 for those that are not listed in strips."""
     keepers: NDArray[np.int64] = np.where(spec.strips > 0, spec.strip * degree // np.maximum(spec.strips, 1), -1)
     return keepers
 
@@ -201,7 +207,7 @@ def require_degree(spec: StateSpec, world_size: int, degree: int) -> None:
 
 
 def _shared(nbytes: NDArray[np.int64], share: Share) -> NDArray[np.intp]:
-    """Which of pieces of so many bytes are in a share, ascending."""
+    """Indices of the pieces in a share, ascending."""
     if share.of == 1:
         return np.arange(len(nbytes))
     end = np.cumsum(nbytes)
@@ -212,7 +218,7 @@ def _shared(nbytes: NDArray[np.int64], share: Share) -> NDArray[np.intp]:
 def _rows_held(
     spec: StateSpec, world_size: int, ranks: NDArray[np.int64], degree: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(ranks, tensors) first rows and rows behind the last."""
+    """(ranks, tensors): first rows, and rows behind the last."""
     if degree > 1:
         return _rows_held_by_tensor_ranks(spec, world_size // degree, *np.divmod(ranks[:, None], degree), degree)
     chunk = -(-spec.rows // world_size)
@@ -225,7 +231,7 @@ def _rows_held(
 def _rows_held_by_tensor_ranks(
     spec: StateSpec, shards: int, shard: NDArray[np.int64], tensor_rank: NDArray[np.int64], degree: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The same, for these pairs (column vectors) of one of so many data shards and a tensor rank."""
+    """Result of `_rows_held` for these pairs (column vectors) of one of `shards` data shards and a tensor rank."""
     nested = spec.tensor_dim == 0
     chunk = -(-spec.rows // degree)
     first = np.where(nested, np.minimum(tensor_rank * chunk, spec.rows), 0)

@@ -1,10 +1,10 @@
 """The global state as named tensors, laid end to end on one line of bytes.
 
 Tensor `t` of a `StateSpec` occupies the bytes `base[t] <= position < base[t] + nbytes[t]` of the line, its cells in
-row-major order. The line does not depend on who holds what: every layout is a set of intervals on it.
+row-major order. The line does not depend on the holders: every layout is a set of intervals on it.
 
-What tensor parallelism cuts along another dimension than the first is listed as several entries, its *strips*, each
-of which has a stretch of the line of its own: so layouts of any degree that divides their number are intervals as well.
+A tensor that tensor parallelism cuts along another dimension than the first is listed as several entries, its strips.
+Each strip has its own stretch of the line. So layouts of any degree that divides their number are intervals as well.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ ITEM_BYTES = {
 """Bytes per element of every dtype a state may hold; the names are torch's without `torch.`."""
 
 MOST_STRIPS = 16
-"""A tensor is listed in no more strips than that, unless the tensor parallel degree is larger: layouts may have any
-degree that divides the number of strips, but each strip is a piece to be moved by itself."""
+"""Most strips of a tensor, unless the tensor parallel degree is larger. Layouts may have any degree that divides the
+number of strips, but each strip is moved as a separate piece."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
     """One tensor of the global state, or one strip of it: its name, dtype and whole shape.
 
-    `replicated`: every rank holds it whole. Otherwise dimension 0 is cut over the ranks. A tensor of no dimensions
-    is always replicated, whatever was given.
+    `replicated`: every rank holds it whole. Otherwise dimension 0 is cut over the ranks. A tensor of no dimensions is
+    always replicated.
 
-    `tensor_dim`: what tensor parallelism cuts; None: every worker of a tensor parallel group holds the same rows. A
-    tensor that is cut along another dimension than the first is listed as `strips` strips of equal width along it, each
-    with the shape of the whole; `strip` is the number of this one. A strip is laid on the line by itself.
+    `tensor_dim`: the dimension that tensor parallelism cuts; None: every worker of a tensor parallel group holds the
+    same rows. A tensor cut along a later dimension than the first is listed as `strips` strips of equal width, each
+    with the shape of the whole. `strip` is the number of this one. Each strip lies on the line separately.
     """
 
     name: str
@@ -82,23 +82,25 @@ class TensorSpec:
 
     @property
     def rows(self) -> int:
-        """The length of dimension 0; 1 for a tensor of no dimensions."""
+        """Length of dimension 0; 1 for a tensor of no dimensions."""
         return self.shape[0] if self.shape else 1
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one index of dimension 0; of a strip its own."""
+        """Bytes of one index of dimension 0; for a strip, only its own."""
         return math.prod(self.shape[1:]) * self.itemsize // self.strips
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor; of a strip its own."""
+        """Bytes of the whole tensor; for a strip, only its own."""
         return self.rows * self.row_bytes
 
     @property
     def strip_range(self) -> tuple[int, int, int]:
-        """Of a strip, or a tensor that has but one: the dimension that is cut, and from where to where along it. Of
-        any other tensor dimension 0, whole."""
+        """Dimension that is cut, and start and stop along it, of a strip or of a tensor with a single strip.
+
+        For any other tensor dimension 0, whole.
+        """
         dim = self.tensor_dim or 0
         width = (self.shape[dim] if self.shape else 1) // self.strips
         return dim, self.strip * width, (self.strip + 1) * width
@@ -126,8 +128,10 @@ def tensor_specs(
     tensor_dim: int | None = None,
     strips: int = 1,
 ) -> tuple[TensorSpec, ...]:
-    """All the entries of one tensor, in order: its strips, or itself. `strips`: see `strips_of`; means nothing unless
-    `tensor_dim` is 1 or more."""
+    """All entries of one tensor, in order: its strips, or itself.
+
+    `strips`: see `strips_of`; means nothing unless `tensor_dim` is 1 or more.
+    """
     first = TensorSpec(
         name=name,
         dtype=dtype,
@@ -140,9 +144,10 @@ def tensor_specs(
 
 
 def strips_of(width: int, degree: int) -> int:
-    """In how many strips to list a tensor that tensor parallelism of this degree cuts along a dimension of so many
-    indices: a divisor of `width` and multiple of `degree`, the largest up to `MOST_STRIPS` if there is one, otherwise
-    `degree`. Raises ConfigError when `degree` does not divide `width`.
+    """Number of strips of a tensor that tensor parallelism of this degree cuts along a dimension of `width` indices.
+
+    It is a divisor of `width` and a multiple of `degree`: the largest up to `MOST_STRIPS` if there is one, otherwise
+    `degree`. Raises ConfigError if `degree` does not divide `width`.
     """
     if degree < 1 or width % degree:
         raise ConfigError(
@@ -191,12 +196,12 @@ class StateSpec:
             object.__setattr__(self, name, column)
 
     def __reduce__(self) -> tuple[Callable[[str], StateSpec], tuple[str]]:
-        """As one text: whoever gets the same spec from thousands of workers makes one object of it, once."""
+        """Pickle as one text: a receiver of the same spec from thousands of workers creates one object of it, once."""
         return _state_spec, (self._text(),)
 
     @property
     def total_bytes(self) -> int:
-        """The length of the line: every tensor once."""
+        """Length of the line: every tensor once."""
         return int(self.nbytes.sum())
 
     def digest(self) -> str:
@@ -204,12 +209,12 @@ class StateSpec:
         return hashlib.blake2b(self._text().encode(), digest_size=32).hexdigest()
 
     def to_rows(self) -> list[list[Any]]:
-        """The spec as a JSON value: one list per tensor, whatever its strips."""
+        """The spec as a JSON value: one list per tensor, not per strip."""
         return [_row(tensor) for tensor in self.tensors if tensor.strip == 0]
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[Any]]) -> StateSpec:
-        """The spec that `to_rows` gave."""
+        """The spec whose `to_rows` are given."""
         return cls(tensors=tuple(entry for row in rows for entry in _entries(*row)))
 
     def _text(self) -> str:
@@ -217,7 +222,7 @@ class StateSpec:
 
 
 def possible_degree(spec: StateSpec, degree: int) -> str | None:
-    """Why the state cannot be laid out with this tensor parallel degree; None if it can be.
+    """Reason why the state cannot be laid out with this tensor parallel degree; None if it can.
 
     The degree must divide the number of strips of every tensor that is listed in strips.
     """
@@ -227,7 +232,7 @@ def possible_degree(spec: StateSpec, degree: int) -> str | None:
     common = int(np.gcd.reduce(spec.strips))
     possible = "any" if common == 0 else ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
     if degree < 1:
-        return f"A tensor parallel degree of {degree} is none; these are possible: {possible}."
+        return f"A tensor parallel degree of {degree} is invalid; these are possible: {possible}."
     tensor = spec.tensors[unlike[0]]
     return (
         f"A tensor parallel degree of {degree} is not possible: {tensor.name!r} {tensor.shape} is kept in "
@@ -237,7 +242,7 @@ def possible_degree(spec: StateSpec, degree: int) -> str | None:
 
 
 def _require_whole(tensors: Sequence[TensorSpec]) -> None:
-    """Names are there once, or all strips of one tensor."""
+    """Raise ConfigError unless every name occurs once, or for all strips of one tensor."""
     seen: set[str] = set()
     position = 0
     while position < len(tensors):

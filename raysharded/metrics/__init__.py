@@ -1,7 +1,6 @@
-"""A run's numbers where people have them: TensorBoard, Ray's metrics and Grafana, or a writer of one's own.
+"""Export of a run's metrics: to TensorBoard, to Ray's metrics and Grafana, or to a custom writer.
 
-`RunConfig(metrics=[...])` takes any object with the four methods of `MetricsWriter`. Names are loaded when they are
-first used.
+`RunConfig(metrics=[...])` takes any object with the four methods of `MetricsWriter`. Names are loaded on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A writer of metrics in a thread of its own: what it raises, and how long it takes, is no business of the run's."""
+"""A metrics writer in a separate thread: its errors and its speed do not affect the run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from raysharded.metrics_writer import MetricsWriter
 
 _log = logging.getLogger("raysharded.metrics")
 LIMIT = 4096
-"""How many entries are kept for a writer that is slow."""
+"""Maximum number of queued entries for a slow writer."""
 CLOSE_S = 5.0
-"""How long the end of a run waits for all of its writers."""
+"""Seconds that the end of a run waits for all of its writers."""
 
 
 class Feed:
-    """Entries go to one writer, in the order of `put`."""
+    """A queue of entries to one writer, in the order of `put`."""
 
     def __init__(self, writer: MetricsWriter, translator: Translator, clock: Clock, *, limit: int = LIMIT) -> None:
         self._writer, self._translator, self._clock, self._limit = writer, translator, clock, limit
@@ -30,7 +30,7 @@ class Feed:
         self._closing = self._broken = False
         self._begun = False
         self.missed = 0
-        """Entries that the writer never gets to know: it was slower than the run."""
+        """Dropped entries: the writer was slower than the run."""
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"metrics {self._name}")
         self._thread.start()
 
@@ -39,7 +39,7 @@ class Feed:
         return type(self._writer).__name__
 
     def put(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """An entry was made. Returns at once; the fields must not change any more. Any thread."""
+        """Enqueue an entry. Returns at once; the fields must not change any more. Any thread."""
         at = self._clock.wall()
         with self._changed:
             if self._broken or self._closing:
@@ -52,25 +52,26 @@ class Feed:
             first = self.missed == 1
         if first:
             _log.warning(
-                "metrics: %s is slower than the run, and %d entries wait for it; it does not get those that come now",
+                "metrics: %s is slower than the run: %d entries are queued, and further ones are dropped",
                 self._name,
                 self._limit,
             )
 
     def end(self) -> None:
-        """Nothing more comes. Returns at once."""
+        """No more entries follow. Returns at once."""
         with self._changed:
             self._closing = True
             self._changed.notify()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the writer is closed, or after so long; says what it did not get. After `end`."""
+        """Return when the writer is closed, or after the timeout; logs the number of missed entries. Call after
+        `end`."""
         self._thread.join(max(0.0, timeout_s))
         with self._changed:
             left, self.missed = len(self._waiting), self.missed + len(self._waiting)
             self._waiting.clear()
         if self._thread.is_alive():
-            _log.warning("metrics: %s was not done with what it had been given, and is left", self._name)
+            _log.warning("metrics: %s did not finish its entries in time and is abandoned", self._name)
         if self.missed and not self._broken:
             _log.warning(
                 "metrics: %s was too slow for %d entries; %d of them were left at the end",
@@ -91,7 +92,7 @@ class Feed:
             with self._changed:
                 self._broken = True
                 self._waiting.clear()
-            _log.exception("metrics: %s failed and is left out from now on; the run goes on", self._name)
+            _log.exception("metrics: %s failed and is disabled; the run continues", self._name)
 
     def _next(self) -> tuple[str, Mapping[str, Any], float] | None:
         with self._changed:
@@ -105,7 +106,7 @@ class Feed:
         if kind == "started":
             self._begun = True
             self._writer.begin(self._translator.beginning(fields))
-        if not self._begun:  # found before the driver has begun: such as a damaged checkpoint
+        if not self._begun:  # before the driver has begun: a damaged checkpoint, for example
             return
         if kind == "step":
             self._writer.step(self._translator.of_step(fields, at))
@@ -115,7 +116,7 @@ class Feed:
 
 
 def close(feeds: Sequence[Feed], timeout_s: float = CLOSE_S) -> None:
-    """End all of them, and wait so long for all together."""
+    """End all feeds, and wait up to `timeout_s` for all of them together."""
     for feed in feeds:
         feed.end()
     deadline = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""The dashboard that shows what `RayMetrics` sets."""
+"""The Grafana dashboard for the metrics of `RayMetrics`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from importlib.resources import files
 
 
 def grafana_dashboard() -> str:
-    """The dashboard as JSON, for Grafana's "import dashboard": it asks for nothing, and has variables for the
-    Prometheus data source and for the runs to show."""
+    """The dashboard as JSON, for Grafana's "import dashboard". It needs no input, and has variables for the Prometheus
+    data source and for the runs."""
     return (files("raysharded.metrics") / "grafana.json").read_text(encoding="utf-8")

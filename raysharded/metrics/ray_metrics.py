@@ -1,4 +1,4 @@
-"""A run's numbers among Ray's own metrics, which each node exports for Prometheus."""
+"""A run's numbers as Ray metrics, which each node exports for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BUCKETS_S = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A metric: what kind it is, its tags besides `run`, and what it says."""
+    """A metric: its kind, its tags besides `run`, and its description."""
 
     kind: Literal["gauge", "counter", "histogram"]
     says: str
@@ -41,7 +41,7 @@ METRICS = {
     "raysharded_steps_redone_total": Shape("counter", "Steps that were done again after losses"),
     "raysharded_events_total": Shape("counter", "What happened to the run, by kind of journal entry", ("kind",)),
 }
-"""By the name that Ray is given; it exports each with `ray_` before it."""
+"""Metrics by the name passed to Ray; Ray exports each with the prefix `ray_`."""
 _PLAIN = ("loss", "gradient_norm", "lr", "workers", "samples_per_second", "tokens_per_second")
 _GROUPS = {
     "metrics": ("raysharded_metric", "name"),
@@ -53,9 +53,9 @@ _GROUPS = {
 class RayMetrics:
     """Sets Ray's metrics of the names in METRICS, each with the tag `run`, from the driver's process.
 
-    Ray exports them from the node of the driver, if it was installed as `ray[default]`: with Ray's core alone they are
-    set and nobody sees them, which is logged. `grafana_dashboard()` shows them. A gauge holds what was said last, as
-    Prometheus has it.
+    Ray exports them from the driver's node if it was installed as `ray[default]`. Ray's core alone does not export
+    them; a warning is then logged. `grafana_dashboard()` shows them. As usual in Prometheus, a gauge holds the last
+    value.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class RayMetrics:
     def begin(self, beginning: Beginning) -> None:
         self._run = beginning.run
         if importlib.util.find_spec("prometheus_client") is None:
-            _log.warning("RayMetrics: this Ray exports no metrics. Say `pip install 'ray[default]'`.")
+            _log.warning("RayMetrics: this Ray exports no metrics. Run `pip install 'ray[default]'`.")
         self._metrics = self._metrics or {name: _made(name, shape) for name, shape in METRICS.items()}
         self._set("raysharded_step", beginning.after_step)
 
@@ -93,13 +93,13 @@ class RayMetrics:
                 self._set("raysharded_checkpoint_step", event.fields["step"])
 
     def close(self) -> None:
-        """Ray exports the newest values until the driver's process ends."""
+        """Nothing to do: Ray exports the newest values until the driver's process ends."""
 
     def _set(self, name: str, value: float, /, **tags: str) -> None:
         self._metrics[name].set(value, tags={"run": self._run, **tags})
 
     def _count(self, name: str, more: float, /, **tags: str) -> None:
-        if more > 0:  # Ray refuses nothing more
+        if more > 0:  # Ray rejects an increment of 0
             self._metrics[name].inc(more, tags={"run": self._run, **tags})
 
     def _observe(self, name: str, value: float) -> None:

@@ -1,4 +1,4 @@
-"""A run's curves and events as TensorBoard reads them."""
+"""A run's curves and events for TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 FLUSH_S = 10
-"""What is written is seen after so long."""
+"""Seconds until written data becomes visible."""
 
 
 class TensorBoard:
-    """Writes below `folder`: the numbers of the steps to `<run>`, what happened, as text, to `<run>/events`.
+    """Writes below `folder`: the numbers of the steps to `<run>`, events as text to `<run>/events`.
 
-    Steps that are done once more replace those that were undone, in a resumed run too: a mark says from which step on
-    what was written before does not count, as torch's SummaryWriter makes it of its `purge_step`. Events stay.
+    Steps computed again replace those that were undone, also in a resumed run. A mark in the file invalidates all
+    earlier data from a step on, as the `purge_step` of torch's SummaryWriter does. Events stay.
 
     Raises ConfigError if TensorBoard is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """`folder`: what `tensorboard --logdir` is given; a local folder, or a URL that TensorBoard knows."""
+        """`folder`: the argument of `tensorboard --logdir`; a local folder, or a URL that TensorBoard supports."""
         if importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError("TensorBoard: not installed. Say `pip install 'raysharded[tensorboard]'`.")
+            raise ConfigError("TensorBoard: not installed. Run `pip install 'raysharded[tensorboard]'`.")
         self._folder = os.fspath(folder)
         self._run = ""
         self._newest = 0
@@ -68,8 +68,8 @@ def _writer(folder: str, purge_step: int | None = None) -> SummaryWriter:
 
 
 def _purge(writer: SummaryWriter, first_step: int) -> None:
-    """What this and older files say so far of this step and those after it does not count. The mark is put into the
-    file, as the order of two files of the same second is not sure."""
+    """Invalidate the data of this step and later ones in this and older files. The mark is written into the file,
+    because the order of two files of the same second is undefined."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
     assert writer.file_writer is not None, "it was closed"

@@ -1,4 +1,4 @@
-"""A run's journal entries as what writers are told. Pure."""
+"""Journal entries translated to the values that metrics writers receive. Pure."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from raysharded.report.history.step_table import step_record
 _NO_SETTINGS = frozenset(
     {"driver", "run", "skips", "learning_rate", "resumed_after_step", "source", "after", "because"}
 )
-"""What the entry `started` says of the driver; the rest is the configuration and the versions."""
+"""Fields of the entry `started` about the driver; the others are the configuration and the versions."""
 
 
 @dataclass
 class Translator:
-    """Of one driver's entries, in their order."""
+    """Translates one driver's entries, in their order."""
 
     url: str
     samples_per_step: int
     tokens_per_step: int | None = None
-    """None if samples have no common number of tokens."""
+    """Tokens of one step; None if samples have no common number of tokens."""
     step: int = 0
-    """The newest."""
+    """The newest step."""
 
     def beginning(self, fields: Mapping[str, Any]) -> Beginning:
-        """Of the entry `started`."""
+        """The beginning from the entry `started`."""
         self.step = int(fields["resumed_after_step"])
         settings = {name: value for name, value in fields.items() if name not in _NO_SETTINGS}
         return Beginning(run=str(fields["run"]), url=self.url, after_step=self.step, settings=settings)
 
     def of_step(self, fields: Mapping[str, Any], at: float) -> StepMetrics:
-        """Of an entry `step`."""
+        """The metrics of an entry `step`."""
         record = step_record(fields, at)
         self.step, seconds = record.step, record.total_s
         values: dict[str, float] = {
@@ -57,7 +57,7 @@ class Translator:
         return StepMetrics(step=record.step, values=values, at=at)
 
     def event(self, kind: str, fields: Mapping[str, Any], at: float) -> RunEvent | None:
-        """Of any other entry; None if it is not for people."""
+        """The event of any other entry; None if it is not for people."""
         text = incident_text(kind, fields)
         if text is None:
             return None

@@ -1,1 +1,1 @@
-"""Workers that outlive their driver: under a lease, and with one last checkpoint. No Ray here."""
+"""Workers that outlive their driver: under a lease, and with one orphan checkpoint. No Ray here."""

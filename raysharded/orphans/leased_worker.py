@@ -1,8 +1,8 @@
-"""A worker that can outlive its driver: it obeys the newest driver alone, and ends by itself when none comes.
+"""A worker that can outlive its driver: it obeys only the newest driver, and exits if none comes.
 
-Without a call for the lease's time it has the generation stop after the step that it is in, keeps what it holds and
-waits for another driver; after `orphan_wait_s` more the workers write a last checkpoint together, and end. Time in
-which the worker itself stood still does not count.
+Without a call for the lease's time it has the generation stop after the current step, keeps what it holds and waits for
+another driver. After `orphan_wait_s` more, the workers write an orphan checkpoint together and exit. Time in which the
+worker itself stood still does not count.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _log = logging.getLogger("raysharded.worker")
 _LOOKS_PER_LEASE = 10
 _LOOK_UP_S = 1.0
 _END_WITHIN_S = 180.0
-"""How long the last checkpoint may take, once nobody else holds the run."""
+"""Longest time that the orphan checkpoint may take, once no other driver holds the run."""
 
 
 class LeasedWorker:
-    """A `Worker` behind a check of who calls. Any thread; constructed in the main thread of its process."""
+    """A `Worker` that checks the caller. Any thread; constructed in the main thread of its process."""
 
     def __init__(
         self,
@@ -41,14 +41,16 @@ class LeasedWorker:
         identity: str,
         peers: Peers | None = None,
     ) -> None:
-        """`identity`: the job's; `peers`: how to reach the run's other workers; None: it does not outlive its driver,
-        and has no lease."""
+        """`identity`: the job's; `peers`: access to the run's other workers.
+
+        Without `peers` the worker does not outlive its driver, and has no lease.
+        """
         self._id, self._run_url, self._identity, self._peers = worker, job.run_url, identity, peers
         self._worker = Worker(worker, job)
         self._facts: WorkerInfo | None = None
         self._started_by = terms.epoch
         self._changing = threading.Lock()
-        """Guards who is obeyed: a call is let in whole before another driver takes over, or not at all."""
+        """Guards the choice of the driver: a call is admitted before another driver takes over, or not at all."""
         self._lease = LeaseState(terms=terms, heard_at=time.monotonic())
         if peers is not None:
             threading.Thread(target=self._watch, daemon=True, name="lease").start()
@@ -57,11 +59,13 @@ class LeasedWorker:
         """Ray prints it before each line that the task prints."""
         return f"worker {self._id}"
 
-    # -- for anybody, of any version --
+    # -- for callers of any version --
 
     def hello(self) -> dict[str, Any]:
-        """The protocol and version, whether it has no driver, and how many seconds it still waits for one: plain data.
-        Changes nothing, and is no sign of a driver."""
+        """Protocol, version, whether the worker has no driver, and the seconds that it still waits for one.
+
+        Plain data. Changes nothing, and does not renew the lease.
+        """
         with self._changing:
             now = time.monotonic()
             terms, heard_at = self._lease.terms, self._lease.heard_at
@@ -72,7 +76,7 @@ class LeasedWorker:
     # -- for drivers --
 
     def call(self, epoch: int, method: str, *args: Any) -> Any:
-        """Carry out a method of `Worker` for the driver of this epoch. Raises StaleGeneration for an older one."""
+        """Call a method of `Worker` for the driver of this epoch. Raises StaleGeneration for an older one."""
         self.renew(epoch)
         value = getattr(self._worker, method)(*args)
         if isinstance(value, WorkerInfo):
@@ -80,7 +84,7 @@ class LeasedWorker:
         return value
 
     def renew(self, epoch: int) -> None:
-        """The driver of this epoch is there. Raises StaleGeneration for an older one."""
+        """Renew the lease of the driver of this epoch. Raises StaleGeneration for an older one."""
         with self._changing:
             self._require(epoch)
             self._lease.heard_at = time.monotonic()
@@ -93,10 +97,10 @@ class LeasedWorker:
             os._exit(0)
 
     def adopt(self, terms: DriverSession) -> AdoptedWorker:
-        """Obey another driver from now on. What the one before had begun is interrupted; what is held then, is said.
+        """Obey another driver from now on: interrupt the previous driver's work, and report what is held.
 
-        Raises StaleGeneration if a newer driver is obeyed already, or the last checkpoint is written by who took the
-        run after this one; or there is nothing to take over: this worker has not started.
+        Raises StaleGeneration if a newer driver is obeyed already, or if the leader of the orphan checkpoint took the
+        run after this driver. Also if there is nothing to take over, because this worker has not started.
         """
         with self._changing:
             self._require(terms.epoch)
@@ -135,7 +139,7 @@ class LeasedWorker:
     # -- without a driver --
 
     def _watch(self) -> None:
-        """In a thread: notices that nobody calls any more."""
+        """Detect, in a thread, that no driver calls any more."""
         told: float | None = None
         while True:
             pause_s, before = self._lease.terms.lease_s / _LOOKS_PER_LEASE, time.monotonic()
@@ -153,27 +157,32 @@ class LeasedWorker:
                     _log.warning("worker %s: no driver for %.1f s; it stops after this step", self._id, now - told)
 
     def is_orphan(self) -> bool:
-        """Whether it has no driver, whichever it had."""
+        """Whether the worker has no driver."""
         with self._changing:
             return self._lease.has_nobody(time.monotonic())
 
     def last_words(self, epoch: int, after_step: int) -> FreedWorker:
-        """Stop, unless a driver follows, and say what is held, with the reports of the steps after this one. For the
-        worker that leads the last checkpoint, which took the run with this epoch; refused while there is a driver."""
+        """Stop unless a driver follows, and report what is held, with the reports of later steps than `after_step`.
+
+        Called by the leader of the orphan checkpoint, which took the run with this epoch. Rejected while there is a
+        driver.
+        """
         with self._changing:
             if not self._lease.end(epoch, time.monotonic()):
                 raise StaleGeneration(f"worker {self._id} has a driver")
         return self._free(after_step)
 
     def write_part(self, epoch: int, part: PartOf, generation: GenerationId, writer: str) -> Saved:
-        """Write one buffer as a part of the last checkpoint, after `last_words` of the same epoch."""
+        """Write one buffer as a part of the orphan checkpoint, after `last_words` of the same epoch."""
         if not self._lease.ending or epoch != self._lease.terms.epoch:
             raise StaleGeneration(f"worker {self._id} has a driver")
         return self._worker.write_part(part, generation, writer)
 
     def _end(self) -> None:
-        """The last checkpoint, led by the worker with the lowest number; then the end, at the latest after a bound.
-        Returns if a driver takes this worker over."""
+        """Write the orphan checkpoint, led by the lowest-numbered worker; then exit, at the latest after a time limit.
+
+        Returns if a driver takes this worker over.
+        """
         terms, peers, heard_at = self._lease.terms, self._peers, self._lease.heard_at
         assert peers is not None
         _log.warning("worker %s ends: no driver came within %g s", self._id, terms.orphan_wait_s)
@@ -185,7 +194,7 @@ class LeasedWorker:
                 if self._is_over() and write_orphan_checkpoint(self._id, terms, open_storage(self._run_url), peers):
                     break
                 time.sleep(_LOOK_UP_S)  # a driver may be about to take it over
-        except Exception:  # noqa: BLE001 - the boundary of the thread: nothing may keep the process
+        except Exception:  # noqa: BLE001 - thread boundary: nothing may keep the process alive
             _log.warning("worker %s: the last checkpoint was not written", self._id, exc_info=True)
         self._exit_if_over(0)
 
@@ -195,7 +204,7 @@ class LeasedWorker:
 
     def _exit_after(self, seconds: float, heard_at: float) -> None:
         time.sleep(seconds)
-        if self._lease.heard_at == heard_at:  # or else another driver came meanwhile
+        if self._lease.heard_at == heard_at:  # otherwise another driver came meanwhile
             self._exit_if_over(1)
 
     def _exit_if_over(self, code: int) -> None:
@@ -205,4 +214,4 @@ class LeasedWorker:
 
 
 class Tenant(LeasedWorker):
-    """The same under the name that its process has: Ray calls it `ray::Tenant`, and people's scripts look for it."""
+    """The class name that Ray shows for its process, `ray::Tenant`: users' scripts rely on it."""

@@ -1,7 +1,7 @@
-"""The last checkpoint of workers whose driver is gone, made by one of them.
+"""The orphan checkpoint of workers without a driver, made by one of them.
 
-It takes the run as any driver would, so it waits until nobody else can hold it, and whoever comes meanwhile waits for
-it. If somebody is there it leaves everything to them; and so it does if a driver has followed it before it was done.
+That worker acquires the run as any driver would: it waits until no other driver can hold it, and later drivers wait for
+it. If there is a driver, it leaves everything to that driver, also if one follows before the checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -43,40 +43,42 @@ _log = logging.getLogger("raysharded.worker")
 _LOOK_S = 5.0
 _LOOKS_PER_LEASE = 10
 _TURN_S = 2.0
-"""So often, for each one before it, a worker looks whether that one is there to lead: few ask at a time."""
+"""Pause between checks whether a lower-numbered worker can lead, for each such worker: few query at a time."""
 _ANSWER_S = 30.0
 _WRITE_S = 150.0
 _LET_GO_S = 5.0
 
 Entries = Sequence[Mapping[str, Any]]
-"""Of the run's journal."""
+"""Entries of the run's journal."""
 
 
 class Peers(Protocol):
-    """The run's workers that are alive, as one of them reaches them (and itself)."""
+    """The run's live workers, as one of them reaches them (itself included)."""
 
     def before(self, worker: WorkerId) -> list[WorkerId]:
-        """Those with a lower number; some of them may not have started, or not answer."""
+        """Workers with a lower number; some may not have started, or may not answer."""
         ...
 
     def ask(
         self, calls: Mapping[WorkerId, tuple[Any, ...]] | None, method: str, *args: Any, timeout_s: float
     ) -> dict[WorkerId, Any]:
-        """What a method of `LeasedWorker` gives on each of these workers (None: on all), with its own arguments after
-        `args`; who raises or is silent is left out."""
+        """Results of a `LeasedWorker` method on these workers (None: on all), by worker.
+
+        Each worker's own arguments follow `args`. Workers that raise or do not answer are omitted.
+        """
         ...
 
     def end_all(self) -> None:
-        """End all the others, whatever they do."""
+        """End all the others, even if they are busy."""
         ...
 
 
 Taken = tuple[Claims, Leadership]
-"""The claims with which the last checkpoint is committed, and the hold on the run, which is to be taken."""
+"""Claims with which the orphan checkpoint is committed, and the leadership that is to be acquired."""
 
 
 def wait_for_turn(me: WorkerId, peers: Peers, pause: Callable[[float], None] = time.sleep) -> None:
-    """Return when no worker with a lower number is there to lead. The one that leads tells the others to leave."""
+    """Return when no worker with a lower number can lead. The leader requests that the others leave."""
     while before := peers.before(me):
         pause(_TURN_S * len(before))
         if not any(peers.ask(dict.fromkeys(before, ()), "is_orphan", timeout_s=_LOOK_S).values()):
@@ -94,8 +96,8 @@ def write_orphan_checkpoint(
 ) -> bool:
     """Commit what the workers hold, if it is newer than the newest checkpoint, and end all others.
 
-    False if there may be a driver: nobody was ended, for it may take them over. `prepare`, `clock` and `pause` are
-    those of a process unless they are given.
+    False if there may be a driver: no worker was ended, since it may take them over. `prepare`, `clock` and `pause`
+    default to those of a process.
     """
     clock = clock or SystemClock()
     if not _all_are_orphans(peers, terms.lease_s, clock, pause):
@@ -129,7 +131,7 @@ def _write_as_owner(
     heard: dict[WorkerId, FreedWorker] = peers.ask(None, "last_words", epoch, recorded, timeout_s=_ANSWER_S)
     try:
         _commit(terms, storage, claims, journal, clock, epoch, entries, peers, heard)
-    except Exception:  # noqa: BLE001 - whatever it is, all must end
+    except Exception:  # noqa: BLE001 - with any error, all must end
         _log.warning("worker %s: no last checkpoint", me, exc_info=True)
     if claims.find_rival() is not None:
         return False
@@ -141,8 +143,10 @@ def _write_as_owner(
 
 
 def _all_are_orphans(peers: Peers, lease_s: float, clock: Clock, pause: Callable[[float], None]) -> bool:
-    """Whether no worker that answers has a driver. One that does may have heard of it a moment later than this one: its
-    lease ends soon."""
+    """Whether no worker that answers has a driver.
+
+    Another worker may have received the driver's last call a moment later than this one: its lease ends soon.
+    """
     deadline = clock.monotonic() + lease_s
     while not all(peers.ask(None, "is_orphan", timeout_s=_LOOK_S).values()):
         if clock.monotonic() > deadline:
@@ -181,7 +185,7 @@ def _commit(
 ) -> None:
     after, decisions = taken_back(entries), decided(entries)
     holdings = {worker: believed(words.stopped, words.decisions, after, decisions) for worker, words in heard.items()}
-    source = choose_source(holdings, frozenset(holdings), None, rebuilding=False)  # nobody trains: no groups to do it
+    source = choose_source(holdings, frozenset(holdings), None, rebuilding=False)  # no generation exists to rebuild
     if terms.signed or not isinstance(source, FromMemory) or source.step <= _saved_step(storage, distrusted(entries)):
         return
     generation = GenerationId(max(epoch, *(words.fence for words in heard.values())))
@@ -219,7 +223,7 @@ def _commit(
 
 
 def _saved_step(storage: Storage, without: Collection[str]) -> int:
-    """Of the newest checkpoint that was not to be deleted."""
+    """Step of the newest checkpoint that was not to be deleted."""
     newest = History(storage).newest_commit()
     if newest is None or newest.prefix not in without:
         return newest.step if newest is not None else 0

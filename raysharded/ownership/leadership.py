@@ -1,4 +1,4 @@
-"""A driver's leadership over its run: acquired, shown to others by a heartbeat, checked, released. Acts on `lease`."""
+"""A driver's leadership over its run: acquired, shown by a heartbeat, checked, released. Acts on `lease`."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ T = TypeVar("T")
 
 _log = logging.getLogger("raysharded.driver")
 _PATIENCE_S = 60.0
-"""How long storage may fail while it is found out whether somebody holds the run."""
+"""Longest time that storage may fail while the run's leader is determined."""
 _LOOK_UP_S = 0.5
 _CONFIRMED = 2 / 3
-"""For this part of the lease's time after it was last confirmed nobody else can hold it, unless by force."""
+"""Fraction of the lease's time after a confirmation in which no other driver can lead, except by force."""
 _MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseTerms:
-    """How a driver takes and holds its run."""
+    """Terms on which a driver acquires and holds its run."""
 
     lease_s: float = 15.0
     take_over: bool = False
-    """Follow whoever holds the run without waiting."""
+    """Take the run over from its leader without waiting."""
     given_up: Callable[[], bool] = lambda: False
-    """Asked while it waits: whether it need not wait any longer."""
+    """Checked during the wait: whether to stop waiting."""
     ending: bool = False
-    """It takes the run for one last checkpoint: others wait for it instead of being refused."""
+    """Whether the run is acquired for an orphan checkpoint: others wait for it instead of being refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,14 +59,14 @@ class AcquiredLease:
     """The run as it was acquired."""
 
     first: GenerationId
-    """The generation since which the run is this driver's: above all that were claimed before."""
+    """First generation of this driver's leadership: above all generations claimed before."""
     before: str = ""
-    """The driver that was followed, in words; empty if there was none."""
+    """The driver before, in words; empty if there was none."""
     because: str = ""
 
 
 class Leadership(LeadershipCheck, Protocol):
-    """Leadership over a run from acquiring it to releasing it: the seam that `RunLeadership` fills."""
+    """Leadership over a run from acquisition to release: the interface that `RunLeadership` implements."""
 
     def acquire(self) -> AcquiredLease: ...
 
@@ -74,7 +74,10 @@ class Leadership(LeadershipCheck, Protocol):
 
 
 class RunLeadership:
-    """One driver's leadership over one run. `acquire` is called once; the other methods by any thread afterwards."""
+    """One driver's leadership over one run.
+
+    `acquire` is called once; afterwards any thread may call the other methods.
+    """
 
     def __init__(
         self,
@@ -89,8 +92,10 @@ class RunLeadership:
         where: tuple[str, str],
         has_ended: Callable[[str, str], bool],
     ) -> None:
-        """`on_lost` is called once, with the reason, if another driver has taken the run; `say` hears of a wait.
-        `where`: this driver's cluster and job; `has_ended`: whether another's job is over."""
+        """`on_lost` is called once, with the reason, if another driver takes the run. `say` receives reports of a wait.
+
+        `where`: this driver's cluster and job; `has_ended`: whether another driver's job is over.
+        """
         self._run, self._storage, self._claims, self._clock = run, storage, claims, clock
         self._terms, self._on_lost, self._say, self._has_ended = terms, on_lost, say, has_ended
         self._holder = Holder(
@@ -105,23 +110,23 @@ class RunLeadership:
         )
         self._ended, self._asked = threading.Event(), threading.Event()
         self._news = threading.Condition()
-        """Notified when the run was found to be owned still, or not any more."""
+        """Notified when a check has found that this driver leads the run, or no longer does."""
         self._confirmed, self._loop = Stopwatch(), Stopwatch()
         self._rival: Claim | None = None
         self._thread: threading.Thread | None = None
 
-    # -- taken --
+    # -- acquire --
 
     def acquire(self) -> AcquiredLease:
-        """Own the run from a generation above all that were claimed, and show so from now on.
+        """Lead the run from a generation above all claimed ones, and show it from now on.
 
-        Raises RunOwnedElsewhere, with who and since when, if another driver holds it; RunFailed if the wait for one
-        that may be dead was given up; StorageError after a minute of failures.
+        Raises RunOwnedElsewhere, with the leader and its start time, if another driver leads it. Raises RunFailed if
+        the wait for one that may be dead was cancelled; StorageError after a minute of failures.
         """
         try:
             owner, seen, because, first = self._acquired()
         except BaseException:
-            if self._holder.beat:  # it is nobody's
+            if self._holder.beat:  # it belongs to no leader
                 with contextlib.suppress(StorageError):
                     self._storage.delete([lease_key(self._holder.driver)])
             raise
@@ -133,15 +138,15 @@ class RunLeadership:
         return AcquiredLease(first=GenerationId(first), before=before, because=because)
 
     def require_free(self) -> None:
-        """Return once no other driver holds the run, and leave everything as it is. Raises as `acquire` does."""
+        """Return once no other driver leads the run; changes nothing. Raises as `acquire` does."""
         self._wait_for(self._patiently(lambda: find_newest(self._storage)[1]))
 
     def _acquired(self) -> tuple[Claim | None, Seen | None, str, int]:
-        """Who was followed, its lease, why it could be, and the generation of the claim."""
+        """The driver before, its lease, the reason why it may be followed, and the generation of the claim."""
         while True:
             owner = self._patiently(lambda: find_newest(self._storage)[1])
             seen, because = self._wait_for(owner)
-            self._patiently(self._beat)  # there is a lease before there is an owner
+            self._patiently(self._beat)  # the lease exists before the claim
             instead_of = owner
 
             def own(instead_of: Claim | None = instead_of) -> int:
@@ -149,16 +154,16 @@ class RunLeadership:
 
             try:
                 return owner, seen, because, self._patiently(own)
-            except NotOwner:  # somebody was faster: is it held now?
+            except NotOwner:  # another driver was faster: does it lead now?
                 continue
 
     def _wait_for(self, owner: Claim | None) -> tuple[Seen | None, str]:
-        """Returns when the owner may be followed: its lease, and why."""
+        """Wait until the owner may be followed. Returns its lease, and the reason."""
         if owner is None:
             return None, ""
         first = self._patiently(lambda: self._look(owner.writer))
         if self._terms.take_over:
-            return first, "it was told to"
+            return first, "a takeover was requested"
         watch, now, said = Stopwatch(), first, False
         while True:
             holder = now.holder if now else None
@@ -174,7 +179,7 @@ class RunLeadership:
                 lease_s = max(self._terms.lease_s, holder.lease_s if holder else 0.0)
                 self._say({"owner": about, "lease_s": lease_s})
             self.pause(min(_LOOK_UP_S, self._terms.lease_s / 10))
-            if has_changed(first, now):  # it is ending, and still there
+            if has_changed(first, now):  # it is ending, and still alive
                 first = now
                 watch.set()
             now = self._patiently(lambda: self._look(owner.writer))
@@ -206,23 +211,23 @@ class RunLeadership:
             except StorageError as error:
                 if since.seconds() > _PATIENCE_S:
                     raise
-                _log.warning("who holds run %s could not be found out; trying again: %s", self._run, error)
+                _log.warning("cannot read who holds run %s; retrying: %s", self._run, error)
                 self.pause(1.0)
 
     def pause(self, seconds: float) -> None:
-        """Wait, before the run is acquired. Raises RunFailed if the wait was given up."""
+        """Sleep, before the run is acquired. Raises RunFailed if the wait was cancelled."""
         if self._terms.given_up():
             raise RunFailed(f"Stopped. Run {self._run!r} had not begun: another driver may hold it.")
         self._ended.wait(seconds)
 
-    # -- shown --
+    # -- show --
 
     def _beat(self) -> None:
         self._holder = replace(self._holder, beat=self._holder.beat + 1)
         self._storage.write(lease_key(self._holder.driver), [encode(self._holder)])
 
     def _show(self, before: Claim | None) -> None:
-        """In a thread: what hangs here is seen by others as a driver that may be dead."""
+        """Renew the lease, in a thread. If it hangs, others see a driver that may be dead."""
         if before is not None and before.writer != self._holder.driver:
             with contextlib.suppress(StorageError):
                 self._storage.delete([lease_key(before.writer)])
@@ -231,7 +236,7 @@ class RunLeadership:
             self._asked.clear()
             if self._ended.is_set():
                 break
-            with contextlib.suppress(StorageError):  # the next beat tries again
+            with contextlib.suppress(StorageError):  # the next beat retries
                 if not self._owns_now():
                     return
                 self._beat()
@@ -241,7 +246,7 @@ class RunLeadership:
                 self._beat()
 
     def _owns_now(self) -> bool:
-        """Whether nobody else has claimed the run; the first time that somebody has, that is told."""
+        """Whether no other driver has claimed the run; the first claim of another is reported to `on_lost`."""
         began = Stopwatch()
         rival = self._rival or self._claims.find_rival()
         with self._news:
@@ -263,19 +268,22 @@ class RunLeadership:
             f"({self._holder.driver}) ends, and leaves the workers to it. Start each run name from one place at a time."
         )
 
-    # -- checked --
+    # -- check --
 
     def check_awake(self) -> None:
-        """To be called in every round of the driver's loop before it acts. Raises RunOwnedElsewhere if the loop stood
-        still for so long that another may have taken the run, and one has. Storage that does not tell within a beat
-        is taken for nobody: workers wait for their driver, and refuse one that was followed."""
+        """Check leadership in every round of the driver's loop, before it acts.
+
+        Raises RunOwnedElsewhere if the loop stood still so long that another driver may have taken the run, and one
+        has. If storage does not answer within a beat, leadership is assumed: workers wait for their driver, and reject
+        an older one.
+        """
         stood_still_s = self._loop.seconds()
         self._loop.set()
         if stood_still_s <= self._terms.lease_s / BEATS_PER_LEASE:
             return
         _log.warning("run %s: the driver stood still for %.1f s; does it still own the run?", self._run, stood_still_s)
         asking = Stopwatch()
-        with self._news:  # the lease's thread asks: storage may take its time
+        with self._news:  # the lease's thread queries storage, which may be slow
             self._asked.set()
             self._news.wait_for(
                 lambda: self._rival is not None or self._confirmed.seconds() <= asking.seconds(),
@@ -286,12 +294,14 @@ class RunLeadership:
             raise self._lost_to(self._rival)
 
     def is_sure(self) -> bool:
-        """Whether it is known, without asking anybody, that nobody else can own the run now."""
+        """Whether it is known, without a query, that no other driver can lead the run now."""
         return self._rival is None and self._confirmed.seconds() < _CONFIRMED * self._terms.lease_s
 
     def may_act(self) -> bool:
-        """Whether what cannot be taken back may be done to workers: nobody else can own the run now. Asks storage if
-        that takes it; False if it does not tell."""
+        """Whether irreversible actions on workers are allowed: no other driver can lead the run now.
+
+        Queries storage if necessary; False if it does not answer.
+        """
         if self.is_sure():
             return True
         try:
@@ -299,10 +309,10 @@ class RunLeadership:
         except StorageError:
             return False
 
-    # -- let go --
+    # -- release --
 
     def end(self, timeout_s: float) -> None:
-        """Say that the run is free, within this time; without it others find out by themselves."""
+        """Release the run, within this time. If that fails, others detect it themselves."""
         self._ended.set()
         self._asked.set()
         if self._thread is not None:

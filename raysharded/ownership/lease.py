@@ -1,12 +1,12 @@
-"""The lease of a run on its storage: who holds it, and whether somebody else may follow. Pure.
+"""The lease of a run on its storage: its holder, and whether another driver may follow. Pure.
 
-Who owns a run is told by its claims (`checkpoint/claims.py`); whether that driver is still there, by its lease:
+The claims (`checkpoint/claims.py`) determine who leads a run; the lease shows whether that driver is alive:
 
     lease/5e21c0f4.json    driver 5e21c0f4, of process 4711 on host a, since ..., beat 17
 
-The driver rewrites it every third of the lease's time. Whoever wants to follow watches: if the bytes change, somebody
-is there; if they do not change for the lease's time, by the watcher's own clock, nobody is. Clocks of two machines are
-never compared. Evidence that the holder's process is gone makes the wait unnecessary.
+The driver rewrites it every third of the lease's time. A driver that wants to follow watches it. If the bytes change,
+the holder is alive; if they do not change for the lease's time, by the watcher's own clock, it is not. Clocks of two
+machines are never compared. Evidence that the holder's process has exited makes the wait unnecessary.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from raysharded.errors import CorruptCheckpoint
 
 FOLDER = "lease"
 BEATS_PER_LEASE = 3
-"""The holder shows itself so often in a lease's time."""
+"""Number of times that the holder rewrites the lease within the lease's time."""
 _FORMAT = "raysharded-lease"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
-    """One process on one machine, so that another one there can tell whether it still lives."""
+    """Identity of a process on one machine, by which another process there can check whether it lives."""
 
     machine: str = ""
-    """The boot of the machine and the space that process ids are counted in; empty: not known."""
+    """Boot of the machine and its process id namespace; empty: unknown."""
     pid: int = 0
     started: int = 0
-    """Ticks from the machine's boot until the process began: tells it from a later one with its id."""
+    """Ticks from the machine's boot until the process began: distinguishes it from a later one with its id."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,14 +48,14 @@ class Holder:
     """Seconds since the Unix epoch, for people; nothing depends on it."""
     lease_s: float
     cluster: str = ""
-    """The Ray cluster that it uses, and its job there; empty: none."""
+    """Ray cluster of the driver, and its job there; empty: none."""
     job: str = ""
     beat: int = 0
-    """Grows every time that the holder shows itself."""
+    """Counter that grows whenever the holder rewrites the lease."""
     ended: bool = False
-    """It let go of the run."""
+    """Whether it released the run."""
     ending: bool = False
-    """It only writes a last checkpoint, and lets go then: others wait for it."""
+    """Whether it only writes an orphan checkpoint and then releases the run: others wait for it."""
 
     def __str__(self) -> str:
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -64,14 +64,14 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """The lease as it was read; None if there is none. `holder` is None too if it cannot be understood."""
+    """The lease as it was read; None if there is none. `holder` is None too if it cannot be decoded."""
 
     data: bytes
     holder: Holder | None
 
 
 class LeaseVerdict(Enum):
-    """Whether one may follow the driver that owns the run."""
+    """Whether another driver may follow the one that owns the run."""
 
     FREE = "it ended, or never held a lease"
     DEAD = "its process is gone"
@@ -81,10 +81,10 @@ class LeaseVerdict(Enum):
 
 
 def judge(first: Seen | None, now: Seen | None, watched_s: float, *, dead: bool, own_lease_s: float) -> LeaseVerdict:
-    """What follows from a lease that was first seen `watched_s` ago; `dead`: its process is known to be gone.
+    """Verdict on a lease that was first seen `watched_s` ago; `dead`: its process is known to have exited.
 
-    A lease that cannot be understood is judged by whether it changes, against the watcher's own lease time. A holder
-    that is ending is waited for, whether or not it changes.
+    A lease that cannot be decoded is judged by whether it changes, against the watcher's own lease time. A holder that
+    is ending is waited for, whether or not its lease changes.
     """
     if now is None or (now.holder is not None and now.holder.ended):
         return LeaseVerdict.FREE
@@ -97,12 +97,12 @@ def judge(first: Seen | None, now: Seen | None, watched_s: float, *, dead: bool,
 
 
 def has_changed(first: Seen | None, now: Seen | None) -> bool:
-    """Whether the holder has shown itself between the two."""
+    """Whether the holder has rewritten the lease between the two."""
     return first is not None and now is not None and first.data != now.data
 
 
 def lease_key(driver: str) -> str:
-    """The storage key of a driver's lease, below the run's folder."""
+    """Storage key of a driver's lease, below the run's folder."""
     return f"{FOLDER}/{driver}.json"
 
 
@@ -112,7 +112,7 @@ def encode(holder: Holder) -> bytes:
 
 
 def decode(data: bytes, where: str) -> Seen:
-    """What is stored as a lease; one that is torn or damaged has no holder."""
+    """The stored lease; a torn or damaged one has no holder."""
     try:
         return Seen(data=data, holder=_holder(signed_json.unseal(data, _FORMAT, where), where))
     except CorruptCheckpoint:

@@ -1,4 +1,4 @@
-"""Whether a process of this machine still lives, and how long this one may have stood still."""
+"""Checks whether a process of this machine still lives, and how long this one may have stood still."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from raysharded.ownership.lease import Process
 
 _PROC = Path("/proc")
 _STATE, _STARTED = 0, 19
-"""Of the fields of /proc/<pid>/stat after the command's name (proc(5): fields 3 and 22)."""
+"""Indices into /proc/<pid>/stat after the command's name (proc(5): fields 3 and 22)."""
 _GONE = ("Z", "X", "x")
 
 
 def this_process() -> Process:
-    """The process that asks; without a machine where /proc does not tell."""
+    """Identity of this process; without a machine where /proc does not provide it."""
     try:
         return Process(machine=_machine(), pid=os.getpid(), started=int(_stat(os.getpid())[_STARTED]))
     except (OSError, ValueError, IndexError):
@@ -23,7 +23,7 @@ def this_process() -> Process:
 
 
 def is_gone(process: Process) -> bool:
-    """Whether the process is known not to live any more; False for one of another machine."""
+    """Whether the process is known to have exited; False for one of another machine."""
     try:
         if not process.machine or process.machine != _machine():
             return False
@@ -47,7 +47,7 @@ def _answers_signals(pid: int) -> bool:
 
 
 def _machine() -> str:
-    """This boot of this machine, and the space of process ids: containers of one machine count for themselves."""
+    """This boot of this machine, and the process id namespace: containers of one machine differ."""
     boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
 
@@ -57,14 +57,16 @@ def _stat(pid: int) -> list[str]:
 
 
 class Stopwatch:
-    """Seconds since it was last set, by the clock that stands still while the machine sleeps and the one that does
-    not: the longer of both."""
+    """Seconds since the last `set`: the larger reading of two clocks.
+
+    Only one of them stops while the machine sleeps.
+    """
 
     def __init__(self) -> None:
         self._set = self._now()
 
     def set(self) -> None:
-        """Begin again at 0."""
+        """Restart at 0."""
         self._set = self._now()
 
     def seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""The meshes of a number of workers, and how many rounds their groups take. Pure."""
+"""The meshes of a number of workers, and the number of rounds of their groups. Pure."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from raysharded.layout import Mesh
 
 
 def mesh_of(replicas: int, shards: int, tensor: int) -> Mesh:
-    """A mesh whose mirrors are with another tensor parallel group, if there is one."""
+    """A mesh whose mirrors are in another tensor parallel group, if there is one."""
     return Mesh(replicas=replicas, shards=shards, tensor=tensor, apart=tensor if shards > tensor else 1)
 
 
 def rounds_per_step(mesh: Mesh, num_microbatches: int) -> int:
     """Rounds of forward and backward of the group that has most."""
     schedule = Schedule(mode="sharded", num_microbatches=num_microbatches, mesh=mesh.data)
-    return schedule.num_rounds(mesh.replicas - 1)  # of blocks that are as balanced as can be the last is a longest
+    return schedule.num_rounds(mesh.replicas - 1)  # blocks are balanced, so the last one is among the longest
 
 
 def layouts_of(workers: int, degree: int = 1) -> list[Mesh]:
-    """Every mesh of so many workers with this tensor parallel degree, flat first.
+    """Every mesh of this many workers with this tensor parallel degree, flat first.
 
     Raises ConfigError if there is none.
     """

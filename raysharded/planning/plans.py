@@ -1,4 +1,4 @@
-"""The plan of a run: of a trainer's task, or of a Hugging Face config. Needs torch, and no device."""
+"""The plan of a run, for a trainer's task or for a Hugging Face config. Needs torch, and no device."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from raysharded.planning.tracing.measurement import measure
 from raysharded.task import Task
 
 _MEASURED_LAYERS = 3
-"""Of a model of equal blocks: a first, one that is repeated, and a last."""
+"""Measured blocks of a model of equal blocks: a first one, one to repeat, and a last one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What was found; `problem` if nothing fits, or not what was asked for."""
+    """The result of planning; `problem` is set if nothing fits, or not the requested layout."""
 
     setting: Setting
     cluster: Cluster
     batch: BatchConfig
     options: Sequence[Option]
     chosen: Option
-    """The layout that was asked for, the recommended one, or the one that needs least."""
+    """The requested layout, the recommended one, or the one that needs least."""
     reasons: Sequence[str]
     notes: Sequence[str]
     problem: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; bytes and seconds."""
+        """The plan for JSON; bytes and seconds."""
         return {
             "parameters": self.setting.shapes.num_parameters,
             "units": len(self.setting.shapes.units),
@@ -77,7 +77,7 @@ def setting_of_task(
     checkpoints: bool,
     degree: int = 1,
 ) -> Setting:
-    """Measure a task with the first samples of its data, on no device. `degree`: of tensor parallelism."""
+    """Measure a task with the first samples of its data, on no device. `degree`: the tensor parallel degree."""
     try:
         samples = [data[index] for index in range(min(batch.microbatch_size, len(data)))]
     except RayshardedError:
@@ -102,7 +102,7 @@ def setting_of_task(
 def setting_of_config(
     shape: LlamaShape, batch: BatchConfig, engine: EngineConfig, *, seq_len: int, on_gpu: bool
 ) -> Setting:
-    """Measure a few blocks of the model that a config describes; the others are as they are."""
+    """Measure a few blocks of the model that a config describes; the other blocks are equal."""
     few = replace(shape, layers=min(shape.layers, _MEASURED_LAYERS))
     samples = [torch.zeros(seq_len + 1, dtype=torch.int64)] * batch.microbatch_size
     measured, trace = measure(LlamaTask(few, seq_len), engine, samples)
@@ -128,7 +128,7 @@ def _flops_of_block(few: LlamaShape, engine: EngineConfig, samples: Sequence[Any
 def make_plan(
     setting: Setting, cluster: Cluster, batch: BatchConfig, *, wanted: Mesh | None = None, builds_whole: bool = False
 ) -> Plan:
-    """Look at all layouts of the cluster's workers. `builds_whole`: the task has no `init_weights`."""
+    """Evaluate all layouts of the cluster's workers. `builds_whole`: the task has no `init_weights`."""
     if wanted is not None and wanted.world_size != cluster.workers:
         raise ConfigError(
             f"layout {wanted} is of {wanted.world_size} workers, not of {cluster.workers}: replicas times shards must "

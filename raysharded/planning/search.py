@@ -1,5 +1,6 @@
-"""Which layouts of a number of workers fit, which of them to take, what would fit if none does, and what the choice of
-a mesh during a run knows of that. Pure.
+"""Search over the layouts of a number of workers: those that fit, the recommended one, and the nearest fit. Pure.
+
+Also the times and fits of meshes for the choice of a mesh during a run.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from raysharded.planning.traffic.worker_traffic import OVERLAPPED, Traffic, work
 from raysharded.quantities import count, duration, short, size
 
 CPU_SPEEDS = {"flops": 5e10, "node_bandwidth": 2e9, "network_bandwidth": 1e9}
-"""What is assumed of CPU workers in place of `Cluster`'s own, which are those of a GPU of 2023 with its network."""
+"""Assumed speeds of CPU workers, in place of the defaults of `Cluster`: those of a GPU of 2023 with its network."""
 _MOST_WORKERS = 1 << 17
 _SIMILAR = 1.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """What there is. Limits in bytes; None: not known, and not checked."""
+    """The available resources. Limits in bytes; None: unknown, and not checked."""
 
     workers: int
     workers_per_node: int = 1
     device_memory: int | None = None
-    """Of one worker's device."""
+    """Memory of one worker's device."""
     host_memory: int | None = None
-    """Of one node."""
+    """Host memory of one node."""
     headroom: float = 0.1
-    """The share of both that is left alone: for the allocator's gaps, CUDA, NCCL and the interpreter."""
+    """The share of both that stays free: for the allocator's gaps, CUDA, NCCL and the interpreter."""
     flops: float = 4e14
-    """Floating-point operations per second that one device really does."""
+    """Effective floating-point operations per second of one device."""
     node_bandwidth: float = 2e11
     """Bytes per second that one worker sends to others on its node."""
     network_bandwidth: float = 2.5e10
@@ -72,14 +73,14 @@ class Option:
     memory: WorkerMemory
     traffic: Traffic
     node_host_bytes: int
-    """Host memory of a node with as many workers as it takes."""
+    """Host memory of a node with its full number of workers."""
     rounds: int
     idle: float
-    """The share of workers' rounds that have no microbatch."""
+    """The share of the workers' rounds without a microbatch."""
     step_s: float
     compute_s: float
     shortages: tuple[str, ...]
-    """What it lacks; empty if it fits."""
+    """The resources that are short; empty if the layout fits."""
 
     @property
     def fits(self) -> bool:
@@ -87,7 +88,7 @@ class Option:
 
 
 def option(setting: Setting, cluster: Cluster, layout: Mesh, *, num_metrics: int = 0) -> Option:
-    """What one layout needs, and whether it fits."""
+    """The requirements of one layout, and whether it fits."""
     memory = worker_memory(setting, layout)
     per_node = _per_node(cluster, layout)
     traffic = worker_traffic(setting, layout, workers_per_node=per_node, num_metrics=num_metrics)
@@ -108,16 +109,17 @@ def option(setting: Setting, cluster: Cluster, layout: Mesh, *, num_metrics: int
 
 
 def options(setting: Setting, cluster: Cluster, *, num_metrics: int = 0) -> list[Option]:
-    """Of every layout of the cluster's workers with the setting's tensor parallel degree, flat first. Raises
-    ConfigError if they are not a multiple of it."""
+    """The options of every layout of the cluster's workers with the setting's tensor parallel degree, flat first.
+    Raises ConfigError if the number of workers is not a multiple of the degree."""
     layouts = layouts_of(cluster.workers, setting.degree)
     return [option(setting, cluster, layout, num_metrics=num_metrics) for layout in layouts]
 
 
 def recommended(found: Sequence[Option]) -> tuple[Option, list[str]] | None:
-    """The layout to take and why; None if none fits.
+    """The recommended layout and the reasons; None if none fits.
 
-    The shortest step; among those that are within 2 % of it the one with fewest replicas, which needs least memory.
+    It has the shortest step. Among layouts within 2 % of that, it is the one with the fewest replicas, which needs
+    least memory.
     """
     fitting = [each for each in found if each.fits]
     if not fitting:
@@ -128,7 +130,7 @@ def recommended(found: Sequence[Option]) -> tuple[Option, list[str]] | None:
 
 
 def nearest(setting: Setting, cluster: Cluster) -> Option | None:
-    """The fewest workers, flat, that fit where the cluster's own do not; None if no number does."""
+    """The smallest fitting number of workers, flat, if the cluster's does not fit; None if no number does."""
     degree = setting.degree
 
     def flat(groups: int) -> Mesh:
@@ -169,7 +171,7 @@ def why_nothing_fits(setting: Setting, cluster: Cluster, found: Sequence[Option]
 
 
 def why_not(setting: Setting, cluster: Cluster, wanted: Option, found: Sequence[Option]) -> str:
-    """One sentence for a layout that was asked for and does not fit."""
+    """One sentence about a requested layout that does not fit."""
     lacks = f"layout {wanted.layout} needs {' and '.join(wanted.shortages)}"
     fitting = [each.layout for each in found if each.fits]
     if fitting:
@@ -179,7 +181,7 @@ def why_not(setting: Setting, cluster: Cluster, wanted: Option, found: Sequence[
 
 
 def first_weights_shortage(setting: Setting, cluster: Cluster, layout: Mesh) -> str | None:
-    """What a first start lacks without `Task.init_weights`, if it lacks anything."""
+    """The shortage at a first start without `Task.init_weights`; None if there is none."""
     limit = cluster.host_limit
     need = _per_node(cluster, layout) * first_weights_bytes(setting, layout)
     if limit is None or need <= limit:
@@ -191,7 +193,7 @@ def first_weights_shortage(setting: Setting, cluster: Cluster, layout: Mesh) -> 
 
 
 def short_duration(seconds: float) -> str:
-    """As `duration`, with milliseconds where there are no seconds."""
+    """As `duration`, but in milliseconds below one second."""
     return f"{short(seconds * 1000)} ms" if seconds < 1 else duration(seconds)
 
 
@@ -200,7 +202,7 @@ def _per_node(cluster: Cluster, layout: Mesh) -> int:
 
 
 def _step_s(compute_s: float, traffic: Traffic, cluster: Cluster) -> float:
-    """Seconds: what is sent beside the computation counts if it takes longer, the rest comes on top."""
+    """Seconds of a step: overlapped traffic counts only if it takes longer than computation; other traffic is added."""
 
     def seconds(kinds: Sequence[str]) -> float:
         far = sum(traffic.between[kind] for kind in kinds)
@@ -247,7 +249,7 @@ def _reasons(best: Option, found: Sequence[Option]) -> list[str]:
 
 
 def with_plan(grouping: Grouping, setting: Setting, scaling: ScalingConfig) -> Grouping:
-    """The same, with a step's time and whether it fits for every mesh of the run's workers."""
+    """The grouping with the step's time, and whether it fits, for every mesh of the run's workers."""
     found = [[option(setting, cluster_of(scaling, mesh), mesh) for mesh in row] for row in _meshes(scaling)]
     return replace(
         grouping,
@@ -257,9 +259,9 @@ def with_plan(grouping: Grouping, setting: Setting, scaling: ScalingConfig) -> G
 
 
 def refuse_what_fits_nowhere(setting: Setting, scaling: ScalingConfig, least_shards: int | None) -> None:
-    """Raise ConfigError, with the numbers and the nearest that fits, if no mesh that the run may begin in does.
+    """Raise ConfigError, with the numbers and the nearest fit, if no mesh fits in which the run may begin.
 
-    `least_shards`: of a group; None: there are no groups, but one of all workers.
+    `least_shards`: the smallest group; None: there is only one group, of all workers.
     """
     degree = scaling.tensor_parallel_degree
     few, most = (workers // degree * degree for workers in (scaling.min_workers, scaling.max_workers))
@@ -274,7 +276,7 @@ def refuse_what_fits_nowhere(setting: Setting, scaling: ScalingConfig, least_sha
 
 
 def cluster_of(scaling: ScalingConfig, mesh: Mesh) -> Cluster:
-    """The mesh's workers, where as many are on a node as were said to be well connected."""
+    """The mesh's workers as a cluster, with nodes of the size given as well connected."""
     speeds: dict[str, float] = {} if scaling.use_gpu else CPU_SPEEDS
     per_node = min(scaling.shard_group_size or mesh.world_size, mesh.world_size)
     workers = mesh.world_size
@@ -282,7 +284,7 @@ def cluster_of(scaling: ScalingConfig, mesh: Mesh) -> Cluster:
 
 
 def _meshes(scaling: ScalingConfig) -> list[list[Mesh]]:
-    """By workers of a group; none for those that are no whole tensor parallel groups."""
+    """Meshes by workers of a group; empty for sizes that are not multiples of the tensor parallel degree."""
     most, degree = scaling.max_workers, scaling.tensor_parallel_degree
     return [
         [mesh_of(r, s, degree) for r in range(1, most // s + 1)] if s % degree == 0 else [] for s in range(1, most + 1)

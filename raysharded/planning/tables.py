@@ -1,4 +1,4 @@
-"""A plan as people read it."""
+"""A plan as tables for people."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WHAT = {
     "activations": "of one microbatch, with whole gradients of one unit",
     "gathered": "whole parameters of units in use, and the all-gather's buffers",
     "exchange": "gradients on their way",
-    "buffers": "the model's own",
+    "buffers": "the model's buffers",
     "snapshots": "this worker's state at finished steps",
     "mirrors": "another worker's state",
 }
@@ -38,7 +38,7 @@ _MOST_ROWS = 16
 
 
 def show(plan: Plan, out: Console) -> None:
-    """Print it."""
+    """Print the plan."""
     out.print(_facts(plan))
     out.print()
     out.print(_memory(plan))

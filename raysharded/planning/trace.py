@@ -1,4 +1,5 @@
-"""What forward and backward of one microbatch keep alive, unit by unit. Pure: `tracing.measurement` makes them."""
+"""Live memory during forward and backward of one microbatch, unit by unit. Pure: `tracing.measurement` creates
+traces."""
 
 from __future__ import annotations
 
@@ -7,25 +8,26 @@ from dataclasses import dataclass, replace
 from raysharded.errors import ConfigError
 
 OUTSIDE = -1
-"""The unit of what happens outside the model: the loss."""
+"""The unit of all computation outside the model: the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """A stretch of forward or backward in which one unit computes.
+    """An interval of forward or backward in which one unit computes.
 
-    Bytes are of everything but parameters, buffers and the gradients of units that are done; those of the unit at hand
-    and of the root are in them.
+    The bytes exclude parameters, buffers and the gradients of finished units. They include the gradients of the current
+    unit and of the root.
     """
 
     unit: int
-    """Its place in `ModelShapes.units`; OUTSIDE for the loss."""
+    """The unit's index in `ModelShapes.units`; OUTSIDE for the loss."""
     backward: bool
     start: int
     peak: int
     end: int
     ends_unit: bool = False
-    """Whether the unit's gradients are complete with it, and reduced now; those of the others at backward's end."""
+    """Whether the phase completes the unit's gradients, which are then reduced. Other gradients are reduced at the end
+    of backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -34,21 +36,21 @@ class Trace:
 
     phases: tuple[Phase, ...]
     flops: float
-    """Of both, with what is computed twice under activation checkpointing."""
+    """Operations of forward and backward, including recomputation under activation checkpointing."""
     tensor_bytes: int = 0
-    """What a worker sends to the others of its tensor parallel group, in both."""
+    """Bytes that a worker sends to the others of its tensor parallel group, in both."""
 
     @property
     def peak(self) -> int:
-        """Bytes; the most that is alive at once."""
+        """The peak of live bytes."""
         return max((phase.peak for phase in self.phases), default=0)
 
 
 def repeat_unit(trace: Trace, unit: int, times: int, flops_of_unit: float) -> Trace:
-    """The trace of a model in which the unit stands `times` times in a row instead of once.
+    """The trace of a model in which the unit occurs `times` times in a row instead of once.
 
-    For models of many equal blocks, of which few were measured. What the unit leaves for backward is left that many
-    times. Raises ConfigError unless the unit has one phase in forward and one in backward.
+    For models of many equal blocks, of which few were measured. The memory that the unit keeps for backward is
+    multiplied. Raises ConfigError unless the unit has one phase in forward and one in backward.
     """
     forward = [p for p in trace.phases if p.unit == unit and not p.backward]
     backward = [p for p in trace.phases if p.unit == unit and p.backward]
@@ -74,7 +76,7 @@ def _moved(phase: Phase, unit: int, by: int) -> Phase:
 
 
 def empty_trace(num_units: int) -> Trace:
-    """Units in turn, the root around them, without activations: for what follows from the parameters alone."""
+    """Units in sequence within the root, without activations: for results that depend on the parameters alone."""
     inner, root = range(num_units - 1), num_units - 1
 
     def phase(unit: int, *, backward: bool, ends_unit: bool = False) -> Phase:

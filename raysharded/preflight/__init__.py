@@ -1,7 +1,7 @@
-"""A trainer of one's own, tried before it is run: `raysharded check`, `ElasticTrainer.check`.
+"""Tests of a custom trainer before it is run: `raysharded check`, `ElasticTrainer.check`.
 
-What it builds, what it is told and what it computes is compared between processes, between numbers of workers, and
-with a run that loses a worker. Nothing is left behind, and no Ray is needed.
+The trainer's model, inputs and numbers are compared between processes, between numbers of workers, and with a run that
+loses a worker. No files remain, and no Ray is needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one process builds of a task, as text, and the first thing that another process builds otherwise."""
+"""A process's build of a task as text, and the first difference between two builds."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from raysharded.task import Task
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Build:
-    """An inventory that can be sent."""
+    """An inventory of a build that can be sent to another process."""
 
     kinds: tuple[str, ...]
     texts: tuple[str, ...]
-    """Of every item, in their order."""
+    """Description of every item, in order."""
     drawn: tuple[str, ...]
     """Constants that the constructor draws: a run takes them from its first build."""
 
     @property
     def summary(self) -> str:
-        """For people."""
+        """A summary for people."""
         parameters, buffers = self.kinds.count("parameter"), self.kinds.count("buffer")
         constants = self.kinds.count("constant")
         told = f"{count(parameters, 'parameter')}, {count(buffers, 'buffer')} and {count(constants, 'constant')}"
@@ -33,9 +33,9 @@ class Build:
 
 
 def build_of(task: Task, engine: EngineConfig, threads: int, seed: int) -> Build:
-    """Build the model without memory as a worker does, and the optimizer's groups. In a process of its own.
+    """Build the model without memory, as a worker does, and the optimizer's groups. Run it in a separate process.
 
-    Raises what the engine refuses, and TaskError for what the task raises.
+    Raises the engine's errors for unsupported models, and TaskError for the task's errors.
     """
     from raysharded.actors.model.build import build_on_meta
     from raysharded.actors.model.constants import constants_of, differing
@@ -56,7 +56,7 @@ def build_of(task: Task, engine: EngineConfig, threads: int, seed: int) -> Build
     names = {id(param): clean_name(name) for name, param in built.model.named_parameters()}
     try:
         items = [*own, *group_items(task.build_optimizer(built.model).param_groups, names)]
-    except Exception:  # noqa: BLE001 - parameters have no values here: what is wrong with it the runs say
+    except Exception:  # noqa: BLE001 - parameters have no values here: the runs report the optimizer's errors
         items = own
     return Build(
         kinds=tuple(item.kind for item in items), texts=tuple(item.text for item in items), drawn=tuple(sorted(drawn))
@@ -64,7 +64,7 @@ def build_of(task: Task, engine: EngineConfig, threads: int, seed: int) -> Build
 
 
 def difference(task: str, builds: Sequence[Build]) -> str:
-    """The first thing that two processes built otherwise, with its usual cause; empty if they built the same."""
+    """The first difference between two processes' builds, with its usual cause; empty if there is none."""
     from raysharded.actors.model.inventory import told_apart
 
     one, other = builds

@@ -1,4 +1,4 @@
-"""The checks, one after another, within a time limit: needs, two builds, one worker, two workers, a loss."""
+"""The checks, in sequence, within a time limit: needs, two builds, one worker, two workers, a loss."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def check(
     timeout_s: float = TIMEOUT_S,
     listen: Listener | None = None,
 ) -> Report:
-    """Try a run, as `ElasticTrainer.check` says. `listen` is called with what it needs, then with every check."""
+    """Test a run, as `ElasticTrainer.check` describes. `listen` is called with the needs, then with every check."""
     require(is_int(steps) and steps >= 2, f"check: steps={steps!r}: give a whole number of 2 or more.")
-    require(device in (None, "cpu"), f"check: device={device!r}: give 'cpu', or None for the trainer's own.")
+    require(device in (None, "cpu"), f"check: device={device!r}: give 'cpu', or None for the trainer's device.")
     require_number("check", "timeout_s", timeout_s, 0, above=True)
     began = time.monotonic()
     try:
@@ -74,32 +74,33 @@ def check(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a check gave that came to its end."""
+    """The result of a check that came to its end."""
 
     held: str
     differs: str = ""
-    """Empty if nothing does."""
+    """The difference; empty if there is none."""
     advice: str = ""
 
 
 @dataclass(slots=True)
 class _Checking:
-    """One check, from its beginning to its end."""
+    """One check, from beginning to end."""
 
     small: Small
     deadline: float
     listen: Listener
     ending: ExitStack
-    """Ends the processes that it starts."""
+    """Ends the processes that the check starts."""
     processes: list[FreshProcess] = field(default_factory=list)
     stopped: Check | None = None
-    """A check without which the others cannot be tried."""
+    """A failed check without which the others cannot be run."""
     alone: Training | None = None
 
-    # -- what it needs --
+    # -- its needs --
 
     def needs(self) -> Needs:
-        """Raises ConfigError if there is not so much, or if other processes cannot be given the task."""
+        """Raises ConfigError if the memory or the time is insufficient, or if the task cannot be sent to other
+        processes."""
         small, began = self.small, time.monotonic()
         own = small.spec
         shape: Shape | None = None
@@ -124,10 +125,10 @@ class _Checking:
         requirements.require_room(found, free if small.use_gpu else None, timeout_s=self.deadline - began)
         return found
 
-    # -- what is tried --
+    # -- its tests --
 
     def checks(self) -> Iterator[Check]:
-        """All of them, in their order."""
+        """All checks, in order."""
         for name, act in (
             (_BUILDS, self._builds),
             (_ALONE, self._train_alone),

@@ -1,6 +1,6 @@
-"""Interpreters that are started anew, each with a hash seed of its own: as separate as workers on different machines.
+"""Newly started interpreters, each with a different hash seed: as separate as workers on different machines.
 
-Processes that are forked from one server share what it has drawn, the order of their sets among it.
+Processes forked from one server share its random draws, including the order of their sets.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _WAY_OUT = (
 
 
 class Started(Protocol):
-    """A process that has begun: `subprocess`'s."""
+    """A started process: `subprocess`'s."""
 
     def kill(self) -> None: ...
     def wait(self) -> int: ...
 
 
 class NotImportable(ConfigError):
-    """Another process cannot be given the trainer's task or data."""
+    """The trainer's task or data cannot be sent to another process."""
 
 
 class FreshProcess:
-    """One such interpreter, which carries out calls one after another. Ends with its `with`, whatever it does."""
+    """One such interpreter, which executes calls in sequence. It is killed when its `with` block ends."""
 
     def __init__(self, hash_seed: int) -> None:
-        """Starts it, and does not wait."""
+        """Start the interpreter without waiting for it."""
         self._connection, theirs = multiprocessing.Pipe()
         self._process = start(theirs, hash_seed)
         theirs.close()
@@ -58,7 +58,7 @@ class FreshProcess:
         self._send(preparation)
 
     def ask(self, act: Callable[..., Any], *args: Any) -> int:
-        """Begin `act(*args)` there; how many bytes were sent. Raises NotImportable for what cannot be pickled."""
+        """Begin `act(*args)` there; returns the bytes sent. Raises NotImportable if the call cannot be pickled."""
         try:
             data = pickle.dumps((act, args))
         except Exception as error:
@@ -68,7 +68,8 @@ class FreshProcess:
         return len(data)
 
     def answer(self, deadline: float) -> Any:
-        """The value of the oldest call. Raises what it raised, and TimeoutError at `deadline`, of `time.monotonic`."""
+        """The value of the oldest call. Raises its error, or TimeoutError at `deadline`, which is a time of
+        `time.monotonic`."""
         if not self._connection.poll(max(0.0, deadline - time.monotonic())):
             raise TimeoutError
         try:
@@ -87,7 +88,7 @@ class FreshProcess:
         self._send_bytes(pickle.dumps(value))
 
     def _send_bytes(self, data: Any) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died: `answer` says how
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died: `answer` reports how
             self._connection.send_bytes(data)
 
     def __enter__(self) -> Self:
@@ -99,26 +100,26 @@ class FreshProcess:
         self.end()
 
     def end(self) -> None:
-        """End it now."""
+        """End the interpreter now."""
         self._process.kill()
         self._process.wait()
         self._connection.close()
 
 
 def start(connection: Connection, hash_seed: int) -> Started:
-    """An interpreter that serves at this end of a pipe."""
+    """Start an interpreter that serves calls at this end of a pipe."""
     return subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, json.dumps([connection.fileno(), sys.path])],
         stdin=subprocess.DEVNULL,
-        stdout=_STDERR,  # what the task prints
+        stdout=_STDERR,  # the task's prints
         pass_fds=[connection.fileno()],
         env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
-        start_new_session=True,  # Ctrl-C is this process's business
+        start_new_session=True,  # Ctrl-C is handled by this process
     )
 
 
 def serve(handle: int) -> None:
-    """Its main program: carries out calls until the process that started it is gone."""
+    """Main program of the interpreter: execute calls until the process that started it has exited."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(handle)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -131,12 +132,12 @@ def serve(handle: int) -> None:
 
 
 def _import_main(data: bytes) -> NotImportable | None:
-    """Import the main script under another name, as `multiprocessing` does, where nothing must be started; what came
-    in between."""
+    """Import the main script under another name, as `multiprocessing` does; that must not start anything. Returns the
+    error if one occurs."""
     me: Any = multiprocessing.current_process()
     me._inheriting = True
     try:
-        spawn.prepare(pickle.loads(data))  # noqa: S301 - of the process that started it
+        spawn.prepare(pickle.loads(data))  # noqa: S301 - from the process that started it
     except BaseException as error:  # noqa: BLE001 - the boundary to the user's code
         return _not_importable("importing the main script", error)
     finally:
@@ -145,9 +146,9 @@ def _import_main(data: bytes) -> NotImportable | None:
 
 
 def _answer(data: bytes) -> tuple[bool, Any]:
-    """(True, the value) or (False, what was raised) of one call."""
+    """Result of one call: (True, its value) or (False, its error)."""
     try:
-        act, args = pickle.loads(data)  # noqa: S301 - of the process that started it
+        act, args = pickle.loads(data)  # noqa: S301 - from the process that started it
     except BaseException as error:  # noqa: BLE001 - as above
         return False, _not_importable("unpickling the task and its data", error)
     try:

@@ -1,4 +1,4 @@
-"""What the workers of a check say of the task, kept until its end; and what is not to be printed meanwhile."""
+"""The workers' remarks about the task, kept until a check's end; and the log lines not to print meanwhile."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from raysharded.ids import WorkerId
 
 
 def prepare(folder: str, *, use_gpu: bool) -> Mapping[WorkerId, Callable[[], None]]:
-    """By worker, what its process does first; the third takes the place of the second."""
+    """The first action of each worker's process; the third worker replaces the second."""
     shown = [number for number in os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",") if number]
     gpus = [shown[index] if use_gpu and index < len(shown) else "" for index in (0, 1, 1)]
     return {WorkerId(worker): partial(_settle, folder, gpu) for worker, gpu in enumerate(gpus)}
 
 
 def _settle(folder: str, gpu: str) -> None:
-    """In a worker's process: what it logs and caches is kept in the check's folder; `gpu`: the one that it sees."""
+    """In a worker's process: keep its log and caches in the check's folder. `gpu`: the only visible one."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
     os.environ["TRITON_CACHE_DIR"] = f"{folder}/compiled/triton"
     if gpu:
@@ -31,7 +31,7 @@ def _settle(folder: str, gpu: str) -> None:
 
 
 class _Remarks(logging.Handler):
-    """Writes what is said of the task to a file that all workers share, and nothing of what befalls workers."""
+    """Writes remarks about the task to a file that all workers share, and omits messages about workers."""
 
     def __init__(self, path: str) -> None:
         super().__init__(logging.WARNING)
@@ -49,14 +49,14 @@ def _file(folder: str) -> str:
 
 
 def remarks_in(folder: str) -> list[str]:
-    """Each once."""
+    """The remarks, each once."""
     path = Path(_file(folder))
     return list(dict.fromkeys(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Within it, what raysharded logs in this process is not printed: the runs lose a worker on purpose."""
+    """A context without raysharded's log lines of this process: the runs lose a worker on purpose."""
     log, handler = logging.getLogger("raysharded"), logging.NullHandler()
     propagated = log.propagate
     log.addHandler(handler)

@@ -1,4 +1,4 @@
-"""What a check will take, found without computing anything, and whether there is so much."""
+"""A check's requirements, found without any computation, and whether they are available."""
 
 from __future__ import annotations
 
@@ -18,63 +18,63 @@ WORKERS = 2
 RUNS = 3
 _HEADROOM = 0.1
 _PROCESS_BYTES = 350 << 20
-"""Of a worker, of the process that reads its data, or of one that builds, before there is a model: most of it torch."""
+"""Bytes of a worker, of its data reader, or of a building process, before a model exists: most of it torch."""
 _STEPS_COMPUTED = 4
-"""So often a step is computed by the three runs: one of them computes each twice."""
+"""Computations of each step by the three runs in total: one of them computes each step twice."""
 _MEMORY = Path("/proc/meminfo")
 _LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What a process that builds the model without memory says of it."""
+    """The report of a process that builds the model without memory."""
 
     parameters: int
     units: int
     worker_bytes: int
-    """Host memory of one of two workers, at most, beside what each process takes."""
+    """Peak host memory of one of two workers, besides the overhead of each process."""
     alone_bytes: int
-    """Of the only worker."""
+    """Peak host memory of a single worker."""
     build_bytes: int
-    """Of a process that builds the model."""
+    """Memory of a process that builds the model."""
     flops: float
-    """Of one microbatch."""
+    """Floating-point operations of one microbatch."""
     device_bytes: int = 0
-    """Of each GPU, at most."""
+    """Peak memory of each GPU."""
     free_device_bytes: tuple[int, ...] = ()
-    """Of the GPUs that there are."""
+    """Free memory of each GPU of this machine."""
     unknown: str = ""
-    """Why activations are not counted; empty if they are."""
+    """The reason why activations are not counted; empty if they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a check takes."""
+    """A check's requirements."""
 
     parameters: int | None
-    """None: the model could not be planned; so of the others."""
+    """None if the model could not be planned; likewise for the other fields."""
     units: int | None
     steps: int
-    """Of each of the three runs."""
+    """Steps of each of the three runs."""
     microbatches: int
-    """Of a step."""
+    """Microbatches of a step."""
     microbatch_size: int
     samples: int
-    """Read by each run for training."""
+    """Samples that each run reads for training."""
     data_bytes: int
-    """The task and its data, pickled: each process gets them."""
+    """Size of the pickled task and data, which each process receives."""
     host_bytes: int
-    """Of all processes together, at most."""
+    """Peak memory of all processes together."""
     available_bytes: int | None
     device_bytes: int = 0
-    """Of each of two GPUs; 0 on CPUs."""
+    """Memory of each of two GPUs; 0 on CPUs."""
     estimate_s: float = 0.0
-    """The computation, by the assumptions of the planner."""
+    """Estimated time of the computation, by the planner's assumptions."""
     unknown: str = ""
-    """What is not counted, and why."""
+    """The parts that are not counted, and why."""
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The requirements as lines for people."""
         model = "a model that could not be planned"
         if self.parameters is not None and self.units is not None:
             model = f"{self.parameters:,} parameters in {count(self.units, 'unit')}"
@@ -93,9 +93,9 @@ class Needs:
 
 
 def shape_of(task: Task, data: Any, batch: BatchConfig, engine: EngineConfig, use_gpu: bool) -> Shape:
-    """Plan the task for one worker and for two. In a process of its own: it runs the task's code, on no device.
+    """Plan the task for one worker and for two. Run it in a separate process: it runs the task's code, on no device.
 
-    Raises RayshardedError where the planner cannot say anything.
+    Raises RayshardedError if the planner fails.
     """
     from raysharded.planning.memory.footprint import first_weights_bytes, worker_memory
 
@@ -106,7 +106,7 @@ def shape_of(task: Task, data: Any, batch: BatchConfig, engine: EngineConfig, us
     whole = setting.shapes.size_bytes + setting.shapes.buffer_bytes
     if task.init_weights is None:
         first = [first_weights_bytes(setting, mesh) for mesh in meshes]
-        hosts = [sum(pair) for pair in zip(hosts, first, strict=True)]  # what was freed is kept for what comes
+        hosts = [sum(pair) for pair in zip(hosts, first, strict=True)]  # freed memory is kept for later allocations
     return Shape(
         parameters=setting.shapes.num_parameters,
         units=len(setting.shapes.units),
@@ -149,7 +149,7 @@ def _free_device_bytes() -> tuple[int, ...]:
 def needs_of(
     shape: Shape | None, batch: BatchConfig, *, steps: int, data_bytes: int, threads: int, unknown: str = ""
 ) -> Needs:
-    """What the three runs take. `shape`: None if the model could not be planned."""
+    """The requirements of the three runs. `shape`: None if the model could not be planned."""
     per_process = _PROCESS_BYTES + data_bytes
     alone = together = build = flops = 0
     if shape is not None:
@@ -182,8 +182,8 @@ def _estimate_s(flops: float, microbatches: int, threads: int, *, on_gpu: bool) 
 
 
 def require_room(needs: Needs, free_device_bytes: tuple[int, ...] | None, *, timeout_s: float) -> None:
-    """Raise ConfigError, with the numbers and the way out, for a check that would not fit. `free_device_bytes`: of the
-    GPUs that there are; None: on CPUs, or not known."""
+    """Raise ConfigError, with the numbers and the remedy, for a check that does not fit. `free_device_bytes`: free
+    memory of each GPU; None: on CPUs, or unknown."""
     smaller = (
         "Give settings of a smaller model, as arguments of the function that makes the trainer or with --config; or a "
         "smaller batch.microbatch_size"
@@ -191,8 +191,8 @@ def require_room(needs: Needs, free_device_bytes: tuple[int, ...] | None, *, tim
     room = needs.available_bytes
     if room is not None and needs.host_bytes > room * (1 - _HEADROOM):
         raise ConfigError(
-            f"the check needs up to {size(needs.host_bytes)} of memory for {WORKERS} workers and what builds and reads "
-            f"for them, and {size(room)} is available, of which a tenth is left alone. {smaller}."
+            f"the check needs up to {size(needs.host_bytes)} of memory for {WORKERS} workers and the processes that "
+            f"build and read for them, and {size(room)} is available, of which a tenth stays free. {smaller}."
         )
     if free_device_bytes is not None and len(free_device_bytes) < WORKERS:
         raise ConfigError(
@@ -203,7 +203,7 @@ def require_room(needs: Needs, free_device_bytes: tuple[int, ...] | None, *, tim
     if free_device_bytes is not None and needs.device_bytes > least * (1 - _HEADROOM):
         raise ConfigError(
             f"the check needs {size(needs.device_bytes)} of each of {WORKERS} GPUs, and {size(least)} is free, of "
-            f"which a tenth is left alone. {smaller}, or try it on CPUs: --device cpu, or check(device='cpu')."
+            f"which a tenth stays free. {smaller}, or test it on CPUs: --device cpu, or check(device='cpu')."
         )
     if needs.estimate_s > timeout_s:
         raise ConfigError(
@@ -213,7 +213,7 @@ def require_room(needs: Needs, free_device_bytes: tuple[int, ...] | None, *, tim
 
 
 def available_bytes() -> int | None:
-    """Memory that processes can be given now: the machine's, or what is left of the container's; None: not known."""
+    """Memory available to processes now: the machine's, or the rest of the container's; None if unknown."""
     found = [value for value in (_of_machine(), _of_container()) if value is not None]
     return min(found, default=None)
 

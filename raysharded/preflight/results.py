@@ -1,4 +1,4 @@
-"""What a check found, as frozen values and as lines for people."""
+"""A check's results, as frozen values and as lines for people."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ Status: TypeAlias = Literal["ok", "refused", "differs", "not tried"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One thing that was tried."""
+    """The result of one test."""
 
     name: str
     status: Status
-    """refused: it ended with an error, which says the way out; differs: it ended with other numbers than it should."""
+    """refused: the test ended with an error, which states the remedy. differs: the test ended with wrong numbers."""
     found: str
-    """In words."""
+    """A description."""
     advice: str = ""
-    """What to do; empty if there is nothing, or if `found` says it."""
+    """The remedy; empty if there is none, or if `found` contains it."""
     took_s: float = 0.0
     user_traceback: str = ""
-    """Where the task's own code raised, if it did."""
+    """Traceback of the task's error, if it raised one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """All that was tried of a trainer, and what that took."""
+    """The results of all tests of a trainer, and their cost."""
 
     needs: Needs
     checks: tuple[Check, ...]
     untried: tuple[str, ...]
-    """What the trainer has, and the check leaves out, in sentences."""
+    """Features of the trainer that the check does not test, in sentences."""
     remarks: tuple[str, ...]
-    """What the workers say of the task's numbers: nothing is wrong with the bits, and perhaps with what was meant."""
+    """Warnings of the workers about the task's numbers: the bits are right, but the program may not do what is
+    intended."""
     versions: Mapping[str, str]
     took_s: float
 
     @property
     def ok(self) -> bool:
-        """True if everything was tried and holds."""
+        """True if all tests ran and passed."""
         return all(check.status == "ok" for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON keeps it."""
+        """The report as a dictionary for JSON."""
         return {
             "ok": self.ok,
             "needs": asdict(self.needs),
@@ -63,20 +64,20 @@ _STATUS_WIDTH = len("not tried")
 
 
 def lines_of_needs(needs: Needs) -> Iterator[str]:
-    """What will be taken."""
+    """The check's requirements as lines."""
     for line in needs.lines():
         yield _line("needs", line)
 
 
 def line_of_check(check: Check) -> str:
-    """What came of one check, and what to do."""
+    """The result of one test, and the remedy."""
     found = f"{check.found.rstrip('.')}. {check.advice}" if check.advice else check.found
     took = f" ({duration(check.took_s)})" if check.took_s else ""
     return _line(check.status, f"{check.name}{took}: {found}")
 
 
 def lines_at_end(report: Report) -> Iterator[str]:
-    """What was left out, what the workers said, and the verdict."""
+    """The remarks, the features not tested, and the verdict."""
     for remark in report.remarks:
         yield _line("remark", remark)
     for sentence in report.untried:

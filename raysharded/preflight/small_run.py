@@ -1,4 +1,4 @@
-"""A run with the task, the data and the settings of another one, for a few steps on one or two workers."""
+"""A run with another run's task, data and settings, for a few steps on one or two workers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 Device = Literal["cpu"]
 _MICROBATCHES = (2, 4)
-"""Of a step, at least and at most: both of two workers compute, and sums have an order."""
+"""Least and most microbatches of a step: both of two workers compute, and sums have an order."""
 _EVALUATED = 2
-"""Microbatches."""
+"""Microbatches of an evaluation."""
 _HANG_TIMEOUT_S = 60.0
 
 
 def _length(data: Any) -> int | None:
-    """None if the data fail to say it, of which the run says more."""
+    """The length of the data; None if it raises an error, which the run reports in detail."""
     try:
         return len(data)
     except Exception:  # noqa: BLE001 - the boundary to the user's code
@@ -32,14 +32,14 @@ def _length(data: Any) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Small:
-    """Specifies such runs, which write to a folder of their own alone."""
+    """Specifies such runs, which write only to a separate folder."""
 
     spec: RunSpec
-    """The run that is checked."""
+    """The run to check."""
     folder: str
     steps: int
     device: Device | None
-    """None: as `spec` has it."""
+    """The device; None: as in `spec`."""
     timeout_s: float
 
     @property
@@ -48,12 +48,12 @@ class Small:
 
     @property
     def threads(self) -> int:
-        """Of each worker."""
+        """Threads of each worker."""
         return self.spec.threads_per_worker
 
     @property
     def batch(self) -> BatchConfig:
-        """The same microbatches, fewer in a step where the trainer has many."""
+        """The trainer's microbatches, but fewer in a step if the trainer has many."""
         own = self.spec.batch
         fewest, most = _MICROBATCHES
         there_are = _length(self.spec.data)
@@ -63,7 +63,7 @@ class Small:
         return replace(own, global_batch_size=own.microbatch_size * microbatches)
 
     def made(self, workers: int, *, audited: bool = False, faults: FaultPlan | None = None) -> RunSpec:
-        """One of these runs. `audited`: every step is computed twice. Each of `faults` may cost a worker."""
+        """The specification of one run. `audited`: every step is computed twice. Each of `faults` may cost a worker."""
         own = self.spec
         lost = 0 if faults is None else len(faults.faults)
         evaluation = own.evaluation
@@ -101,7 +101,7 @@ class Small:
         )
 
     def untried(self) -> Iterator[str]:
-        """What the trainer has that these do not, in sentences."""
+        """Features of the trainer that these runs do not test, in sentences."""
         own = self.spec
         before, now = own.batch.num_microbatches, self.batch.num_microbatches
         if now != before:

@@ -1,4 +1,4 @@
-"""Short runs on plain processes of this machine, and the comparison of what they gave."""
+"""Short runs on plain processes of this machine, and the comparison of their results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Training:
     """Steps that were computed twice with the same bits."""
 
     def listen(self, kind: str, entry: dict[str, Any]) -> None:
-        """Take in a journal entry."""
+        """Record a journal entry."""
         if kind == "step":
             self.steps[entry["step"]] = dict(entry)
         elif kind == "audit":
@@ -38,9 +38,9 @@ class Training:
 
 
 def train(spec: RunSpec, timeout_s: float, prepare: Mapping[WorkerId, Callable[[], None]] | None = None) -> Training:
-    """Do the run to its end with processes for workers. `prepare`: as for `ProcessLauncher`.
+    """Train to the end with processes as workers. `prepare`: as for `ProcessLauncher`.
 
-    Raises what the run failed with, and TimeoutError; the workers are gone then, too.
+    Raises the run's error, or TimeoutError; the workers have then exited, too.
     """
     training = Training()
     run = LocalRun(spec, training.listen, launch=partial(ProcessLauncher, prepare=prepare))
@@ -56,8 +56,8 @@ def train(spec: RunSpec, timeout_s: float, prepare: Mapping[WorkerId, Callable[[
 
 
 def difference(alone: Training, together: Training, compared: Sequence[str] = COMPARED) -> str:
-    """The first number that differs between a run at 1 worker and one at 2, and whether the weights do; empty if
-    nothing does."""
+    """The first number that differs between a run at 1 worker and one at 2, and whether the weights differ; empty if
+    nothing differs."""
     told = []
     for step in sorted(alone.steps.keys() | together.steps.keys()):
         one, two = alone.steps.get(step, {}), together.steps.get(step, {})

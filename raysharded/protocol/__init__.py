@@ -1,1 +1,1 @@
-"""Messages between driver and workers, the session that carries them, and the seam that starts workers."""
+"""Messages between driver and workers, the session that carries them, and the interface that starts workers."""

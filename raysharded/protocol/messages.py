@@ -1,6 +1,6 @@
-"""What the driver and its workers say to each other: frozen values, no torch, no Ray.
+"""Messages between the driver and its workers: frozen values, no torch, no Ray.
 
-Every message carries its generation; one of an older generation is refused.
+Every message carries its generation; a message of an older generation is rejected.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class InitialWeights:
     """The checkpoint whose weights a run begins with."""
 
     uri: str
-    """As the user gave it; for messages."""
+    """URI as the user gave it; for error messages."""
     url: str
-    """The storage that has it."""
+    """URL of the checkpoint's storage."""
     prefix: str
     digest: str
-    """The manifest's."""
+    """Digest of the manifest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What every worker of a run is started with."""
+    """The specification that every worker of a run is started with."""
 
     run_name: str
     run_url: str
@@ -51,15 +51,15 @@ class Job:
     num_threads: int
     collective_timeout_s: float
     grace_s: float = 25.0
-    """How long a worker that was told to leave by SIGTERM stays at most."""
+    """Longest time that a worker stays after SIGTERM."""
     preemption_notices: tuple[Any, ...] = ()
-    """As `FailureConfig.preemption_notices`."""
+    """Notices, as in `FailureConfig.preemption_notices`."""
     on_non_finite: OnNonFinite = "stop"
-    """What a step whose loss or gradient is not finite does."""
+    """Response to a step whose loss or gradient is not finite."""
     faults: Any = None
     """A `raysharded.testing.FaultPlan`, or None."""
     initial_weights: InitialWeights | None = None
-    """What the run begins with at its start; None: what the task draws."""
+    """Weights at the start of the run; None: those that the task draws."""
 
     def saves_at(self, step: int) -> bool:
         """Whether a checkpoint of `step` is due."""
@@ -69,16 +69,16 @@ class Job:
 
 
 def save_id(generation: GenerationId, driver: str = "") -> str:
-    """Names the saves of one generation of one driver, which saves a step once at most.
+    """Identifier of the saves of one generation of one driver, which saves a step at most once.
 
-    A driver that was followed by another may not know it yet, and count its generations on: its name keeps their
+    A driver that was followed by another may not know it yet, and continue to count generations. Its name keeps their
     workers apart.
     """
     return f"g{generation:06d}_{driver}" if driver else f"g{generation:06d}"
 
 
 def save_prefix(step: int, generation: GenerationId, driver: str = "") -> str:
-    """Where a generation writes its checkpoint of a step, below the run's folder; never used twice."""
+    """Folder of a generation's checkpoint of a step, below the run's folder; never used twice."""
     return checkpoint_prefix(step, save_id(generation, driver))
 
 
@@ -90,7 +90,7 @@ class FromMemory:
     spec: StateSpec
     copies: tuple[Copy, ...]
     rebuilds: tuple[Rebuild, ...] = ()
-    """What is to be computed from parity blocks first; then it is held as `copies` says."""
+    """Parts to compute from parity blocks first; they are then held as `copies` specifies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,9 +100,9 @@ class FromCheckpoint:
     step: int
     prefix: str
     digest: str | None = None
-    """Of its manifest, as the driver verified it; no other may be read."""
+    """Manifest digest that the driver verified; no other manifest may be read."""
     url: str = ""
-    """Of the storage that it is in, if that is not the run's own."""
+    """URL of the checkpoint's storage, if it is not the run's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,38 +117,38 @@ Source = FromMemory | FromCheckpoint | FromStart
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationSpec:
-    """One membership: who, in which order, where they meet, and where their state comes from."""
+    """One membership: its workers in order, their rendezvous, and the source of their state."""
 
     generation: GenerationId
     members: tuple[WorkerId, ...]
-    """By rank."""
+    """Members, by rank."""
     source: Source
     host: str
     port: int
     prefix: str
-    """Of the rendezvous store's keys; names the driver too, so that no other driver's keys are met."""
+    """Prefix of the rendezvous store's keys; it includes the driver, so that drivers never share keys."""
     driver: str = ""
-    """The name of the driver that formed it."""
+    """Name of the driver that formed the generation."""
     decisions: Decisions = field(default_factory=Decisions)
-    """What its steps are computed with."""
+    """Decisions that the steps are computed with."""
     replicas: int = 1
-    """Shard groups, each of which holds the whole state."""
+    """Number of shard groups, each of which holds the whole state."""
     tensor: int = 1
     """The tensor parallel degree."""
     apart: int = 1
-    """Of mirrors, as in `Mesh`."""
+    """Distance of mirrors, as in `Mesh`."""
     nodes: tuple[int, ...] = ()
-    """By rank a number of the node that it is on, where ranks are in order of their nodes; empty: they are not."""
+    """Node number for each rank, if ranks are in order of their nodes; empty otherwise."""
     prepared: str = ""
-    """The prefix of the rendezvous at which its members have prepared it beside training; empty: they have not."""
+    """Prefix of the rendezvous at which the members prepared the generation in the background; empty: not prepared."""
     attempt: int = 0
-    """Of preparing: a later one takes the place of those before it, in whichever order they come."""
+    """Number of the preparation attempt: a later one replaces earlier ones, in any order of arrival."""
     numerics: str = ""
     """The rules that the run computes under, as `raysharded.numerics` writes them."""
     newcomers: tuple[WorkerId, ...] = ()
-    """Members that have computed no step yet which others would have noticed: the first step is to be proven."""
+    """Members without a computed step that others could have checked: the first step is to be proven."""
     build_seed: int = 0
-    """The seed of the run's constructors: the one that it began with."""
+    """Seed of the run's constructors, with which it began."""
 
     @property
     def world_size(self) -> int:
@@ -162,36 +162,38 @@ class GenerationSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerInfo:
-    """What a worker says of itself when it is ready."""
+    """A worker's description of itself when it is ready."""
 
     pid: int
     node: str
-    """The host's name."""
+    """Host name."""
     arithmetic: Mapping[str, str]
-    """What its bits depend on: device model or CPU instruction set, library versions, threads; and under `numerics` the
-    rules that it can compute under."""
+    """Facts that the worker's bits depend on: device model or CPU instruction set, library versions, threads.
+
+    The key `numerics` holds the rules that it can compute under.
+    """
     num_samples: int
     node_id: str = ""
-    """Of the Ray node (hex); of plain processes the host's name."""
+    """Id of the Ray node (hex); the host name for plain processes."""
     started: int = 0
-    """When its process started, in clock ticks since boot: with `pid` it names the process."""
+    """Start time of the process, in clock ticks since boot; with `pid` it identifies the process."""
     start_cpu_s: float = 0.0
-    """What its process has computed until now, for imports above all: CPU seconds that others may have missed."""
+    """CPU seconds that the process has used so far, mostly for imports; others may have lacked them."""
     device: str = ""
-    """Its GPU, by number and UUID, as nvidia-smi lists it; empty: it has none."""
+    """GPU, by number and UUID, as nvidia-smi lists it; empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerNotice:
-    """A worker was told that it must leave."""
+    """A notice that a worker must leave."""
 
     number: int
-    """Counts this worker's notices from 1."""
+    """Number of the notice, from 1 for each worker."""
     reason: str
     left_s: float
-    """How long it still has."""
+    """Remaining time in seconds."""
     whole_node: bool
-    """It is said of the worker's machine, not of its process."""
+    """Whether the notice concerns the worker's machine, not only its process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,10 +203,10 @@ class NonFinite:
     what: Literal["loss", "gradient"]
     loss: float
     microbatches: tuple[int, ...] = ()
-    """Those that gave it; empty if each is finite and only their sum is not, or if that is not known."""
+    """Microbatches that produced it; empty if each is finite and only their sum is not, or if they are unknown."""
 
     def text(self) -> str:
-        """For people."""
+        """The finding for people."""
         what = f"the loss is {self.loss}" if self.what == "loss" else "the gradient is not finite"
         if not self.microbatches:
             return what
@@ -214,25 +216,28 @@ class NonFinite:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corruption:
-    """What an audit, or the proof of a first step, found, the same on every worker."""
+    """The finding of an audit, or of the proof of a first step, the same on every worker."""
 
     step: int
-    """The audited one, which was not applied."""
+    """The audited step, which was not applied."""
     what: str
-    """gradient: a microbatch gave other numbers on another worker; sum: adding them up did; state: copies differ.
-    The proof of a first step: gradient, or if that is the same, loss or metric."""
+    """Kind of the finding.
+
+    gradient: a microbatch gave other numbers on another worker. sum: the addition of gradients did. state: copies
+    differ. The proof of a first step finds gradient or, if gradients agree, loss or metric.
+    """
     culprits: tuple[WorkerId, ...]
-    """To be removed: those that are wrong, or that may be."""
+    """Workers to remove: those that are wrong, or may be."""
     workers: tuple[WorkerId, ...]
-    """All whose results differ from another's, or from their own."""
+    """All workers whose results differ from another's, or from their own."""
     microbatches: tuple[int, ...] = ()
     by_proof: bool = False
-    """The proof of a generation's first step found it, and no audit."""
+    """Whether the proof of a generation's first step found it, not an audit."""
     takes_back: bool = True
-    """What was computed since the newest verified step may be wrong, too."""
+    """Whether results since the newest verified step may be wrong, too."""
 
     def fields(self) -> dict[str, Any]:
-        """As the journal's entries have it."""
+        """Fields for the journal's entries."""
         return {
             "step": self.step,
             "what": self.what,
@@ -242,7 +247,7 @@ class Corruption:
         }
 
     def text(self) -> str:
-        """For people."""
+        """The finding for people."""
         of = f" of microbatches {', '.join(map(str, self.microbatches))}" if self.microbatches else ""
         names = f"worker {self.culprits[0]}" if len(self.culprits) == 1 else f"workers {list(self.culprits)}"
         by = "the proof of a first step" if self.by_proof else "the audit"
@@ -267,17 +272,17 @@ class StepReport:
     seconds: Mapping[str, float]
     """Phase -> seconds, of the reporting worker."""
     finished_at: float
-    """Wall clock of the worker when Apply was done."""
+    """Wall clock of the worker at the end of the phase Apply."""
     save_started: bool = False
-    """A checkpoint of this step is being written."""
+    """Whether a checkpoint of this step is being written."""
     save_asked: bool = False
-    """It was begun because somebody asked for one."""
+    """Whether that checkpoint was begun by request."""
     save_late: bool = False
-    """A checkpoint of this step was due and is left out: the one before is still being written."""
+    """Whether a due checkpoint of this step is skipped because the previous one is still being written."""
     skipped: NonFinite | None = None
-    """Why its update was left out; the state is that of the step before."""
+    """Reason for skipping the update; the state is that of the step before."""
     audit_s: float | None = None
-    """Seconds that its audit took, which found nothing; None if it was not audited."""
+    """Seconds of the step's audit, which found nothing; None if it was not audited."""
 
     def measured(self) -> dict[str, float]:
         """The step's finite numbers by name, as a checkpoint keeps them; those of the evaluation as `evaluation.*`."""
@@ -286,7 +291,7 @@ class StepReport:
         return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
     def fields(self) -> dict[str, object]:
-        """The step as the journal keeps it."""
+        """The step's fields for the journal."""
         fields: dict[str, object] = {
             "generation": self.generation,
             "step": self.step,
@@ -309,7 +314,7 @@ class StepReport:
 
 
 class StopReason(Enum):
-    """Why a worker stopped training."""
+    """Reason why a worker stopped training."""
 
     FINISHED = "finished"
     BOUNDARY = "boundary"
@@ -318,7 +323,7 @@ class StopReason(Enum):
     CORRUPT = "corrupt"
     """An audit, or the proof of a first step, found wrong numbers."""
     REFUSED = "refused"
-    """Exact mode cannot be kept, or the state does not fit: trying again would not help."""
+    """Exact mode cannot be kept, or the state does not fit: a retry would not help."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,22 +340,22 @@ class GenerationReady:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A worker has prepared the next generation beside training, or could not."""
+    """A worker has prepared the next generation in the background, or could not."""
 
     prefix: str
-    """Of the rendezvous: which preparation it speaks of."""
+    """Prefix of the rendezvous, which identifies the preparation."""
     error: str = ""
-    """Why it could not."""
+    """Reason why the preparation failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stopped:
-    """A worker stopped forming or training, and holds this."""
+    """A worker stopped forming or training, and reports what it holds."""
 
     generation: GenerationId
     reason: StopReason
     step: int
-    """The newest step that this worker applied."""
+    """Newest step that this worker applied."""
     phase: str
     stopped_at: float
     """Wall clock of the worker."""
@@ -358,15 +363,15 @@ class Stopped:
     specs: Mapping[int, StateSpec] = field(default_factory=dict)
     """Step -> the state's spec at that step."""
     reports: tuple[StepReport, ...] = ()
-    """The newest steps' reports, in case the driver did not get them."""
+    """Reports of the newest steps, in case the driver did not receive them."""
     error: BaseException | None = None
     corruption: Corruption | None = None
-    """What was found, if that is the reason."""
+    """The finding, if that is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Steps that were agreed on since the driver asked last."""
+    """Steps agreed on since the driver's last query."""
 
     generation: GenerationId
     reports: tuple[StepReport, ...]
@@ -374,24 +379,24 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeReply:
-    """Where a worker is right now."""
+    """A worker's position in a step right now."""
 
     generation: GenerationId
     step: int
-    """The newest step that it applied."""
+    """Newest step that the worker applied."""
     phase: str
     phase_s: float
-    """How long it has been in that phase."""
+    """Seconds in that phase so far."""
     waits: bool
-    """It waits for others, in a collective; otherwise it computes, or is in the user's code."""
+    """Whether it waits for others in a collective; otherwise it computes, or runs the user's code."""
     stack: str
-    """Of the thread that computes, the innermost call last."""
+    """Stack of the thread that computes, the innermost call last."""
     where: str = ""
-    """The innermost line of it that is neither raysharded's nor a library's."""
+    """Innermost line of the stack that is neither raysharded's nor a library's."""
     busy: Mapping[str, float] = field(default_factory=dict)
-    """Phase -> seconds per step in which it does not wait for others: an average of the newest steps."""
+    """Phase -> seconds per step without waiting for others: an average of the newest steps."""
     num_steps: int = 0
-    """Of how many, in this generation."""
+    """Number of averaged steps, in this generation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -407,8 +412,8 @@ class Saved:
     spec: StateSpec | None = None
     error: str | None = None
     unknown: bool = False
-    """With an error: nothing failed; the worker never began it, or does not know of it any more."""
+    """With an error: nothing failed; the worker never began the save, or no longer knows it."""
     seconds: float = 0.0
-    """From its begin until it was durable."""
+    """Seconds from the start of the save until it was durable."""
     retries: int = 0
-    """How many of its operations on storage were tried again."""
+    """Retried storage operations of the worker."""

@@ -1,9 +1,8 @@
-"""What workers must know of their driver to outlive it, and what they say to the next one. Frozen values, and pure
-decisions about them.
+"""The facts about its driver that a worker needs to outlive it, and its report to the next one.
 
-A worker on a cluster that was there before the driver is leased to that driver: every call carries the driver's
-epoch and renews the lease; a driver with a newer epoch takes the worker over, and the older one is refused from then
-on.
+Frozen values, and pure decisions about them. A worker on a cluster that existed before the driver is leased to it:
+every call carries the driver's epoch and renews the lease. A driver with a newer epoch takes the worker over; the older
+one is rejected from then on.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from raysharded.overrides import Decisions, agree
 from raysharded.protocol.messages import FromMemory, Job, StepReport, Stopped, WorkerInfo
 
 _MAY_DIFFER = ("run_name", "faults", "grace_s", "preemption_notices", "collective_timeout_s")
-"""Of a job: what workers that are taken over keep from the driver before."""
+"""Fields of a job that may differ: adopted workers keep those of the driver before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,17 +29,17 @@ class DriverSession:
 
     driver: str
     epoch: int
-    """The first generation of its ownership: higher than that of every driver before."""
+    """First generation of its leadership: higher than that of every earlier driver."""
     run_name: str
     global_batch_size: int
     metadata: Mapping[str, Any]
-    """Written into every checkpoint's manifest."""
+    """Metadata for every checkpoint's manifest."""
     signed: bool
-    """Only the driver can sign: without it there is no further checkpoint."""
+    """Whether checkpoints are signed: only the driver can sign, so there is no checkpoint without it."""
     lease_s: float
     orphan_wait_s: float
     recorded_step: int = 0
-    """The newest step that was on record when the driver began: it need not hear of older ones."""
+    """Newest step in the journal when the driver began: it needs no reports of older ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,43 +50,43 @@ class AdoptedWorker:
     facts: WorkerInfo
     stopped: Stopped
     reports: tuple[StepReport, ...]
-    """Of the newest steps that it took part in: the drivers before may not have put them on record."""
+    """Reports of the newest steps that it took part in: earlier drivers may not have recorded them."""
     fence: GenerationId
-    """Nothing of this generation or an older one runs on it any more, or will."""
+    """Generation up to which nothing runs, or will run, on the worker."""
     decisions: Decisions
-    """Those of its newest generation: what it holds was computed with these."""
+    """Decisions of its newest generation, with which its holdings were computed."""
     job: str
-    """The identity of the job that it was started with."""
+    """Identity of the job that it was started with."""
     epoch: int
-    """Of the driver that started it."""
+    """Epoch of the driver that started it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreedWorker:
-    """What a worker that was freed says."""
+    """The report of a freed worker."""
 
     facts: WorkerInfo | None
-    """None: it had not started."""
+    """Facts of the worker; None if it had not started."""
     stopped: Stopped
     reports: tuple[StepReport, ...]
-    """Of the newest steps that it took part in: the driver may not have put them on record."""
+    """Reports of the newest steps that it took part in: the driver may not have recorded them."""
     fence: GenerationId
-    """Nothing of this generation or an older one runs on it any more, or will."""
+    """Generation up to which nothing runs, or will run, on the worker."""
     decisions: Decisions
-    """Those of its newest generation."""
+    """Decisions of its newest generation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundWorkers:
-    """What a driver found when it began."""
+    """Workers that a driver found when it began."""
 
     adopted: tuple[AdoptedWorker, ...] = ()
     ended: int = 0
-    """Workers of the run that could not be taken over, and were ended."""
+    """Number of the run's workers that could not be taken over, and were ended."""
 
 
 def to_take_over(answers: Iterable[AdoptedWorker], job: str) -> list[AdoptedWorker]:
-    """Of the workers that would obey a driver, those that it takes: of its own job, one of each number."""
+    """The workers that a driver takes over from those that would obey it: workers of its job, one of each number."""
     taken: dict[WorkerId, AdoptedWorker] = {}
     for one in sorted(answers, key=lambda one: (-one.epoch, one.worker)):
         if one.job == job and one.worker not in taken:
@@ -96,7 +95,7 @@ def to_take_over(answers: Iterable[AdoptedWorker], job: str) -> list[AdoptedWork
 
 
 def run_digest(run_url: str) -> str:
-    """Names a run in the names of its workers, in 16 characters."""
+    """Digest of a run for the names of its workers, 16 characters."""
     return hashlib.blake2b(run_url.encode(), digest_size=8).hexdigest()
 
 
@@ -106,8 +105,8 @@ def run_digest(run_url: str) -> str:
 def job_identity(job: Job) -> str:
     """A digest that is equal for jobs that compute the same, in whichever process they were made.
 
-    It covers every setting, the task's and the data's class, the code of their methods and their attributes; not the
-    code of functions that these call. What cannot be pickled is never equal to anything.
+    It covers every setting, the classes of task and data, the code of their methods and their attributes; not the code
+    of functions that these call. A value that cannot be pickled never equals anything.
     """
     digest = hashlib.blake2b(digest_size=16)
     for item in fields(job):
@@ -128,7 +127,7 @@ def _add(update: Any, value: Any) -> None:
         update(pickle.dumps(value, 5))
         return
     for base in cls.__mro__:
-        if base.__module__.startswith("raysharded."):  # what it computes is a matter of rules: `raysharded.numerics`
+        if base.__module__.startswith("raysharded."):  # rules describe the computation: `raysharded.numerics`
             update(base.__qualname__.encode())
         elif base.__module__ != "builtins":
             update(f"{base.__module__ if base.__module__ != '__main__' else ''}.{base.__qualname__}".encode())
@@ -161,11 +160,11 @@ def _add_code(update: Any, code: CodeType) -> None:
 
 
 def last_recorded_step(entries: Iterable[Mapping[str, Any]]) -> int:
-    """The newest step that counts and is on record."""
+    """Newest step that counts and is recorded in the journal."""
     step = 0
     for entry in entries:
         match entry["kind"]:
-            case "started":  # it may go on after steps that were not on record yet
+            case "started":  # it may follow steps that were not recorded yet
                 step = min(step, int(entry["resumed_after_step"]))
             case "generation" | "step":
                 step = int(entry["step"])
@@ -173,24 +172,24 @@ def last_recorded_step(entries: Iterable[Mapping[str, Any]]) -> int:
 
 
 def taken_back(entries: Iterable[Mapping[str, Any]]) -> GenerationId:
-    """The newest generation whose steps were taken back; what it or an older one left in memory counts for nothing."""
+    """Newest generation whose steps were undone; state that it or an older one left in memory is invalid."""
     generation = newest = 0
     for entry in entries:
         if entry["kind"] == "generation":
             newest = int(entry["generation"])
-        elif entry["kind"] in ("rewind", "corruption"):  # one that was asked for comes when the next one is formed
+        elif entry["kind"] in ("rewind", "corruption"):  # a requested one follows the next generation's entry
             generation = int(entry.get("generation", newest))
     return GenerationId(generation)
 
 
 def believed(stopped: Stopped, decisions: Decisions, after: GenerationId, decided: Decisions) -> Stopped:
-    """What a worker holds, without what was taken back, or computed otherwise than was decided."""
+    """A worker's holdings, without state that was undone or computed with other decisions."""
     held = tuple(one for one in stopped.held if one.layout_id > after and agree(decisions, decided, one.step))
     return replace(stopped, held=held)
 
 
 def unrecorded(reports: Iterable[StepReport], after_step: int, up_to: int) -> list[StepReport]:
-    """One report of every step in (after_step, up_to] that anybody reported, in order; the newest generation's."""
+    """One report of every reported step in (after_step, up_to], in order, from the newest generation."""
     newest: dict[int, StepReport] = {}
     for report in reports:
         known = newest.get(report.step)
@@ -199,7 +198,7 @@ def unrecorded(reports: Iterable[StepReport], after_step: int, up_to: int) -> li
     return [newest[step] for step in sorted(newest)]
 
 
-# -- the last checkpoint --
+# -- the orphan checkpoint --
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,8 +213,10 @@ class PartOf:
 
 
 def parts_to_write(source: FromMemory) -> tuple[PartOf, ...]:
-    """By rank, who writes which buffer, so that the state is written once; () if no single layout is whole. Ranks that
-    have nothing to write are left out."""
+    """Buffers with their writers, by rank, that write the state once; () if no single layout is complete.
+
+    Ranks with nothing to write are omitted.
+    """
     by_layout: dict[int, list[Copy]] = {}
     for copy in source.copies:
         by_layout.setdefault(copy.layout_id, []).append(copy)
@@ -240,7 +241,7 @@ def _parts_of(copies: Sequence[Copy], layout: int, source: FromMemory) -> tuple[
 
 
 def _writes_alone(spec: StateSpec, pieces: ShardMap) -> bool:
-    """Whether there is anything that no other rank writes."""
+    """Whether this rank has data that no other rank writes."""
     return not spec.replicated[pieces.part(Share()).tensor].all()
 
 
@@ -249,15 +250,15 @@ def _writes_alone(spec: StateSpec, pieces: ShardMap) -> bool:
 
 @dataclass(slots=True)
 class LeaseState:
-    """Which driver a worker obeys, and since when it has not heard of it. Times are monotonic seconds."""
+    """The driver that a worker obeys, and the time since its last call. Times are monotonic seconds."""
 
     terms: DriverSession
     heard_at: float
     ending: bool = False
-    """The last checkpoint is being written: of the drivers only one that follows is obeyed."""
+    """Whether the orphan checkpoint is being written: only a driver with a newer epoch is obeyed."""
 
     def refusal(self, epoch: int) -> str:
-        """Why a call of this epoch is refused; empty if it is not."""
+        """Reason why a call of this epoch is rejected; empty if it is not."""
         if self.ending and epoch <= self.terms.epoch:
             return "this worker was without a driver for too long, and ends"
         if epoch < self.terms.epoch:
@@ -271,20 +272,21 @@ class LeaseState:
         self.terms, self.heard_at, self.ending = terms, now, False
 
     def end(self, epoch: int, now: float) -> bool:
-        """For a worker that leads the last checkpoint, and took the run with this epoch: obey nobody but a driver that
-        follows it. False, and nothing is changed, if there is a driver, or a newer leader."""
+        """Obey only a driver that follows the leader of the orphan checkpoint, which took the run with this epoch.
+
+        False, with nothing changed, if there is a driver or a newer leader.
+        """
         if epoch < self.terms.epoch or not self.has_nobody(now):
             return False
         self.terms, self.ending = replace(self.terms, epoch=epoch), True
         return True
 
     def has_nobody(self, now: float) -> bool:
-        """Whether it has no driver, whichever it had."""
+        """Whether the worker has no driver."""
         return self.ending or self.is_orphaned(now)
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """This process did nothing for so long: what its driver said meanwhile is not heard yet, and that time does not
-        count."""
+        """Exclude time in which this process was suspended: the driver's calls of that time are not received yet."""
         self.heard_at = min(now, self.heard_at + max(0.0, seconds))
 
     def is_orphaned(self, now: float) -> bool:
@@ -292,5 +294,5 @@ class LeaseState:
         return now - self.heard_at > self.terms.lease_s
 
     def is_over(self, now: float) -> bool:
-        """Whether it was waited long enough for another driver."""
+        """Whether the wait for another driver is over."""
         return self.ending or now - self.heard_at > self.terms.lease_s + self.terms.orphan_wait_s

@@ -1,8 +1,7 @@
-"""The number of the protocol between a driver, its workers and whoever attaches to a run. Plain data: no class of ours.
+"""Version number of the protocol between a driver, its workers and handles. Plain data: no class of raysharded.
 
-Whoever changes a message, a call or its arguments raises `PROTOCOL` (tests/golden/protocol.txt has them all). Drivers
-and workers with the same number work together, whatever their versions; with another number they leave each other
-alone.
+To change a message, a call or its arguments, raise `PROTOCOL` (tests/golden/protocol.txt lists them all). Drivers and
+workers with the same number work together, also across versions; with different numbers they ignore each other.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from raysharded import __version__
 
 PROTOCOL = 2
 FIRST = 1
-"""Of raysharded 0.1, whose workers and drivers cannot be asked for it."""
+"""Protocol of raysharded 0.1, whose workers and drivers cannot be queried for it."""
 ASK = "hello"
-"""The method of workers that answers with a `greeting`."""
+"""Method of workers that answers with a `greeting`."""
 
 
 def greeting() -> dict[str, Any]:
-    """`protocol`, and the version of raysharded in words: the answer to `hello`, which later versions may extend."""
+    """Answer to `hello`: `protocol`, and the version of raysharded in words. Later versions may extend it."""
     return {"protocol": PROTOCOL, "raysharded": __version__}
 
 
@@ -31,7 +30,7 @@ class OtherVersion:
 
     protocol: int
     raysharded: str
-    """Its version; empty if it cannot be asked."""
+    """Version of raysharded; empty if it cannot be queried."""
 
     def __str__(self) -> str:
         version = f"raysharded {self.raysharded}" if self.raysharded else "raysharded 0.1"
@@ -39,7 +38,7 @@ class OtherVersion:
 
 
 def other_version(answer: Mapping[str, Any] | None) -> OtherVersion | None:
-    """Whoever gave this answer to `hello`, if it has another protocol. None: it has no such method."""
+    """The version that gave this answer to `hello`, if its protocol differs. An answer None means: no such method."""
     if answer is None:
         return OtherVersion(protocol=FIRST, raysharded="")
     protocol = int(answer["protocol"])

@@ -1,4 +1,4 @@
-"""What the driver needs of whatever starts its workers: Ray in production, plain processes in tests."""
+"""Interface between the driver and the launcher of its workers: Ray in production, plain processes in tests."""
 
 from __future__ import annotations
 
@@ -19,67 +19,70 @@ class Reply:
     value: Any = None
     error: BaseException | None = None
     node_id: str = ""
-    """With an error: the node that the worker is on, if it is known."""
+    """With an error: the worker's node, if known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerLost:
-    """A worker's process is gone, or could not be started."""
+    """A worker's process has exited, or could not be started."""
 
     worker: WorkerId
     reason: str
     error: BaseException | None = None
     node_id: str = ""
-    """The node that it was on, if that is known; of a worker that was ready its `WorkerInfo` say it too."""
+    """Node of the worker, if known; for a worker that was ready, its `WorkerInfo` has the node too."""
     node_died: bool = False
-    """It is gone because its whole node is."""
+    """Whether the whole node died."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaveNotice:
-    """Workers must leave soon: their node is drained or preempted, or somebody told them."""
+    """Workers must leave soon: their node is drained or preempted, or they were notified themselves."""
 
     workers: tuple[WorkerId, ...]
     reason: str
     within_s: float
-    """How long they have."""
+    """Time that the workers have."""
     whole_node: bool = False
-    """It is said of the machine: all other workers there must leave too."""
+    """Whether it concerns the machine: all other workers there must leave too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersOfAnotherVersion:
-    """Workers of the run that this version cannot talk to; they are left alone."""
+    """Workers of the run whose protocol this version does not have; they are left alone."""
 
     version: OtherVersion
     workers: int
     have_driver: bool
-    """Whether one of them has heard of its driver within the lease."""
+    """Whether one of them had a call of its driver within the lease."""
     wait_s: float | None = None
-    """How long they still wait for a driver of theirs at most; None: they cannot be asked."""
+    """Longest time that they still wait for a new driver; None: they cannot be queried."""
 
 
 class LeadershipCheck(Protocol):
     """Checks whether a driver still leads its run. Any thread."""
 
     def is_sure(self) -> bool:
-        """Whether it is known, without asking anybody, that nobody else can own the run now."""
+        """Whether it is known, without a query, that no other driver can lead the run now."""
         ...
 
     def may_act(self) -> bool:
-        """The same, after asking storage if that takes it, however long; False if it does not tell."""
+        """Whether no other driver can lead the run now. Queries storage if necessary, however long it takes.
+
+        False if storage does not answer.
+        """
         ...
 
 
 class Launcher(Protocol):
-    """Starts workers and carries calls to them. Used by one thread, but for `close`."""
+    """Starts workers and carries calls to them. Used by one thread, except for `close`."""
 
     def rendezvous(self) -> tuple[str, int]:
         """(host, port) of a store that outlives every worker."""
         ...
 
     def where(self) -> tuple[str, str]:
-        """(cluster, job) that this process works in, for `has_ended`; empty if there is none."""
+        """(cluster, job) of this process, for `has_ended`; empty if there is none."""
         ...
 
     def has_ended(self, cluster: str, job: str) -> bool:
@@ -91,14 +94,16 @@ class Launcher(Protocol):
         ...
 
     def enter(self, terms: DriverSession, hold: LeadershipCheck) -> FoundWorkers:
-        """Begin, for this driver: the workers that the run's driver before left alive, free and taken over; to be
-        called before any is started. `hold` is asked before a worker that outlives its driver is killed."""
+        """Begin for this driver: adopt and free the workers that the run's driver before left alive.
+
+        Call it before any worker is started. `hold` is checked before a worker that outlives its driver is killed.
+        """
         ...
 
     def start(self, worker: WorkerId, avoid: tuple[str, ...] = ()) -> None:
         """Start a worker on none of the nodes `avoid`; a `Reply` to its method `ready` follows, or `WorkerLost`.
 
-        As long as there is no other node with room for it, it waits.
+        It waits as long as no other node has enough free resources.
         """
         ...
 
@@ -107,24 +112,24 @@ class Launcher(Protocol):
         ...
 
     def kill(self, worker: WorkerId, *, at_once: bool = True) -> None:
-        """End a worker's process; one that is well may be given a moment to end in order. No `WorkerLost` follows."""
+        """End a worker's process; a healthy one may get a moment to exit in order. No `WorkerLost` follows."""
         ...
 
     def wait(self, timeout_s: float) -> list[Reply | WorkerLost | LeaveNotice]:
-        """What has happened since the last call; waits up to `timeout_s` for the first.
+        """Events since the last call; waits up to `timeout_s` for the first.
 
         When a node dies, all of its workers are `WorkerLost` in one answer.
         """
         ...
 
     def describe_shortage(self) -> str:
-        """What is missing for the workers that could not be started yet; empty if nothing is known."""
+        """Resources missing for workers that could not be started yet; empty if unknown."""
         ...
 
     def abandon(self) -> None:
-        """Let go of the workers that another driver may own by now; end those that nobody else can have."""
+        """Release the workers that another driver may own by now; end those that no other driver can have."""
         ...
 
     def close(self) -> None:
-        """End every worker and let go of all resources."""
+        """End every worker and release all resources."""
         ...

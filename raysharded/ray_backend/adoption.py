@@ -1,4 +1,4 @@
-"""What a driver on Ray does about workers of the driver before it, and about that driver. Knows Ray."""
+"""Adoption of workers on Ray from the driver before, and checks on that driver. Knows Ray."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from raysharded.ray_backend.peers import GROUP, Named, find, handle
 _log = logging.getLogger("raysharded.driver")
 _ANSWER_S = 30.0
 _RENEWALS = 3
-"""In a lease's time, to workers that wait for the others."""
+"""Renewals within a lease's time, for workers that wait for the others."""
 _ACTOR = "actor"
 _LEAVE_S = 5.0
-"""How long those that are not taken over may take to end; then they are killed."""
+"""Time in which workers that are not taken over may exit; then they are killed."""
 
 
 def where() -> tuple[str, str]:
-    """(cluster, job) of this process. An actor counts as a job of its own, `actor <id> start <n>`, each time that Ray
-    starts it: it may go on when the job is over that made it. A task has none."""
+    """(cluster, job) of this process; a task has no job.
+
+    An actor counts as a separate job, `actor <id> start <n>`, for each start by Ray: it may outlive the job that made
+    it.
+    """
     context = ray.get_runtime_context()
     actor = context.get_actor_id()
     job = f"{_ACTOR} {actor} start {num_restarts()}" if actor else ""
@@ -38,32 +41,33 @@ def where() -> tuple[str, str]:
 
 
 def num_restarts() -> int:
-    """How often Ray has started this actor again."""
+    """Number of times that Ray has restarted this actor."""
     return int(ray._private.state.actors(ray.get_runtime_context().get_actor_id()).get("NumRestarts", 0))
 
 
 def has_ended(cluster: str, job: str) -> bool:
-    """Whether Ray knows that this job of this cluster is over; of an actor, that it is dead, or was started again."""
+    """Whether Ray knows that this job of this cluster is over; for an actor, that it is dead or was restarted."""
     try:
         if cluster != where()[0]:
             return False
         kind, _, rest = job.partition(" ")
         if kind == _ACTOR:
             actor, _, start = rest.partition(" start ")
-            known = ray._private.state.actors(actor)  # nothing: Ray has forgotten it
+            known = ray._private.state.actors(actor)  # empty: Ray has forgotten it
             return bool(known) and (known["State"] == "DEAD" or int(known["NumRestarts"]) > int(start))
         return any(entry["JobID"] == job and entry["IsDead"] for entry in ray._private.state.jobs())
-    except Exception:  # noqa: BLE001 - without Ray's word the lease decides
-        _log.info("Ray does not tell whether job %s is over", job, exc_info=True)
+    except Exception:  # noqa: BLE001 - without Ray's answer the lease decides
+        _log.info("Ray does not report whether job %s is over", job, exc_info=True)
         return False
 
 
 def adopt(
     run: str, terms: DriverSession, identity: str, leadership: LeadershipCheck
 ) -> tuple[list[tuple[AdoptedWorker, Any]], int]:
-    """The run's workers that obey this driver from now on, with their actors, and how many others were ended.
+    """The run's workers that obey this driver from now on, with their actors, and the number of ended workers.
 
-    Those of another job are ended, and those that have not started or do not answer; none that obeys a newer driver.
+    Workers of another job are ended, and workers that have not started or do not answer; none that obeys a newer
+    driver.
     """
     actors = {named: actor for named in find(run) if (actor := handle(named)) is not None}
     started = alive()
@@ -79,7 +83,7 @@ def adopt(
 
 
 def _answers(asked: Mapping[Any, Named], actors: Sequence[Any], terms: DriverSession) -> dict[Named, AdoptedWorker]:
-    """What they said, without those that refused, are gone or take too long."""
+    """Answers of the workers, without those that refused, are lost or take too long."""
     answers: dict[Named, AdoptedWorker] = {}
     renewals: list[Any] = []
     waiting, since = list(asked), time.monotonic()
@@ -88,7 +92,7 @@ def _answers(asked: Mapping[Any, Named], actors: Sequence[Any], terms: DriverSes
         answers |= {asked[ref]: answer for ref in done for answer in _answer(asked[ref], ref)}
         if may_go_on(list(answers.values()), time.monotonic() - since):
             break
-        if waiting:  # or else those that are free believe that they have no driver
+        if waiting:  # otherwise those that are free believe that they have no driver
             renewals += [actor.renew.options(concurrency_group=GROUP).remote(terms.epoch) for actor in actors]
     return answers
 
@@ -96,8 +100,10 @@ def _answers(asked: Mapping[Any, Named], actors: Sequence[Any], terms: DriverSes
 def _end(
     actors: Mapping[Named, Any], terms: DriverSession, started: set[str] | None, leadership: LeadershipCheck
 ) -> int:
-    """End these workers, but for those that obey a newer driver: this one may have slept, and not know it yet. How
-    many were ended."""
+    """End these workers, and return how many were ended.
+
+    Workers that obey a newer driver stay: this driver may have slept, and not know it yet.
+    """
     asked = {
         actor.leave.options(concurrency_group=GROUP).remote(terms.epoch): named
         for named, actor in actors.items()
@@ -118,20 +124,20 @@ def _refused(ref: Any) -> bool:
     except RayTaskError:  # it obeys a newer driver
         return True
     except RayError:
-        pass  # it has ended
+        pass  # it has exited
     return False
 
 
 def _answer(named: Named, ref: Any) -> Iterator[AdoptedWorker]:
     try:
         yield ray.get(ref, timeout=_ANSWER_S)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it cannot be taken over
+    except Exception as error:  # noqa: BLE001 - with any error, it cannot be taken over
         _log.info("worker %s is not taken over: %s", named.name, error)
 
 
 def alive() -> set[str] | None:
-    """The ids of the actors that have started; None if Ray does not tell."""
+    """Ids of the actors that have started; None if Ray does not answer."""
     try:
         return set(ray._private.state.actors(actor_state_name="ALIVE"))
-    except Exception:  # noqa: BLE001 - then all are asked
+    except Exception:  # noqa: BLE001 - then all are queried
         return None

@@ -1,4 +1,4 @@
-"""The agents of the nodes that workers run on, as Ray actors; and a way to call Ray without waiting for it."""
+"""Agents on the workers' nodes, as Ray actors; and background calls to Ray."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 WAITING = "waiting"
-"""The agent's threads for calls that wait, so that a kill at once waits for none of them."""
+"""Concurrency group of the agent's waiting calls, so that an immediate kill waits for none of them."""
 _WAIT_AT_ONCE = 8
 
 
 class Agents:
-    """One `raysharded.ray_backend.node_agent.Agent` on each node that was asked for. `kill` may be called from any
-    thread, the rest from one; nothing but `close` waits."""
+    """One `raysharded.ray_backend.node_agent.Agent` on each requested node.
+
+    Any thread may call `kill`; one thread calls the rest. Only `close` waits.
+    """
 
     def __init__(self) -> None:
         from raysharded.ray_backend.node_agent import Agent
@@ -32,10 +34,10 @@ class Agents:
         self._lock = threading.Lock()
         """Guards the list below."""
         self._kills: list[ray.ObjectRef[Any]] = []
-        """Those that may still be on their way."""
+        """Kills that may still be on their way."""
 
     def ensure(self, node_id: str) -> None:
-        """Have an agent on this node; one that dies is started again."""
+        """Ensure that an agent runs on this node; Ray restarts one that dies."""
         if node_id not in self._agents:
             options = self._actor_class.options(
                 num_cpus=0,
@@ -48,11 +50,11 @@ class Agents:
             self._agents[node_id] = agent
 
     def forget(self, node_id: str) -> None:
-        """The node is gone, and its agent with it."""
+        """Discard the agent of a node that is lost."""
         self._agents.pop(node_id, None)
 
     def kill(self, node_id: str, pid: int, started: int, *, after_s: float = 0.0) -> None:
-        """Have a process of this node ended, if the node has an agent: now, or if it is there after a while."""
+        """End a process of this node, if the node has an agent: now, or after `after_s` if it still runs."""
         agent = self._agents.get(node_id)
         if agent is None:
             return
@@ -65,7 +67,7 @@ class Agents:
                 self._kills.append(agent.kill.remote(pid, started))
 
     def close(self, within_s: float) -> None:
-        """End the agents, after what they were told to kill: waits up to `within_s` for it."""
+        """End the agents after their pending kills; waits up to `within_s` for these."""
         with contextlib.suppress(RayError):
             if self._kills:
                 ray.wait(self._kills, num_returns=len(self._kills), timeout=within_s)
@@ -76,8 +78,10 @@ class Agents:
 
 
 class OwnNode:
-    """In place of `Agents` where all workers are on this machine, under a Ray that this process started: it signals
-    them itself, and no process waits for that beside training. The same methods."""
+    """Replacement for `Agents`, with the same methods, under a Ray that this process started on this machine.
+
+    The process signals workers itself: no agent process waits while they train.
+    """
 
     def __init__(self) -> None:
         from raysharded.ray_backend.node_agent import Agent
@@ -86,13 +90,13 @@ class OwnNode:
         self._waiting: list[threading.Thread] = []
 
     def ensure(self, node_id: str) -> None:
-        """It is there."""
+        """Do nothing: the node has this process."""
 
     def forget(self, node_id: str) -> None:
-        """It would be gone itself."""
+        """Do nothing: this process would be lost with the node."""
 
     def kill(self, node_id: str, pid: int, started: int, *, after_s: float = 0.0) -> None:
-        """End a process: now, or if it is there after a while."""
+        """End a process: now, or after `after_s` if it still runs."""
         if not after_s:
             self._agent.kill(pid, started)
             return
@@ -104,14 +108,14 @@ class OwnNode:
         self._waiting.append(thread)
 
     def close(self, within_s: float) -> None:
-        """Wait up to `within_s` for those that were to be ended after a while."""
+        """Wait up to `within_s` for the delayed kills."""
         deadline = time.monotonic() + within_s
         for thread in self._waiting:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Aside:
-    """Does what it is given in a thread of its own, in order: `ray.kill`, say, waits for the cluster's answer."""
+    """Runs work in order in a background thread: `ray.kill`, for example, waits for the cluster's answer."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -120,7 +124,7 @@ class Aside:
         self._thread: threading.Thread | None = None
 
     def do(self, work: Callable[[], object]) -> None:
-        """Do it soon; returns at once. What it raises is passed over. Any thread."""
+        """Run `work` soon; returns at once. Its exceptions are ignored. Any thread."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"raysharded {self._name}", daemon=True)
@@ -128,7 +132,7 @@ class Aside:
         self._work.put(work)
 
     def close(self, within_s: float) -> None:
-        """Wait up to `within_s` until all that was asked for is done."""
+        """Wait up to `within_s` until all work is done."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:
@@ -137,5 +141,5 @@ class Aside:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            with contextlib.suppress(Exception):  # the actor is dead, or Ray is gone
+            with contextlib.suppress(Exception):  # the actor is dead, or Ray has shut down
                 work()

@@ -1,4 +1,4 @@
-"""The Ray cluster that this process uses: found, or started here; and whether it is still there. Knows Ray."""
+"""The Ray cluster of this process: found, or started here; and checks that it still answers. Knows Ray."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ from raysharded.errors import ClusterError
 
 _ADDRESS_FILE = Path("/tmp/ray/ray_current_cluster")
 _HERE = "local"
-"""Ray's word in place of an address: it is to start a cluster on this machine."""
+"""Ray's keyword in place of an address: start a cluster on this machine."""
 _ANSWER_S = 10.0
-"""How long a cluster that is said to be at an address may take to listen there."""
+"""Time in which a cluster at a given address must begin to listen there."""
 _GONE_S = 20.0
-"""How long the head of a cluster may be away, say while it is started again: Ray itself ends the processes of a cluster
-whose head is away for a minute."""
+"""Longest absence of a cluster's head, for example during a restart.
+
+Ray itself ends the processes of a cluster whose head is away for a minute.
+"""
 _TRY_S = 2.0
 _PAUSE_S = 0.2
 _RAYLET_PREFIX = "(raylet)"
 _OWN_RAY = {
-    # Workers have the priority of who starts them. Ray's default, 15, lets all else on the machine go before training.
+    # Workers have their parent's priority. With Ray's default, 15, everything else on the machine precedes training.
     "RAY_worker_niceness": "0",
-    # Ray's log monitor looks for new files twice a second, and not ten times: what a task prints may come that late.
+    # Ray's log monitor looks for new files twice a second, not ten times: a task's prints may come that late.
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
 }
-"""Ray's settings where it is started for runs of this process alone, unless the environment has others."""
+"""Ray's settings where it is started only for runs of this process, unless the environment sets others."""
 
 
 def connect() -> bool:
     """Use the cluster that this process is connected to, is pointed to, or finds running; else start one here.
 
-    Returns whether one was started, and thus ends with this process.
+    Returns whether one was started, which then ends with this process.
     """
     if find_cluster():
         return False
@@ -51,16 +53,16 @@ def connect() -> bool:
 def find_cluster(address: str | None = None, *, log_to_driver: bool = True) -> bool:
     """Use the cluster at `address`, or the one that this process is connected to, is pointed to, or finds running.
 
-    Returns whether there is one; there is none where the address, or RAY_ADDRESS, is "local". Raises ClusterError for
-    an address where none answers, or if this process is connected to another cluster. `log_to_driver`: whether it
-    prints what its actors print, where it connects now.
+    Returns whether there is one; there is none if the address, or RAY_ADDRESS, is "local". Raises ClusterError if no
+    cluster answers at the address, or if this process is connected to another cluster. `log_to_driver`: whether this
+    process prints its actors' output, if it connects now.
     """
     if ray.is_initialized():
         here = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", here):
             raise ClusterError(
-                f"this process is connected to the cluster at {here}, and {address} is asked for: a process has one "
-                "cluster. Say ray.shutdown() first, or use another process."
+                f"this process is connected to the cluster at {here}, not to {address}: a process can use one "
+                "cluster. Call ray.shutdown() first, or use another process."
             )
         return True
     given = address or os.environ.get("RAY_ADDRESS", "")
@@ -79,18 +81,20 @@ def find_cluster(address: str | None = None, *, log_to_driver: bool = True) -> b
 
 
 def refuse_a_lost_cluster(what: str) -> None:
-    """Raises ClusterError if the head of the cluster that this process is connected to is gone, and stays so for a
-    while. `what` cannot be had then: the error's first words."""
+    """Raise ClusterError if the head of the connected cluster is lost, and stays so for a while.
+
+    `what` begins the message: the operation that is then impossible.
+    """
     address = ray.get_runtime_context().gcs_address
     if not _answers(address, _GONE_S):
         raise ClusterError(
-            f"{what}: the Ray cluster at {address} is gone; nothing answers there for {_GONE_S:g} s. What was "
-            "committed is on the run's storage: started again on another cluster, it goes on from there."
+            f"{what}: the Ray cluster at {address} is lost; nothing answers there for {_GONE_S:g} s. Start "
+            "the run again on another cluster: it resumes from its newest checkpoint on storage."
         )
 
 
 def _answers(address: str, within_s: float) -> bool:
-    """Whether somebody listens at HOST:PORT, or begins to within that time; words like `auto` are Ray's to judge."""
+    """Whether HOST:PORT accepts connections, now or within `within_s`; True for keywords like `auto`."""
     host, _, port = address.rpartition("://")[2].partition("/")[0].rpartition(":")
     if not host or not port.isdecimal():
         return True
@@ -111,7 +115,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def start_local(num_cpus: int | None = None) -> None:
-    """A Ray on this machine that ends with this process; `num_cpus` counts slots, not cores."""
+    """Start a Ray on this machine that ends with this process; `num_cpus` counts slots, not cores."""
     ours = {name: value for name, value in _OWN_RAY.items() if name not in os.environ}
     os.environ.update(ours)  # its processes inherit them
     try:
@@ -139,9 +143,9 @@ def carry_user_code(*objects: object) -> None:
 
 @contextlib.contextmanager
 def quiet_raylet() -> Iterator[None]:
-    """Within it, Ray's own paragraphs about dead workers are not printed: a lost worker is news we tell ourselves.
+    """Suppress Ray's own paragraphs about dead workers: raysharded reports a lost worker itself.
 
-    Ray prints them from a thread of the driver, to `sys.stdout`, whatever its logging is set to.
+    Ray prints them from a thread of the driver, to `sys.stdout`, regardless of its logging settings.
     """
     outside = sys.stdout
     sys.stdout = cast("TextIO", _WithoutRaylet(outside))
@@ -152,7 +156,7 @@ def quiet_raylet() -> Iterator[None]:
 
 
 class _WithoutRaylet:
-    """A text stream that drops what Ray prints under the name of its raylet."""
+    """A text stream that drops Ray's output under the name of its raylet."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

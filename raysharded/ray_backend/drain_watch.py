@@ -1,4 +1,4 @@
-"""Which workers are on nodes that the cluster drains. Knows no Ray: it is given what to ask."""
+"""Detection of workers on nodes that the cluster drains. Knows no Ray: its queries are arguments."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from raysharded.protocol.worker_launcher import LeaveNotice
 _log = logging.getLogger("raysharded.driver")
 _EVERY_S = 1.0
 _NO_DEADLINE_S = 300.0
-"""What a node has that is drained without a deadline."""
+"""Time that a node has if it is drained without a deadline."""
 
 
 class DrainWatch:
-    """Asks every second, in a daemon thread, and keeps the answers until they are fetched."""
+    """Queries every second, in a daemon thread, and keeps the answers until they are fetched."""
 
     def __init__(
         self,
@@ -26,18 +26,20 @@ class DrainWatch:
         node_of: Callable[[WorkerId], str],
         workers: Callable[[], list[WorkerId]],
     ) -> None:
-        """`draining`: node id -> when it will be gone, in seconds since 1970; `node_of`: empty if it is not known yet;
-        both may raise. `workers`: all that there are now."""
+        """`draining`: node id -> time at which the node goes, in seconds since 1970. `node_of`: empty if not known yet.
+
+        Both may raise. `workers`: all current workers.
+        """
         self._draining, self._node_of, self._workers = draining, node_of, workers
         self._found: SimpleQueue[LeaveNotice] = SimpleQueue()
         self._told: dict[WorkerId, float] = {}
-        """Worker -> the deadline that was told."""
+        """Worker -> reported deadline."""
         self._nodes: dict[WorkerId, str] = {}
         self._ended = threading.Event()
         threading.Thread(target=self._run, daemon=True, name="draining").start()
 
     def fetch(self) -> list[LeaveNotice]:
-        """What was found since the last call; never waits."""
+        """Notices since the last call; never waits."""
         found: list[LeaveNotice] = []
         while True:
             try:
@@ -46,7 +48,7 @@ class DrainWatch:
                 return found
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop the queries."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -55,13 +57,13 @@ class DrainWatch:
             try:
                 self._look(self._draining())
                 failing = False
-            except Exception as error:  # noqa: BLE001 - the boundary of the thread: the cluster may answer next time
+            except Exception as error:  # noqa: BLE001 - thread boundary: the cluster may answer next time
                 if not failing:
                     _log.info("which nodes are drained is not known: %s: %s", type(error).__name__, error)
                 failing = True
 
     def _look(self, draining: Mapping[str, float]) -> None:
-        """All workers of a node in one notice."""
+        """Report all workers of a node in one notice."""
         if not draining:
             return
         here: dict[str, list[WorkerId]] = {}

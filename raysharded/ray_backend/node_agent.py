@@ -1,7 +1,7 @@
-"""A node's agent: one tiny actor per node with workers. It loads no torch, so that it is there at once.
+"""A node's agent: one tiny actor per node with workers. It loads no torch, so it is available at once.
 
-Ray ends an actor by asking its process, which takes seconds if that is stopped; the agent signals it. On the one node
-of a Ray that the driver started, the driver is its own agent.
+Ray ends an actor through its own process, which takes seconds if that is stopped; the agent signals it. On the only
+node of a Ray that the driver started, the driver is its own agent.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ class Agent:
     """Acts on the processes of its node."""
 
     def kill(self, pid: int, started: int) -> bool:
-        """End the process now, also a stopped one: the one that has this id and `started` then (see
-        `raysharded.actors.process.os_processes.start_ticks`), no other. False if it was gone."""
+        """End the process now, even a stopped one. False if it had exited.
+
+        `started` (`raysharded.actors.process.os_processes.start_ticks`) ensures that no other process with this id is
+        ended.
+        """
         return kill_process(pid, started)
 
     def kill_after(self, pid: int, started: int, seconds: float) -> bool:
-        """Let the process end by itself, and end it if it is there after so many seconds. Whether that was needed."""
+        """Let the process exit by itself, or end it after `seconds`. Returns whether that was needed."""
         deadline = time.monotonic() + seconds
         while start_ticks(pid) == started:
             if time.monotonic() >= deadline:
@@ -32,5 +35,5 @@ class Agent:
         return False
 
     def pid(self) -> int:
-        """Of the agent itself; answers as soon as it is there."""
+        """Process id of the agent; answers as soon as the agent runs."""
         return os.getpid()

@@ -1,7 +1,7 @@
-"""Notices at once that a node is gone, by a connection to its raylet, long before the cluster says so.
+"""Immediate detection of a lost node by a connection to its raylet, long before the cluster reports it.
 
-Ray's own health checks take 15 s and more to find a dead node, and a call to one of its workers waits a second for the
-cluster's word. The kernel closes a dead process's connections at once; a machine that is gone answers no keepalive.
+Ray's own health checks take 15 s and more to find a dead node. A call to one of its workers waits a second for the
+cluster's answer. The kernel closes a dead process's connections at once; a lost machine answers no keepalive.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 _log = logging.getLogger("raysharded.driver")
 _TABLE_PERIOD_S = 5.0
-"""Between two looks at the cluster's own list of nodes."""
+"""Interval between two reads of the cluster's own list of nodes."""
 _CONNECT_TIMEOUT_S = 2.0
 _RECONNECT_PAUSE_S = 0.2
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 4))
-"""A machine that has answered nothing for 10 s counts as gone, if it cannot be connected to either."""
+"""A machine that has answered nothing for 10 s counts as lost, if it does not accept a connection either."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,16 +30,18 @@ class NodeInfo:
 
     host: str
     port: int
-    """Of its raylet."""
+    """Port of its raylet."""
     alive: bool
 
 
 class NodeWatch:
-    """Watches nodes in a thread of its own. `watch`, `check`, `dead` and `close` may be called from any thread, and do
-    not wait."""
+    """Watches nodes in a background thread.
+
+    Any thread may call `watch`, `check`, `dead` and `close`, which do not wait.
+    """
 
     def __init__(self, table: Callable[[], Mapping[str, NodeInfo]]) -> None:
-        """`table` gives the cluster's nodes by id; called in the watch's thread, and may raise."""
+        """`table` returns the cluster's nodes by id; it is called in the watch's thread, and may raise."""
         self._table = table
         self._lock = threading.Lock()
         self._wanted: set[str] = set()
@@ -47,11 +49,11 @@ class NodeWatch:
         self._told, self._tell = socket.socketpair()
         self._closed = False
         self._thread: threading.Thread | None = None
-        # the thread's own:
+        # used by the thread alone:
         self._selector = selectors.DefaultSelector()
         self._known: dict[str, NodeInfo] = {}
         self._connected: dict[str, tuple[socket.socket, float]] = {}
-        """Node id -> (connection, since when)."""
+        """Node id -> (connection, time of connection)."""
 
     def watch(self, node_id: str) -> None:
         """Watch this node from now on."""
@@ -65,12 +67,12 @@ class NodeWatch:
         self._wake()
 
     def dead(self) -> Mapping[str, str]:
-        """Node id -> why, of the watched nodes that are gone; they stay in it."""
+        """Node id -> reason, for watched nodes that are lost; entries stay."""
         with self._lock:
             return dict(self._dead)
 
     def check(self) -> None:
-        """Ask the cluster now: somebody is gone, and perhaps a whole node is."""
+        """Query the cluster now: a worker is lost, and perhaps its whole node."""
         self._wake()
 
     def close(self) -> None:
@@ -110,10 +112,10 @@ class NodeWatch:
         self._tell.close()
 
     def _look(self) -> None:
-        """What the cluster says; and a connection to each node that is new."""
+        """Read the cluster's list of nodes, and connect to each new one."""
         try:
             table = self._table()
-        except Exception as error:  # noqa: BLE001 - the cluster cannot be asked: the connections tell all the same
+        except Exception as error:  # noqa: BLE001 - without the cluster's answer the connections still work
             _log.debug("the cluster's nodes cannot be listed: %s", error)
             return
         with self._lock:
@@ -123,33 +125,33 @@ class NodeWatch:
             self._known[node_id] = info
             if not info.alive:
                 self._bury(node_id, "the cluster has lost it")
-            elif new:  # where it cannot be connected to, the cluster's word must do
+            elif new:  # if no connection is possible, the cluster's list must do
                 self._connect(node_id, info)
 
     def _hear(self, node_id: str) -> None:
-        """A raylet has nothing to tell us; what comes is its greeting, or the connection's end."""
+        """Handle data from a raylet, which is only its greeting, or the end of its connection."""
         connection, since = self._connected[node_id]
         try:
             if connection.recv(65536):
                 return
         except OSError:
-            pass  # the same as its end
+            pass  # the same as the connection's end
         self._disconnect(node_id)
         if time.monotonic() - since < _RECONNECT_PAUSE_S:
-            time.sleep(_RECONNECT_PAUSE_S)  # it ends every connection at once: ask no faster
-        problem = self._connect(node_id, self._known[node_id])  # a raylet also ends a connection that says nothing
+            time.sleep(_RECONNECT_PAUSE_S)  # it ends every connection at once: check no faster
+        problem = self._connect(node_id, self._known[node_id])  # a raylet also ends an idle connection
         if problem:
             self._bury(node_id, problem)
 
     def _connect(self, node_id: str, info: NodeInfo) -> str:
-        """Empty, or why there is no connection."""
+        """Connect; returns an empty text, or the reason why that failed."""
         try:
             connection = socket.create_connection((info.host, info.port), timeout=_CONNECT_TIMEOUT_S)
         except ConnectionRefusedError:
             return f"its raylet at {info.host}:{info.port} is gone"
         except OSError as error:
             return f"{info.host}:{info.port} does not answer: {error}"
-        if connection.getsockname() == connection.getpeername():  # nobody listens, and we were given that very port
+        if connection.getsockname() == connection.getpeername():  # no server: it reached its own port
             connection.close()
             return f"its raylet at {info.host}:{info.port} is gone"
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,7 +1,7 @@
-"""Workers on the cluster whose protocol is another one. Calls to them are plain, and change nothing. Knows Ray.
+"""Workers on the cluster with another protocol. Calls to them are plain, and change nothing. Knows Ray.
 
-A worker of raysharded 0.1 has no `hello`. Its handle tells, as the path of its class is none of this version: Ray would
-take the methods of a class that it can import.
+A worker of raysharded 0.1 has no `hello`. Its handle shows that, because the path of its class does not exist in this
+version; Ray would take the methods of a class that it can import.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from raysharded.ray_backend.peers import GROUP, NAMESPACE, Named, find
 
 _ANSWER_S = 10.0
 _OTHERS_S = 1.0
-"""How long the others are waited for when one has answered that can say its protocol: they have the same."""
+"""Time for the others to answer after one has reported its protocol: they have the same."""
 _PATIENCE_S = 60.0
-"""How long the cluster, and workers of which none answers, may take to tell."""
+"""Longest time without an answer from the cluster, or from any worker."""
 _PAUSE_S = 1.0
 
 
 def workers_of(run: str) -> WorkersOfAnotherVersion | None:
-    """The run's workers of another protocol that have started. Asked for nothing but `hello`, or `is_orphan`.
+    """The run's started workers of another protocol. Only `hello` or `is_orphan` is called on them.
 
-    A run's workers have one protocol, as no driver starts any beside those of another: who does not answer has that of
-    the others. Raises ClusterError if the cluster does not tell for a minute.
+    A run's workers have one protocol, because no driver starts any beside those of another: silent ones have that of
+    the others. Raises ClusterError if the cluster does not answer for a minute.
     """
     since = time.monotonic()
     while True:
@@ -42,7 +42,7 @@ def workers_of(run: str) -> WorkersOfAnotherVersion | None:
         except RayError as error:
             if time.monotonic() - since >= _PATIENCE_S:
                 raise ClusterError(
-                    f"the cluster does not tell which workers the run has, since {_PATIENCE_S:g} s "
+                    f"the cluster has not listed the run's workers for {_PATIENCE_S:g} s "
                     f"({type(error).__name__}). Is it up (`ray status`)?"
                 ) from None
         time.sleep(_PAUSE_S)
@@ -79,7 +79,7 @@ def _others(
 
 
 def _actor(named: Named) -> Any:
-    """None if it has ended. Raises RayError if the cluster does not tell."""
+    """The worker's actor; None if it has exited. Raises RayError if the cluster does not answer."""
     try:
         return ray.get_actor(named.name, namespace=NAMESPACE)
     except ValueError:
@@ -87,8 +87,10 @@ def _actor(named: Named) -> Any:
 
 
 def _answers(methods: Sequence[Any], timeout_s: float, others_s: float | None = None) -> tuple[list[Any], int]:
-    """What they answer, and how many do not; without those that have ended. `others_s`: when one has answered the
-    others have so long."""
+    """The answers, and the number of silent workers; without workers that have exited.
+
+    `others_s`: time for the other answers after the first.
+    """
     refs = [method.options(concurrency_group=GROUP).remote() for method in methods]
     if not refs:
         return [], 0
@@ -101,6 +103,6 @@ def _answers(methods: Sequence[Any], timeout_s: float, others_s: float | None = 
             found.append(ray.get(ref))
         except ActorDiedError:
             continue
-        except RayError:  # it cannot be reached now, or is too busy
+        except RayError:  # unreachable now, or too busy
             failed += 1
     return found, len(silent) + failed

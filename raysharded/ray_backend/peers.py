@@ -16,7 +16,7 @@ from raysharded.ids import WorkerId
 NAMESPACE = "raysharded"
 _NAME = re.compile(r"([0-9a-f]+)-e([0-9]+)-w([0-9]+)")
 GROUP = "lease"
-"""Of concurrent calls: those that must find room whatever a worker is doing."""
+"""Concurrency group of calls that a worker must always be able to answer."""
 GROUP_SIZE = 4
 
 
@@ -26,12 +26,12 @@ class Named:
 
     name: str
     epoch: int
-    """Of the driver that started it."""
+    """Epoch of the driver that started it."""
     worker: WorkerId
 
 
 def name_of(run: str, epoch: int, worker: WorkerId) -> str:
-    """The name of a worker, which no other has or will have; `run` is the run's digest."""
+    """Unique name of a worker, never used again; `run` is the run's digest."""
     return f"{run}-e{epoch}-w{worker}"
 
 
@@ -46,7 +46,7 @@ def find(run: str) -> list[Named]:
 
 
 def handle(named: Named) -> Any:
-    """The actor; None if it has ended."""
+    """The worker's actor; None if it has exited."""
     try:
         return ray.get_actor(named.name, namespace=NAMESPACE)
     except (ValueError, RayError):
@@ -63,8 +63,8 @@ class RayPeers:
         return [other for other in self._newest() if other < worker]
 
     def _newest(self) -> dict[WorkerId, Named]:
-        """One worker of each number: a driver that was followed, and did not know it, may have started another."""
-        return {named.worker: named for named in find(self._run)}  # which come in order of their epochs
+        """The newest worker of each number: a driver that did not know of its successor may have started another."""
+        return {named.worker: named for named in find(self._run)}  # sorted by epoch
 
     def ask(
         self, calls: Mapping[WorkerId, tuple[Any, ...]] | None, method: str, *args: Any, timeout_s: float
@@ -80,7 +80,7 @@ class RayPeers:
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
         answers: dict[WorkerId, Any] = {}
         for ref in done:
-            with contextlib.suppress(Exception):  # it refused, or is gone: it does not take part
+            with contextlib.suppress(Exception):  # it refused, or is lost: it does not take part
                 answers[refs[ref]] = ray.get(ref, timeout=timeout_s)
         return answers
 

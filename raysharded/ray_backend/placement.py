@@ -1,7 +1,7 @@
 """Places workers on Ray's nodes by shard group, or else by tensor parallel group; and keeps actors off some nodes.
 
-Placement groups of Ray cannot follow a membership that changes by single workers: their bundles are fixed. So each
-worker is placed by itself, where it completes a group, and elsewhere if there is no room when it comes to that.
+Ray's placement groups cannot follow a membership that changes by single workers: their bundles are fixed. So each
+worker is placed by itself, where it completes a group, or elsewhere if that node has no free resources by then.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from raysharded.ray_backend.node_watch import NodeInfo
 
 
 def choose_node(free: Mapping[str, int], taken: Mapping[str, int], group_size: int) -> str | None:
-    """The node for one more worker; None if no node has room.
+    """The node for one more worker; None if no node has free resources.
 
-    `free`: node id -> workers that it has room for; `taken`: node id -> the run's workers on it. First a node whose
-    workers are no whole number of groups, the one that lacks fewest to the next; then, for a new group, one with room
-    for all of it, with as few of the run's workers as there can be; then the one with the most room. Ties are broken by
-    node id.
+    `free`: node id -> number of workers that still fit; `taken`: node id -> number of the run's workers on it.
+
+    First choice is a node whose workers are no whole number of groups, with the fewest missing to the next. Then, for a
+    new group, a node on which all of it fits, with as few of the run's workers as possible. Then the node where most
+    fit. Ties are broken by node id.
     """
     roomy = [node for node, room in free.items() if room > 0]
     begun = [node for node in roomy if taken.get(node, 0) % group_size]
@@ -38,7 +39,7 @@ def choose_node(free: Mapping[str, int], taken: Mapping[str, int], group_size: i
 
 
 class Placing:
-    """Where each worker was sent to. Used by one thread."""
+    """The node that each worker was sent to. Used by one thread."""
 
     def __init__(self, group_size: int, needs: Mapping[str, float]) -> None:
         self._group_size, self._needs = group_size, needs
@@ -46,8 +47,10 @@ class Placing:
         """Worker -> node id."""
 
     def strategy(self, worker: WorkerId, there: Mapping[WorkerId, str], unfit: Collection[str]) -> Any:
-        """Ray's `scheduling_strategy` for a worker that is about to be started. `there`: worker -> node id of those
-        that run; `unfit`: nodes on which it must not be placed. Without groups, or without room, Ray spreads workers.
+        """Ray's `scheduling_strategy` for a worker that is about to be started.
+
+        `there`: worker -> node id of running workers; `unfit`: nodes on which it must not be placed. Without groups, or
+        without free resources, Ray spreads workers.
         """
         if self._group_size == 1:
             return "SPREAD"
@@ -61,11 +64,11 @@ class Placing:
         return NodeAffinitySchedulingStrategy(node, soft=True)
 
     def forget(self, worker: WorkerId) -> None:
-        """It is gone."""
+        """Discard a lost worker."""
         self._sent.pop(worker, None)
 
     def _room(self) -> dict[str, int]:
-        """Node id -> how many more workers fit there now."""
+        """Node id -> number of further workers that fit there now."""
         available: dict[str, dict[str, float]] = ray_state.available_resources_per_node()
         return {
             node: min(int(have.get(name, 0.0) / amount + 1e-9) for name, amount in self._needs.items())
@@ -75,11 +78,11 @@ class Placing:
 
 
 _NODE_ID_LABEL = "ray.io/node-id"
-"""Every node has it."""
+"""Label that every node has."""
 
 
 def node_table() -> dict[str, NodeInfo]:
-    """The cluster's nodes by id, those that it lost too. Raises what Ray raises."""
+    """The cluster's nodes by id, including lost ones. Raises what Ray raises."""
     return {
         node["NodeID"]: NodeInfo(host=node["NodeManagerAddress"], port=node["NodeManagerPort"], alive=node["Alive"])
         for node in ray.nodes()
@@ -87,12 +90,12 @@ def node_table() -> dict[str, NodeInfo]:
 
 
 def node_of(actor: ActorHandle[Any]) -> str:
-    """The id of the node that an actor is, or was, placed on; empty if it is not known."""
+    """Id of the node that an actor is, or was, placed on; empty if unknown."""
     try:
         # Ray has no public way without its dashboard. The id of no node is all ones.
         node = str(ray_state.actors(actor._actor_id.hex())["Address"]["NodeID"])
         return node if node.strip("f") else ""
-    except Exception:  # noqa: BLE001 - it is only told to people and counted: not worth a failure
+    except Exception:  # noqa: BLE001 - used for reports and counts only: not worth a failure
         return ""
 
 

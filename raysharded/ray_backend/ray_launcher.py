@@ -26,35 +26,35 @@ from raysharded.ray_backend.peers import GROUP, GROUP_SIZE, NAMESPACE, RayPeers,
 from raysharded.ray_backend.placement import Placing, node_of, node_table, not_on
 
 _CONCURRENT_CALLS = 16
-"""One of them waits for notices all the time; of drivers before, some may still wait for a notice or a save."""
+"""Concurrent calls of a worker. One waits for notices; those of earlier drivers may wait for a notice or a save."""
 _LAST_KILLS_S = 5.0
-"""How long the end of a run waits until its workers are told to end."""
+"""Longest wait at the end of a run until its workers have received their kills."""
 _ENDS_WITHIN_S = 1.0
-"""A process that does not end so soon when Ray asks it to is stopped, or stuck: it is ended by a signal."""
+"""A process that does not exit this soon on Ray's request is stopped or stuck: a signal ends it."""
 _GCS_TIMEOUT_S = 5.0
 _NO_DEADLINE_MS = 2**62
 _RENEWALS = 5
-"""In a lease's time."""
+"""Renewals within a lease's time."""
 _SLICE_S = 0.05
-"""Ray's own waiting cannot be ended by the news of a dead node: it is asked for so long at a time."""
+"""Length of one wait in Ray, which the detection of a dead node cannot interrupt."""
 
 
 def refuse_the_impossible(scaling: ScalingConfig) -> None:
-    """A cluster that was started here does not grow: raises ClusterError at once if it is too small."""
+    """Raise ClusterError if a cluster that was started here, which does not grow, is too small."""
     have = ray.cluster_resources()
     for name, amount in _needs(scaling).items():
         fits = int(have.get(name, 0) / amount + 1e-9)
         if fits < scaling.min_workers:
             less = " (cpus_per_worker=0.5, say)" if name == "CPU" else ""
             raise ClusterError(
-                f"at least {scaling.min_workers} workers with {amount:g} {name} each are asked for, and this machine "
-                f"has {have.get(name, 0):g} {name}: room for {fits}. Lower the minimum in ScalingConfig.num_workers, "
-                f"ask for less per worker{less}, or connect to a larger cluster with ray.init(address=...)."
+                f"at least {scaling.min_workers} workers with {amount:g} {name} each are required, and this machine "
+                f"has {have.get(name, 0):g} {name}: enough for {fits}. Lower the minimum in ScalingConfig.num_workers, "
+                f"require less per worker{less}, or connect to a larger cluster with ray.init(address=...)."
             )
 
 
 def _needs(scaling: ScalingConfig) -> dict[str, float]:
-    """Resource -> how much of it one worker takes."""
+    """Resource -> amount that one worker takes."""
     needs = {"CPU": scaling.cpus_per_worker, "GPU": 1.0 if scaling.use_gpu else 0.0}
     return {name: amount for name, amount in (needs | scaling.resources_per_worker).items() if amount}
 
@@ -87,13 +87,13 @@ class RayLauncher:
         self._actors: dict[WorkerId, ActorHandle[Any]] = {}
         self._calls: dict[ray.ObjectRef[Any], tuple[WorkerId, str]] = {}
         self._facts: dict[WorkerId, WorkerInfo] = {}
-        """Of the workers that are ready."""
+        """Facts of the workers that are ready."""
         self._agents: Agents | OwnNode = OwnNode() if owns_cluster else Agents()
         self._killing, self._doubts = Aside("ray.kill"), Aside("doubts")
         self._watch = NodeWatch(node_table)
         self._avoided: tuple[str, ...] = ()
         self._slice_s = math.inf if owns_cluster else _SLICE_S
-        """A node that dies or is drained is no answer of a worker. Of one's own Ray there is one node, this one."""
+        """Length of one wait: a dead or drained node is no worker's answer. A Ray started here has one node."""
         self._unheard: list[ray.ObjectRef[Any]] = []
         self._store: Any = None
         self._draining = DrainWatch(_draining_nodes, self._node_of, lambda: list(self._actors))
@@ -129,7 +129,7 @@ class RayLauncher:
         assert self._terms is not None
         self._avoided = avoid
         options, peers = dict(self._options), None
-        unfit = {*avoid, *self._watch.dead()}  # of a dead node the cluster may not know yet
+        unfit = {*avoid, *self._watch.dead()}  # the cluster may not know of a dead node yet
         there = {one: facts.node_id for one, facts in self._facts.items()}
         options["scheduling_strategy"] = self._placing.strategy(worker, there, unfit)
         if unfit:
@@ -148,7 +148,7 @@ class RayLauncher:
             self._calls[actor.call.remote(self._terms.epoch, method, *args)] = (worker, method)
 
     def _renew(self) -> None:
-        """Show the workers that their driver is there."""
+        """Renew the leases of the workers."""
         now, terms = time.monotonic(), self._terms
         if terms is not None and not self._owns_cluster and now - self._renewed_at >= terms.lease_s / _RENEWALS:
             self._renewed_at = now
@@ -167,11 +167,15 @@ class RayLauncher:
             return
         if self._owns_cluster or self._leadership is None or self._leadership.is_sure():
             self._end(actor, facts, at_once=at_once)
-        else:  # storage may take its time to say whose run it is: nobody waits for that
+        else:  # storage may be slow to show who leads the run: do not wait
             self._doubts.do(partial(self._end_if_ours, self._leadership, actor, facts, at_once=at_once))
 
     def _end(self, actor: ActorHandle[Any], facts: WorkerInfo | None, *, at_once: bool) -> None:
-        """Ray's way may take seconds for a stopped process; the agent's looks like a fault to Ray, and it says so."""
+        """Signal the process through its agent, then end the actor through Ray.
+
+        Ray alone may take seconds for a stopped process; the agent's signal looks like a fault to Ray, which reports
+        it.
+        """
         if facts is not None:
             self._agents.kill(facts.node_id, facts.pid, facts.started, after_s=0.0 if at_once else _ENDS_WITHIN_S)
         self._killing.do(partial(ray.kill, actor, no_restart=True))
@@ -185,7 +189,7 @@ class RayLauncher:
             self._ask_to_leave(actor)
 
     def _ask_to_leave(self, actor: ActorHandle[Any]) -> None:
-        """It may be another driver's by now, and then it does not."""
+        """Request that the worker exits; if it obeys another driver by now, it refuses."""
         if self._terms is not None:
             self._unheard.append(actor.leave.options(concurrency_group=GROUP).remote(self._terms.epoch))
 
@@ -239,7 +243,7 @@ class RayLauncher:
             return WorkerLost(worker=worker, reason=_one_line(error), error=_cause(error), node_id=node_id)
 
     def _node_of(self, worker: WorkerId) -> str:
-        """The id of the node where a worker is, or is being started; empty if it has none so far. Any thread."""
+        """Id of the node where a worker is, or is being started; empty if it has none so far. Any thread."""
         facts, actor = self._facts.get(worker), self._actors.get(worker)
         if facts is not None:
             return facts.node_id
@@ -267,7 +271,7 @@ class RayLauncher:
 
     def abandon(self) -> None:
         if not self._owns_cluster:
-            self._unheard += self._calls  # Ray would print what they raise as soon as nobody has them
+            self._unheard += self._calls  # Ray would print their errors once nothing refers to them
             self._actors, self._calls, self._facts = {}, {}, {}
 
     def close(self) -> None:
@@ -282,20 +286,20 @@ class RayLauncher:
 
 
 def _draining_nodes() -> dict[str, float]:
-    """Node id -> when it will be gone, in seconds since 1970; 0 without a deadline."""
+    """Node id -> time at which it goes, in seconds since 1970; 0 without a deadline."""
     client: Any = ray._private.worker.global_worker  # the stubs do not have its client
     nodes = client.gcs_client.get_draining_nodes(timeout=_GCS_TIMEOUT_S)
     return {node: 0.0 if deadline_ms >= _NO_DEADLINE_MS else deadline_ms / 1000 for node, deadline_ms in nodes.items()}
 
 
 def _cause(error: BaseException) -> BaseException | None:
-    """What the worker itself raised, if that is why."""
+    """The worker's own exception, if that is the cause."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, Exception) else None
 
 
 def _one_line(error: BaseException) -> str:
-    """What happened to a worker, in one line; Ray's own text is a paragraph of possibilities."""
+    """A worker's fate in one line; Ray's own text is a paragraph of possibilities."""
     text = " ".join(str(error).split())
     detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", text)
     if isinstance(error, ActorDiedError) and detail:

@@ -1,6 +1,5 @@
-"""A run's journal, read for its report: as far as it is whole, with a plain word where there is none; and what the run
-read, compared with what it should have read.
-"""
+"""Reads a run's journal for its report, up to the first damage. Compares the samples that were read with the expected
+ones. Errors state what is missing."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def check_ledger(summary: RunSummary) -> LedgerReport | None:
-    """Compare what was read with what should have been, for every step; None if the latter is not known."""
+    """Compare the samples read with the expected ones, for every step; None if the expected ones are unknown."""
     low, high = summary.steps.words()
     records = ReadColumns(steps=summary.steps.whole("step"), low=low, high=high, num_reads=summary.steps.whole("reads"))
     reports = []
@@ -74,13 +73,13 @@ def _check_span(span: Span, batch: Mapping[str, int], num_samples: int, records:
 
 
 _DAMAGE = (ValueError, KeyError, TypeError, IndexError)
-"""What bytes that no driver wrote raise."""
+"""Errors caused by bytes that no driver wrote."""
 _NAMES = 5
 _STEPS_AT_ONCE = 2048
 
 
 def open_run(run_url: str) -> Storage:
-    """The storage of a run. Raises StorageError, with the runs that it may mean, if there is none."""
+    """The storage of a run. Raises StorageError, with runs that may be meant, if there is none."""
     storage = open_storage(run_url)
     if not storage.list(log.FOLDER) and not storage.list(CLAIMS_FOLDER):
         raise StorageError(_no_run(storage))
@@ -90,9 +89,9 @@ def open_run(run_url: str) -> Storage:
 def load(run_url: str) -> RunReport:
     """The report of the run in a folder or under a URL: `<storage_path>/<name>`.
 
-    Works while the run goes on, and after any number of resumes. Of a journal that is damaged the report covers what
-    comes before the damage, and says so. Raises StorageError if there is no run, if it cannot be read, or if nothing
-    of it can be understood.
+    Works while the run trains, and after any number of resumes. For a damaged journal the report covers the part before
+    the damage, and states that. Raises StorageError if there is no run, if it cannot be read, or if none of it can be
+    decoded.
     """
     storage = open_storage(run_url)
     summary, damage = _fold(storage)
@@ -107,26 +106,26 @@ def load(run_url: str) -> RunReport:
     if storage.list(log.FOLDER):
         raise StorageError(
             f"the journal of the run at {storage.url} is empty: its driver has just begun, or ended before it could "
-            "write. Try again in a few seconds; `raysharded run`, or the script, starts it again."
+            "write. Retry in a few seconds; `raysharded run`, or the script, starts it again."
         )
     raise StorageError(_no_run(storage))
 
 
 def summary_of(storage: Storage) -> RunSummary:
-    """What the run's journal says, as far as it is whole; of a run without one it says nothing."""
+    """The summary of a run's journal, up to the first damage; empty for a run without a journal."""
     return _fold(storage)[0]
 
 
 def load_metrics(run_url: str) -> pyarrow.Table:
     """The run's numbers, a row per committed step: as `raysharded.report.history.metrics_table`.
 
-    Of a journal that is damaged it has what comes before the damage. Raises StorageError as `load` does.
+    For a damaged journal it has the steps before the damage. Raises StorageError as `load` does.
     """
     return metrics_of(open_run(run_url))
 
 
 def metrics_of(storage: Storage) -> pyarrow.Table:
-    """The same, of a run's storage; a run without a journal has no rows."""
+    """The metrics of a run's storage, as `load_metrics`; no rows for a run without a journal."""
     from raysharded.report.history.metrics_table import table_of
 
     fold, _ = read_fold(storage)
@@ -138,13 +137,13 @@ def _no_run(storage: Storage) -> str:
 
 
 def _fold(storage: Storage) -> tuple[RunSummary, str]:
-    """The summary of the journal up to the first entry that is damaged, and which that is; empty if there is none."""
+    """The summary of the journal up to the first damaged entry, and that entry's place; empty if there is none."""
     fold, damage = read_fold(storage)
     return fold.summary(), damage
 
 
 def read_fold(storage: Storage) -> tuple[Fold, str]:
-    """All of the journal up to the first entry that is damaged, and which that is; empty if there is none."""
+    """The fold of the journal up to the first damaged entry, and that entry's place; empty if there is none."""
     keys = segment_keys(storage)
     if len(keys) >= parallel_reader.FEWEST:
         with suppress(parallel_reader.Unavailable):
@@ -168,21 +167,22 @@ def _read(parts: Iterable[parallel_reader.Part]) -> tuple[Fold, str]:
 
 
 class _Reader:
-    """Gives a fold the entries of segments: steps that follow each other many at once, as nearly all entries are steps.
+    """Feeds the entries of segments to a fold: consecutive steps in batches, because nearly all entries are steps.
 
-    What is damaged is found at the same place, and what comes before it is folded, as if it took them one by one.
+    Damage is detected at the same place, and everything before it is folded, as if entries were fed one by one.
     """
 
     def __init__(self) -> None:
         self.fold = Fold()
         self.where = "its first line"
-        """The first that was not folded."""
+        """Place of the first entry that was not folded."""
         self._steps: list[dict[str, Any]] = []
         self._places: list[tuple[str, range]] = []
-        """Segments, and the lines of them that wait."""
+        """Segments and lines of the pending steps."""
 
     def add(self, key: str, segment: bytes) -> None:
-        """Raises what `_DAMAGE` has at the first entry that is damaged, when all before it are folded."""
+        """Add a segment. At the first damaged entry it raises an error of `_DAMAGE`, after folding all earlier
+        entries."""
         steps = steps_of(segment)
         if steps is None:
             self._add(key, segment)
@@ -192,13 +192,13 @@ class _Reader:
             self.give()
 
     def add_columns(self, key: str, line: int, columns: Columns) -> None:
-        """What segments up to that line of this one have, all of it steps."""
+        """Add the steps of segments up to `line` of this one; they contain only steps."""
         self.give()
         self.fold.add_columns(columns)
         self._folded(key, line)
 
     def _add(self, key: str, segment: bytes) -> None:
-        """One entry after the other."""
+        """Add a segment's entries one by one."""
         try:
             for line, entry in entries_of(segment):
                 if entry["kind"] == "step":
@@ -216,7 +216,7 @@ class _Reader:
         self._places.append((key, range(line, line + len(steps))))
 
     def give(self) -> None:
-        """What waits."""
+        """Fold the pending steps."""
         steps, places, self._steps, self._places = self._steps, self._places, [], []
         if not steps:
             return
@@ -237,7 +237,7 @@ class _Reader:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without the cyclic garbage collector, which would look at all that is read, again and again; none of it is
+    """A context without the cyclic garbage collector, which would scan all read data repeatedly; none of it is
     cyclic."""
     was_on = gc.isenabled()
     gc.disable()
@@ -249,7 +249,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def advice(storage: Storage) -> str:
-    """Which runs there are instead, if that is cheap to say, or else what to give."""
+    """The runs that exist instead, if they can be listed cheaply; otherwise the expected argument."""
     plain = " Give the folder of one run, <RunConfig.storage_path>/<RunConfig.name>."
     if close := meant(storage):
         return close
@@ -261,8 +261,8 @@ def advice(storage: Storage) -> str:
 
 
 def meant(storage: Storage) -> str:
-    """Which runs somebody may have meant who gave this URL: those in it, or beside it with a name like it; empty if
-    none. Never raises."""
+    """The runs that the user of this URL may have meant: runs in it, or next to it with a similar name; empty if none.
+    Never raises."""
     if _is_here(storage.url) and (inside := _runs_in(_path(storage.url))):
         return f" It holds runs: give one of them, {_names(_path(storage.url), inside)}."
     path, mark, options = storage.url.partition("?")

@@ -1,4 +1,4 @@
-"""How far a run is, read from the end of its journal: a few segments, however many there are."""
+"""A run's progress, read from the end of its journal: a few segments, however many there are."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from raysharded.checkpoint import NoSuchKey, Storage
 from raysharded.journal import log
 
 _MOST_SEGMENTS = 64
-"""That are read from the end back: a driver that waits for machines writes no steps."""
+"""Segments to read from the end: a driver that waits for machines writes no steps."""
 _FROM_START = 16
-"""Segments of a driver in which its `started` is looked for."""
+"""Segments of a driver to search for its entry `started`."""
 _HEAD_BYTES = 256
-"""The head of a segment is shorter."""
+"""An upper bound of the size of a segment's head."""
 
 Ending = Literal["finished", "stopped", "failed"]
 _ENDINGS: dict[str, Ending] = {
     "finished": "finished",
     "stopped": "stopped",
     "failed": "failed",
-    "orphaned": "stopped",  # as the report has it
+    "orphaned": "stopped",  # as in the report
 }
 _AT_WORK = ("started", "generation", "formed", "step")
 STANDS_STILL: dict[str, bool] = {
@@ -34,32 +34,32 @@ STANDS_STILL: dict[str, bool] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tail:
-    """What the newest entries say; None where they do not."""
+    """The content of the newest entries; None for values that are not in them."""
 
     num_segments: int
     writer: str = ""
     """The driver that wrote the newest entry."""
     ending: Ending | None = None
-    """How that driver's work ended, if it did."""
+    """The end of that driver's work, if it has ended."""
     error: str = ""
     name: str | None = None
     step: int | None = None
-    """The newest that counts: one that was done, or that the run went on from since."""
+    """The newest step that counts: one that was done, or from which the run continued since."""
     max_steps: int | None = None
     loss: float | None = None
-    """Of the newest step that was done."""
+    """Loss of the newest finished step."""
     workers: int | None = None
-    """That did it, or that have met since."""
+    """Number of workers that did the newest step, or that have met since."""
     paused: bool = False
-    """True if its workers stand still until somebody resumes it."""
+    """True while the workers are paused."""
     at: float | None = None
     """Wall clock of the newest entry."""
 
 
 def read_tail(storage: Storage) -> Tail:
-    """The end of the run's journal. Raises StorageError, and ValueError, KeyError or TypeError for one that is damaged.
+    """The end of the run's journal. Raises StorageError; ValueError, KeyError or TypeError for a damaged journal.
 
-    Reads the newest segment, older ones only for what it does not tell, and for `max_steps` some heads by bisection.
+    Reads the newest segment, older ones only for missing values, and some heads, by bisection, for `max_steps`.
     """
     keys = sorted(key for key in storage.list(log.FOLDER) if key.endswith(".jsonl"))
     seen = _Seen()
@@ -78,7 +78,7 @@ def read_tail(storage: Storage) -> Tail:
 
 
 class _Seen:
-    """What is known while entries are read from the newest back: the first word on anything is the newest."""
+    """The values found while entries are read from the newest back: the first value of each kind is the newest."""
 
     def __init__(self) -> None:
         self.writer = ""
@@ -145,7 +145,7 @@ class _Seen:
 
 
 def _segment(storage: Storage, key: str) -> tuple[str, list[dict[str, Any]]]:
-    """Its writer and its entries, oldest first, without a last line that was torn off."""
+    """A segment's writer and entries, oldest first, without a torn last line."""
     *lines, _torn = storage.read(key).decode().split("\n")
     entries: list[dict[str, Any]] = [json.loads(line) for line in lines]
     heads = [entry for entry in entries if entry["kind"] == "segment"]
@@ -154,9 +154,9 @@ def _segment(storage: Storage, key: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _from_the_start(storage: Storage, keys: list[str], writer: str) -> Iterator[dict[str, Any]]:
-    """The first entries of the newest driver that wrote some: its segments are the last, so that halving finds them.
+    """The first entries of the newest driver that wrote any. Its segments are the last ones, so bisection finds them.
 
-    What an older driver wrote late, not knowing that it was over, may lead to a later one: then there is no `started`.
+    A late write of an older driver, unaware of its end, may lead to a later segment: then there is no `started`.
     """
     low, high = 0, len(keys) - 1
     while low < high:

@@ -1,8 +1,8 @@
-"""A run as a notebook shows it: one piece of HTML, with a drawing inside, for a cell's output.
+"""A run for a notebook: one piece of HTML, with an inline drawing, for a cell's output.
 
-It needs no script, no style sheet and nothing from anywhere: notebooks drop scripts, and mail drops style sheets. Its
-colours are those of whatever is around it, with a few of middling lightness that can be seen on white and on black.
-Whatever comes from a journal, or from a handle, passes through `markup.text`.
+It needs no script, no style sheet and no other resource: notebooks drop scripts, and mail drops style sheets. It uses
+the colours of its surroundings, and a few of medium lightness that are visible on white and on black. All text from a
+journal or a handle passes through `markup.text`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from raysharded.report.page.charts import extremes
 from raysharded.report.page.markup import text
 
 _BUCKETS = 300
-"""Of the curve; a screen's notebook is hardly wider."""
+"""Buckets of the curve; a notebook on a screen is hardly wider."""
 _MARKS = 30
 _ROWS = 8
-"""Workers, and incidents, that are listed."""
+"""Maximum number of workers, and of incidents, in the lists."""
 _LONG = 240
 _SHORT = 24
-"""So many characters stay on one line of a table."""
+"""Characters up to which a table cell stays on one line."""
 _NEWEST = 64
-"""Steps that the speed is taken from."""
+"""Number of newest steps from which the speed is computed."""
 _LINE, _MARK, _GOOD, _BAD = "#3b82f6", "#d97706", "#16a34a", "#dc2626"
 _FAINT = "fill:currentColor;opacity:.12"
 _WIDTH, _HEIGHT, _LEFT, _TOP = 640, 150, 56, 14
@@ -40,11 +40,11 @@ _CELL = "padding:.1em .8em .1em 0;text-align:left;vertical-align:top;background:
 
 
 def run_html(standing: Standing | None, journal: RunSummary | Iterable[Mapping[str, Any]]) -> str:
-    """State, progress, loss with incidents marked, workers and what happened last, in less than 60 KB, however long
-    the run is. `standing`: where it stands by its handle's `status()`; None if only the journal is at hand. `journal`:
-    its entries from the first on, or what they come to.
+    """State, progress, loss with marked incidents, workers and the newest incidents, in less than 60 KB for a run of
+    any length. `standing`: the status from the run's handle; None if only the journal is available. `journal`: its
+    entries from the first on, or their summary.
 
-    Raises KeyError, TypeError or ValueError for entries without what their kind must have.
+    Raises KeyError, TypeError or ValueError for entries without the fields of their kind.
     """
     summary = journal if isinstance(journal, RunSummary) else summarise(journal)
     parts = [_head(standing, summary), _progress(standing, summary), _curve(summary)]
@@ -85,7 +85,7 @@ def _progress(standing: Standing | None, summary: RunSummary) -> str:
 
 
 def _step_s(summary: RunSummary) -> float:
-    """Of the newest steps that one generation did; NaN if there are too few."""
+    """Seconds per step of the newest steps of one generation; NaN if there are too few."""
     newest = summary.steps[-_NEWEST:]
     if not len(newest):
         return math.nan
@@ -97,7 +97,7 @@ def _step_s(summary: RunSummary) -> float:
 
 
 def _curve(summary: RunSummary) -> str:
-    """The loss over the steps; what is not finite is a gap."""
+    """The loss over the steps; non-finite values are gaps."""
     numbers, losses = summary.steps.whole("step"), summary.steps.real("loss")
     finite = losses[np.isfinite(losses)]
     if not len(finite):

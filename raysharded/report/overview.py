@@ -1,8 +1,8 @@
-"""Runs at a glance: where they are and who is at work on them, from a few small files of each.
+"""An overview of runs: their progress and their drivers, from a few small files of each.
 
-Clocks of two machines are never compared to tell whether a driver lives: it is at work if its lease changes between
-two looks, if its process is seen on this machine, or if it has just written an entry; its process may be known to be
-gone. All else is `silent`.
+Clocks of two machines are never compared to decide whether a driver is alive. It is alive if its lease changes between
+two polls, if its process runs on this machine, or if it has just written an entry. Its process may be known to have
+exited. All other cases are `silent`.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ MEANING: dict[State, str] = {
     "new": "a driver has claimed it, and written nothing yet",
     "running": "its driver is at work",
     "paused": "its workers stand still until `raysharded resume`",
-    "silent": "its driver gave no sign of life; it may be at work all the same",
-    "ended": "its driver is gone without a last word: started again, the run goes on",
+    "silent": "its driver gave no sign of life; it may still be at work",
+    "ended": "its driver exited without a final entry: started again, the run resumes",
     "finished": "all its steps are done",
-    "stopped": "it was stopped: started again, it goes on",
+    "stopped": "it was stopped: started again, it resumes",
     "failed": "it ended with an error",
     "damaged": "the end of its journal cannot be read",
 }
 JUST_NOW_S = 20.0
-"""A driver that wrote an entry so short a time ago, by this machine's clock, counts as at work."""
+"""A driver counts as at work for this long after its newest entry, by this machine's clock."""
 _AT_ONCE = 16
 _MAX_LEASE_BYTES = 1 << 16
 _DAMAGE = (ValueError, KeyError, TypeError, IndexError)
-"""What bytes that no driver wrote raise."""
+"""Errors caused by bytes that no driver wrote."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOverview:
-    """A run as it was found. None: not known, or there is none."""
+    """A run at the time of the poll. None: unknown, or there is none."""
 
     url: str
     name: str
     state: State
     driver: str
-    """Who holds its lease, in words; empty where nobody does."""
+    """The holder of the run's lease, in words; empty if there is none."""
     error: str
     step: int | None
     max_steps: int | None
     loss: float | None
     workers: int | None
     checkpoint_step: int | None
-    """Of the newest committed checkpoint."""
+    """Step of the newest committed checkpoint."""
     checkpoint_at: float | None
-    """When it was committed: seconds since 1970."""
+    """Time of that checkpoint's commit: seconds since 1970."""
     newest_entry_at: float | None
-    """Seconds since 1970, by the driver's clock."""
+    """Time of the newest entry: seconds since 1970, by the driver's clock."""
     num_segments: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Found:
-    """A run, and the lease of its owner as it was first read."""
+    """A run, and its owner's lease as it was first read."""
 
     storage: Storage
     glance: RunOverview
@@ -79,17 +79,17 @@ class _Found:
 
 
 def is_run(storage: Storage) -> bool:
-    """Whether the storage is the folder of one run."""
+    """True if the storage is the folder of one run."""
     return bool({log.FOLDER, CLAIMS_FOLDER} & set(list_folders(storage)))
 
 
 def find_runs(
     url: str, *, now: Callable[[], float] = time.time, pause: Callable[[float], None] = time.sleep
 ) -> list[RunOverview]:
-    """The runs right below a folder or URL, by name; of one run itself, that one. Raises StorageError.
+    """The runs directly below a folder or URL, by name; for a run itself, that run. Raises StorageError.
 
-    Reads a few small files of each, several runs at once. If some gave no sign of life it waits, once for all, as long
-    as their drivers take to show themselves (5 s by default), and looks again.
+    Reads a few small files of each, several runs at once. If some seem silent, it waits once for all of them, and polls
+    again. The wait is as long as their drivers take to show activity (5 s by default).
     """
     above = open_storage(url)
     names = list_folders(above)
@@ -104,7 +104,7 @@ def find_runs(
 def look(
     runs: Sequence[Storage], *, now: Callable[[], float] = time.time, pause: Callable[[float], None] = time.sleep
 ) -> list[RunOverview]:
-    """Each run at a glance, in their order; as `find_runs`."""
+    """An overview of each run, in order; as `find_runs`."""
     with ThreadPoolExecutor(_AT_ONCE, "raysharded-runs") as pool:
         found = list(pool.map(lambda storage: _look(storage, now()), runs))
         silent = [run for run in found if run.glance.state == "silent"]
@@ -145,7 +145,7 @@ def _look(storage: Storage, now: float) -> _Found:
 
 
 def _claims(storage: Storage) -> tuple[Claim | None, Claim | None]:
-    """The newest claim, whose claimer owns the run, and the newest that commits a checkpoint which still exists."""
+    """The newest claim, whose writer owns the run, and the newest commit of a checkpoint that still exists."""
     owner: Claim | None = None
     for number in reversed(list_numbers(storage)):
         try:
@@ -168,7 +168,8 @@ def _exists(storage: Storage, key: str) -> bool:
 
 
 def _state(tail: Tail, owner: Claim | None, lease: Seen | None, now: float) -> State:
-    """A driver that claimed the run after the journal's newest entry was written has it, whatever that entry says."""
+    """The run's state. A driver that claimed the run after the journal's newest entry owns it, regardless of that
+    entry."""
     if tail.ending is not None and (owner is None or owner.writer == tail.writer or lease is None):
         return tail.ending
     holder = lease.holder if lease else None

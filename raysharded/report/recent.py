@@ -1,4 +1,4 @@
-"""What happened to a run lately: its members and its newest incidents, from the end of its journal."""
+"""A run's members and newest incidents, from the end of its journal."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from raysharded.journal.entry_text import incident_text
 from raysharded.report.history import incidents
 
 _SEGMENTS = 128
-"""That are read: ten minutes of a short run, an hour of a long one."""
+"""Number of segments to read: ten minutes of a short run, an hour of a long one."""
 _AT_ONCE = 16
 _INCIDENTS = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recent:
-    """What the newest segments tell."""
+    """The content of the newest segments."""
 
     members: tuple[int, ...]
-    """Workers of the newest generation, by rank; empty if it is older than what was read."""
+    """Workers of the newest generation, by rank; empty if it is older than the segments read."""
     generation: int | None
     step_s: float | None
-    """Wall time per step over the newest steps that one generation did one after the other."""
+    """Wall time per step, over the newest consecutive steps of one generation."""
     incidents: tuple[tuple[float, str], ...]
-    """The newest few, oldest first: seconds since 1970, and one sentence."""
+    """The newest few incidents, oldest first: seconds since 1970, and one sentence."""
     last_segment: int
-    """Its number; 0 if there is none."""
+    """Number of the last segment; 0 if there is none."""
 
 
 def read_recent(storage: Storage) -> Recent:
-    """What happened lately. What cannot be read is passed over. Raises StorageError."""
+    """The recent history. Unreadable entries are ignored. Raises StorageError."""
     keys = sorted(key for key in storage.list(log.FOLDER) if key.endswith(".jsonl"))
     with ThreadPoolExecutor(_AT_ONCE, "raysharded-journal") as pool:
         found = [entry for part in pool.map(storage.read, keys[-_SEGMENTS:]) for entry in entries_of(part)]
@@ -51,7 +51,7 @@ def read_recent(storage: Storage) -> Recent:
 
 
 def entries_of(segment: bytes) -> list[dict[str, Any]]:
-    """The entries of a segment, oldest first, without its head, a torn last line and what no driver wrote."""
+    """The entries of a segment, oldest first, without its head, a torn last line and lines that no driver wrote."""
     found = []
     for line in segment.decode(errors="replace").split("\n")[:-1]:
         try:
@@ -64,7 +64,7 @@ def entries_of(segment: bytes) -> list[dict[str, Any]]:
 
 
 def incident_line(entry: Mapping[str, Any]) -> str | None:
-    """The sentence for an incident; None for entries that are none, or that say too little."""
+    """The sentence for an incident; None for other entries, and for those without the needed fields."""
     if entry["kind"] != "recovery" and entry["kind"] not in incidents.KINDS:
         return None
     try:
@@ -74,7 +74,7 @@ def incident_line(entry: Mapping[str, Any]) -> str | None:
 
 
 def _step_s(entries: Sequence[Mapping[str, Any]]) -> float | None:
-    """Of the newest steps without anything between them that ended a generation."""
+    """Seconds per step of the newest steps since the last start of a generation."""
     done: list[tuple[int, float]] = []
     for entry in reversed(entries):
         if entry["kind"] in ("generation", "started", "rewind"):

@@ -1,4 +1,4 @@
-"""The report of a run, from its journal alone: what happened, and the proof that nothing was lost."""
+"""The report of a run, from its journal alone: its history, and the check that no sample was lost."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from raysharded.report.history.tables import (
 from raysharded.report.history.wall_time import PARTS
 
 _SHOWN = 8
-"""At most so many step numbers are listed."""
+"""Maximum number of step numbers in a list."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
-    """What is known of a run. Printed with rich, it shows tables; in a notebook, what a run's handle shows."""
+    """A run's report. Printed with rich, it shows tables; in a notebook, the same view as a run's handle."""
 
     url: str
     """The run's folder."""
     summary: RunSummary
-    """What its journal says: steps, incidents, times, checkpoints."""
+    """Contents of the run's journal: steps, incidents, times, checkpoints."""
     ledger: LedgerReport | None
-    """The check of what was read; None if the journal does not say what should have been (no worker was ever ready)."""
+    """The check of the samples read; None if the journal lacks the expected samples (no worker was ever ready)."""
     damage: str = ""
-    """What of the journal is damaged; the report covers what comes before it. Empty if nothing is."""
+    """The damaged part of the journal; the report covers the part before it. Empty if nothing is damaged."""
 
     @property
     def ok(self) -> bool:
-        """Nothing that is promised was found broken. An unfinished or failed run may well be ok."""
+        """True if no promise was found broken. An unfinished or failed run may be ok."""
         return (self.ledger is None or self.ledger.ok) and not self.summary.differences
 
     def as_html(self) -> str:
-        """The same as one page, which needs no other file and no network."""
+        """The report as one page, which needs no other file and no network."""
         from raysharded.report.page.document import render
 
         return render(self.summary, self.ledger, url=self.url, damage=self.damage, ok=self.ok)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as data, for JSON. Numbers that JSON has no word for are None."""
+        """The report as data for JSON. Non-finite numbers are None."""
         summary, ledger = self.summary, self.ledger
         by_step = summary.workers_by_step
         losses = dict(zip(by_step, summary.steps.real("loss").tolist(), strict=True))
@@ -101,7 +101,7 @@ class RunReport:
         return {name: plain(value) for name, value in found.items()}
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it."""
+        """The notebook's view of the report."""
         from raysharded.report.notebook import run_html
 
         return run_html(None, self.summary)
@@ -126,7 +126,7 @@ class RunReport:
 
 
 def _proof_table(report: RunReport) -> RenderableType:
-    """What was promised, and whether it held."""
+    """The promises, and whether they held."""
     table = facts_table()
     ledger, summary = report.ledger, report.summary
     if ledger is None:
@@ -156,7 +156,7 @@ def _some(steps: tuple[int, ...]) -> str:
 
 
 def plain(value: Any) -> Any:  # any JSON value
-    """As JSON has it: numbers that are not finite are None."""
+    """The value for JSON: non-finite numbers are None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""Runs: driven in this process or by an actor of their own, and the handles on them.
+"""Runs: driven in this process or by a driver actor, and the handles on them.
 
-`spec` is what a trainer asks for, and `translation` what driver and workers need of it. `handle` has what every handle
-can do. `local` drives a run in this process, and `control` carries out what is asked of it. In `hosted` an actor of its
-own drives the run. `attach` gives a handle by the run's name, and `offline` knows what storage alone tells.
+`spec` is a trainer's request; `translation` derives from it what driver and workers need. `handle` has the methods of
+every handle. `local` drives a run in this process, and `control` carries out the requests to it. In `hosted` a driver
+actor drives the run. `attach` returns a handle by the run's name, and `offline` reads a run from its storage alone.
 """
 
 from raysharded.run.handle import Run as Run

@@ -20,11 +20,13 @@ _NAMES = 5
 def attach(run: str, address: str | None = None) -> Run:
     """The handle on a run, by its name or by its folder or URL, `<storage_path>/<name>`.
 
-    `address`: of the Ray cluster; None: the one that this process uses, that RAY_ADDRESS names, or that runs on this
-    machine. Of several runs of one name that are over, the one that was started last is meant. Of a run that is over,
-    or that `fit()` drives in a process of its own, or whose driver is of a version of raysharded with another protocol,
-    the handle knows what storage tells. Raises ConfigError for a run
-    that is not known, with the names that may be meant; ClusterError without a cluster.
+    `address`: the Ray cluster's; None: the one that this process uses, that RAY_ADDRESS names, or that runs on this
+    machine. Among finished runs of one name, the one started last is chosen.
+
+    The handle reads storage alone if the run is over, or if `fit()` drives it in another process. It also does so if
+    the driver's version of raysharded has another protocol.
+
+    Raises ConfigError for an unknown run, with similar names; ClusterError without a cluster.
     """
     process_hooks.install()
     there_is_one = cluster.find_cluster(address, log_to_driver=False)
@@ -57,7 +59,7 @@ def _driven(name: str, url: str) -> Run:
 
 
 def _url_of(run: str) -> str | None:
-    """The run's storage, if that is what was given; None for a name."""
+    """URL of the run's storage, if `run` is a folder or URL; None for a name."""
     from raysharded.checkpoint import open_storage
     from raysharded.report.overview import is_run
 
@@ -80,10 +82,10 @@ def _stored(name: str, url: str) -> StoredRun:
 
 def _meant(run: str, known: dict[str, list[str]]) -> str:
     if not known:
-        return ": none was, with ElasticTrainer.start() or as a Ray job. Give the run's folder or URL."
+        return ": no run was, with ElasticTrainer.start() or as a Ray job. Give the run's folder or URL."
     close = difflib.get_close_matches(run, known, n=_NAMES, cutoff=0.5)
     if close:
         return f": did you mean {' or '.join(map(repr, close))}?"
     driven = ", ".join(sorted(set(hosts().values())))
     names = ", ".join(sorted(known)[:_NAMES])
-    return f"; those that were: {names}{f' (driven now: {driven})' if driven else ''}."
+    return f"; known runs: {names}{f' (driven now: {driven})' if driven else ''}."

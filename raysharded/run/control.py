@@ -1,4 +1,4 @@
-"""What people ask of a run, carried out by its driver in this process; a fork of the run among it."""
+"""Requests to a run, carried out by its driver in this process; also forks of the run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 
 def forked(spec: RunSpec, storage: Storage, name: str, step: int | None, where: str | None) -> RunSpec:
-    """The specification of the run `name` under `where`, which begins with the committed checkpoint of `step`
-    (None: the newest) of the run at `storage`. Nothing is started."""
+    """The specification of the fork `name`, which begins with a committed checkpoint of the run at `storage`.
+
+    `step`: the checkpoint's (None: the newest); `where`: the fork's storage path. Nothing is started.
+    """
     from raysharded.checkpoint import fork, open_storage
 
     run = dataclasses.replace(spec.run, name=name, storage_path=where or spec.run.storage_path)
@@ -51,37 +53,37 @@ def _chosen(storage: Storage, step: int | None) -> CheckpointRef:
 
 
 class RunControl:
-    """The other side of `Run`'s methods. Any thread; each method is named as it is there."""
+    """The implementation of `Run`'s methods. Any thread; each method is named as it is there."""
 
     def __init__(self, spec: RunSpec, groups: GroupPlanner, storage: Storage, start: Callable[[RunSpec], Run]) -> None:
-        """`start` starts another run as this one was started."""
+        """`start` starts another run in the same way as this one."""
         self._spec, self._groups, self._storage, self._start = spec, groups, storage, start
         self._driver: Driver | None = None
         self._driving: int | None = None
-        """The thread that drives the run."""
+        """Thread that drives the run."""
         self._begun, self._over = threading.Event(), threading.Event()
         self._stopped: dict[str, Any] | None = None
-        """What the first stop was told that came before there was a driver."""
+        """Arguments of the first stop request that came before the driver was ready."""
         self._scaling = spec.scaling
-        """As was asked for last."""
+        """The latest requested configuration."""
 
-    # -- for whoever drives the run --
+    # -- for the owner of the run --
 
     @property
     def driver(self) -> Driver | None:
-        """None before it has the run."""
+        """The driver; None before it has acquired the run."""
         return self._driver
 
     def wait_until_begun(self) -> None:
-        """Return when there is a driver, or never will be one."""
+        """Return when the driver is ready, or never will be."""
         self._begun.wait()
 
     def is_stopped(self) -> bool:
-        """Whether it was told to stop before there was a driver."""
+        """Whether a stop was requested before the driver was ready."""
         return self._stopped is not None
 
     def begin(self, driver: Driver) -> None:
-        """There is a driver now, which has the run."""
+        """Register the driver, which has acquired the run."""
         self._ask_again(driver)
         self._driver, self._driving = driver, threading.get_ident()
         self._begun.set()
@@ -89,12 +91,12 @@ class RunControl:
             driver.stop(checkpoint_within_s=None)
 
     def end(self) -> None:
-        """The run is over, or never began."""
+        """Mark the run as over, or as never begun."""
         self._over.set()
         self._begun.set()
 
     def _ask_again(self, driver: Driver) -> None:
-        """For the mesh that was asked for last, unless the run is configured otherwise than it was then."""
+        """Repeat the last mesh request, unless the run's configuration has changed since."""
         asked = driver.asked_last(self._spec.settings()["scaling"])
         if asked is not None:
             size, degree = asked
@@ -103,7 +105,7 @@ class RunControl:
             )
             driver.begin_with(self._groups.grouping(self._scaling))
 
-    # -- for people --
+    # -- for users --
 
     def pause(self) -> None:
         self._willing("pause", user_requests.pause_refusal).pause()
@@ -150,14 +152,14 @@ class RunControl:
         try:
             step, prefix = promise.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
         except concurrent.futures.TimeoutError:
-            raise TimeoutError(f"no checkpoint of run {name!r} is committed after {timeout_s} s; it goes on") from None
+            raise TimeoutError(f"no checkpoint of run {name!r} is committed yet, after {timeout_s} s") from None
         return WrittenCheckpoint(step=step, url=join_url(self._spec.url, prefix))
 
     def stop(self, checkpoint: bool, within_s: float | None) -> None:
         driver = self._driver
         if driver is None:
             self._stopped = self._stopped or {"checkpoint": checkpoint, "within_s": within_s}
-            driver, checkpoint = self._driver, False  # it may have begun just now, and looked before
+            driver, checkpoint = self._driver, False  # it may have become ready after the first check
         if driver is not None:
             within = None if not checkpoint else within_s if within_s is not None else math.inf
             driver.stop(checkpoint_within_s=within)
@@ -170,7 +172,7 @@ class RunControl:
             self._driver.remark(kind, fields)
 
     def _willing(self, what: str, refusal: Callable[[State], str]) -> Driver:
-        """The driver, if it can do that."""
+        """The driver, if it accepts the request."""
         self._begun.wait()
         if self._driver is None or self._over.is_set():
             raise self._is_over()

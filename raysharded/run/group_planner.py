@@ -1,4 +1,4 @@
-"""The groups that a run's workers form: as configured, or planned from the memory that a worker has."""
+"""The groups that a run's workers form: as configured, or planned from a worker's memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ if TYPE_CHECKING:
 
 
 class GroupPlanner:
-    """Plans the groups of one run. Keeps what it measures of the task: a measurement takes seconds."""
+    """Plans the groups of one run. Keeps its measurements of the task: each takes seconds."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
         self._measured: dict[int, Setting] = {}
-        """Tensor parallel degree -> the task as it is planned with that degree."""
+        """Tensor parallel degree -> the task as planned with that degree."""
 
     def grouping(self, scaling: ScalingConfig | None = None) -> Grouping | None:
-        """Sizes of shard groups and tensor parallel groups with this configuration (None: the run's); None: one flat
-        group.
+        """Sizes of shard groups and tensor parallel groups; None for one flat group.
 
-        The state fits as many workers as a group has, and as the run may have; it is not spread over fewer than the
-        smaller number of these.
+        `scaling`: the configuration (None: the run's). The state fits on a group's number of workers, and on the run's
+        minimum. It is not spread over fewer than the smaller of these two numbers.
         """
         from raysharded.driver.state.mesh_choice import Grouping
 
@@ -57,7 +56,7 @@ class GroupPlanner:
         refuse_what_fits_nowhere(self._setting(scaling.tensor_parallel_degree), scaling, least)
 
     def _setting(self, degree: int) -> Setting:
-        """The task as it is planned with a tensor parallel degree."""
+        """The task as planned with a tensor parallel degree."""
         if degree not in self._measured:
             from raysharded.planning.plans import setting_of_task
 

@@ -1,4 +1,4 @@
-"""Who hears of a run's journal entries while it goes on: a live line, writers of metrics, the caller's own listener."""
+"""Listeners to a live run's journal entries: the live line, writers of metrics, the caller's own listener."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def ignore(kind: str, fields: dict[str, Any]) -> None:
-    """Nobody listens."""
+    """Ignore all entries."""
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def listening(
 ) -> Iterator[Listener]:
     """A listener that feeds the live line and the caller's own.
 
-    `clock`: when what is told happened, if that is not now.
+    `clock`: the time of the entries, if that is not now.
     """
     if not progress:
         yield outside or ignore
@@ -50,8 +50,10 @@ def listening(
 
 @contextlib.contextmanager
 def shown_elsewhere() -> Iterator[None]:
-    """Within it, entries that a person should not miss are not printed by Python, which does so without any handler:
-    who follows the run shows them."""
+    """Suppress Python's own output of entries that a person should not miss, which needs no handler.
+
+    The process that follows the run shows them.
+    """
     from raysharded.driver.driver import EVENTS_LOG
 
     events_log, shown = logging.getLogger(EVENTS_LOG), logging.NullHandler()
@@ -64,7 +66,7 @@ def shown_elsewhere() -> Iterator[None]:
 
 @contextlib.contextmanager
 def measuring(spec: RunSpec, url: str, listen: Listener) -> Iterator[Listener]:
-    """As `listen`, with the configured writers of metrics told before."""
+    """`listen`, preceded by the configured writers of metrics."""
     if not spec.run.metrics:
         yield listen
         return
@@ -86,7 +88,7 @@ def measuring(spec: RunSpec, url: str, listen: Listener) -> Iterator[Listener]:
 
 
 def untested_versions() -> list[str]:
-    """A sentence for each package that is here in a version that raysharded was not tested with."""
+    """A sentence for each installed package in a version that raysharded was not tested with."""
     from importlib.metadata import PackageNotFoundError, version
 
     from raysharded.versions import TESTED, untested
@@ -99,7 +101,7 @@ def untested_versions() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that matter for a run's record."""
+    """Versions of Python and of the packages that matter for a run's record."""
     from importlib.metadata import version
 
     return {"python": platform.python_version(), **{name: version(name) for name in ("torch", "ray")}}

@@ -1,4 +1,4 @@
-"""One run, driven to its end by this process; and its newest journal entries, for those who follow it."""
+"""One run, driven to its end by this process; and its newest journal entries, for processes that follow it."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _log = logging.getLogger("raysharded.driver")
 _SAME_WHEN_RESUMED = ("batch", "reduction", "param_dtype", "reduce_dtype", "cast_inputs", "compile", "threads")
 _BEFORE_IT_WAS_RECORDED = {"cast_inputs": "all"}
 ENTRIES_KEPT = 20_000
-"""Entries that are kept; the journal has all of them."""
+"""Number of entries that are kept; the journal has all of them."""
 ENTRIES_AT_ONCE = 2_000
-"""Entries of one answer."""
+"""Largest number of entries in one answer."""
 
 
 class EntryBuffer:
@@ -52,14 +52,14 @@ class EntryBuffer:
         at_once: int = ENTRIES_AT_ONCE,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`first`: the number of the first entry; of a later driver it is above all those of the one before."""
+        """`first`: number of the first entry; a later driver's is above all those of the one before."""
         self._kept: deque[Entry] = deque(maxlen=limit)
         self._next, self._at_once, self._wall = first, at_once, wall
         self._changed = threading.Condition()
         self._closed = False
 
     def add(self, kind: str, fields: dict[str, Any]) -> None:
-        """An entry was made; the fields must not change any more."""
+        """Add an entry; its fields must not change any more."""
         at = self._wall()
         with self._changed:
             self._kept.append((self._next, kind, {"at": at, **fields}))
@@ -67,14 +67,16 @@ class EntryBuffer:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing more comes: nobody waits."""
+        """End all waits: no entry follows."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def after(self, number: int, timeout_s: float) -> list[Entry]:
-        """The entries with a higher number, oldest first, the oldest that are kept if that is long ago; waits up to
-        `timeout_s` for the first. Empty: there is none."""
+        """Entries with a higher number, oldest first; empty if there are none.
+
+        If older ones are no longer kept, they begin with the oldest kept one. Waits up to `timeout_s` for the first.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._next - 1 > number, timeout_s)
             new = min(self._next - 1 - number, len(self._kept))
@@ -83,7 +85,7 @@ class EntryBuffer:
 
 
 class LocalRun(Run):
-    """A run of this process: it ends with it."""
+    """A run of this process, with which it ends."""
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class LocalRun(Run):
         first_entry: int = 1,
         start: Callable[[RunSpec], Run] | None = None,
     ) -> None:
-        """With Ray, unless `launch` makes another launcher; `start` starts a fork (None: in this process too)."""
+        """With Ray, unless `launch` makes another launcher; `start` starts a fork (None: in this process)."""
         from raysharded.checkpoint import check_writable, open_storage
 
         storage = open_storage(spec.url)
@@ -108,7 +110,7 @@ class LocalRun(Run):
         self._entries, self._began_at = EntryBuffer(first_entry), time.time()
         self._steering = RunControl(spec, self._groups, storage, start or self._start_beside)
         self._evaluation: Mapping[str, float] = {}
-        """The newest."""
+        """The newest evaluation."""
         self._thread: threading.Thread | None = None
         self._result: Result | None = None
         self._error: BaseException | None = None
@@ -122,7 +124,7 @@ class LocalRun(Run):
     # -- driving --
 
     def begin(self) -> None:
-        """Drive the run in a thread of its own."""
+        """Drive the run in a separate thread."""
         self._thread = threading.Thread(target=self._drive_quietly, name=f"raysharded {self.name}")
         self._thread.start()
 
@@ -214,12 +216,12 @@ class LocalRun(Run):
         return self._result_of(state)
 
     def _on_notice(self) -> AbstractContextManager[None]:
-        """Within it, SIGTERM ends the run after one more checkpoint."""
+        """Within this context, SIGTERM ends the run after one more checkpoint."""
         grace_s = self._spec.run.checkpoint.grace_s
         return on_notice(lambda: self.stop(checkpoint=True, within_s=grace_s), grace_s)
 
     def _starts(self) -> list[dict[str, Any]]:
-        """The entries with which the run's drivers began."""
+        """Entries with which the run's drivers began."""
         from raysharded.journal.log import read
 
         return [entry for entry in read(self._storage) if entry["kind"] == "started"]
@@ -258,7 +260,7 @@ class LocalRun(Run):
         )
 
     def how_to_go_on(self) -> str:
-        """What a person should know about a run that ended before its last step."""
+        """Message for a person about a run that ended before its last step."""
         limit, driver = self._spec.run.max_steps, self._steering.driver
         if driver is None:
             return f"Run {self.name!r} had not begun."
@@ -268,7 +270,7 @@ class LocalRun(Run):
             if state.checkpoint
             else "from the start: it has no checkpoint"
         )
-        return f"Run {self.name!r} was at step {state.step} of {limit}; the next fit() goes on {start}."
+        return f"Run {self.name!r} was at step {state.step} of {limit}; the next fit() resumes {start}."
 
     # -- for the user --
 
@@ -308,15 +310,15 @@ class LocalRun(Run):
         return self._ended.is_set()
 
     def wait_until_begun(self) -> None:
-        """Return when there is a driver, or never will be one."""
+        """Return when the driver is ready, or never will be."""
         self._steering.wait_until_begun()
 
     def answer(self, what: Ask, arguments: Mapping[str, Any]) -> Any:
-        """For a handle elsewhere: what it asks for."""
+        """Carry out a request from a handle in another process."""
         return self._ask(what, **arguments)
 
     def outcome(self) -> tuple[Result | None, BaseException | None]:
-        """The result, or what the run failed with; neither while it goes on."""
+        """The result, or the error that the run failed with; neither before its end."""
         return self._result, self._error
 
     def wait(self, timeout_s: float | None = None) -> Result:

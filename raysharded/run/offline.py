@@ -1,4 +1,4 @@
-"""A run without a driver that could be asked: what its storage alone says of it."""
+"""A run without a driver that takes requests: read from its storage alone."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 _LOOK_UP_S = 1.0
 _LINES = 1 << 20
-"""More than a segment of the journal has: what numbers entries by (segment, line)."""
+"""More lines than a segment of the journal has: entries are numbered by (segment, line)."""
 _AT_ONCE = 2_000
 ENDED = ("finished", "stopped", "failed")
-"""What the journal of a run says last whose driver came to its end."""
+"""Last entries of a journal whose driver came to its end."""
 
 
 class StoredRun(Run):
-    """A run as its storage has it: it is over, or is driven by a process that cannot be asked."""
+    """A run as its storage shows it: it is over, or its driver is in a process that takes no requests."""
 
     def __init__(self, name: str, url: str, why_not_asked: str = "") -> None:
-        """`why_not_asked`: why its driver cannot be, if it has one on this cluster."""
+        """`why_not_asked`: reason why its driver takes no requests, if it has one on this cluster."""
         from raysharded.checkpoint import open_storage
 
         self._storage = open_storage(url)
@@ -64,19 +64,19 @@ class StoredRun(Run):
         return wait_for(self, lambda: self.outcome() if self.is_over() else None, timeout_s)
 
     def outcome(self) -> Result:
-        """The result of a run that is over; raises RunFailed, with its last word, if it did not come to its end."""
+        """The result of a finished run. Raises RunFailed, with the final entry's error, for any other."""
         found = self._look()
         if found.state == "finished":
             result = finished(self._storage, self.name, self.url, found.max_steps or 0)
             return result or self._without_last_checkpoint(found)
-        what = {"failed": "failed", "stopped": "was stopped"}.get(found.state, "ended without a last word")
+        what = {"failed": "failed", "stopped": "was stopped"}.get(found.state, "ended without a final journal entry")
         why = f": {found.error}" if found.error else ""
         start = (
             "from the start: it has no checkpoint"
             if found.checkpoint_step is None
             else f"from its checkpoint of step {found.checkpoint_step}"
         )
-        raise RunFailed(f"Run {self.name!r} {what} at step {found.step or 0}{why}. Started again, it goes on {start}.")
+        raise RunFailed(f"Run {self.name!r} {what} at step {found.step or 0}{why}. Started again, it resumes {start}.")
 
     def _without_last_checkpoint(self, found: RunOverview) -> Result:
         steps = found.step or 0
@@ -100,12 +100,12 @@ class StoredRun(Run):
                 return None
             raise RunFailed(
                 f"Run.{what}: run {self.name!r} is over ({found.state}, step {found.step or 0}). Start it again "
-                "with its trainer to go on."
+                "with its trainer to resume it."
             )
         raise ClusterError(
-            f"Run.{what}: run {self.name!r} is {found.state} and has no driver on this cluster that can be asked"
-            f"{f' (it is held by {found.driver})' if found.driver else ''}. Ask it where it was started with fit(), or "
-            "start it with ElasticTrainer.start(), whose driver can be asked from anywhere on the cluster."
+            f"Run.{what}: run {self.name!r} is {found.state} and has no driver on this cluster that takes requests"
+            f"{f' (it is held by {found.driver})' if found.driver else ''}. Use its handle in the process of fit(), or "
+            "start it with ElasticTrainer.start(), whose driver takes requests from anywhere on the cluster."
         )
 
     def _look(self) -> RunOverview:
@@ -143,7 +143,7 @@ class StoredRun(Run):
 
 
 def wait_for(run: Run, outcome: Callable[[], Result | None], timeout_s: float | None) -> Result:
-    """What `outcome` gives as soon as it gives something; it is asked every second. Raises TimeoutError."""
+    """The first result of `outcome` that is not None; it is called every second. Raises TimeoutError."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
         result = outcome()
@@ -156,8 +156,10 @@ def wait_for(run: Run, outcome: Callable[[], Result | None], timeout_s: float | 
 
 
 def finished(storage: Storage, name: str, url: str, max_steps: int, key: SigningKey | None = None) -> Result | None:
-    """The result of a run whose final checkpoint exists; None if there is none. Without a key that of the environment
-    counts."""
+    """The result of a run whose final checkpoint exists; None if there is none.
+
+    Without `key`, the environment's signing key is used.
+    """
     from raysharded.checkpoint import newest_complete, signing_key_from_environment
 
     newest = newest_complete(storage, skip_damaged=True, key=key or signing_key_from_environment()).checkpoint
@@ -174,7 +176,7 @@ def finished(storage: Storage, name: str, url: str, max_steps: int, key: Signing
 
 
 def newest_folder(storage: Storage, url: str) -> str:
-    """The folder of the newest checkpoint; empty if there is none."""
+    """Folder of the newest checkpoint; empty if there is none."""
     from raysharded.checkpoint import newest_complete, signing_key_from_environment
 
     newest = newest_complete(storage, skip_damaged=True, key=signing_key_from_environment()).checkpoint
@@ -182,7 +184,7 @@ def newest_folder(storage: Storage, url: str) -> str:
 
 
 def folder_of(storage: Storage, url: str, prefix: str, elsewhere: str = "") -> str:
-    """The URL of a checkpoint: below the run's own, or in the storage `elsewhere` that a fork began with."""
+    """URL of a checkpoint: below the run's own, or in the storage `elsewhere` that a fork began with."""
     from raysharded.locations import join_url
 
     return join_url(elsewhere if elsewhere not in ("", storage.url) else url, prefix)

@@ -1,7 +1,7 @@
-"""What a script's process does with uncaught errors and with SIGTERM, and whether it is a submitted Ray job.
+"""A script's process: its response to uncaught errors and SIGTERM, and whether it is a submitted Ray job.
 
-An error of ours that ends a script is shown as its message and the user's own lines, without ours. SIGTERM is the
-notice that the process is to leave soon.
+If an error of raysharded ends a script, its message and the user's own lines are shown, without raysharded's. SIGTERM
+is the notice that the process is to leave soon.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _RAY = "ray._private.worker"
 
 
 def install() -> None:
-    """From now on uncaught errors of ours, and Ctrl-C with a message, are shown plainly; others as always.
+    """Show uncaught errors of raysharded, and Ctrl-C with a message, plainly from now on; others as always.
 
-    Does nothing where something else shows errors already (a notebook, a debugger). Ray's own hook, which notes errors
-    in the cluster before it has them shown, still gets the others; ours are shown before it, as it waits for a minute
-    where the cluster is gone, and Ray then ends the process. Ray sets it when it is imported: call this again then.
+    No effect where something else shows errors already (a notebook, a debugger). Ray's own hook notes errors in the
+    cluster before it has them shown, and still gets the others. Errors of raysharded are shown before it: if the
+    cluster is lost it waits for a minute, and Ray then ends the process. Ray sets its hook when it is imported: call
+    this function again then.
     """
     others = sys.excepthook
     if others is sys.__excepthook__ or getattr(others, "__module__", "") == _RAY:
@@ -41,7 +42,7 @@ def show(
     error: BaseException,
     frames: TracebackType | None,
 ) -> None:
-    """An `excepthook`; `others` shows errors that are not ours."""
+    """An `excepthook`; `others` shows errors from outside raysharded."""
     if isinstance(error, KeyboardInterrupt) and error.args:
         print(error, file=sys.stderr)
     elif isinstance(error, RayshardedError):
@@ -63,7 +64,7 @@ def describe(error: RayshardedError, frames: TracebackType | None = None) -> str
 
 
 def _without_repetition(message: str, shown: str) -> str:
-    """The message with what the traceback ends with left out: the task's own error, which may be long."""
+    """The message without the end of the traceback: the task's own error, which may be long."""
     lines = shown.splitlines()
     for start in range(len(lines)):
         cause = "\n".join(lines[start:])
@@ -75,8 +76,10 @@ def _without_repetition(message: str, shown: str) -> str:
 
 @contextlib.contextmanager
 def on_notice(first: Callable[[], None], grace_s: float) -> Iterator[None]:
-    """Within it, the first SIGTERM calls `first` and a second one is like Ctrl-C; nothing changes without a grace
-    period, or outside the main thread, where signals cannot be handled."""
+    """Within this context, the first SIGTERM calls `first`, and a second one acts like Ctrl-C.
+
+    Nothing changes without a grace period, or outside the main thread, where signals cannot be handled.
+    """
     if grace_s <= 0 or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -97,16 +100,16 @@ def on_notice(first: Callable[[], None], grace_s: float) -> Iterator[None]:
 
 
 _CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""In which Ray tells a job's entry point what it is."""
+"""Environment variable in which Ray describes a job to its entry point."""
 
 
 def in_submitted_job() -> bool:
-    """Whether `ray job submit` started this process, or one above it."""
+    """Whether `ray job submit` started this process, or an ancestor of it."""
     return bool(submission_id())
 
 
 def submission_id() -> str:
-    """Of the submitted job; empty if this is none."""
+    """Id of the submitted job; empty if this process is in none."""
     try:
         return str(json.loads(os.environ.get(_CONFIG, "{}")).get("metadata", {}).get("job_submission_id", ""))
     except (ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""What a run says of itself: where it stands, what it wrote, and how it ended. Frozen values."""
+"""A run's status, checkpoints and result. Frozen values."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ if TYPE_CHECKING:
     from raysharded.report import RunReport
 
 Listener = Callable[[str, dict[str, Any]], None]
-"""Called with every journal entry: (kind, fields)."""
+"""Callback for every journal entry: (kind, fields)."""
 Entry = tuple[int, str, dict[str, Any]]
-"""A journal entry as a handle gives it: a number that only grows, the kind, and the fields, with `at` (seconds since
-1970)."""
+"""A journal entry of a handle: a number that only grows, the kind, and the fields, with `at` (seconds since 1970)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,9 +24,9 @@ class Result:
     """The run's folder: its checkpoints and its journal."""
     steps: int
     fingerprint: str
-    """Of parameters, buffers and optimizer state; the same for every number of workers and every history of losses."""
+    """Fingerprint of parameters, buffers and optimizer state: independent of the number of workers and of losses."""
     checkpoint: str
-    """The folder of the newest checkpoint: the final one, unless `at_end` is False; empty if there is none."""
+    """Folder of the newest checkpoint: the final one, unless `at_end` is False; empty if there is none."""
     loss: float | None = None
     """The last step's loss; None if it is not finite, or not known."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -38,14 +37,14 @@ class Result:
     """Seconds that this `fit()` or `start()` took; None if the run was finished before."""
 
     def report(self) -> RunReport:
-        """Everything the journal knows: losses, recoveries, the ledger of samples."""
+        """Report of the journal: losses, recoveries, the ledger of samples."""
         from raysharded.report import load
 
         return load(self.url)
 
 
 def last_numbers(measured: Mapping[str, float]) -> dict[str, Any]:
-    """The fields `loss`, `metrics` and `evaluation` of a `Result`: from a step's numbers as checkpoints keep them."""
+    """The fields `loss`, `metrics` and `evaluation` of a `Result`, from a step's numbers as checkpoints keep them."""
     prefix = "evaluation."
     return {
         "loss": measured.get("loss"),
@@ -56,14 +55,16 @@ def last_numbers(measured: Mapping[str, float]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """Where a run stands."""
+    """The current status of a run."""
 
     phase: str
-    """`starting`, what the driver is doing (`training`, ...), `over`; of a run without a driver that can be asked, the
-    state that `raysharded status` shows."""
+    """`starting`, the driver's current activity (`training`, ...), or `over`.
+
+    For a run whose driver takes no requests: the state that `raysharded status` shows.
+    """
     step: int
     max_steps: int
-    """0: not known."""
+    """Last step of the run; 0: unknown."""
     workers: tuple[int, ...]
     """Members of the current generation, by rank."""
     pids: Mapping[int, int] = field(default_factory=dict)
@@ -76,17 +77,17 @@ class Status:
     url: str = ""
     """The run's folder."""
     driver: str = ""
-    """Who drives it, in words; empty: nobody."""
+    """The driver, in words; empty: none."""
     started_at: float | None = None
-    """When that driver began: seconds since 1970."""
+    """Start time of that driver: seconds since 1970."""
     loss: float | None = None
-    """Of the newest step; None before the first of this driver."""
+    """Loss of the newest step; None before the first of this driver."""
     losses: int = 0
     """Workers that this driver has lost."""
     checkpoint_step: int | None = None
-    """Of the newest committed checkpoint."""
+    """Step of the newest committed checkpoint."""
     doing: Mapping[int, str] = field(default_factory=dict)
-    """Worker -> the phase of a step that it was in when it was last asked, every 10 s at most."""
+    """Worker -> its phase of a step at the last probe, at most every 10 s."""
     busy_s: Mapping[int, float] = field(default_factory=dict)
     """Worker -> seconds per step in which it did not wait for others, an average of its newest steps."""
 
@@ -97,4 +98,4 @@ class WrittenCheckpoint:
 
     step: int
     url: str
-    """Its folder."""
+    """Folder of the checkpoint."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSpec:
-    """Everything that a run is made of. `ElasticTrainer.spec` makes one, whose parts have been checked."""
+    """The parts of a run. `ElasticTrainer.spec` makes one, whose parts have been checked."""
 
     task: Task
     data: Any

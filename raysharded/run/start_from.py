@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def with_initial_weights(spec: RunSpec, starts: Sequence[Mapping[str, Any]], key: SigningKey | None) -> RunSpec:
     """The specification with the checkpoint that `RunConfig.start_from` names, or that the run began with.
 
-    `starts`: the entries of the run's journal with which its drivers began; `key`: of the checkpoint's signature.
+    `starts`: the journal entries with which the run's drivers began; `key`: the key of the checkpoint's signature.
 
     Raises ConfigError if the run began with another one; CheckpointError if there is none at `start_from`.
     """

@@ -1,4 +1,4 @@
-"""A run's specification in the terms of those who carry it out: the driver's limits, the workers' job, the files."""
+"""A run's specification in the terms of its parts: the driver's limits, the workers' job, the files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PREPARE_WITHIN_S = 30.0
 
 
 def limits_of(spec: RunSpec, grouping: Grouping | None) -> DriverConfig:
-    """The part of the configuration that the driver's state machine uses. `grouping`: of `GroupPlanner`."""
+    """The part of the configuration that the driver's state machine uses. `grouping`: the result of `GroupPlanner`."""
     from raysharded.driver.state.driver_config import DriverConfig
     from raysharded.layout import parity_of
 
@@ -86,7 +86,7 @@ def job_of(spec: RunSpec) -> Job:
 
     return Job(
         run_name=spec.run.name,
-        run_url=open_storage(spec.url).url,  # absolute: workers have working directories of their own
+        run_url=open_storage(spec.url).url,  # absolute: workers have separate working directories
         task=spec.task,
         data=spec.data,
         batch=spec.batch,

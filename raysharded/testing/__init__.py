@@ -1,4 +1,4 @@
-"""Faults and workers for tests, ours and yours."""
+"""Faults and workers for tests, in this project and in yours."""
 
 from raysharded.testing.chaos import Chaos, chaos_for
 from raysharded.testing.faults import Fault, FaultPlan

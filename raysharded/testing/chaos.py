@@ -1,4 +1,4 @@
-"""Chaos: strikes the workers of a run at random moments, while it trains, and writes into its journal what it did."""
+"""Chaos: injects faults into a run's workers at random times while it trains, and records them in its journal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _LOOK_UP_S = 0.05
 _LEFT_ALONE = 1
-"""So many members that are well are not struck: faults that come faster than any recovery would show nothing."""
+"""Number of healthy members that get no fault: faults faster than any recovery would test nothing."""
 _PASSING = ("slow", "raise")
 _STEP_PHASES = ("data", "forward", "backward", "agree", "apply", "snapshot")
 
@@ -38,10 +38,10 @@ class Strikable(Protocol):
 
 
 def chaos_for(trainer: Strikable, hazards: str, *, seed: int = 0) -> Callable[[Run], Chaos]:
-    """Chaos of every kind, for `trainer.fit(context=chaos_for(trainer, "kill:every=30s"))`; as `Chaos` takes it.
+    """Chaos of every kind, for `trainer.fit(context=chaos_for(trainer, "kill:every=30s"))`; arguments as for `Chaos`.
 
-    What workers do to themselves is ordered through the folder of the run, which all of them have to see: ConfigError
-    if its storage is not a file system.
+    Faults that workers inflict on themselves are ordered through the run's folder, which all of them must be able to
+    read. Raises ConfigError if the run's storage is not a file system.
     """
     from raysharded.checkpoint import open_storage
     from raysharded.locations import scheme_of
@@ -56,7 +56,7 @@ def chaos_for(trainer: Strikable, hazards: str, *, seed: int = 0) -> Callable[[R
             f"chaos {inside[0]!r} is ordered through files, which workers cannot see in {url}. Give the run a "
             "storage_path that is a folder, or raysharded.testing.Chaos a plan with a folder that all workers see."
         )
-    folder = Path(url, "chaos", secrets.token_hex(4))  # nothing that an earlier chaos of the run ordered counts
+    folder = Path(url, "chaos", secrets.token_hex(4))  # orders of an earlier chaos of the run do not count
     folder.mkdir(parents=True)
     plan = trainer.faults = FaultPlan(faults=(), folder=str(folder), listens=True)
     return lambda run: Chaos(run, parsed, seed=seed, plan=plan)
@@ -64,22 +64,22 @@ def chaos_for(trainer: Strikable, hazards: str, *, seed: int = 0) -> Callable[[R
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Struck:
-    """One fault that was made to happen."""
+    """An injected fault."""
 
     kind: str
     worker: int
     at: float
-    """Monotonic seconds."""
+    """Time of the fault, in monotonic seconds."""
 
 
 class Chaos:
-    """While its block runs, workers of a run meet faults, each kind about every so often.
+    """Injects faults into a run's workers while its block runs, each kind at its average interval.
 
     `hazards`: as text, "kill:every=30s,slow:every=1m:seconds=5", or as values. kill, stop, term and slow (stopped, and
-    continued after `seconds`) are done from outside, on whatever node the worker is. The others (wedge, stuck, raise,
-    drop, corrupt) need a `plan` with `listens=True` that the workers were started with (`trainer.faults = plan`).
-    The same seed gives the same moments and draws. A generation's last worker that is well is left alone: a fault waits
-    until there are two again. The journal gets an entry `chaos` of each.
+    continued after `seconds`) are signals from outside, on any node. The others (wedge, stuck, raise, drop, corrupt)
+    need a `plan` with `listens=True` that the workers were started with (`trainer.faults = plan`). The same seed gives
+    the same times and draws. A generation's last healthy worker gets no fault: a fault waits until there are two again.
+    Each fault is recorded in the journal with an entry `chaos`.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Chaos:
         inside = [hazard.kind for hazard in self._hazards if hazard.kind in ORDERED]
         if inside and not (plan and plan.listens):
             raise ConfigError(
-                f"chaos {inside[0]!r} is done by the workers themselves: start the run with trainer.faults = "
+                f"chaos {inside[0]!r} is injected by the workers themselves: start the run with trainer.faults = "
                 "FaultPlan(faults=(), folder=..., listens=True), and give Chaos that plan."
             )
         self._draw = random.Random(seed)
         self._ailing: set[int] = set()
-        """Who will not recover."""
+        """Workers that will not recover."""
         self._signals = Signals()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._go_on, daemon=True, name="chaos")
@@ -108,7 +108,7 @@ class Chaos:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """No fault strikes after this; what was stopped for a while goes on."""
+        """Inject no further faults; processes that were stopped temporarily continue."""
         self._stop.set()
         self._thread.join()
         self._signals.close()
@@ -123,7 +123,7 @@ class Chaos:
                     return
 
     def _strike(self, hazard: Hazard) -> bool:
-        """Whether there was somebody to strike."""
+        """Inject a fault; False if there was no worker to inject it into."""
         status = self._run.status()
         well = [worker for worker in status.workers if worker in status.pids and worker not in self._ailing]
         if len(well) < _LEFT_ALONE + 1:
@@ -144,7 +144,8 @@ class Chaos:
         return True
 
     def _order(self, hazard: Hazard, worker: int, step: int) -> str:
-        """The phase that the worker is to meet it in, in this step or the first that it comes to after it."""
+        """Order a fault; returns the phase in which the worker meets it, in this step or the first later one it
+        reaches."""
         assert self._plan is not None
         phase = "backward" if hazard.kind == "corrupt" else self._draw.choice(_STEP_PHASES)
         self._plan.order(

@@ -1,5 +1,6 @@
-"""Faults at chosen places: keyed by worker, step and phase, each proving that it fired. A plan, as frozen values; and
-what each fault does to the process that meets it, called by the thread that computes.
+"""Faults at chosen places: by worker, step and phase, each with a proof that it fired.
+
+A plan is a frozen value. A fault's effect on its process is executed by the computing thread.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _LOOK_UP_S = 0.05
 
 
 class InjectedFault(Exception):
-    """What a fault of kind "raise" raises: no error of raysharded's, but one that the user's code might raise."""
+    """The error of a fault of kind "raise": not raysharded's, but one that user code might raise."""
 
 
 def strike(kind: str, seconds: float | None, message: str) -> None:
-    """Let a fault of this kind happen, here and now, as `Fault` describes it. Does not return from a kill; raises
+    """Inject a fault of this kind, here and now, as described in `Fault`. Does not return from a kill; raises
     `InjectedFault` with the message for "raise"."""
     match kind:
         case "kill" | "stop" | "term":
@@ -47,7 +48,7 @@ def strike(kind: str, seconds: float | None, message: str) -> None:
 
 
 def hold_the_interpreter(seconds: float) -> None:
-    """Return after so long; no other thread of this process runs Python meanwhile, as in an extension that hangs."""
+    """Return after `seconds`; meanwhile no other thread of this process runs Python, as in an extension that hangs."""
     library = ctypes.PyDLL(None)  # unlike CDLL it keeps the interpreter's lock during the call
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
@@ -55,7 +56,7 @@ def hold_the_interpreter(seconds: float) -> None:
 
 
 def wait_in_python(seconds: float) -> None:
-    """Return after so long; other threads run, and answer, meanwhile: as in a read that never ends."""
+    """Return after `seconds`; meanwhile other threads run and answer, as in a read that never ends."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(_LOOK_UP_S)
@@ -66,8 +67,8 @@ KINDS: tuple[str, ...] = get_args(Kind)
 READY = "ready"
 """The phase of a worker that has started, before it joins a generation; in step 0."""
 PHASES = (READY, "form", "transfer", "data", "forward", "backward", "agree", "apply", "snapshot", "save")
-"""In the order that a worker comes to them. `form` and `transfer` are those of building a generation, in the step that
-it goes on with; the others are those of a step."""
+"""Phases in the order in which a worker reaches them. `form` and `transfer` belong to the building of a generation, in
+the step from which it continues; the others belong to a step."""
 _TAKES_TIME = ("slow", "wedge")
 _WAIT_S = 180.0
 _ORDERS = "orders"
@@ -75,27 +76,27 @@ _ORDERS = "orders"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """Let one worker meet a fault when it first comes to a phase of a step (or of any step from `step` on)."""
+    """A fault that one worker meets when it first reaches a phase of a step (or of any step from `step` on)."""
 
     worker: WorkerId
-    """Workers are numbered as they are started, from 0; a replacement gets a new number."""
+    """The worker's number. Workers are numbered in order of start, from 0; a replacement gets a new number."""
     step: int
     """The optimizer step, from 1 on; 0 with the phase `ready`."""
     phase: str
-    """One of `raysharded.testing.faults.PHASES`."""
+    """A phase of `raysharded.testing.faults.PHASES`."""
     kind: Kind = "kill"
-    """kill: SIGKILL; stop: SIGSTOP; term: SIGTERM; slow: so many seconds more; wedge: so long, and no other thread of
-    the process runs meanwhile; stuck: waits for so long, or until killed, while other threads run; raise: an error;
-    drop: its network carries nothing any more, and nobody is told; corrupt: a bit of its gradients is flipped; wait:
-    until another worker is ready."""
+    """kill: SIGKILL. stop: SIGSTOP. term: SIGTERM. slow: sleeps for `seconds`. wedge: for `seconds` no thread of the
+    process runs. stuck: waits for `seconds`, or until killed, while other threads run. raise: an error. drop: its
+    network silently carries no data any more. corrupt: a bit of its gradients is flipped. wait: until another worker is
+    ready."""
     seconds: float | None = None
-    """Of slow, wedge and stuck."""
+    """Duration of slow, wedge and stuck."""
     every: bool = False
-    """Of slow: on every step from there on, not once. Of corrupt: every gradient from there on, not one."""
+    """For slow: repeat on every step from there on. For corrupt: flip a bit in every gradient from there on."""
     message: str = "injected by a fault plan"
-    """Of raise."""
+    """Message of raise."""
     until: WorkerId | None = None
-    """Of wait: the worker that has to be ready first."""
+    """For wait: the worker that has to be ready first."""
 
     def __post_init__(self) -> None:
         _require(self.kind in KINDS, f"kind={self.kind!r}: choose one of {', '.join(KINDS)}")
@@ -117,18 +118,20 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultPlan:
-    """Faults for the workers of one run, with a folder that all of them see, where each leaves a marker just before it
-    strikes. It survives pickling, as it must: it goes to the workers with their job."""
+    """Faults for the workers of one run, with a shared folder in which each leaves a marker just before it strikes.
+
+    It must survive pickling, because it is sent to the workers with their job.
+    """
 
     faults: tuple[Fault, ...]
-    """What is to strike, in any order."""
+    """The faults, in any order."""
     folder: str
-    """For the markers; on several machines a shared one."""
+    """Folder of the markers; shared if there are several machines."""
     listens: bool = False
-    """Whether workers also look for faults that `order` adds while they run."""
+    """Whether workers also check for faults that `order` adds while they run."""
 
     def strike(self, worker: WorkerId, step: int, phase: str) -> None:
-        """Called by workers at every phase, and when they are ready; does not return if a kill is due here."""
+        """Called by workers at every phase, and when they are ready; does not return if a kill is due."""
         if phase == READY:
             self._ready(worker).touch()
         for fault in (*self.faults, *(self._ordered(worker) if self.listens else ())):
@@ -137,8 +140,8 @@ class FaultPlan:
                 self._strike(fault)
 
     def corrupts(self, worker: WorkerId, step: int) -> bool:
-        """Whether this worker's gradient that it just computed is to be damaged: true once for every such fault, or
-        for every gradient if it is to be so."""
+        """True if the gradient that this worker just computed must be damaged: once for every such fault, or always
+        with `every`."""
         for fault in (*self.faults, *(self._ordered(worker) if self.listens else ())):
             lasts = fault.every and fault.worker == worker and step >= fault.step
             if fault.kind == "corrupt" and (lasts or self._is_due(fault, worker, step, fault.phase)):
@@ -147,7 +150,8 @@ class FaultPlan:
         return False
 
     def order(self, fault: Fault) -> None:
-        """Add a fault to a plan that `listens`, while the run goes on. Any process that sees the folder."""
+        """Add a fault to a plan that `listens`, while the run trains. Callable in any process with access to the
+        folder."""
         folder = Path(self.folder, _ORDERS, str(fault.worker))
         folder.mkdir(parents=True, exist_ok=True)
         unseen = folder / f".{fault.marker}"
@@ -155,7 +159,7 @@ class FaultPlan:
         unseen.rename(folder / f"{fault.marker}.json")
 
     def fired(self, fault: Fault) -> bool:
-        """Whether a fault struck."""
+        """True if a fault struck."""
         return self._marker(fault).exists()
 
     def _ordered(self, worker: WorkerId) -> Iterator[Fault]:

@@ -1,5 +1,7 @@
-"""Shapes of real models, for tests and benchmarks of layouts: the tensors of the Llama family (Touvron et al., "LLaMA",
-2023, table 2; Grattafiori et al., "The Llama 3 Herd of Models", 2024, table 3)."""
+"""Shapes of real models, for tests and benchmarks of layouts: the tensors of the Llama family.
+
+Sources: Touvron et al., "LLaMA", 2023, table 2; Grattafiori et al., "The Llama 3 Herd of Models", 2024, table 3.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ class Llama:
 
     @property
     def state(self) -> StateSpec:
-        """What a run with Adam keeps: every parameter, both of its moments, in float32, and its count of steps."""
+        """The state of a run with Adam: every parameter, both of its moments, in float32, and its count of steps."""
         kinds = ("model", "exp_avg", "exp_avg_sq")
         steps = [TensorSpec(name=f"step.{name}", dtype="float32", shape=()) for name, _ in self.shapes]
         return StateSpec(tensors=tuple(tensor for kind in kinds for tensor in self._tensors(kind)) + tuple(steps))

@@ -1,9 +1,9 @@
-"""Cuts this process off from the network without telling anybody, and without being root. Linux only.
+"""Silently cuts this process off from the network, without root. Linux only.
 
-Its TCP connections stay open, and carry nothing any more: a socket filter drops all that arrives, acknowledgements
-included, and a pace of one byte per second holds back what is sent, after one segment per connection at most. Neither
-end gets an error. Sockets that the process opens or accepts later are treated in the same way within milliseconds.
-There is no way back: the pace outlives its setting. (`tests/faults/` cuts and mends real links between namespaces.)
+Its TCP connections stay open, but carry no data. A socket filter drops all received data, including acknowledgements. A
+pace of one byte per second holds back sent data, after at most one segment per connection. Neither end gets an error.
+Sockets that the process opens or accepts later are cut within milliseconds. The cut cannot be undone: the pace outlives
+its setting. (`tests/faults/` cuts and restores real links between namespaces.)
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import time
 _SO_ATTACH_FILTER = 26
 _SO_MAX_PACING_RATE = 47
 _RETURN_0 = struct.pack("HBBI", 0x06, 0, 0, 0)
-"""One instruction of the classic packet filter: BPF_RET | BPF_K with 0, let no byte through."""
+"""One instruction of the classic packet filter: BPF_RET | BPF_K with 0, which accepts no byte."""
 _LOOK_UP_S = 0.01
 
 _cut = threading.Event()
 
 
 def is_cut_off() -> bool:
-    """Whether this process was cut off. What it talks through besides TCP (pipes) should keep silent then."""
+    """True if this process was cut off. Its channels besides TCP (pipes) should then also be silent."""
     return _cut.is_set()
 
 
 def cut_off() -> None:
-    """From now on nothing goes in or out by TCP, until the process ends."""
+    """Block all TCP traffic in both directions until the process ends."""
     if not _cut.is_set():
         _cut.set()
         _silence_all()
@@ -54,7 +54,7 @@ def _silence_all() -> None:
 
 
 def silence(sock: socket.socket) -> None:
-    """Let a connected socket carry nothing more in either direction, and a listening one accept nobody."""
+    """Block all data on a connected socket in both directions, and all new connections on a listening one."""
     program = ctypes.create_string_buffer(_RETURN_0)
     sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
     sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, 1)

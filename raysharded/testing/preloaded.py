@@ -1,5 +1,5 @@
-"""Imported once by the server that workers are forked from: all that a worker would otherwise import itself, and the
-driver, which the modules of tasks often import."""
+"""Imported once by the server from which workers are forked: all modules that a worker would otherwise import itself,
+and the driver, which modules of tasks often import."""
 
 import gc
 
@@ -11,4 +11,4 @@ import raysharded.checkpoint.storage.local
 import raysharded.driver.driver
 import raysharded.testing.processes  # noqa: F401
 
-gc.freeze()  # what was imported lives as long as the process: collections need not look at it again
+gc.freeze()  # imported objects live as long as the process: collections need not scan them again

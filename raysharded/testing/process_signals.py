@@ -14,13 +14,13 @@ _REMOTE_TIMEOUT_S = 10.0
 
 
 class Signals:
-    """Sends signals; what it stopped for a while it continues, at the latest when closed. One thread."""
+    """Sends signals; continues processes that it stopped temporarily, at the latest when closed. One thread."""
 
     def __init__(self) -> None:
         self._paused: list[tuple[threading.Timer, str, int]] = []
 
     def send(self, node: str, pid: int, kind: str, seconds: float | None = None) -> bool:
-        """Whether the process, on the node of that host name, was there to get kill, stop, term or slow."""
+        """Send kill, stop, term or slow to a process on the node with that host name; True if the process existed."""
         if not _send(node, pid, _SIGNALS[kind]):
             return False
         if kind == "slow":
@@ -31,7 +31,7 @@ class Signals:
         return True
 
     def close(self) -> None:
-        """Continue what is still stopped for a while."""
+        """Continue all processes that are still stopped temporarily."""
         for timer, node, pid in self._paused:
             if timer.is_alive():
                 timer.cancel()
@@ -49,13 +49,13 @@ def _send(node: str, pid: int, number: int) -> bool:
         return False
     where: Any = NodeAffinitySchedulingStrategy(ids[0], soft=False)
     sent = ray.remote(send_here).options(num_cpus=0, scheduling_strategy=where, max_retries=0).remote(pid, number)
-    with contextlib.suppress(ray.exceptions.RayError):  # the node is gone
+    with contextlib.suppress(ray.exceptions.RayError):  # the node is lost
         return bool(ray.get(sent, timeout=_REMOTE_TIMEOUT_S))
     return False
 
 
 def send_here(pid: int, number: int) -> bool:
-    """Whether there was such a process on this machine."""
+    """Send a signal to a process on this machine; True if it existed."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
         return True

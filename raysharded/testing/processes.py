@@ -1,7 +1,7 @@
 """A launcher that makes each worker a plain local process: the real engine and the real driver, without Ray.
 
-Processes are forked from a server that has imported torch already, so that one starts in milliseconds. A worker ends
-itself when its launcher is gone.
+Processes are forked from a server that has already imported torch, so that one starts in milliseconds. A worker exits
+when its launcher has exited.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ProcessLauncher:
     def __init__(
         self, job: Job, *, host: str = "127.0.0.1", prepare: Mapping[WorkerId, Callable[[], None]] | None = None
     ) -> None:
-        """`host`: the address that workers reach this process under. `prepare`: what a worker's process does before
-        anything else, say to enter a network of its own."""
+        """`host`: the address of this process for the workers. `prepare`: the first action of a worker's process, for
+        example to enter a separate network."""
         self._job, self._host, self._prepare = job, host, prepare or {}
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
@@ -75,7 +75,7 @@ class ProcessLauncher:
             return
         ours, theirs = self._context.Pipe()
         prepare = self._prepare.get(worker)
-        job = pickle.dumps(self._job)  # multiprocessing's own would share each tensor of the data by a handle
+        job = pickle.dumps(self._job)  # multiprocessing's pickling would share each tensor of the data by a handle
         process = self._context.Process(target=_serve_pickled, args=(worker, job, theirs, prepare), daemon=True)
         process.start()
         theirs.close()
@@ -85,7 +85,7 @@ class ProcessLauncher:
     def call(self, worker: WorkerId, method: str, *args: Any) -> None:
         pipe = self._pipes.get(worker)
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `wait` will see that it is gone
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `wait` will detect that it has exited
                 pipe.send((method, args))
 
     def kill(self, worker: WorkerId, *, at_once: bool = True) -> None:
@@ -96,11 +96,12 @@ class ProcessLauncher:
             process.join()
 
     def pid(self, worker: WorkerId) -> int:
-        """For tests that hurt a worker from outside."""
+        """A worker's process id, for tests that harm it from outside."""
         return int(self._processes[worker].pid)
 
     def cut(self, worker: WorkerId) -> None:
-        """From now on nothing is carried to or from a worker, which goes on: neither calls nor replies, nor a kill."""
+        """Carry nothing to or from a worker any more: neither calls nor replies, nor a kill. The worker keeps
+        running."""
         self._unreachable[worker] = self._processes.pop(worker), self._pipes.pop(worker)
 
     def end_unreachable(self) -> None:
@@ -149,17 +150,17 @@ class Startable(Protocol):
 
 
 def fit(trainer: Startable, listen: Listener | None = None) -> Result:
-    """As `trainer.fit(listen)`, with processes of this machine for workers: no Ray, and a start in a second."""
+    """As `trainer.fit(listen)`, with processes of this machine as workers: no Ray, and a start in a second."""
     run = trainer.start_with(ProcessLauncher, listen)
     return run.wait()
 
 
 def _serve_pickled(worker: WorkerId, job: bytes, pipe: Connection, prepare: Callable[[], None] | None) -> None:
-    serve(worker, pickle.loads(job), pipe, prepare)  # noqa: S301 - of the process that started this one
+    serve(worker, pickle.loads(job), pipe, prepare)  # noqa: S301 - from the process that started this one
 
 
 def serve(worker: WorkerId, job: Job, pipe: Connection, prepare: Callable[[], None] | None = None) -> None:
-    """A worker process: carries out calls, each in a thread of its own, until the launcher is gone."""
+    """A worker process: executes calls, each in a separate thread, until the launcher has exited."""
     if prepare is not None:
         prepare()
     from raysharded.actors.worker import Worker
@@ -184,7 +185,7 @@ def serve(worker: WorkerId, job: Job, pipe: Connection, prepare: Callable[[], No
             method, args = pipe.recv()
         except (EOFError, ConnectionResetError):
             os._exit(0)
-        if network.is_cut_off():  # it never came
+        if network.is_cut_off():  # the call never arrived
             continue
         if served is None:
             try:

@@ -1,4 +1,4 @@
-"""Several Ray nodes on one machine, each with a raylet of its own, that can be killed as if their machine was gone."""
+"""Several Ray nodes on one machine, each with a separate raylet, that can be killed as if their machine was lost."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from ray.cluster_utils import Cluster
 
 
 class RayNodes:
-    """A cluster in a folder of its own: a head without slots, which this process is connected to, and further nodes.
+    """A cluster in a separate folder: a head without slots, to which this process is connected, and further nodes.
 
-    A context manager, once per process; no Ray may run in the process before. Other clusters of this machine are not
-    touched, and do not find this one.
+    A context manager, once per process; no Ray may have run in the process before. Other clusters of this machine are
+    not affected, and do not find this one.
     """
 
     def __init__(self, folder: str | None = None) -> None:
-        """`folder`: where Ray's files go, with a short path, as sockets need it; None: in `/tmp`."""
+        """`folder`: for Ray's files, with a short path, as sockets need it; None: in `/tmp`."""
         self._folder = tempfile.mkdtemp(prefix="rn", dir=folder or "/tmp")
         os.environ["RAY_TMPDIR"] = self._folder
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 lets everything else on the machine go first
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 prefers all other processes
         self._cluster = Cluster(head_node_args={"num_cpus": 0, "include_dashboard": False}, initialize_head=True)
         self._nodes: dict[str, Any] = {}
         ray.init(address=self._cluster.address, logging_level=logging.ERROR, log_to_driver=False)
 
     def add(self, num_cpus: int) -> str:
-        """Start one more node; its id."""
+        """Start one more node; returns its id."""
         node = self._cluster.add_node(num_cpus=num_cpus, include_dashboard=False)
         self._nodes[node.node_id] = node
         return str(node.node_id)
 
     def processes(self, node_id: str) -> list[int]:
-        """A node's raylet and all that it started."""
+        """A node's raylet and all processes that it started."""
         raylet = int(self._nodes[node_id].all_processes["raylet"][0].process.pid)
         return [raylet, *descendants(raylet)]
 
     def kill(self, node_id: str, processes: list[int] | None = None) -> None:
-        """SIGKILL to a node's `processes` at once; looking for them first takes a while."""
+        """Send SIGKILL to a node's `processes` at once; finding them first takes a while."""
         for pid in processes or self.processes(node_id):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -61,7 +61,7 @@ class RayNodes:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that this one started, and those that these did, ..."""
+    """The descendants of a process: its children, their children, ..."""
     parents: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

@@ -1,7 +1,7 @@
-"""Storages for tests, real ones underneath: one counts, one fails or stops at a chosen operation; and a reference save.
+"""Test storages around real ones: one counts, one fails or stops at a chosen operation; and a reference save.
 
-`save_rows` writes NumPy arrays as `num_writers` workers would, each its rows: the smallest complete user of the
-writing side.
+`save_rows` writes NumPy arrays as `num_writers` workers would, each its rows: the smallest complete user of the writing
+side.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _numbering = threading.Lock()
 
 @dataclass(slots=True)
 class CountingStorage:
-    """Counts what is read. `reads` has (key, offset, bytes returned)."""
+    """Counts reads. `reads` has (key, offset, bytes returned)."""
 
     inner: Storage
     reads: list[tuple[str, int, int]] = field(default_factory=list)
@@ -87,11 +87,11 @@ class CountingStorage:
 
 @dataclass(slots=True)
 class FailingStorage:
-    """Fails at operation number `fail_at` (from 0 on) and at all after it, as a storage that went away.
+    """Fails at operation number `fail_at` (from 0 on) and at all later ones, like a storage that becomes unavailable.
 
-    With `took_effect` the failing operation is done first and only its reply is lost. A `write` that fails otherwise
-    leaves half of its bytes under the key, as storages without a rename may; if it is `untouched`, nothing. `fired`
-    tells that it came to it.
+    With `took_effect` the failing operation is done first and only its reply is lost. Otherwise a failing `write`
+    leaves half of its bytes under the key, as storages without a rename may; with `untouched` it leaves none. `fired`
+    is set when the failure occurs.
     """
 
     inner: Storage
@@ -149,14 +149,14 @@ class FailingStorage:
         self._do("discard", lambda: self.inner.discard(unfinished))
 
     def _do(self, operation: str, act: Callable[[], T], half: Callable[[], object] = lambda: None) -> T:
-        with _numbering:  # some operations are done side by side
+        with _numbering:  # some operations run concurrently
             number, self.operations = self.operations, self.operations + 1
         if number < self.fail_at:
             return act()
         if number == self.fail_at:
             _ = act() if self.took_effect else None if self.untouched else half()
         self.fired = True
-        raise StorageError(f"{operation} under {self.url} failed: this storage was told to fail.")
+        raise StorageError(f"{operation} under {self.url} failed: this storage was set to fail.")
 
 
 def rows_of(num_rows: int, writer: int, num_writers: int) -> tuple[int, int]:
@@ -178,9 +178,10 @@ def save_rows(
     claims: Claims | None = None,
     writer: str = "driver",
 ) -> str:
-    """Writes and commits a save, rows shared among the writers and 0-dim arrays by the first; returns its prefix.
+    """Write and commit a save, with rows distributed over the writers and 0-dim arrays written by the first; returns
+    its prefix.
 
-    A save of a run is committed only if it is claimed too: give the run's `claims`, and as `writer` their writer.
+    A run's save is committed only if it is also claimed: pass the run's `claims`, and their writer as `writer`.
     """
     prefix = save_prefix(step, save_id)
     files: list[FileRecord] = []

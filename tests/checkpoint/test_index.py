@@ -284,7 +284,7 @@ def test_a_file_that_says_one_thing_is_counted() -> None:
         (_crafted(column=[(12, 12, [(1, 9, (5, [1]))])]), "a list where none is known"),
         (_crafted(columns=(8, 1)), "items of another type"),
         (_crafted(columns=(12, 2)), "columns share pages"),
-        (_crafted(footer=[(6, 8, b"Parquet-MR version 1.2.0")]), "readers read in another way"),
+        (_crafted(footer=[(6, 8, b"Parquet-MR version 1.2.0")]), "readers interpret differently"),
         (_crafted(pages=9), "too many pages"),
     ],
     ids=range(11),

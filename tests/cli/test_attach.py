@@ -60,7 +60,7 @@ def test_where_there_is_no_terminal_there_are_lines(monkeypatch: pytest.MonkeyPa
 
 def test_ctrl_c_leaves_the_view_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     found = attached(monkeypatch, Handle(interrupted=True))
-    assert (found.exit_code, found.stderr) == (0, "left the view; the run goes on\n")
+    assert (found.exit_code, found.stderr) == (0, "left the view; the run continues\n")
 
 
 @pytest.mark.parametrize(("look_s", "wait_s"), [(0.001, 0.5), (0.02, 2.0), (3.0, 5.0)])

@@ -287,7 +287,7 @@ def test_gc_proves_nothing_without_a_manifest_and_says_so(beside: Path, tmp_path
     for folder in (beside, tmp_path / "alone", tmp_path / "alone" / "step-1"):
         before = _files(tmp_path)
         said = succeed("checkpoint", "gc", folder)
-        assert "left alone, it has no manifest.json, so that its save may still be going on" in said
+        assert "left alone, it has no manifest.json, so that its save may still be in progress" in said
         assert _files(tmp_path) == before
 
 

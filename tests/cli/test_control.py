@@ -31,7 +31,7 @@ def test_a_name_means_nothing_without_a_cluster() -> None:
 
 def test_a_run_that_is_over_is_not_changed_and_may_be_stopped(tmp_path: Path) -> None:
     url = write_run(tmp_path, run_with_a_loss())
-    assert "is over (finished, step 6). Start it again with its trainer to go on." in fail("rewind", url, "2")
+    assert "is over (finished, step 6). Start it again with its trainer to resume it." in fail("rewind", url, "2")
     assert "it is at step 6 of 6 (finished)" in succeed("stop", url)
     status = json.loads(succeed("stop", url, "--json"))
     assert (status["phase"], status["step"], status["workers"]) == ("finished", 6, [])

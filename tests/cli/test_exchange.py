@@ -110,7 +110,7 @@ def test_a_map_of_names_is_used_in_both_directions(tmp_path: Path) -> None:
 def test_a_copy_or_an_import_goes_only_where_a_save_would(tmp_path: Path) -> None:
     source = _checkpoint(tmp_path, "run")
     held = _run("export", source, f"{tmp_path}/run", "--format", "raysharded")
-    assert "holds checkpoints, and is none itself" in held.output
+    assert "holds checkpoints, and is not one itself" in held.output
     named = _run("export", source, f"{tmp_path}/step-0000000007-abc", "--format", "raysharded")
     assert "is named after step 7, but this is step 4" in named.output
     assert not (tmp_path / "run" / "manifest.json").exists()

@@ -117,8 +117,8 @@ def test_degrees_that_cannot_be_are_one_sentence(parallel: Path, arguments: tupl
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--global-batch-size", 32, "--seq-len", 16), "says nothing of a run: give --workers N."),
-        (("--global-batch-size", 32, "--workers", 8), "says nothing of a run: give --seq-len N."),
+        (("--global-batch-size", 32, "--seq-len", 16), "does not describe a run: give --workers N."),
+        (("--global-batch-size", 32, "--workers", 8), "does not describe a run: give --seq-len N."),
         ((*RUN[:-1], 0), "--workers=0: give a whole number of 1 or more."),
         ((*RUN, "--device-memory", "80 gigs"), "--device-memory=80 gigs: give a size, such as 80GiB or 500GB."),
         ((*RUN, "--shards", 3), "--shards=3 does not divide 8 workers; take one of 1, 2, 4, 8."),

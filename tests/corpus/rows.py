@@ -184,7 +184,7 @@ _LISTED: dict[str, tuple[Row, ...]] = {
     # -- programs that were reported, each with what is right --
     "optimizer case": (
         refused("hook_clips", "max_grad_norm", "a step pre hook that clips by the norm"),
-        refused("hook_counts", "remembers something of its own", "a step hook with a counter that scales gradients"),
+        refused("hook_counts", "keeps hidden state", "a step hook with a counter that scales gradients"),
         refused("patched_step", "changed gradients|bits on a shard", "optimizer.step = f, which clips"),
         equal("combined", "AdamW and SGD in one class", separate=True),
         equal("combined_getstate", "the same with a __getstate__ that returns __dict__"),
@@ -301,7 +301,7 @@ _LISTED: dict[str, tuple[Row, ...]] = {
     "data": (
         refused("none_samples", "is None", "a sample that is None", tenth=True),
         refused("stream", "__len__|__getitem__|len()", "a stream, which has no length"),
-        refused("dict_of_splits", "no dataset", "a dict of splits as data"),
+        refused("dict_of_splits", "not a dataset", "a dict of splits as data"),
         refused("ragged", "pad them", "samples of two lengths in one microbatch"),
         equal("lengths", "samples of several lengths, one to a microbatch"),
         equal("nested_samples", "samples that are dicts of tuples of arrays and numbers"),

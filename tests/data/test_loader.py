@@ -158,6 +158,7 @@ def test_a_new_plan_replaces_the_old_one() -> None:
 
 
 def test_close_ends_the_thread_between_two_samples_and_wakes_who_waits() -> None:
+    before = set(threading.enumerate())  # of other tests of this process
     dataset = Gated()
     loader = MicrobatchLoader(dataset, BATCH, prefetch=True)
     loader.plan([(1, 0), (1, 1)])
@@ -180,7 +181,7 @@ def test_close_ends_the_thread_between_two_samples_and_wakes_who_waits() -> None
     waiter.join(DEADLINE_S)
     assert [str(error) for error in outcome] == ["this loader is closed"]
     assert len(dataset.threads) == 1  # of two samples
-    assert "raysharded-prefetch" not in [thread.name for thread in threading.enumerate()]
+    assert "raysharded-prefetch" not in [thread.name for thread in set(threading.enumerate()) - before]
     loader.close()
     with pytest.raises(RuntimeError, match="closed"):
         loader.load(1, 0)

@@ -208,7 +208,7 @@ def test_a_run_is_taken_by_force_without_waiting(tmp_path: Path) -> None:
     first, second = Driver(storage, "first", lease_s=60.0), Driver(storage, "second", lease_s=60.0, take_over=True)
     with drivers(first, second):
         first.ownership.acquire()
-        assert second.ownership.acquire().because == "it was told to"
+        assert second.ownership.acquire().because == "a takeover was requested"
 
 
 def test_of_two_that_want_to_follow_at_once_one_is_refused(tmp_path: Path) -> None:

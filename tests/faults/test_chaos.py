@@ -51,11 +51,11 @@ def test_the_text_of_hazards_is_understood() -> None:
     [
         ("", "names no fault; give some, as in"),
         ("explode:every=1s", "there is no fault 'explode'; choose one of kill, stop"),
-        ("kill", "does not say how often: add every=, as in kill:every=30s"),
-        ("kill:every=soon", "every='soon' is no time"),
-        ("kill:every=0s", "every='0s' is no time"),
-        ("kill:every=1s:often", "'often' is no setting"),
-        ("kill:every=1s:minutes=3", "'minutes=3' is no setting"),
+        ("kill", "does not set an interval: add every=, as in kill:every=30s"),
+        ("kill:every=soon", "every='soon' is invalid"),
+        ("kill:every=0s", "every='0s' is invalid"),
+        ("kill:every=1s:often", "'often' is an invalid setting"),
+        ("kill:every=1s:minutes=3", "'minutes=3' is an invalid setting"),
     ],
 )
 def test_what_is_not_understood_is_named(text: str, message: str) -> None:

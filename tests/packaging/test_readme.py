@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def test_the_checkpoint_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     example = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1]
     model = torch.nn.Linear(2, 2)
     monkeypatch.chdir(tmp_path)
-    names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     exec(compile(example, "README.md", "exec"), names)  # noqa: S102 - the README's own text
     assert names["loaded"].step == 500
 

@@ -45,7 +45,7 @@ def test_a_run_stopped_with_a_checkpoint_goes_on_from_it(tmp_path: Path) -> None
     run = trainer(tmp_path, 1, steps=STEPS).start()
     wait_until(lambda: run.status().step >= 2, "step 2")
     run.stop(checkpoint=True)
-    with pytest.raises(RunFailed, match=r"goes on from its checkpoint of step \d+"):
+    with pytest.raises(RunFailed, match=r"resumes from its checkpoint of step \d+"):
         run.wait(240)
     entries: list[tuple[str, dict[str, object]]] = []
     result = trainer(tmp_path, 2, steps=STEPS).fit(lambda kind, fields: entries.append((kind, fields)))
@@ -109,7 +109,7 @@ def test_sigterm_to_the_driver_ends_the_run_after_a_checkpoint_and_leaves_nothin
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 1, errors
     assert "checkpoint" in out.splitlines()
-    assert "goes on from its checkpoint of step" in errors
+    assert "resumes from its checkpoint of step" in errors
     wait_until(lambda: not processes_marked(marker), f"all processes gone: {processes_marked(marker)}")
 
 

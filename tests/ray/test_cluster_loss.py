@@ -64,8 +64,8 @@ def test_a_cluster_that_is_gone_is_named_and_the_run_goes_on_from_its_checkpoint
     found = run_script(SCRIPT, str(tmp_path), environment=own_cluster)
     assert found["on_head"]  # no other node is one that the run cannot lose
     for said in (found["waited"], found["asked"]):
-        assert "ClusterError: run 'driven' cannot be asked: the Ray cluster at " in said
-        assert "is gone; nothing answers there for 20 s" in said
+        assert "ClusterError: run 'driven' cannot be reached: the Ray cluster at " in said
+        assert "is lost; nothing answers there for 20 s" in said
     end(f"RAYSHARDED_TEST={own_cluster['RAYSHARDED_TEST']}")  # its machines
     steps = []
     hurry(tmp_path)

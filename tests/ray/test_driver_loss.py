@@ -179,7 +179,7 @@ def test_a_second_driver_is_refused_with_who_holds_the_run_and_since_when(tmp_pa
     with pytest.raises(RunOwnedElsewhere, match=rf"\(process {os.getpid()} on .*\) since \d{{4}}-.*take_over=True"):
         trainer(tmp_path, 1).fit(progress=False)
     fingerprint, entries = go_on(tmp_path, 1, take_over=True)
-    assert entries["started"][0]["because"] == "it was told to"
+    assert entries["started"][0]["because"] == "a takeover was requested"
     assert fingerprint == undisturbed().fingerprint
     with pytest.raises(RunOwnedElsewhere, match=r"has taken over|no longer owns"):
         run.wait(240)

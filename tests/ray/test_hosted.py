@@ -135,7 +135,7 @@ def test_what_a_run_failed_with_comes_with_the_task_s_own_traceback_and_is_on_re
     wait_until(lambda: not hosts(), "its host's end")
     later = rs.attach("driven")
     with pytest.raises(
-        RunFailed, match=r"'driven' failed at step 0: TaskError.*Started again, it goes on from the start"
+        RunFailed, match=r"'driven' failed at step 0: TaskError.*Started again, it resumes from the start"
     ):
         later.wait(240)
     assert later.status().phase == "failed"
@@ -150,7 +150,7 @@ def test_a_run_is_stopped_forked_and_asked_in_vain_when_it_is_over(tmp_path: Pat
     fork = run.fork("other", storage_path=str(tmp_path / "forks"))
     run.stop(checkpoint=True)
     with pytest.raises(
-        RunFailed, match=r"Stopped\. Run 'driven' was at step \d+ of 12; the next fit\(\) goes on from its"
+        RunFailed, match=r"Stopped\. Run 'driven' was at step \d+ of 12; the next fit\(\) resumes from its"
     ):
         run.wait(240)
     with pytest.raises(RunFailed, match="is over"):

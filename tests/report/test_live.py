@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -48,6 +49,8 @@ def show(
 
 def test_the_line_has_step_loss_speed_workers_and_time_left() -> None:
     assert progress_text(TRAINING) == "step 41/100  loss 2.5000  12.3k tokens/s  3 workers  2 h 13 min left"
+    assert progress_text(replace(TRAINING, left_s=0.2)).endswith("3 workers  1.00 s left")
+    assert progress_text(replace(TRAINING, step=100, left_s=0.0)).endswith("3 workers")
 
 
 def test_the_line_says_what_is_done_instead_of_training() -> None:

@@ -134,7 +134,7 @@ def test_a_run_that_is_driven_elsewhere_is_told_from_storage_and_cannot_be_asked
     held.let_go()
     with pytest.raises(RunFailed, match="Stopped"):
         run.wait(WAIT_S)
-    with pytest.raises(RunFailed, match=r"'asked' was stopped at step \d+\. Started again, it goes on from the start"):
+    with pytest.raises(RunFailed, match=r"'asked' was stopped at step \d+\. Started again, it resumes from the start"):
         stored.wait(WAIT_S)
 
 

@@ -218,14 +218,14 @@ CASES: dict[str, tuple[Variant, Variant, str, str]] = {
     "thawed": (
         Variant(frozen=True),
         Variant(),
-        "nothing that the optimizer keeps of 2 parameters, first 'body.bias'",
+        "no optimizer state for 2 parameters, first 'body.bias'",
         "trains 2 parameters, first 'body.bias'",
     ),
     "other groups": (Variant(), Variant(grouped), "", ""),
     "AdamW, then SGD with momentum": (
         Variant(),
         Variant(momentum),
-        "SGD counts no steps: another optimizer kept it. What that kept of 4 parameters is left out, and SGD begins",
+        "SGD counts no steps: another optimizer kept it. Its state for 4 parameters is left out, and SGD begins",
         "has the optimizer torch.optim.sgd.SGD, and had torch.optim.adamw.AdamW",
     ),
     "AdamW, then Lion": (
@@ -255,7 +255,7 @@ REFUSED: dict[str, tuple[Variant, Variant, str]] = {
     "momentum, then AdamW": (
         Variant(momentum),
         Variant(),
-        r"AdamW misses 'exp_avg' in the state that was saved: of 'body.bias' that has 'momentum_buffer', and it keeps",
+        r"AdamW misses 'exp_avg' in the state that was saved: for 'body.bias' that has 'momentum_buffer', and it keeps",
     ),
     "without amsgrad, then with": (Variant(), Variant(amsgrad), "AdamW misses 'max_exp_avg_sq'"),
 }
@@ -314,7 +314,7 @@ def test_parameters_that_a_checkpoint_does_not_have_begin_as_in_a_new_run(tmp_pa
     assert losses == pytest.approx(in_plain_torch(Variant(), MORE), rel=1e-5)
     added, begun = remarks(log)
     assert "does not have 3 parameters or buffers of the model, first 'scale'" in added
-    assert "nothing that the optimizer keeps of 2 parameters, first 'more.bias'" in begun
+    assert "no optimizer state for 2 parameters, first 'more.bias'" in begun
 
 
 @pytest.mark.procs

@@ -166,7 +166,7 @@ def test_a_hook_that_counts_its_calls_is_refused_and_its_count_put_back() -> Non
         return optimizer
 
     optimizer, _ = shard_optimizer(Line(make))
-    with pytest.raises(InexactError, match=r"the step pre hook Warming of SGD remembers something of its own"):
+    with pytest.raises(InexactError, match=r"the step pre hook Warming of SGD keeps hidden state"):
         optimizer.try_out()
     assert hook.steps == 0
 

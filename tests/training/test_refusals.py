@@ -313,7 +313,7 @@ BUGS = {
     "loss": r"Raising\.loss in step 2, microbatch \d raised LookupError: .*no such token",
     "exit": r"Raising\.loss in step 2, microbatch \d raised SystemExit: the loss is bad",
     "interrupt": r"Raising\.loss in step 2, microbatch \d raised KeyboardInterrupt",
-    "metrics": r"gave the metrics|other metrics",
+    "metrics": r"different metric names|other metrics",
     "kind": r"Raising\.loss in step 2, microbatch \d returned a str",
     "shape": r"returned a tensor of shape \(2, 3\)",
     "weight": r"returned a Loss whose weight is -1\.0",

@@ -89,7 +89,7 @@ def test_weights_and_buffers_are_those_of_the_checkpoint(tmp_path: Path, dtype: 
     found = first_weights(tmp_path / "runs" / "still")
     for name, value in model.named_parameters():
         assert torch.equal(found[f"model.{name}"], value.detach()), name
-    assert torch.equal(found["buffer.positions"], model.positions.to(dtype).float())
+    assert torch.equal(found["buffer.positions"], model.get_buffer("positions").to(dtype).float())
 
 
 @pytest.mark.parametrize(("workers", "kill"), tried_each_time([(3, True)], [(2, False), (3, False), (3, True)]))

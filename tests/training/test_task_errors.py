@@ -76,7 +76,7 @@ def message_of(task: rs.Task, workers: int = 1, **settings: Any) -> str:
         (programs.NoRate, r"NoRate\.lr_scale\(1\) returned None, .*give a finite number"),
         (programs.TextRate, r"TextRate\.lr_scale\(1\) returned '1', .*give a finite number"),
         (programs.InPlace, r"a tensor that backward needs was changed in place .*Write\s+x = x \+ y"),
-        (programs.Twice, r"microbatch 1: the graph of the loss is gone\. .*detach\(\) it"),
+        (programs.Twice, r"microbatch 1: the graph of the loss was freed\. .*detach\(\) it"),
         (
             programs.WrapsList,
             r"ConfigError: WrapsList\.wrap returned a ModuleList, which has no forward.*return the blocks",
@@ -122,7 +122,7 @@ def test_a_backward_that_comes_to_no_unit_is_refused_in_fast_mode_too(workers: i
         ),
         (
             {"train": programs.rows()},
-            r"dict\[0\] raised at the start: .*'train' is no dataset: give one of them, \['train'\]",
+            r"dict\[0\] raised at the start: .*'train' is not a dataset: give one of them, \['train'\]",
         ),
     ],
 )

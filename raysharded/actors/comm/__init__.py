@@ -1,1 +1,1 @@
-"""Process groups of one generation, waits on them that can be aborted, and torch's meshes over them."""
+"""Process groups of one generation, abortable waits on them, and torch's meshes over them."""

@@ -1,10 +1,11 @@
-"""How a thread that waits for peers gets away when its generation is aborted; and marks of the functions that wait for
-peers: a hang is theirs who do not wait.
+"""Abortable waits for peers, and marks of the functions that wait for peers.
 
-gloo wakes whoever waits when a connection ends, with two gaps in its tcp transport (`pair.cc`): it tells neither whom
-a message is for that is half read, nor whom one is from that met a connection just closed. They wait until gloo's own
-time-out, and a group cannot be freed before: its destructor joins its threads. So nobody whom training needs waits in
-gloo for good: a collective is waited for in slices, anything else in a thread that is left behind.
+A worker in a marked function is not the cause of a hang.
+
+gloo wakes waiting threads when a connection ends, with two gaps in its tcp transport (`pair.cc`). It notifies neither
+the receiver of a half-read message, nor the sender of a message to a connection that has just closed. Both wait until
+gloo's time-out, and their group cannot be freed earlier: its destructor joins its threads. Therefore no thread that
+training needs waits in gloo indefinitely. Collectives are waited for in slices, anything else in an abandoned thread.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from raysharded.errors import CollectiveAborted
 F = TypeVar("F", bound=Callable[..., Any])
 
 _marked: dict[int, CodeType] = {}
-"""id -> the code of a marked function, which is kept so that its id is nobody else's."""
+"""id -> the code of a marked function, kept alive so that no other code gets its id."""
 
 
 def waits_for_peers(function: F) -> F:
-    """A function that is in a call which returns when other workers have done their part, or fails."""
+    """Mark a function that blocks until other workers have done their part, or fails."""
     _marked[id(function.__code__)] = function.__code__
     return function
 
 
 def is_marked(frame: FrameType) -> bool:
-    """True if the frame is of a function with the mark."""
+    """True if the frame belongs to a marked function."""
     return id(frame.f_code) in _marked
 
 
 def marked_functions() -> frozenset[tuple[str, str]]:
-    """The file and the qualified name of each function with the mark."""
+    """The file and the qualified name of each marked function."""
     return frozenset((code.co_filename, code.co_qualname) for code in _marked.values())
 
 
@@ -48,14 +49,14 @@ _NOT_YET = "Operation timed out"
 _POLL_S = 0.02
 _LOOK_S = 1.0
 GRACE_S = 0.2
-"""For gloo to say by itself that a transfer failed."""
+"""Seconds after an abort in which gloo may itself report a failed transfer."""
 
 
 @waits_for_peers
 def has_ended(work: Any) -> bool:
-    """Wait a while for a collective of gloo; raises its error. False: it is not done, and may be waited for again.
+    """True if a gloo collective ends within one slice; False: call again. Raises the collective's error.
 
-    Not for gloo's own reduce-scatter, whose work knows no time-out: it waits for another one inside.
+    Not for gloo's own reduce-scatter: its work ignores the time-out, as it waits for another work inside.
     """
     try:
         work.wait(_SLICE)
@@ -71,7 +72,10 @@ def has_ended(work: Any) -> bool:
 
 @waits_for_peers
 def run_or_leave(do: Callable[[], T], is_aborted: Callable[[], bool], name: str) -> T:
-    """The result of `do`, or its error; on abort `do` is left behind, in a thread of its own: CollectiveAborted."""
+    """Run `do` in a separate thread; return its result or raise its error.
+
+    On abort it raises CollectiveAborted and abandons the thread.
+    """
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -97,7 +101,7 @@ def join_or_leave(thread: threading.Thread, is_aborted: Callable[[], bool]) -> N
 
 
 def keep_until_ended(groups: Iterable[Any], works: Iterable[Any]) -> None:
-    """Free process groups only when their works have ended, however late. At the process's end they are not freed."""
+    """Free process groups only once their works have ended, however late; never when the process ends first."""
     held = list(groups), list(works)
 
     def keep() -> None:

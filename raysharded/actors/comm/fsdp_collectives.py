@@ -1,7 +1,7 @@
-"""Collectives of FSDP2 and the reducers over a shard group of CPU workers, which training can leave.
+"""Abortable collectives for FSDP2 and the reducers over a shard group of CPU workers.
 
-Their waits are those of `abortable_wait`. On GPUs FSDP2 keeps its own: NCCL lets go of everyone when its
-communicator is aborted.
+Their waits come from `abortable_wait`. On GPUs FSDP2 keeps its own collectives: aborting NCCL's communicator releases
+all waiting threads.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.distributed.fsdp import FSDPModule
 from raysharded.actors.comm.abortable_wait import waits_for_peers
 
 Finish = Callable[[Any], None]
-"""Returns when a work is done; raises its error, or CollectiveAborted."""
+"""Returns when a work is done. Raises the work's error, or CollectiveAborted."""
 Reducing = Callable[[], AbstractContextManager[None]]
-"""Around each exchange of gradients and their addition."""
+"""Context manager around each exchange of gradients and their addition."""
 
 
 @waits_for_peers
 def finish_plainly(work: Any) -> None:
-    """Return when it is done, or fails by itself."""
+    """Return when the work is done; raise its error."""
     work.wait()
 
 
@@ -38,7 +38,7 @@ class _Allocating:
 
 
 class AllGather(_Allocating):
-    """FSDP2's all-gather of one unit's parameters. It is done when the call returns."""
+    """FSDP2's all-gather of one unit's parameters, done when the call returns."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
@@ -47,10 +47,10 @@ class AllGather(_Allocating):
 
 
 class ReduceScatter(_Allocating):
-    """FSDP2's reduce-scatter of one unit's gradients. It is done when the call returns.
+    """FSDP2's reduce-scatter of one unit's gradients, done when the call returns.
 
-    An exchange, and a sum here: gloo's own is an all-reduce, which sends twice as much, and whose work cannot be waited
-    for in slices.
+    An all-to-all and a local sum. gloo's own reduce-scatter is an all-reduce: it sends twice as much, and its work
+    cannot be waited for in slices.
     """
 
     def __init__(self, finish: Finish, reducing: Reducing = nullcontext) -> None:
@@ -68,7 +68,7 @@ class ReduceScatter(_Allocating):
 
 
 def install(units: Iterable[tuple[str, FSDPModule]], finish: Finish, reducing: Reducing) -> None:
-    """Let FSDP2 use these. To be called before reducers are installed, which take the reduce-scatter's place."""
+    """Make FSDP2 use these collectives. Call before reducers are installed: they replace the reduce-scatter."""
     for _, unit in units:
         unit.set_custom_all_gather(AllGather(finish))  # type: ignore[arg-type]  # their classes are private
         unit.set_custom_reduce_scatter(ReduceScatter(finish, reducing))  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def all_to_all(
     group: Any,
     finish: Finish,
 ) -> None:
-    """Exchange of flat tensors; sizes in elements, by rank; None: as many for each."""
+    """Exchange flat tensors. Sizes are in elements, by rank; None means equal sizes."""
     if send.is_cuda:
         dist.all_to_all_single(received, send, out_sizes, in_sizes, group=group)
     else:

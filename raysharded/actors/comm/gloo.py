@@ -1,12 +1,11 @@
-"""gloo groups that are connected as soon as they are made, and how torch takes one for a group of its own, or for its
-default group.
+"""gloo groups that are connected when made, and their use as torch's default group or as one of its other groups.
 
-`init_process_group` makes the default group and there can be one at a time; a model is wrapped for a mesh, which needs
-a group. So that the model of the next generation can be wrapped beside the training of this one, its group is made
-first, known to nobody but the mesh, and becomes the default one when that of the generation before has been destroyed.
+Torch has one default group at a time, made by `init_process_group`. A model is wrapped for a mesh, which needs a group.
+Wrapping the next generation's model in the background needs that generation's group before the current one is
+destroyed. So the group is made first and known only to the mesh. It becomes the default group later.
 
 `ConnectedGroup` does in two steps what torch 2.13 to 2.15 do in `_new_process_group_helper` and `init_process_group`
-(torch/distributed/distributed_c10d.py); torch has no public way.
+(torch/distributed/distributed_c10d.py). Torch has no public API for this.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from raysharded.actors.comm.abortable_wait import waits_for_peers
 
 BACKEND = "raysharded_gloo"
-"""Of torch's groups that are to be the one that was handed over."""
+"""Torch's name for the backend that returns the handed-over group."""
 
 
 class _HandedOver(threading.local):
@@ -40,7 +39,7 @@ dist.Backend.register_backend(BACKEND, _handed_over, devices=["cpu"])
 
 
 def hand_over(group: Any) -> None:
-    """Let the next groups that torch makes in this thread be this one; None: let go of it."""
+    """Use this group for the next groups that torch makes in this thread; None releases it."""
     _handed_over.group = group
 
 
@@ -48,7 +47,7 @@ def hand_over(group: Any) -> None:
 def connect(
     store: Any, rank: int, size: int, address: str, connect_timeout_s: float, timeout: datetime.timedelta
 ) -> Any:
-    """A gloo group, connected to all members; its time-out is another while it connects. `address`: this machine's."""
+    """A gloo group, connected to all members. `address`: this machine's address; `timeout`: applies once connected."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = datetime.timedelta(seconds=connect_timeout_s)
@@ -58,10 +57,10 @@ def connect(
 
 
 class ConnectedGroup:
-    """A group of torch's around a connected backend of this worker's shard group."""
+    """A torch process group around a connected backend of this worker's shard group."""
 
     def __init__(self, backend: Any, name: str, store: Any, rank: int, size: int, device: torch.device) -> None:
-        """`device`: cpu, or the one GPU that NCCL was connected on. `name`: new for every group of this process."""
+        """`device`: cpu, or the GPU that NCCL was connected on. `name`: unique among this process's groups."""
         self._name, self._store, self._rank, self._device = c10d.GroupName(name), store, rank, device
         self._on_gpu = device.type == "cuda"
         kind = dist.ProcessGroup.BackendType.NCCL if self._on_gpu else dist.ProcessGroup.BackendType.GLOO
@@ -75,7 +74,7 @@ class ConnectedGroup:
         _register_process_group(self._name, self.group)  # meshes find it by its name
 
     def mesh(self, name: str) -> DeviceMesh:
-        """The mesh of all its members, whose dimension has this name; before it is the default group, too."""
+        """A 1-D mesh of all members with this dimension name; works before the group is the default group, too."""
         ranks, names = torch.arange(self.group.size(), dtype=torch.int), (name,)
         mesh = DeviceMesh(self._device.type, ranks, mesh_dim_names=names, _init_backend=False, _rank=self._rank)
         mesh._dim_group_names = [self._name]
@@ -83,12 +82,12 @@ class ConnectedGroup:
         return mesh
 
     def forget(self) -> None:
-        """It will never be the default group."""
+        """Unregister the group, which will never be the default group."""
         with contextlib.suppress(RuntimeError):
             _unregister_process_group(self._name)
 
     def make_default(self) -> None:
-        """From now on it is torch's default group; there must be none."""
+        """Make the group torch's default group. Raises RuntimeError if torch has one already."""
         if dist.is_initialized():
             raise RuntimeError("the groups of the generation before were not closed")
         backend = "nccl" if self._on_gpu else "gloo"
@@ -104,5 +103,5 @@ class ConnectedGroup:
         self.forget()
         _register_process_group(
             self._name, group
-        )  # again: all names go with the default group before, if there was one
+        )  # again: destroying the previous default group, if there was one, has dropped all names
         c10d._update_default_pg(group)

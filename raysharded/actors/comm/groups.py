@@ -1,11 +1,13 @@
-"""One generation's process groups: formed, aborted and ended here, and nowhere else.
+"""One generation's process groups: only this module forms, aborts and ends them.
 
-Three groups: `train` is this worker's shard group and carries FSDP2's collectives (NCCL on GPUs, gloo on CPUs), with
-tensor parallelism in two groups within it: `data`, the workers of one tensor rank, and `tensor`, those of one data
-shard. `replicas`, where there are several, are the workers that hold the same shard, and carries partial sums of
-gradients; `state` is all workers, always gloo, and carries what lies in host memory (`host_group`): the agreement,
-mirrors, resharding. Each has its own sockets. The rendezvous store lives outside every worker, under a fresh prefix per
-generation.
+There are three groups, each with its own sockets:
+
+- `train` is this worker's shard group and carries FSDP2's collectives (NCCL on GPUs, gloo on CPUs). Tensor parallelism
+  uses two groups within it: `data`, the workers of one tensor rank, and `tensor`, the workers of one data shard.
+- `replicas`, if there are several, is the workers that hold the same shard. It carries partial sums of gradients.
+- `state` is all workers, always gloo, for host memory (`host_group`): the step consensus, mirrors, resharding.
+
+The rendezvous store lives outside the workers; each generation uses a fresh prefix in it.
 """
 
 from __future__ import annotations
@@ -36,27 +38,29 @@ from raysharded.errors import CollectiveAborted
 from raysharded.layout import Mesh
 
 CONNECT_TIMEOUT_S = 6.0
-"""How long the members may take to connect once all of them are known to be there."""
+"""Time limit for the members to connect, once all of them have arrived."""
 _POLL_S = 0.002
 _reaching_store_at: dict[int, threading.Lock] = {}
-"""By port: which of several connections to one store a new socket is, is told by when it appears. Those to a store that
-does not answer, of a driver that is gone, keep nobody else waiting."""
+"""Store port -> the lock of connecting to it: a new socket is identified by appearing while only one thread connects.
+
+A lost driver's store, which does not answer, delays no connection to another store.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """Where the members of a generation find each other."""
+    """The place at which the members of a generation find each other."""
 
     host: str
     port: int
     prefix: str
-    """Fresh for every generation."""
+    """Prefix in the store, fresh for every generation."""
     rank: int
     mesh: Mesh
     arrival_timeout_s: float
-    """How long to wait until all members have arrived."""
+    """Time limit for all members to arrive."""
     collective_timeout_s: float
-    """After so long a collective fails by itself."""
+    """Time after which a collective fails by itself."""
 
     @property
     def world_size(self) -> int:
@@ -71,12 +75,12 @@ class Groups:
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self._left: list[Any] = []
-        """Collectives that gloo did not let go of."""
+        """Collectives that gloo had not ended when they were aborted."""
         self.aborted = False
         self.rank = 0
         self.mesh = Mesh(shards=1)
         self.replicas: Replicas | None = None
-        """Who else holds this worker's shard; None if nobody does."""
+        """The workers that hold this worker's shard; None if it is the only one."""
         self._everyone: Replicas | None = None
         self._store: Any = None
         self._state: HostGroup | None = None
@@ -85,12 +89,12 @@ class Groups:
         self._gloo_tensor: Any = None
         self._gloo_everyone: Any = None
         self._connected: ConnectedGroup | None = None
-        """Of groups that are connected beside others: what will be torch's default group."""
+        """The future default group of torch, if these groups were connected in the background."""
         self._is_default = False
-        """Whether torch's default group is this one's."""
+        """Whether torch's default group belongs to this object."""
         self._meshes: list[DeviceMesh] = []
         self._subgroups: list[dist.ProcessGroup] = []
-        """Of torch's default group, which FSDP2 and DTensor use beside it or in its place."""
+        """Subgroups of torch's default group, which FSDP2 and DTensor use with it or in its place."""
 
     @property
     def world_size(self) -> int:
@@ -98,15 +102,17 @@ class Groups:
 
     @property
     def state(self) -> HostGroup:
-        """All workers, for what lies in host memory. Raises `CollectiveAborted` once the groups are closed."""
+        """The group of all workers, for host memory. Raises `CollectiveAborted` once the groups are closed."""
         if self._state is None:
             raise CollectiveAborted("the groups are closed")
         return self._state
 
     @property
     def everyone(self) -> Replicas | None:
-        """All workers of this one's tensor rank, for what each of them has whole; None if there is only one. Made when
-        it is first asked for, in the same place by all."""
+        """All workers of this worker's tensor rank, for parameters that each holds whole; None for a single worker.
+
+        Made at the first access, which must come at the same point on all workers.
+        """
         mesh = self.mesh
         size, rank = mesh.data.world_size, mesh.data_rank_of(self.rank)
         if self._everyone is None and size > 1:
@@ -118,7 +124,7 @@ class Groups:
         return self._everyone
 
     def form(self, where: Rendezvous) -> None:
-        """Connect to the other members. Raises `CollectiveAborted` if one does not come, goes away, or on `abort`."""
+        """Connect to the other members. Raises `CollectiveAborted` on `abort`, or if a member is missing or lost."""
         self.rank, self.mesh, self._prefix = where.rank, where.mesh, where.prefix
         self._timeout = datetime.timedelta(seconds=where.collective_timeout_s)
         try:
@@ -129,12 +135,14 @@ class Groups:
             raise CollectiveAborted(f"forming {where.prefix} of {where.world_size} workers: {error}") from error
 
     def connect_beside(self, where: Rendezvous) -> None:
-        """Connect to the other members while the groups of another generation are in use; `take_over` then makes these
-        the process's own. Raises as `form`. Not for tensor parallel groups, which need torch's default group.
+        """Connect to the other members while the groups of another generation are in use.
 
-        On GPUs NCCL's communicators are made here, beside others on the same device and from another thread than the
-        one that trains. NCCL allows that if no two communicators' kernels wait for each other: making one launches none
-        that waits for training, and none of its collectives run before `take_over`.
+        `take_over` then makes these the process's groups. Raises as `form`. Not for tensor parallel groups, which need
+        torch's default group.
+
+        On GPUs this makes NCCL's communicators on a device that others use, and not in the training thread. NCCL allows
+        this if kernels of two communicators never wait for each other. Making a communicator launches no kernel that
+        waits for training, and its collectives run only after `take_over`.
         """
         assert where.mesh.tensor == 1, where.mesh
         self.rank, self.mesh, self._prefix = where.rank, where.mesh, where.prefix
@@ -152,12 +160,12 @@ class Groups:
                     )
             backend = self._gpu_train if self._use_gpu else self._gloo_train
             self._connected = ConnectedGroup(backend, where.prefix, self._store, shard, mesh.shards, device)
-        except (RuntimeError, ValueError, AttributeError, TypeError) as error:  # the last two of another torch
+        except (RuntimeError, ValueError, AttributeError, TypeError) as error:  # the last two from another torch
             self.abort()
             raise CollectiveAborted(f"preparing {where.prefix} of {where.world_size} workers: {error}") from error
 
     def take_over(self) -> None:
-        """Make what `connect_beside` connected torch's default group; those of the generation before must be closed."""
+        """Make the group from `connect_beside` torch's default group; the previous generation's must be closed."""
         if self.aborted or self._connected is None:
             raise CollectiveAborted("what was prepared is not connected any more")
         self._is_default = True
@@ -168,7 +176,7 @@ class Groups:
             raise CollectiveAborted(f"taking over what was prepared: {error}") from error
 
     def _connect_or_leave(self, where: Rendezvous) -> None:
-        """Connect in a thread of its own: gloo cannot be freed while it connects to a dead peer."""
+        """Connect in a separate thread: gloo cannot be freed while it connects to a dead peer."""
         self.beside(lambda: self._connect(where), f"connect {where.prefix}")
 
     @waits_for_peers
@@ -185,7 +193,7 @@ class Groups:
         if not self._use_gpu:
             self._connect_train_groups(where)
         appeared = sockets.open_sockets() - before
-        if self.aborted:  # then some of them may be those of groups that are formed in the place of these
+        if self.aborted:  # then some sockets may belong to groups that are formed in the place of these
             raise RuntimeError("aborted while connecting")
         self._keep(sockets.connected_to(appeared, self._ports_of_all(store, where, sockets.listening_ports(appeared))))
         store.set_timeout(self._timeout)
@@ -211,7 +219,7 @@ class Groups:
         return gloo.connect(store, rank, size, self._own_address(), CONNECT_TIMEOUT_S, self._timeout)
 
     def _own_address(self) -> str:
-        """The address under which this machine reaches the store; its host name may mean loopback."""
+        """This machine's address on its connection to the store; its host name may resolve to loopback."""
         for sock in self._sockets:
             return str(sock.getsockname()[0]).removeprefix("::ffff:")
         return socket.gethostbyname(socket.gethostname())
@@ -242,7 +250,7 @@ class Groups:
 
     @waits_for_peers
     def _nccl(self, name: str, rank: int, size: int) -> Any:
-        """An NCCL group beside torch's default one, connected to all members."""
+        """An NCCL group outside torch's default group, connected to all members."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         group = dist.ProcessGroupNCCL(PrefixStore(name, self._store), rank, size, options)
@@ -251,7 +259,7 @@ class Groups:
 
     @waits_for_peers
     def _wait_for_all(self, store: PrefixStore, where: Rendezvous) -> None:
-        """Return once every member has arrived: connecting to one that is gone would take gloo its whole time-out."""
+        """Return once every member has arrived: connecting to a lost one would take gloo its whole time-out."""
         count = store.add("arrived", 1)
         deadline = time.monotonic() + where.arrival_timeout_s
         while count < where.world_size:
@@ -276,8 +284,8 @@ class Groups:
     def axes(self) -> DeviceMeshes:
         """The meshes for FSDP2 and tensor parallelism: this worker's shard group, in one dimension or two.
 
-        DTensor caches by meshes, of which those with the same ranks and names are equal, even if they are of another
-        generation, in which this worker had another rank: so the names are the generation's own.
+        DTensor's caches treat meshes with equal ranks and names as equal, although this worker's rank may differ
+        between generations. So the names contain the generation's prefix.
         """
         world, device, mesh = dist.group.WORLD, self._device_type, self.mesh
         names = (f"data of {self._prefix}", f"tensor of {self._prefix}")
@@ -301,12 +309,12 @@ class Groups:
         return self._noted(DeviceMesh.from_group(group, self._device_type, mesh_dim_names=(name,)))
 
     def _noted(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The same; `close` lets go of it."""
+        """Register a mesh that `close` releases, and return it."""
         self._meshes.append(mesh)
         return mesh
 
     def _subgroup(self, ranks: list[int], connected: Any) -> dist.ProcessGroup:
-        """A group of these ranks of torch's default group, this one among them; on CPUs the connected one."""
+        """A group of these ranks of torch's default group, with this rank; on CPUs around the connected group."""
         gloo.hand_over(connected)
         group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
@@ -319,7 +327,7 @@ class Groups:
 
     @waits_for_peers
     def finish(self, work: Any) -> None:
-        """Return when a collective of gloo is done; raises its error; on abort CollectiveAborted, if gloo keeps it."""
+        """Return when a gloo collective is done; raise its error, or CollectiveAborted if gloo keeps it on abort."""
         while not has_ended(work):
             if self.aborted:
                 self._left.append(work)
@@ -330,7 +338,7 @@ class Groups:
         return finish_plainly if self._use_gpu else self.finish
 
     def beside(self, do: Callable[[], T], name: str) -> T:
-        """The result of what sends and receives by itself; raises its error, or CollectiveAborted on abort."""
+        """The result of `do`, which sends and receives by itself; raises its error, or CollectiveAborted on abort."""
         return run_or_leave(do, lambda: self.aborted, name)
 
     def abort(self) -> None:
@@ -338,7 +346,7 @@ class Groups:
         with self._lock:
             self.aborted = True
             sockets.shut_down(self._sockets)
-        world = dist.group.WORLD if self._is_default else None  # None, too, when another thread has closed the groups
+        world = dist.group.WORLD if self._is_default else None  # also None once another thread has closed the groups
         connected = self._connected
         if connected is not None:
             world = connected.group
@@ -370,7 +378,7 @@ class Groups:
         self._state = self._store = self._gloo_train = self._gloo_data = self._gloo_tensor = self._gloo_everyone = None
         self.replicas = self._everyone = self._connected = self._gpu_train = None
         forget(*self._meshes)
-        if self._is_default:  # then this is the thread that trained
+        if self._is_default:  # this is then the thread that trained
             gloo.hand_over(None)
         self._is_default, self._meshes, self._subgroups = False, [], []
         with self._lock:
@@ -379,7 +387,7 @@ class Groups:
 
 
 def prepare_environment(use_gpu: bool) -> None:
-    """Settings that must be made before the first group: NCCL must report errors, not end the survivors."""
+    """Make settings that must precede the first group: NCCL must report errors, not end the survivors."""
     if use_gpu:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
@@ -387,5 +395,5 @@ def prepare_environment(use_gpu: bool) -> None:
 
 
 def start_store(host: str) -> TCPStore:
-    """The rendezvous store of a run, on a free port; lives as long as the object, in the driver's process."""
+    """The rendezvous store of a run, on a free port of the driver's process; lives as long as the object."""
     return TCPStore(host, 0, is_master=True, wait_for_workers=False)

@@ -1,6 +1,4 @@
-"""Groups beside torch's own: all members of a generation, over gloo, for what lies in host memory; and the workers that
-hold the same shard.
-"""
+"""Groups besides torch's: all members of a generation, over gloo, for host memory; and the workers of one shard."""
 
 from __future__ import annotations
 
@@ -17,32 +15,35 @@ from raysharded.actors.comm.fsdp_collectives import Finish
 
 
 class HostGroup:
-    """Collectives and messages among all members. Who calls them may be let go of on abort: see `abortable_wait`."""
+    """Collectives and messages among all members. An abort may release their callers: see `abortable_wait`."""
 
     def __init__(self, group: Any, timeout: datetime.timedelta, finish: Finish) -> None:
         self.group, self.rank = group, int(group.rank())
-        """gloo's own; this worker's rank in it."""
+        """The gloo group, and this worker's rank in it."""
         self._timeout, self._finish = timeout, finish
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> Any:
-        """Start to send a host tensor to a rank that receives as many bytes under this tag; `deliver` what is returned,
-        and keep the tensor as it is until then."""
+        """Start to send a host tensor to a rank that receives as many bytes under this tag.
+
+        Pass the result to `deliver`, and do not change the tensor until that returns.
+        """
         return self.group.send([data], to, tag)
 
     def recv(self, data: torch.Tensor, source: int, tag: int) -> Any:
-        """Start to receive what that rank sends under this tag into a host tensor; `deliver` what is returned."""
+        """Start to receive the message with this tag from a rank into a host tensor. Pass the result to `deliver`."""
         return self.group.recv([data], source, tag)
 
     @waits_for_peers
     def deliver(self, message: Any) -> None:
-        """Return when what `send` sent is taken, or what `recv` waits for has come; raises its error.
+        """Return when the message of `send` or `recv` is transferred; raises its error.
 
-        Only in a thread that may be left: see `abortable_wait`. A bare `wait` would have the time-out of connecting.
+        Only in a thread that may be abandoned: see `abortable_wait`. A bare `wait` would have the time-out of
+        connecting.
         """
         message.wait(self._timeout)
 
     def barrier(self) -> None:
-        """Return when every member has come here."""
+        """Return when every member has called this."""
         self.sum_int64(torch.zeros(1, dtype=torch.int64))
 
     def sum_int64(self, values: torch.Tensor) -> torch.Tensor:
@@ -54,13 +55,13 @@ class HostGroup:
         return int(self._all_reduce(torch.tensor([value], dtype=torch.int64), dist.ReduceOp.MAX).item())
 
     def broadcast(self, data: torch.Tensor) -> None:
-        """Overwrite a uint8 host tensor, as long at every member, with rank 0's."""
+        """Overwrite a uint8 host tensor, of equal length on every member, with rank 0's."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
         self._finish(self.group.broadcast([data], options))
 
     def exchange(self, received: torch.Tensor, send: torch.Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
-        """All-to-all of uint8 host tensors; sizes are per member."""
+        """All-to-all of uint8 host tensors; sizes by member."""
         options = dist.AllToAllOptions()
         options.timeout = self._timeout
         self._finish(self.group.alltoall_base(received, send, out_sizes, in_sizes, options))
@@ -73,7 +74,7 @@ class HostGroup:
 
 
 class Replicas:
-    """The workers that hold one shard, by replica; a `raysharded.actors.reduction.replica_sum.ReplicaGroup`."""
+    """Workers that hold one shard, by replica; a `raysharded.actors.reduction.replica_sum.ReplicaGroup`."""
 
     def __init__(self, group: Any, size: int, timeout: datetime.timedelta, finish: Finish) -> None:
         self._group, self.size, self._timeout, self._finish = group, size, timeout, finish
@@ -95,6 +96,6 @@ class Replicas:
         self._finish(self._group.allreduce([values], options))
 
     def abort(self) -> None:
-        """Free those that wait; of an NCCL group."""
+        """Free the waiting threads of an NCCL group."""
         with contextlib.suppress(RuntimeError):
             self._group.abort()

@@ -1,9 +1,9 @@
-"""Frees a thread that is blocked in gloo: shuts down the connected sockets of that group, and no others.
+"""Release of threads that are blocked in gloo, by shutting down only the connected sockets of their group.
 
 `abort()` and `destroy_process_group()` do not release a rank that already waits in gloo. Shutting its sockets down
-does, within milliseconds, on both ends. The group's sockets are the ones that appeared while it was formed and that
-join ports its members listened on (a listening socket itself must not be shut down: gloo ends the process).
-Linux only: elsewhere nothing is found, and a blocked rank waits for its time-out.
+does, within milliseconds, on both ends. A group's sockets are those that appeared while it was formed and that use
+a port one of its members listened on. Shutting down a listening socket itself makes gloo end the process.
+Linux only: elsewhere no socket is found, and a blocked rank waits for its time-out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FD_FOLDER = "/proc/self/fd"
 
 @dataclass(frozen=True, slots=True)
 class SocketKey:
-    """A socket of this process: its descriptor and its inode, since descriptors are reused."""
+    """A socket of this process, by descriptor and inode: descriptors are reused."""
 
     fd: int
     inode: str
@@ -53,7 +53,7 @@ def connected_to(keys: Iterable[SocketKey], ports: frozenset[int]) -> list[socke
     for key in keys:
         with contextlib.suppress(OSError):
             if os.readlink(f"{_FD_FOLDER}/{key.fd}") != key.inode:
-                continue  # closed meanwhile, and the descriptor is another's
+                continue  # closed meanwhile; the descriptor was reused
             sock = socket.socket(fileno=os.dup(key.fd))
             if _is_tcp(sock) and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 with contextlib.suppress(OSError):
@@ -65,7 +65,7 @@ def connected_to(keys: Iterable[SocketKey], ports: frozenset[int]) -> list[socke
 
 
 def shut_down(sockets: Iterable[socket.socket]) -> None:
-    """End both directions; whoever is blocked on either end gets an error at once."""
+    """Shut down both directions; threads blocked on either end get an error at once."""
     for sock in sockets:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)

@@ -1,1 +1,1 @@
-"""Compiled blocks whose bits do not depend on when, and for which shapes, they were compiled."""
+"""Compiled blocks whose bits do not depend on when, and for which shapes, a worker compiled them."""

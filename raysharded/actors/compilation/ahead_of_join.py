@@ -1,9 +1,8 @@
-"""Blocks compiled before a worker joins, for the calls that the run's workers have seen.
+"""Compilation of blocks before a worker joins, for the calls that the run's workers have seen.
 
-Each worker leaves what a unit was called with under `compiled/` in the run's folder, a small file for each new call.
-One that gets ready makes each unit by itself, on a mesh of its own, and calls it with zeros: torch keeps what it
-compiles by the block's code, so the model that is made later finds it. Without that everybody would wait for a joiner's
-compiler.
+Each worker writes a unit's arguments under `compiled/` in the run's folder, a small file for each new call. A starting
+worker makes each unit alone, on a mesh of one worker, and calls it with zeros. torch caches compiled code by the
+block's code, so the model that is made later uses it. Otherwise all workers would wait for a joiner's compiler.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from raysharded.task import Task
 _log = logging.getLogger("raysharded.worker")
 FOLDER = "compiled"
 _MOST_BYTES = 1 << 16
-"""Of one file."""
+"""Largest size of one file."""
 _PLAIN = (bool, int, float, str, type(None))
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 Tree: TypeAlias = Mapping[str, Any]
@@ -44,14 +43,14 @@ Tree: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a unit was called with, without the values of tensors."""
+    """The arguments of a unit's call, without the values of tensors."""
 
     text: str
     """JSON with the fields `unit`, `args` and `kwargs`."""
 
     @classmethod
     def of(cls, unit: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
-        """None if something is among the arguments that cannot be told."""
+        """The call of a unit with these arguments; None if one of them cannot be stored."""
         try:
             found = {"unit": unit, "args": _tree(tuple(args)), "kwargs": _tree(dict(kwargs))}
         except TypeError:
@@ -64,23 +63,23 @@ class Call:
         return str(json.loads(self.text)["unit"])
 
     def arguments(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and by name; tensors are of zeros."""
+        """The positional and the keyword arguments; tensors hold zeros."""
         found = json.loads(self.text)
         return _value(found["args"], device), _value(found["kwargs"], device)
 
     def tell(self, storage: Storage) -> None:
-        """Leave it in the run's folder, for those that get ready later."""
+        """Write the call to the run's folder, for workers that start later."""
         digest = blake2b(self.text.encode(), digest_size=8).hexdigest()
         storage.put_if_absent(f"{FOLDER}/{digest}.json", self.text.encode())
 
 
 def told(storage: Storage) -> list[Call]:
-    """The calls that the run's workers have left, in the order of their names."""
+    """The calls that the run's workers have written, in the order of their file names."""
     return [Call(storage.read(key, size=_MOST_BYTES).decode()) for key in sorted(storage.list(FOLDER))]
 
 
 def compile_ahead(task: Task, config: EngineConfig, calls: Sequence[Call], device: torch.device, seed: int = 0) -> int:
-    """Compile the units of the task's model for these calls; how many it did. What cannot be done is left for later."""
+    """Compile the units of the task's model for these calls; return how many. Failed ones are compiled later."""
     done = 0
     with _mesh_of_one(device) as mesh:
         model = build_on_meta(task, config, seed).model
@@ -93,14 +92,14 @@ def compile_ahead(task: Task, config: EngineConfig, calls: Sequence[Call], devic
                 if block in units:
                     _call(block, config, call, mesh, device)
                     done += 1
-            except Exception as error:  # noqa: BLE001 - the task's code, with arguments of zeros; it is compiled later
+            except Exception as error:  # noqa: BLE001 - the task's code, called with zeros; it is compiled later
                 _log.info("unit %s was not compiled ahead: %s", call.text[:100], text_of(error))
         forget(mesh)
     return done
 
 
 def _call(block: nn.Module, config: EngineConfig, call: Call, mesh: DeviceMesh, device: torch.device) -> None:
-    """Forward and backward of a unit, as its first call in the run will be."""
+    """Run a unit's forward and backward like its first call in the run."""
     if not hasattr(block, "set_gradient_divide_factor"):
         block._apply(lambda tensor: torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
         block.compile()
@@ -133,7 +132,7 @@ def _tree(value: Any) -> Tree:
             return {"list" if isinstance(value, list) else "tuple": [_tree(one) for one in value]}
         case _ if type(value) in _PLAIN:
             return {"value": value}
-    raise TypeError(f"{type(value)} cannot be told")
+    raise TypeError(f"{type(value)} cannot be stored")
 
 
 def _value(tree: Tree, device: torch.device) -> Any:
@@ -148,7 +147,7 @@ def _value(tree: Tree, device: torch.device) -> Any:
             return tuple(_value(one, device) for one in items)
         case {"value": value}:
             return value
-    raise ValueError(f"{tree} is no argument")
+    raise ValueError(f"{tree} is not a stored argument")
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -1,9 +1,9 @@
-"""Compiled blocks whose bits do not depend on which shapes a worker happened to see, and when.
+"""Compiled blocks whose bits do not depend on the shapes that a worker saw, nor on when it saw them.
 
-torch makes kernels for dynamic shapes when it sees a second one, and runs a block eagerly after eight; both round
-otherwise than a kernel that was made for one shape. So each shape is compiled by itself, and more of them than a limit
-end the run, with a checkpoint, in place of running eagerly. torch keeps these settings per thread, and a backward may
-be compiled in another thread than its forward: they are made again wherever a compilation begins.
+torch makes kernels for dynamic shapes when it sees a second shape, and runs a block eagerly after eight. Both round
+differently from a kernel for one shape. So each shape is compiled by itself. More shapes than a limit end the run,
+with a checkpoint, instead of running eagerly. torch keeps these settings per thread, and a backward may be compiled in
+another thread than its forward. So they are repeated wherever a compilation begins.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from raysharded.task import Task
 
 _log = logging.getLogger("raysharded.worker")
 _COMPILED_PER_SHAPE = 16
-"""At most, of a block's code: with and without gradients, in training and evaluation, for each kind of block."""
+"""Most variants of a block's code: with and without gradients, in training and evaluation, for each kind of block."""
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
-"""Of the tensors that a block is called with, in order."""
+"""Shapes of the tensors that a block is called with, in order."""
 
 
 class Compilation:
-    """Of one worker's process, in exact mode."""
+    """The compilations of one worker's process, in exact mode."""
 
     def __init__(self, most_shapes: int, device: torch.device) -> None:
         from torch._dynamo.callback import callback_handler  # takes a second to import
 
         self._most, self._device = most_shapes, device
         self._seen: dict[str, dict[Shapes, None]] = {}
-        """By unit, in the order in which they came."""
+        """Unit -> the shapes of its calls, in the order in which they first occurred."""
         self._untold: list[Call] = []
-        """Of the new ones, what the unit was called with."""
+        """Calls with new shapes that are not yet written to the run's folder."""
         self._newest: tuple[str, Shapes] = ("", ())
-        """The newest of them, for which what is compiled now is."""
+        """The unit and the newest of its shapes: a compilation that runs now is for them."""
         self._began_at = 0.0
         self._in_phase: Callable[[str], AbstractContextManager[None]] | None = None
         self._phase: AbstractContextManager[None] | None = None
         self._refusal: InexactError | None = None
-        """Why the run must end: a unit has come to more shapes than it may."""
+        """The error that must end the run: a unit was called with too many shapes."""
         self._refused_at: int | None = None
-        """After which step of this generation a checkpoint was asked for."""
+        """The step of this generation after which a checkpoint was requested."""
         callback_handler.register_start_callback(self._begin)
         callback_handler.register_end_callback(self._end)
 
     def watch(
         self, units: Sequence[tuple[str, FSDPModule]], in_phase: Callable[[str], AbstractContextManager[None]]
     ) -> None:
-        """Count the shapes that the units but the root are called with; compilations are seconds of a phase."""
-        self._in_phase, self._refused_at = in_phase, None  # what a generation before asked for may be lost with it
+        """Count the shapes of the calls of all units but the root; compilation time counts to a phase."""
+        self._in_phase, self._refused_at = in_phase, None  # a checkpoint requested by an older generation may be lost
         for name, unit in units:
             if name and holds_parameters(unit):
                 assert isinstance(unit, nn.Module)
@@ -69,8 +69,10 @@ class Compilation:
                 unit.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def end_step(self, step: int, storage: Storage, ask_for_checkpoint: Callable[[], None]) -> None:
-        """Call after each step. Raises InexactError if a unit has come to too many shapes, once a checkpoint of a step
-        since then is there."""
+        """Write new calls, and end the run if necessary. Call after each step.
+
+        After too many shapes of a unit, requests a checkpoint, and raises InexactError once one since then is complete.
+        """
         self._tell(storage)
         if self._refusal is None:
             return
@@ -81,26 +83,26 @@ class Compilation:
             raise self._refusal
 
     def _tell(self, storage: Storage) -> None:
-        """Leave the new calls in the run's folder. A failure costs those that join later time, and nothing else."""
+        """Write the new calls to the run's folder. A failure only costs later joiners time."""
         untold, self._untold = self._untold, []
         try:
             for call in untold:
                 call.tell(storage)
         except Exception as error:  # noqa: BLE001 - any storage may fail in its own way
-            _log.warning("what was compiled is not known to workers that join later: %s", text_of(error))
+            _log.warning("could not write the compiled calls for workers that join later: %s", text_of(error))
 
     def catch_up(self, task: Task, config: EngineConfig, storage: Storage, seed: int = 0) -> None:
-        """Compile for the calls that the run's workers have left. In the thread that computes."""
+        """Compile for the calls that the run's workers have written. In the thread that computes."""
         try:
             calls = told(storage)
         except Exception as error:  # noqa: BLE001 - as above
-            _log.warning("what the run has compiled is not known: %s", text_of(error))
+            _log.warning("could not read the calls that the run has compiled: %s", text_of(error))
             return
         if calls:
             compile_ahead(task, config, calls, self._device, seed)
 
     def settle(self) -> None:
-        """Let the calling thread compile so."""
+        """Set up the calling thread to compile each shape by itself."""
         from torch._dynamo import config as dynamo
 
         dynamo.automatic_dynamic_shapes = False
@@ -143,8 +145,8 @@ class Compilation:
             self._refusal = InexactError(
                 f"unit {name} came to {len(seen)} shapes of its inputs on one worker, more than "
                 f"EngineConfig.max_compiled_shapes={self._most}: the first was {_shown(first)}, the newest "
-                f"{_shown(newest)}. Each is compiled by itself, as kernels for any length round otherwise. Pad samples "
-                "to a few lengths (buckets), or raise the limit and go on: that changes no bit."
+                f"{_shown(newest)}. Each is compiled by itself, as kernels for any length round differently. Pad "
+                "samples to a few lengths (buckets), or raise the limit and resume: that changes no bit."
             )
 
 

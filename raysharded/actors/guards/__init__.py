@@ -1,1 +1,1 @@
-"""Checks of a forward: its inputs, the parameters it uses, its outputs; each names the culprit and the way out."""
+"""Checks of a forward's inputs, parameters and outputs; each error names the cause and a remedy."""

@@ -1,12 +1,12 @@
-"""Finds a forward that does not use the model's units as others do: the workers' collectives would not belong together.
+"""Detection of a forward that uses the model's units unlike others: the workers' collectives would not match.
 
 Each use of a unit is a collective of a shard group. So every microbatch of a kind, in training or in evaluation, must
-come to the same units in the same order, as often. Each is compared with the first one of its kind that the worker
-computes in a generation. In a run's first generation that one is compared with the other workers', use by use; not in
-those that go on from memory, as that would take as many small collectives as there are units while a run recovers. What
-differs is found before it gathers anything, so that nobody waits for what does not come.
+use the same units, in the same order and equally often. Each is compared with the first of its kind that the worker
+computes in a generation. In a run's first generation that one is compared with the other workers', use by use.
+Generations that resume from memory skip this: it costs one small collective for each unit while a run recovers. A
+difference is detected before it gathers anything, so no worker waits for a collective that never comes.
 
-A buffer that a forward changes is refused, too: what it holds would depend on the number of workers.
+A buffer that a forward changes is refused, too: its contents would depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -29,30 +29,33 @@ Kind = Literal["train", "evaluate"]
 
 
 class UnitWatch:
-    """Of one generation's model. Training thread only; all workers do as many forwards of each kind."""
+    """Watch of the units of one generation's model. Training thread only; all workers do equally many forwards."""
 
     def __init__(
         self, units: Sequence[tuple[str, FSDPModule]], sum_over_workers: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> None:
-        """`sum_over_workers`: of an int64 host tensor, in place; None: nothing is compared with other workers'."""
+        """`sum_over_workers`: adds an int64 host tensor over the workers, in place; None: compare within the worker."""
         self._has_root = any(not name and holds_parameters(unit) for name, unit in units)
         watched = [(name, unit) for name, unit in units if holds_parameters(unit)]
         self._names = [f"unit {name or 'the root'}" for name, _ in watched]
         self._end = len(watched)
-        """Stands for the forward's end, as the places below it do for units."""
+        """The place of the forward's end; lower places are units."""
         self._sum = sum_over_workers
         self._expected: dict[Kind, list[int]] = {}
         self._used: list[int] = []
         self._forward: tuple[Kind, str] | None = None
-        """What is computed now; in a backward, which may call units again to recompute them, nothing."""
+        """The forward that runs now; None in a backward, which may call units again to recompute them."""
         for place, (_, unit) in enumerate(watched):
             assert isinstance(unit, nn.Module)
             unit.register_forward_pre_hook(partial(self._note, place), prepend=True)  # before FSDP2's, which gathers
 
     @contextmanager
     def watching(self, kind: Kind, where: str) -> Iterator[None]:
-        """Around the forwards of one microbatch, which is named by `where`. Raises InexactError, out of the forward or
-        at its end, with the first unit that differs; in training also with one that no microbatch uses."""
+        """Watch the forwards of one microbatch, which `where` names.
+
+        Raises InexactError, out of the forward or at its end, for the first unit that differs. In training, also raises
+        it for a unit that no microbatch uses.
+        """
         self._forward, self._used = (kind, where), []
         try:
             yield
@@ -82,7 +85,7 @@ class UnitWatch:
         self._used.append(place)
 
     def _places_of_all(self, place: int) -> list[int]:
-        """Where the workers' forwards are now."""
+        """The distinct places that the workers' forwards have reached."""
         if self._sum is None:
             return [place]
         counts = torch.zeros(self._end + 1, dtype=torch.int64)
@@ -95,7 +98,7 @@ class UnitWatch:
             raise InexactError(
                 f"the model was not called in the forward of {where}. Let the loss call model(...): a submodule of it, "
                 "or another method than forward, would use weights of which each worker has a part alone. Give forward "
-                "an argument that says what is wanted."
+                "an argument that selects the computation."
             )
         for place in unused:
             raise InexactError(
@@ -108,17 +111,17 @@ class UnitWatch:
 
 
 def watching(watch: UnitWatch | None, kind: Kind, step: int, microbatch: int | None) -> AbstractContextManager[None]:
-    """As `UnitWatch.watching`; `microbatch` is None for a worker that has none. Nothing is watched without a watch."""
+    """A context as `UnitWatch.watching`, empty without a watch. `microbatch`: None for a worker that has none."""
     what = microbatch_name(-1 if microbatch is None else microbatch)
     when = f"step {step}" if kind == "train" else f"the evaluation after step {step}"
     return nullcontext() if watch is None else watch.watching(kind, f"{when}, {what}")
 
 
 class BufferWatch:
-    """Finds a buffer that a forward pass changed.
+    """Detection of a buffer that a forward pass changed.
 
-    Torch counts most changes, but not those through `.data`, nor those that batch-norm makes: so some of the elements
-    are compared now and then, too.
+    torch counts most changes, but not changes through `.data` or by batch-norm. So some of the elements are compared
+    at intervals, too.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -138,8 +141,10 @@ class BufferWatch:
         }
 
     def check(self, after: str, step: int) -> None:
-        """Raise `InexactError` naming the first buffer that is not what it was. Elements are compared the first time
-        `after` something, and after the steps 1, 2, 4, 8, ..."""
+        """Raise `InexactError` naming the first buffer that changed.
+
+        Elements are compared at the first check with each value of `after`, and after the steps 1, 2, 4, 8, ...
+        """
         self._compare(self._before, self._versions())
         is_power_of_two = step & (step - 1) == 0
         if is_power_of_two or after not in self._compared:
@@ -150,7 +155,7 @@ class BufferWatch:
         for name, value in now.items():
             if before.get(name) != value:
                 raise InexactError(
-                    f"buffer {clean_name(name)!r} changed during forward; what it holds would depend on the number of "
-                    "workers. Compute it from the inputs instead, or give up identical bits with "
+                    f"buffer {clean_name(name)!r} changed during forward; its contents would depend on the number of "
+                    "workers. Compute it from the inputs instead, or accept results without identical bits with "
                     'EngineConfig(reduction="fast").'
                 )

@@ -1,7 +1,7 @@
-"""Finds inputs that mixed precision rounds and that are no activations: time steps, positions, tables of one dimension.
+"""Detection of inputs other than activations that mixed precision rounds: time steps, positions, 1-D tables.
 
-FSDP2 casts the floating-point inputs of each unit to `param_dtype`, as pixels and activations need it; in bfloat16 a
-time step of 914 arrives as 912. The inputs of a run's first step are looked at just before.
+FSDP2 casts the floating-point inputs of each unit to `param_dtype`, which is right for pixels and activations. But in
+bfloat16 a time step of 914 arrives as 912. The inputs of a run's first step are checked just before the cast.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from raysharded.config import EngineConfig
 
 
 class InputWatch:
-    """Of one generation's model, from its construction to `end`. Training thread only."""
+    """Watch of the inputs of one generation's model, from construction to `end`. Training thread only."""
 
     def __init__(self, units: Sequence[tuple[str, FSDPModule]], config: EngineConfig, say: Say) -> None:
-        """`units`: by name, the root's is empty."""
+        """`units`: (name, unit) pairs; the root's name is empty."""
         self._say = say
-        self._ends = not config.compile  # a compiled block keeps the hooks that it had at first
+        self._ends = not config.compile  # a compiled block keeps its first hooks
         self._looks = True
         self._handles = []
         for name, unit in units:
@@ -39,7 +39,7 @@ class InputWatch:
                 self._handles.append(handle)
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop checking inputs."""
         self._looks = False
         if self._ends:
             for handle in self._handles:
@@ -62,8 +62,10 @@ class InputWatch:
 
 
 def rounded(value: torch.Tensor, dtype: torch.dtype) -> tuple[float, float] | None:
-    """(before, after) of the first element that a cast changes; None if none is changed, or if the tensor may well be
-    cast: it is not of whole numbers alone nor of one dimension, or it is an activation."""
+    """(before, after) of the first element that a cast changes; None if none changes or if a cast is harmless.
+
+    A cast is harmless for an activation, and for a tensor that neither is one-dimensional nor has only whole numbers.
+    """
     if not value.is_floating_point() or value.dtype == dtype or value.requires_grad or value.is_meta:
         return None
     flat = value.detach().reshape(-1)
@@ -89,14 +91,14 @@ def _sentence(
 
 
 def _user_module(module: nn.Module) -> nn.Module:
-    """The one that the user wrote."""
+    """The user's module inside a checkpoint wrapper, or the module itself."""
     inner = module._checkpoint_wrapped_module if isinstance(module, CheckpointWrapper) else module
     assert isinstance(inner, nn.Module)
     return inner
 
 
 def _class_name(module: nn.Module) -> str:
-    """Without FSDP2's own, which it puts before it."""
+    """Name of the module's first class that is not FSDP2's, which FSDP2 puts first."""
     return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
@@ -109,7 +111,7 @@ def arguments(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
 
 
 def tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those in a value that FSDP2 casts, by where they are."""
+    """(path, tensor) of each tensor in a value that FSDP2 casts."""
     match value:
         case torch.Tensor():
             yield path, value

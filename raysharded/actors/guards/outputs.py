@@ -1,8 +1,8 @@
-"""What units and the model return: outputs that FSDP2 finds no tensors in, views, and the edges of a graph.
+"""Outputs of units and of the model: outputs without tensors for FSDP2, views, and the edges of a graph.
 
-FSDP2 learns from the outputs of a unit when its weights are needed for backward. The first step's are looked at, so
-that an error of its backward can name the unit. And a microbatch whose loss has no graph, since nothing in it counts,
-takes part in the others' backward by the edges that the model's own outputs have.
+FSDP2 learns from a unit's outputs when backward needs the unit's weights. The first step's outputs are inspected, so
+that an error in its backward can name the unit. A microbatch in which nothing counts has a loss without a graph. It
+takes part in the others' backward through the edges of the model's outputs.
 """
 
 from __future__ import annotations
@@ -26,37 +26,39 @@ _AS_A_COPY = "write x = x + y for x += y, or return a clone()"
 
 
 class OutputWatch:
-    """Of one generation's model, in training. Training thread only."""
+    """Watch of the outputs of one generation's model, in training. Training thread only."""
 
     def __init__(self, units: Sequence[tuple[str, FSDPModule]], *, looks: bool) -> None:
-        """`units`: by name, the root's is empty. `looks`: at what units beside the root return; not where they are
-        compiled, as a hook would be a part of that."""
+        """`units`: (name, unit) pairs; the root's name is empty.
+
+        `looks`: whether to inspect outputs of units other than the root; False if they are compiled, hooks included.
+        """
         self._objects: dict[str, str] = {}
-        """By the unit's name what it returned."""
+        """Unit -> the class of its output, for outputs in which FSDP2 finds no tensors."""
         self._views: dict[str, None] = {}
         self._edges: list[tuple[GradientEdge, torch.Size, torch.dtype, torch.device]] = []
-        """Of a microbatch, each with what a gradient has there."""
+        """Graph edges of a microbatch, each with the shape, dtype and device of its gradient."""
         self._handles = []
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)  # of views: see below
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)  # on views: see below
         for name, unit in units:
             assert isinstance(unit, nn.Module)
             if looks or not name:
                 self._handles.append(unit.register_forward_hook(partial(self._look, name)))
             if not name:
-                unit.register_forward_hook(self._keep_edges)  # after FSDP2's, whose hooks are with the same edges
+                unit.register_forward_hook(self._keep_edges)  # after FSDP2's hooks, which are on the same edges
 
     def end_first_step(self) -> None:
-        """Look at units no more."""
+        """Stop inspecting outputs."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def forget(self) -> None:
-        """Let go of the graph: one microbatch's before the next, and where the loss has a graph of its own."""
+        """Release the graph of a microbatch before the next one, or because its loss has a graph."""
         self._edges.clear()
 
     def backward_of_nothing(self) -> None:
-        """A backward through the model with gradients of zeros."""
+        """Run a backward through the model with zero gradients."""
         edges = [edge for edge, *_ in self._edges]
         zeros = [torch.zeros(shape, dtype=dtype, device=device) for _, shape, dtype, device in self._edges]
         self._edges.clear()
@@ -64,11 +66,11 @@ class OutputWatch:
 
     @property
     def has_edges(self) -> bool:
-        """True if a forward of the microbatch has a graph."""
+        """True if a forward of the microbatch made a graph."""
         return bool(self._edges)
 
     def suspects(self) -> str:
-        """The unit beside the root whose weights may not be gathered for backward, in a sentence; or nothing."""
+        """A sentence on the unit other than the root whose weights may not be gathered for backward; may be empty."""
         for name, kind in self._objects.items():
             if name:
                 return f"Unit {name} {_returns(kind)}, or let Task.wrap leave such units to their parent."
@@ -82,7 +84,7 @@ class OutputWatch:
         return ""
 
     def refuse_lost(self, where: str) -> None:
-        """Raise TaskError for a backward that came to no unit: FSDP2 gives no gradients then, and says nothing."""
+        """Raise TaskError for a backward that reached no unit: FSDP2 then silently makes no gradients."""
         if "" in self._objects:
             found = f"The model {_returns(self._objects[''])}."
         elif "" in self._views:
@@ -116,7 +118,7 @@ def _returns(kind: str) -> str:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Those that FSDP2 finds."""
+    """The tensors that FSDP2 finds in an output."""
     match value:
         case torch.Tensor():
             yield value

@@ -1,8 +1,8 @@
-"""What happens to whole parameters in a forward and its backward: their gradient hooks, and changes that would be lost.
+"""Whole parameters in a forward and its backward: gradient hooks, and detection of changes that would be lost.
 
-FSDP2 makes a unit's parameters whole for its forward. A hook on a gradient is registered on those, so that it gets
-each microbatch's whole gradient before it is reduced, as in plain torch. And what a forward writes to them is lost with
-them: torch counts it.
+FSDP2 gathers a unit's whole parameters for its forward. Gradient hooks are registered on these, so that each gets the
+whole gradient of each microbatch before it is reduced, as in plain torch. Changes that a forward makes to whole
+parameters are lost with them: torch's version counter shows them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from raysharded.actors.model.sharded_model import clean_name
 from raysharded.errors import InexactError
 
 _Place = tuple[nn.Module, str, str]
-"""(module, the parameter's name in it, its whole name)"""
+"""(module, the parameter's name in it, the parameter's full name)"""
 
 
 class ParameterWatch:
-    """Of one generation's model. Training thread only."""
+    """Watch of the parameters of one generation's model. Training thread only."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ParameterWatch:
         units: Sequence[tuple[str, FSDPModule]],
         hooks: Mapping[str, Sequence[GradientHook]],
     ) -> None:
-        """`hooks`: on the gradients of parameters, by name."""
+        """`hooks`: gradient hooks by parameter name."""
         self._hooks = hooks
         self._hooked = WeakTensorKeyDictionary()
         for unit, places in _places_by_unit(model, [unit for _, unit in units]):
@@ -59,14 +59,14 @@ class ParameterWatch:
             if param._version != version:
                 raise InexactError(
                     f"the forward changed the parameter {name!r} (as Embedding(max_norm=...) does): each worker has a "
-                    "part of it, and what a forward writes to the whole is lost. Compute what is needed from the "
-                    "parameter without changing it, or change it in a step hook of the optimizer."
+                    "part of it, and changes to the whole parameter are lost. Compute from the parameter without "
+                    "changing it, or change it in a step hook of the optimizer."
                 )
         whole.clear()
 
 
 def _places_by_unit(model: nn.Module, units: Sequence[FSDPModule]) -> Iterator[tuple[nn.Module, list[_Place]]]:
-    """Each unit with the parameters that no unit inside it holds."""
+    """(unit, places of the parameters that no inner unit holds), for each unit with such parameters."""
     names = {id(module): clean_name(name) for name, module in model.named_modules()}
     inner_first = sorted(units, key=lambda unit: -len(names[id(unit)]))
     taken: set[int] = set()

@@ -1,8 +1,8 @@
 """The check that an all-gather reads the memory that the optimizer writes to.
 
-FSDP2 has every shard twice: as the parameter that its module shows, and flat and padded, as an all-gather reads it. The
-two share their memory. A torch that makes a new one in a model's first forward, as 2.9 did for shards that are padded,
-leaves the optimizer with the old one: no forward sees what it does, and nothing else tells.
+FSDP2 has every shard twice: as the module's parameter, and flat and padded for an all-gather. Both share memory. torch
+2.9 made new memory for padded shards in a model's first forward. The optimizer then keeps the old memory: no forward
+sees its updates, and no error is raised.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _log = logging.getLogger("raysharded.worker")
 
 
 def check_memory(sharded: ShardedModel, written: Mapping[str, torch.Tensor]) -> None:
-    """Raise `InexactError` if a parameter's shard is gathered from other memory than it is kept in, or written to.
+    """Raise `InexactError` if a parameter's shard is gathered from other memory than it is kept in or written to.
 
-    Call after a generation's first forward. `written`: what the optimizer updates, by the parameter's name.
+    Call after a generation's first forward. `written`: the tensors that the optimizer updates, by parameter name.
     """
     read = _gathered(sharded)
     if read is None:
         _log.warning(
-            "it cannot be seen whether torch %s gathers what the optimizer writes: run `%s`",
+            "cannot check whether torch %s gathers the memory that the optimizer writes: run `%s`",
             torch.__version__,
             SELF_TEST,
         )
@@ -41,20 +41,22 @@ def check_memory(sharded: ShardedModel, written: Mapping[str, torch.Tensor]) -> 
     if wrong:
         raise InexactError(
             f"torch {torch.__version__} gathers other memory than the optimizer writes to, of {len(wrong)} of "
-            f"{len(sharded.parameters)} parameters, first {wrong[0]!r}: the weights would be wrong, and no error would "
-            f"say so. raysharded was tested with {tested('torch')}: install one of these, or another one that passes "
+            f"{len(sharded.parameters)} parameters, first {wrong[0]!r}: the weights would be silently wrong. "
+            f"raysharded was tested with {tested('torch')}: install one of these, or another one that passes "
             f"`{SELF_TEST}`."
         )
 
 
 def _is_read(kept: torch.Tensor, read: torch.Tensor | None) -> bool:
-    """True if a shard begins where the memory does that is gathered. A worker without rows of it keeps nothing."""
+    """True if a shard begins where the gathered memory begins. A worker without rows of the parameter keeps none."""
     return kept.numel() == 0 or (read is not None and kept.data_ptr() == read.data_ptr())
 
 
 def _gathered(sharded: ShardedModel) -> dict[nn.Parameter, torch.Tensor] | None:
-    """Parameter -> what an all-gather reads of it, or of a scalar a forward; None if this torch's FSDP2 has it under
-    another name."""
+    """Parameter -> the memory that an all-gather reads, or a forward for a scalar.
+
+    None if this torch's FSDP2 keeps it under another name.
+    """
     found: dict[nn.Parameter, torch.Tensor] = {p: p for p in sharded.parameters.values() if not p.dim()}
     try:
         for _, unit in sharded.units:

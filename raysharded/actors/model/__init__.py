@@ -1,1 +1,1 @@
-"""The model: built from the task, compared between workers, and cut into their shards."""
+"""The model: built from the task, compared between workers, and cut into shards."""

@@ -1,12 +1,12 @@
-"""From a task to a sharded model: parameters on no device, buffers computed, blocks wrapped.
+"""From a task to a sharded model: parameters on the meta device, buffers computed, blocks wrapped.
 
-Parameters are created on the meta device, so that a model larger than one worker's memory can be built; buffers
-(RoPE tables) are computed by the constructor as usual. Every generation builds anew.
+Parameters are created on the meta device, so that a model larger than one worker's memory can be built. The
+constructor computes buffers (RoPE tables) as usual. Every generation builds anew.
 
-Where a task does not choose the blocks that are units, they are those of the model's outermost lists of blocks. A list
-may hold lists: stages of blocks, as Swin, ConvNeXt and U-Nets have them. FSDP2 gathers a unit's weights when its
-forward is called, so what has no forward of its own is looked into: a `ModuleList`, a `ModuleDict`, and a bare
-`nn.Module` that blocks were assigned to. A `Sequential` has one, and is a block.
+If a task does not choose the blocks that are units, they are the blocks of the model's outermost lists. A list may hold
+lists: stages of blocks, as in Swin, ConvNeXt and U-Nets. FSDP2 gathers a unit's weights when its forward is called. So
+the search descends into modules without a forward: a `ModuleList`, a `ModuleDict`, and a bare `nn.Module` that blocks
+were assigned to. A `Sequential` has a forward, and is a block.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def default_units(module: nn.Module) -> Iterator[nn.Module]:
-    """The blocks of every outermost `ModuleList` that have parameters, in order; one that occurs twice comes twice."""
+    """The blocks with parameters in every outermost `ModuleList`, in order, with repeats."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from _blocks_of(child)
@@ -61,7 +61,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def _blocks_of(container: nn.Module) -> Iterator[nn.Module]:
-    """`children` gives what occurs twice once."""
+    """Blocks of a container, repeated ones included, which `children` leaves out."""
     for block in container._modules.values():
         if block is None or next(block.parameters(), None) is None:
             continue
@@ -72,12 +72,12 @@ def _blocks_of(container: nn.Module) -> Iterator[nn.Module]:
 
 
 def warm_up(task: Task, seed: int) -> None:
-    """Build the model once without memory: the first build imports parts of torch that take about a second."""
+    """Build the model once without memory: the first build imports parts of torch, which takes about a second."""
     construct(task, seed)
 
 
 def build_on_meta(task: Task, config: EngineConfig, seed: int) -> Construction:
-    """The task's model with parameters on the meta device. `seed`: of the run's constructors."""
+    """The task's model with parameters on the meta device. `seed`: the seed of the run's constructors."""
     built = construct(task, seed)
     check_exactness(built.model, config)
     _check_buffers(task, built.model)
@@ -85,20 +85,20 @@ def build_on_meta(task: Task, config: EngineConfig, seed: int) -> Construction:
 
 
 def find_units(task: Task, config: EngineConfig, model: nn.Module) -> list[nn.Module]:
-    """The blocks of the model that are units beside the root; as the configuration says, they recompute activations."""
+    """The blocks that are units besides the root; they recompute activations if the configuration requests it."""
     blocks = blocks_to_wrap(task, model)
     return _checkpoint_blocks(model, blocks) if config.activation_checkpointing else blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
-    """A model with parameters on the meta device, and how its units are to be sharded."""
+    """A model with parameters on the meta device, and the sharding of its units."""
 
     model: nn.Module
     blocks: list[nn.Module]
     strategies: dict[nn.Module, Strategy]
     tensor_dims: dict[str, int]
-    """As in `ParamLayout`."""
+    """Parameter -> dimension, as in `ParamLayout`."""
     replicated: frozenset[str]
     """The parameters that every worker has whole."""
     marks: ParameterMarks = field(default_factory=ParameterMarks)
@@ -124,13 +124,15 @@ class Wrapped:
 def build_sharded(
     task: Task, config: EngineConfig, axes: DeviceMeshes, device: torch.device, seed: int = 0
 ) -> ShardedModel:
-    """Build the task's model for these axes. Parameters and gradients hold garbage until the state is loaded."""
+    """Build the task's model for these meshes. Parameters and gradients hold garbage until the state is loaded."""
     return allocate(wrap(build_units_of(task, config, axes, seed), config, axes), device)
 
 
 def build_units_of(task: Task, config: EngineConfig, axes: DeviceMeshes | None, seed: int = 0) -> Units:
-    """All that is asked of the task about its model. `axes` may be missing if it has no tensor parallelism; `seed`: of
-    the run's constructors."""
+    """Units of the task's model, from all methods of the task that concern the model.
+
+    `axes`: may be None if the task has no tensor parallelism; `seed`: the seed of the run's constructors.
+    """
     built = build_on_meta(task, config, seed)
     model, inventory = built.model, inventory_of(task, built)
     marks = marks_of(task, {clean_name(name): param for name, param in model.named_parameters()})
@@ -160,7 +162,7 @@ def build_units_of(task: Task, config: EngineConfig, axes: DeviceMeshes | None, 
 
 
 def wrap(units: Units, config: EngineConfig, axes: DeviceMeshes) -> Wrapped:
-    """Make FSDP2's units of them."""
+    """Wrap the model and its blocks as FSDP2's units."""
     model, blocks, strategies, whole = units.model, units.blocks, units.strategies, units.whole
     if config.compile:
         for block in blocks:
@@ -181,7 +183,7 @@ def wrap(units: Units, config: EngineConfig, axes: DeviceMeshes) -> Wrapped:
 
 
 def mixed_precision(config: EngineConfig, *, is_root: bool) -> MixedPrecisionPolicy:
-    """In which dtypes FSDP2 computes and reduces the root, or the other units."""
+    """The dtypes in which FSDP2 computes and reduces the root, or the other units."""
     return MixedPrecisionPolicy(
         param_dtype=DTYPES[str(config.param_dtype)] if config.param_dtype else None,
         reduce_dtype=DTYPES[str(config.reduce_dtype)] if config.param_dtype else None,
@@ -222,7 +224,7 @@ def allocate(wrapped: Wrapped, device: torch.device) -> ShardedModel:
 
 
 def _apply_tensor_parallelism(task: Task, model: nn.Module, axes: DeviceMeshes | None, seed: int) -> dict[str, int]:
-    """Parameter -> the dimension that is cut, or would be with a higher degree, which may come later."""
+    """Parameter -> the dimension that is cut, or that a higher degree would cut in a later generation."""
     if axes is not None and axes.tensor is not None:
         return parallelize(task, model, axes.tensor)
     if not has_tensor_parallelism(task):
@@ -247,7 +249,7 @@ def _holders(blocks: Sequence[nn.Module]) -> dict[int, nn.Module]:
 
 
 def _check_parameters(task: Task, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Refuse parameters that FSDP2 cannot shard, or not together; scalars are not among those that it shards."""
+    """Refuse parameters that FSDP2 cannot shard, or not together; it never shards scalars."""
     refuse_sparse_gradients(task, model)
     holder, where = _holders(blocks), f"in {type(task).__name__}.build_model"
     first: dict[nn.Module | None, tuple[str, torch.dtype]] = {}
@@ -256,22 +258,22 @@ def _check_parameters(task: Task, model: nn.Module, blocks: Sequence[nn.Module])
             continue
         if param.numel() == 0:
             raise TaskError(
-                f"parameter {name!r} of shape {tuple(param.shape)} has no elements, and a gradient of nothing cannot "
+                f"parameter {name!r} of shape {tuple(param.shape)} has no elements, and an empty gradient cannot "
                 f"be summed. Leave it out {where}, or freeze it (requires_grad=False)."
             )
         other, dtype = first.setdefault(holder.get(id(param)), (name, param.dtype))
         if param.dtype != dtype:
             raise TaskError(
                 f"parameter {name!r} is {param.dtype} and {other!r} in the same unit {dtype}; the gradients of a unit "
-                f"are summed together. Give both one dtype {where} (EngineConfig.param_dtype sets what is computed "
-                "in), freeze one of them, or let Task.wrap make units of one dtype each."
+                f"are summed together. Give both one dtype {where} (EngineConfig.param_dtype sets the dtype of the "
+                "computation), freeze one of them, or let Task.wrap make units of one dtype each."
             )
 
 
 def strategies_of(
     task: Task, config: EngineConfig, model: nn.Module, blocks: Sequence[nn.Module]
 ) -> dict[nn.Module, Strategy]:
-    """How each block is sharded: the task's word, or the setting."""
+    """Block -> its strategy: the task's choice, or else the setting."""
     usual: Strategy = "full" if config.reshard_after_forward else "gradients"
     names = {module: clean_name(name) for name, module in model.named_modules()}
     strategies = {}
@@ -294,7 +296,7 @@ def _materialise(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _check_buffers(task: Task, model: nn.Module) -> None:
-    """Refuse buffers without values: a persistent one gets its values from a model that was built whole."""
+    """Refuse buffers without values, except persistent ones that get theirs from a model that was built whole."""
     persistent = {name for name, _ in persistent_buffers(model)}
     for name, buffer in model.named_buffers():
         if buffer.is_meta and (name not in persistent or task.init_weights is not None):
@@ -305,10 +307,10 @@ def _check_buffers(task: Task, model: nn.Module) -> None:
 
 
 def blocks_to_wrap(task: Task, model: nn.Module) -> list[nn.Module]:
-    """The task's own choice, or the blocks of every outermost `ModuleList`, also of lists in it.
+    """The task's choice of blocks, or the blocks of every outermost `ModuleList`, also of lists in it.
 
-    A block whose parameters are tied to a module outside it is left to its parent: FSDP2 would untie them silently.
-    So is a block that occurs several times: a unit can be used once per forward.
+    By default a block whose parameters are tied to a module outside it is left to its parent: FSDP2 would untie them
+    silently. A block that occurs several times is left to its parent, too: a unit can be used once per forward.
     """
     with naming(f"{type(task).__name__}.wrap"):
         chosen = task.wrap(model)
@@ -360,7 +362,7 @@ def _checkpoint_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn
 
 
 def check_exactness(model: nn.Module, config: EngineConfig) -> None:
-    """Refuse, in exact mode, modules whose buffers are known to change in forward, but in frozen parts in eval."""
+    """Refuse, in exact mode, batch norm with running statistics, except in frozen parts in eval mode."""
     if config.reduction != "exact":
         return
     in_eval = kept_in_eval(model)
@@ -371,5 +373,5 @@ def check_exactness(model: nn.Module, config: EngineConfig) -> None:
                 f"{name or 'the model'} is a {type(module).__name__}: its running statistics change in forward and "
                 "depend on which worker sees which samples. Use LayerNorm, GroupNorm or RMSNorm, set "
                 "track_running_stats=False, freeze it and put it in eval() in build_model, "
-                'or give up identical bits with EngineConfig(reduction="fast").'
+                'or accept results without identical bits with EngineConfig(reduction="fast").'
             )

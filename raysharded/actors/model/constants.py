@@ -1,8 +1,8 @@
-"""What a constructor leaves on modules beside parameters and persistent buffers: the constants of a model.
+"""The constants of a model: values that a constructor leaves on modules outside parameters and persistent buffers.
 
-Tensors, arrays of NumPy's and numbers, wherever the model's modules hold them, and buffers that are no part of the
-state. What was drawn of it cannot be had again from another build: it is taken from the build that gave the first
-weights, and travels with the state from then on.
+Constants are tensors, NumPy arrays and numbers, wherever the model's modules hold them, and non-persistent buffers.
+Another build cannot reproduce drawn constants. They come from the build that gave the first weights, and are part of
+the state from then on.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from raysharded.errors import TaskError
 from raysharded.task import Task
 
 MOST_BYTES = 256 << 20
-"""Of all that was drawn: every worker keeps it whole, and so does every checkpoint."""
+"""Largest size of all drawn constants together: every worker and every checkpoint keeps them whole."""
 _MOST_OBJECTS = 500_000
 _DTYPES: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _INT64 = torch.iinfo(torch.int64)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _ARRAYS = "?bhilqBefd"
-"""The kinds of NumPy's arrays that torch has, by their characters."""
+"""Characters of the NumPy dtypes that torch has."""
 
 Write: TypeAlias = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constant:
-    """One of them."""
+    """One constant of a model."""
 
     value: torch.Tensor
     write: Write | None
-    """Gives it another value, of the same dtype and shape; None: it cannot be changed where it is."""
+    """Replaces the value in place by one of the same dtype and shape; None if that is impossible."""
     is_number: bool = False
-    """True if it is a number, or a list or tuple of numbers."""
+    """True for a number, or a list or tuple of numbers."""
 
 
 Constants: TypeAlias = Mapping[str, Constant]
-"""By the path from the model, as `blocks.0.tables['low'][1]`."""
+"""Path from the model -> constant; a path is, for example, `blocks.0.tables['low'][1]`."""
 
 
 def constants_of(model: nn.Module, *, with_numbers: bool = False) -> dict[str, Constant]:
-    """Those of a model that is not wrapped yet; one that is met on several paths under a shortest of them.
+    """The constants of a model that is not wrapped yet, each under one of its shortest paths.
 
-    Its parameters and persistent buffers are none, wherever they are kept; nor is what a hook computes from parameters
-    before each forward, as torch's weight norm does.
+    Excludes parameters and persistent buffers, wherever they are kept. Also excludes tensors that a hook computes from
+    parameters before each forward, as torch's weight norm does.
     """
     of_state = {id(param) for param in model.parameters()} | {id(buffer) for buffer in _persistent(model)}
     of_state |= {id(tensor) for tensor in _computed_by_hooks(model)}
@@ -97,7 +97,7 @@ def _fill_array(into: np.ndarray[Any, Any], value: torch.Tensor) -> None:
 
 
 def _numbers_in(holder: object) -> Iterator[tuple[str, torch.Tensor, Write | None]]:
-    """The numbers that an object holds itself: the step to them, their values, and what gives them others."""
+    """Numbers that an object holds directly: the path step to each, its value, and its writer."""
     if isinstance(holder, list):
         numbers = _as_tensor(holder)
         if numbers is not None:
@@ -117,7 +117,7 @@ def _entries(
     entries: Iterable[tuple[Any, Any]], put: Callable[[Any, Any], None], step: str
 ) -> Iterator[tuple[str, torch.Tensor, Write | None]]:
     for key, value in list(entries):
-        numbers = None if isinstance(value, list) else _as_tensor(value)  # a list is an object of its own
+        numbers = None if isinstance(value, list) else _as_tensor(value)  # a list is visited as an object itself
         if numbers is not None:
             kind = tuple if isinstance(value, tuple) else None
             yield step.format(key), numbers, functools.partial(_put, put, key, kind)
@@ -132,7 +132,7 @@ def _put_all(into: list[Any], value: torch.Tensor) -> None:
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:
-    """A number, or a list or tuple of numbers of one type, as a tensor that holds them exactly; None for others."""
+    """A number, or a list or tuple of numbers of one type, as an exact tensor; None for other values."""
     many = value if type(value) in (list, tuple) else (value,)
     kinds = {type(one) for one in many}
     if len(kinds) != 1 or not kinds <= _DTYPES.keys():
@@ -144,7 +144,7 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
 
 
 def refuse_without_memory(task: Task, constants: Constants) -> None:
-    """Raise TaskError for the first that has no values."""
+    """Raise TaskError for the first constant without values."""
     for path, constant in constants.items():
         if constant.value.is_meta:
             raise TaskError(
@@ -156,14 +156,14 @@ def refuse_without_memory(task: Task, constants: Constants) -> None:
 
 
 def differing(first: Constants, here: Constants) -> dict[str, torch.Tensor]:
-    """The values in `first` of those that have other values `here`."""
+    """Path -> the value in `first`, for the constants that differ `here`."""
     return {
         path: one.value for path, one in first.items() if path in here and not _is_same(one.value, here[path].value)
     }
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Also of what is NaN in both; True for what cannot be compared."""
+    """True if two tensors are equal, NaN included, or cannot be compared."""
     if a is b or a.is_meta or b.is_meta or a.layout is not torch.strided or b.layout is not torch.strided:
         return True
     if (a.dtype, a.shape) != (b.dtype, b.shape):
@@ -172,7 +172,7 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_movable(task: Task, drawn: Mapping[str, torch.Tensor], here: Constants) -> None:
-    """Raise TaskError for what was drawn and cannot be handed on to where it is to be."""
+    """Raise TaskError for drawn constants that cannot be written to this worker's model."""
     name = f"{type(task).__name__}.build_model"
     for path, value in drawn.items():
         into = here[path]
@@ -180,12 +180,12 @@ def check_movable(task: Task, drawn: Mapping[str, torch.Tensor], here: Constants
             raise TaskError(
                 f"{path!r} of the model is another one each time that {name} is called, and raysharded cannot put the "
                 "first one in the place of later ones: it cannot be written to, or has another shape or dtype each "
-                "time. Register it as a buffer, or draw it from a generator of its own with a fixed seed."
+                "time. Register it as a buffer, or draw it from a separate generator with a fixed seed."
             )
     sizes = {path: value.numel() * value.element_size() for path, value in drawn.items()}
     if sum(sizes.values()) > MOST_BYTES:
         raise TaskError(
-            f"what {name} draws and keeps beside parameters and buffers is {sum(sizes.values()) >> 20} MiB, and "
-            f"raysharded hands on up to {MOST_BYTES >> 20} MiB of such (largest: {max(sizes, key=sizes.__getitem__)!r})"
-            ". Register it as a persistent buffer, or draw it from a generator of its own with a fixed seed."
+            f"{name} draws {sum(sizes.values()) >> 20} MiB of constants outside parameters and buffers, and raysharded "
+            f"hands on up to {MOST_BYTES >> 20} MiB of such (largest: {max(sizes, key=sizes.__getitem__)!r}). "
+            "Register it as a persistent buffer, or draw it from a separate generator with a fixed seed."
         )

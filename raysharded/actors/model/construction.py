@@ -1,8 +1,9 @@
-"""Models as a task's `build_model` makes them: their parameters without memory, what is drawn a function of a seed.
+"""Models as a task's `build_model` makes them: parameters without memory, random draws a function of a seed.
 
-Parameters go to the meta device as modules register them, so that a model larger than one worker's memory can be built;
-buffers and whatever else a constructor computes are real. A constructor that needs values of its parameters (it calls
-`item`, sets `data`, resizes embeddings by their mean) is called again with memory for all of them, which is let go of.
+Parameters go to the meta device as modules register them, so that a model larger than one worker's memory can be built.
+Buffers and all other values that a constructor computes are real. Some constructors need values of their parameters:
+they call `item`, set `data`, or resize embeddings by their mean. These are called a second time with memory for all
+parameters, which is freed afterwards.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ _WORDS = (
     *("meta tensor", "Meta tensor", "meta device", "device meta", "'meta'", "'Meta'", "Meta kernel", "register_meta"),
     *("set_data", "no data!"),
 )
-"""In what torch says of a tensor on the meta device."""
+"""Parts of torch's error messages about tensors on the meta device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Construction:
-    """A model, its parameters on the meta device, and what is to be said of how it came to be."""
+    """A model with its parameters on the meta device, and facts about its construction."""
 
     model: nn.Module
     drew: bool = False
     """True if the constructor moved one of the process's generators."""
     whole_because: str = ""
-    """Why it was built with memory for its parameters first, in torch's words; empty: it was not."""
+    """Torch's reason why the model was first built with memory for its parameters; empty if it was not."""
     left: Left = field(default_factory=Left)
-    """What the constructor left changed in the process, and was put back."""
+    """The process's settings that the constructor left changed, and that were put back."""
 
     def remarks(self, task: Task) -> dict[str, str]:
         """Subject -> the sentence that a user should read once."""
@@ -52,16 +53,16 @@ class Construction:
         size = sum(param.numel() * param.element_size() for param in self.model.parameters()) / _MEBI
         name = f"{type(task).__name__}.build_model"
         return {
-            name: f"{name} needs values of its parameters while it runs ({self.whole_because}): each worker builds the "
-            f"whole model, {size:.0f} MiB of parameters, in its memory whenever workers come or go, and lets go of it "
-            "again. Give parameters their values in Task.init_weights where that is too much."
+            name: f"{name} needs values of its parameters while it runs ({self.whole_because}): whenever workers join "
+            f"or leave, each worker temporarily builds the whole model in its memory, {size:.0f} MiB of parameters. "
+            "Give parameters their values in Task.init_weights where that is too much."
         }
 
 
 def construct(task: Task, seed: int, purpose: str = "build") -> Construction:
-    """The task's model with parameters on the meta device; the process's generators and settings are left as they were.
+    """The task's model with parameters on the meta device; the process's generators and settings are put back.
 
-    What is drawn is a function of `seed` and `purpose`. Raises what `build_model` raises with real parameters.
+    Draws are a function of `seed` and `purpose`. Raises the error that `build_model` raises with real parameters.
     """
     with generators.kept():
         _seed(seed, purpose)
@@ -73,7 +74,7 @@ def construct(task: Task, seed: int, purpose: str = "build") -> Construction:
         except RayshardedError:
             raise
         except Exception as error:
-            if not _is_about_memory(error):  # to build it whole would cost a large model's machine all of its memory
+            if not _is_about_memory(error):  # building a large model whole could use up the machine's memory
                 raise
             why = f"{type(error).__name__}: {text_of(error).partition(chr(10))[0][:200]}"
             _seed(seed, purpose)
@@ -88,12 +89,12 @@ def _of_no_values(tensor: torch.Tensor) -> Exception:
 
 
 def _is_about_memory(error: BaseException) -> bool:
-    """True for what torch says of tensors without memory, also where something else was raised because of it."""
+    """True for torch's errors about tensors without memory, also as the cause of another error."""
     return any(word in text_of(cause) for cause in causes(error) for word in _WORDS)
 
 
 def construct_whole(task: Task, seed: int, purpose: str) -> nn.Module:
-    """The task's model with memory for its parameters, as its constructor draws them; otherwise as `construct`."""
+    """The task's model with parameters in memory, as the constructor draws them; otherwise as `construct`."""
     with generators.kept(), put_back():
         _seed(seed, purpose)
         return task.build_model()
@@ -102,15 +103,15 @@ def construct_whole(task: Task, seed: int, purpose: str) -> nn.Module:
 def _seed(seed: int, purpose: str) -> None:
     number = derive_seed(seed, purpose)
     generators.seed(number, with_torch=False)
-    torch.manual_seed(number)  # those of GPUs, too
+    torch.manual_seed(number)  # seeds generators of GPUs, too
 
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Within it, every parameter that a module registers goes to the meta device; buffers stay real.
+    """A context in which every parameter that a module registers goes to the meta device; buffers stay real.
 
-    Modules register through `register_parameter` (a subclass may override it); patched for the duration, one
-    thread at a time: generations are built one after another. A parameter that is registered twice stays one.
+    Patches `register_parameter`, which modules use and a subclass may override. One thread at a time: generations are
+    built one after another. A parameter that is registered twice stays one.
     """
     original, stand_in = nn.Module.register_parameter, _stand_ins()
 
@@ -125,8 +126,10 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """The model, its parameters replaced by some on the meta device; those that are tied stay so. Raises TaskError for
-    one that has no shape."""
+    """The model with its parameters moved to the meta device; tied ones stay tied.
+
+    Raises TaskError for a parameter without a shape.
+    """
     stand_in = _stand_ins()
     for path, module in model.named_modules():
         for name, param in module._parameters.items():
@@ -141,11 +144,11 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def _stand_ins() -> Callable[[nn.Parameter], nn.Parameter]:
-    """Parameter -> the one on the meta device in its place, each time the same, with its attributes and hooks."""
+    """Function from a parameter to its single stand-in on the meta device, with its attributes and hooks."""
     on_meta = WeakTensorKeyDictionary()
 
     def stand_in(param: nn.Parameter) -> nn.Parameter:
-        if is_lazy(param) or param.is_meta:  # a lazy one is refused, unless it gets its shape before the model is done
+        if is_lazy(param) or param.is_meta:  # a lazy one is refused unless it gets a shape before the model is done
             return param
         if param not in on_meta:
             on_meta[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)

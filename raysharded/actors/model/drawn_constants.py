@@ -1,8 +1,8 @@
-"""Constants that a constructor drew: those of the build that gave the first weights, for as long as the run lives.
+"""Constants that a constructor drew: the whole run keeps those of the build that gave the first weights.
 
-A build without memory draws other numbers than a whole one, as its parameters draw nothing, and a generator without a
-seed never draws the same twice. So the two builds that the start of a run makes are compared: what differs between them
-becomes part of the state.
+A build without memory draws other numbers than a whole one, as its parameters draw nothing. A generator without a seed
+never draws the same twice. So the start of a run compares its two builds: constants that differ between them become
+part of the state.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from raysharded.task import Task
 
 
 def drawn_first(task: Task, first: FirstBuild, here: Inventory, seed: int) -> dict[str, torch.Tensor]:
-    """Those of a run's first build that are others in this worker's, by path, with their values. Raises TaskError for
-    what cannot be handed on. `seed`: of the run's constructors."""
+    """Path -> value of the constants of a run's first build that differ in this worker's.
+
+    Raises TaskError for constants that cannot be handed on. `seed`: the seed of the run's constructors.
+    """
     found = differing(constants_of(first.model, with_numbers=here.drew), here.constants)
     found = _without_counters(task, found, here.constants, seed)
     check_movable(task, found, here.constants)
@@ -29,8 +31,10 @@ def drawn_first(task: Task, first: FirstBuild, here: Inventory, seed: int) -> di
 
 
 def refuse_drawn(task: Task, here: Inventory, seed: int, step: int, carried: Collection[str]) -> None:
-    """Raise InexactError if the constructor draws what is not `carried` by the state: for a run that began before what
-    is drawn was part of it."""
+    """Raise InexactError if the constructor draws constants that are not `carried` by the state.
+
+    For a run that began before drawn constants were part of the state.
+    """
     again = construct(task, seed + 1)
     found = differing(constants_of(again.model, with_numbers=again.drew or here.drew), here.constants)
     found = _without_counters(task, found, here.constants, seed)
@@ -38,16 +42,17 @@ def refuse_drawn(task: Task, here: Inventory, seed: int, step: int, carried: Col
     if found:
         raise InexactError(
             f"{type(task).__name__}.build_model draws {min(found)!r}, and the checkpoint of step {step} does not have "
-            "what it drew: it was written by a version of raysharded in which every build drew anew. The run would go "
-            "on with other numbers there. Let it, which its report then says: RunConfig(accept_arithmetic=True), or "
-            "`raysharded run --accept-arithmetic`; or begin a run of another name."
+            "the drawn value: it was written by a version of raysharded in which every build drew anew. The run would "
+            "continue with other numbers there. Accept this, which the run's report then states, with "
+            "RunConfig(accept_arithmetic=True) or `raysharded run --accept-arithmetic`; or start a run with another "
+            "name."
         )
 
 
 def _without_counters(
     task: Task, found: Mapping[str, torch.Tensor], here: Constants, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Without numbers that are others in each build under the same seed: they count, or are no constants."""
+    """Drop numbers that differ between builds with the same seed: they are counters, or not constants."""
     numbers = _numbers(found, here)
     if numbers:
         again = differing(constants_of(construct(task, seed).model, with_numbers=True), here)

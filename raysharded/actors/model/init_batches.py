@@ -1,8 +1,9 @@
-"""Which modules' first weights are drawn together, and the calls of `Task.init_weights` that draw them.
+"""Batches of modules whose first weights are drawn together, and the calls of `Task.init_weights` that draw them.
 
-Each module is drawn by itself, but one whose weights are set while another module is given (`nn.init.zeros_` of a
-block's last layer, a `reset_parameters` that reaches into children): those come together. Found by calling
-`init_weights` for every module that has others inside, while no parameter has memory, which costs no time.
+Each module is drawn by itself, unless `init_weights` sets its weights when it gets another module. Examples are
+`nn.init.zeros_` of a block's last layer, and a `reset_parameters` that reaches into children. Such modules are drawn
+together. They are found by calling `init_weights` for every module that contains others, while no parameter has memory.
+This takes almost no time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from raysharded.ids import derive_seed
 from raysharded.task import Task
 
 Batch = list[tuple[str, nn.Module]]
-"""Modules with their names in the model, in its order."""
+"""(name, module) pairs in the model's order."""
 InitWeights = Callable[[nn.Module, torch.Generator], None]
 
 
@@ -28,11 +29,11 @@ class InitCalls:
     """Calls a task's `init_weights`, each module with its own seed."""
 
     def __init__(self, task: Task, init_weights: InitWeights, seed: int) -> None:
-        """`seed`: the run's."""
+        """`seed`: the run's seed."""
         self._task, self._init_weights, self._seed = task, init_weights, seed
 
     def __call__(self, name: str, module: nn.Module) -> None:
-        """Draw what a module has. Raises TaskError for what the task raises."""
+        """Draw a module's weights. Raises TaskError for errors that the task raises."""
         what = f"{name!r}, a" if name else "the model, a"
         with naming(f"{type(self._task).__name__}.init_weights for {what} {type(module).__name__},"):
             self._call(name, module)
@@ -44,7 +45,7 @@ class InitCalls:
         self._init_weights(module, torch.Generator().manual_seed(seed))
 
     def writes_of(self, name: str, module: nn.Module) -> set[int]:
-        """The ids of parameters of modules inside that the call sets, as far as it comes without memory."""
+        """The ids of inner modules' parameters that the call sets, as far as it runs without memory."""
         own = {id(param) for param in module._parameters.values()}
         before = {one: dict(one._parameters) for one in module.modules() if one is not module}
         storages = {
@@ -54,7 +55,7 @@ class InitCalls:
         try:
             with writes:
                 self._call(name, module)
-        except Exception:  # noqa: BLE001 - without memory it may; what it raises then, the real call does, too
+        except Exception:  # noqa: BLE001 - it may fail without memory; the real call raises any other error again
             pass
         found = {storages[storage] for storage in writes.storages if storage in storages}
         for one, parameters in before.items():
@@ -71,7 +72,7 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 
 class _Writes(TorchDispatchMode):
-    """The storages of tensors on the meta device that operations write to."""
+    """Recorder of the storages of meta tensors that operations write to."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
@@ -88,8 +89,10 @@ class _Writes(TorchDispatchMode):
 
 
 def batches_of(model: nn.Module, calls: InitCalls) -> Iterator[Batch]:
-    """The modules that have parameters, and those that set others', in batches to be drawn together. Every parameter is
-    in the first batch of a module that has it."""
+    """Batches, to be drawn together, of the modules that have parameters or that set others'.
+
+    Every parameter is in the first batch of a module that has it.
+    """
     modules = dict(model.named_modules())
     holders: dict[int, set[str]] = {}
     for name, module in modules.items():

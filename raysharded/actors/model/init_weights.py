@@ -1,8 +1,8 @@
-"""The first weights of a run: the same at every number of workers, drawn whole and cut afterwards.
+"""The first weights of a run, independent of the number of workers: drawn whole and cut afterwards.
 
-A task with `init_weights` gets one module at a time, so that a model larger than a worker's memory starts as a small
-one does; modules whose weights it sets when it is given another one, as a block's last layer, come together with that
-one. Otherwise the whole model is built once on the CPU, as its constructor draws it.
+`Task.init_weights` gets one module at a time, so that a model larger than a worker's memory starts like a small one.
+Modules whose weights it sets while it gets another one, as a block's last layer, are drawn with that one. Without
+`init_weights` the whole model is built once on the CPU, as its constructor draws it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _PURPOSE = "initial weights"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstBuild:
-    """The build of a run's start, from which the first state comes."""
+    """The build at a run's start that gives the first state."""
 
     task: Task
     seed: int
-    """The run's."""
+    """The run's seed."""
     model: nn.Module
-    """Whole if the task has no `init_weights`, without memory for its parameters otherwise."""
+    """The model: whole if the task has no `init_weights`, otherwise without memory for its parameters."""
 
     def tensors(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Every parameter and persistent buffer of the first state, whole, in batches of one module at least.
+        """Every parameter and persistent buffer of the first state, whole, in batches of at least one module.
 
-        The yielded tensors may be dropped before the next are drawn. The process's generators are left as they were.
+        A batch may be dropped before the next is drawn. The process's generators are left unchanged.
         """
         if self.task.init_weights is None:
             yield {MODEL + clean_name(name): param.detach() for name, param in self.model.named_parameters()} | (
@@ -53,7 +53,7 @@ class FirstBuild:
 
 
 def first_build(task: Task, seed: int) -> FirstBuild:
-    """Build the model for the first state. The process's generators are left as they were."""
+    """Build the model for the first state. The process's generators are left unchanged."""
     with naming(f"{type(task).__name__}.build_model", "build"):
         if task.init_weights is None:
             return FirstBuild(task=task, seed=seed, model=construct_whole(task, seed, _PURPOSE))
@@ -76,7 +76,7 @@ def _by_module(task: Task, init: InitWeights, model: nn.Module, seed: int) -> It
                     if id(param) in names:
                         fresh[names.pop(id(param))] = module, local
         with generators.kept():
-            for name, module in reversed(batch):  # those inside first, as `nn.Module.apply` does
+            for name, module in reversed(batch):  # inner modules first, as in `nn.Module.apply`
                 draw(name, module)
         yield {name: _drawn(task, name, *where) for name, where in fresh.items()}
         for (_, module), own in zip(batch, metas, strict=True):

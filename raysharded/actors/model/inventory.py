@@ -1,9 +1,9 @@
-"""What a worker built, item by item, and the comparison with what the others built.
+"""Inventory of a worker's build, item by item, and its comparison with the other workers' inventories.
 
-Workers exchange parts of parameters by their place and name, and nothing tells a wrong sum from a right one: so models
-that differ must be found before anything is trained. Compared are names, shapes, dtypes, what is trained and what is
-tied, in their order; the values of what does not come with the state; modes; the optimizer's groups; and the first
-state, which each worker draws by itself.
+Workers exchange parts of parameters by place and name, and a wrong sum looks like a right one. So differing models must
+be found before training. The comparison covers names, shapes, dtypes, frozen and tied parameters, in order. It covers
+values that do not come with the state, modes, and the optimizer's groups. It also covers the first state, which each
+worker draws by itself.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from raysharded.task import Task
 
 Kind: TypeAlias = Literal["parameter", "buffer", "constant", "module", "group", "first value"]
 _WHOLE_BYTES = 1 << 20
-"""Of a buffer or constant of up to so many bytes all are compared; of a larger one some."""
+"""A constant of up to this size is compared whole; of a larger one, some elements are."""
 _SOME_BYTES = 1 << 15
-"""The same, of the first value of a parameter."""
+"""Size up to which a tensor of the first state is compared whole."""
 _TEXT_BYTES = 512
-"""Of an item's text, as workers tell each other."""
+"""Bytes of an item's text that workers exchange."""
 _ELSEWHERE = "Look for what differs between processes: a generator without a seed, a clock, a file, the environment."
 _CAUSES: Mapping[str, str] = {
     "parameter": "A constructor that goes through a set has another order in each process: go through sorted(...).",
@@ -45,25 +45,25 @@ _CAUSES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One thing that was built."""
+    """One built object."""
 
     kind: Kind
     name: str
     about: str
-    """Its shape, dtype and the like."""
+    """The item's shape, dtype and the like."""
     value: str = ""
-    """A digest of what it holds."""
+    """Digest of the item's values; may be empty."""
 
     @property
     def text(self) -> str:
-        """For people."""
+        """The item as people read it."""
         value = f", values {self.value}" if self.value else ""
         return f"{self.kind} {self.name!r} ({self.about}{value})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """What one build of the model gave, beside the memory of its parameters."""
+    """Results of one build of the model, except its parameters' memory."""
 
     constants: Constants = field(default_factory=dict)
     items: tuple[Item, ...] = ()
@@ -72,17 +72,17 @@ class Inventory:
     remarks: Mapping[str, str] = field(default_factory=dict)
     """Subject -> the sentence that a user should read once."""
     left: Left = field(default_factory=Left)
-    """What the constructor left changed in the process."""
+    """The process's settings that the constructor left changed."""
 
     def items_without(self, carried: Collection[str]) -> Iterator[Item]:
-        """All but the values of these constants, which come with the state."""
+        """All items; without the values of the `carried` constants, which come with the state."""
         for item in self.items:
             known = item.kind == "constant" and item.name in carried
             yield Item(item.kind, item.name, item.about) if known else item
 
 
 def inventory_of(task: Task, built: Construction) -> Inventory:
-    """That of a model that is not wrapped yet. Raises TaskError for a constant without memory."""
+    """Inventory of a model that is not wrapped yet. Raises TaskError for a constant without memory."""
     constants = constants_of(built.model, with_numbers=built.drew)
     refuse_without_memory(task, constants)
     return Inventory(
@@ -124,13 +124,15 @@ def _kind_of(tensor: torch.Tensor) -> str:
 
 
 def first_value(name: str, tensor: torch.Tensor) -> Item:
-    """A tensor of the first state, by its name there: some of its elements are compared."""
+    """A tensor of the first state as an item, under its name there; of a large one, some elements are compared."""
     return Item("first value", name, _kind_of(tensor), value_digest(tensor, whole_bytes=_SOME_BYTES))
 
 
 def value_digest(tensor: torch.Tensor, *, whole_bytes: int = _WHOLE_BYTES) -> str:
-    """A few letters of what a tensor holds: of all elements if it has up to `whole_bytes`, of some otherwise. Empty for
-    one without memory or of a layout of its own."""
+    """Digest of a tensor's elements: of all if it has up to `whole_bytes`, of some otherwise.
+
+    12 hexadecimal digits; empty for a tensor that has no memory, is not strided, or is quantized.
+    """
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
         return ""
     large = tensor.numel() * tensor.element_size() > whole_bytes
@@ -139,7 +141,7 @@ def value_digest(tensor: torch.Tensor, *, whole_bytes: int = _WHOLE_BYTES) -> st
 
 
 def group_items(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> Iterator[Item]:
-    """The groups of an optimizer as they were built; `names`: of its parameters, by id."""
+    """Items for an optimizer's groups as built. `names`: id of a parameter -> its name."""
     for number, group in enumerate(groups):
         rest = {key: value for key, value in group.items() if key != "params"}
         about = ", ".join(f"{key} {_plain(value)}" for key, value in sorted(rest.items()))
@@ -149,7 +151,7 @@ def group_items(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -
 
 
 def _plain(value: Any) -> str:
-    """A setting, the same in every process."""
+    """A setting as text that is equal in every process."""
     if isinstance(value, torch.Tensor):
         return str(value.tolist()) if value.numel() < 10 else _kind_of(value)
     if isinstance(value, (list, tuple)):
@@ -158,9 +160,9 @@ def _plain(value: Any) -> str:
 
 
 def compare(items: Sequence[Item], members: Sequence[WorkerId], task: str, group: HostGroup) -> None:
-    """Raise InexactError, on every worker, if the workers have other items. Every member must call it.
+    """Raise InexactError, on every worker, if the workers' items differ. Every member must call it.
 
-    Costs two sums of one number where they are the same.
+    Costs two all-reduces of one number if they are equal.
     """
     texts = [item.text for item in items]
     whole = _digest("\n".join(texts))
@@ -176,8 +178,10 @@ def compare(items: Sequence[Item], members: Sequence[WorkerId], task: str, group
 
 
 def told_apart(task: str, kind: str, one: tuple[str, str], other: tuple[str, str]) -> str:
-    """The sentence on two processes that built different things, with the usual cause; each is (a name for the process,
-    the text of what it has)."""
+    """Sentence on two processes that built different items, with the usual cause.
+
+    `one`, `other`: (the process's name, the text of its item).
+    """
     return (
         f"workers built different models with {task}.build_model and build_optimizer: {one[0]} has {one[1]} where "
         f"{other[0]} has {other[1]}. {_CAUSES.get(kind, _ELSEWHERE)}"
@@ -185,8 +189,8 @@ def told_apart(task: str, kind: str, one: tuple[str, str], other: tuple[str, str
 
 
 def _first_difference(texts: Sequence[str], group: HostGroup) -> int:
-    """The first place at which not all workers have the same. There is one."""
-    low, high = 0, group.max_int(len(texts))  # the first `low` are the same everywhere, the first `high` are not
+    """The first place at which the workers' texts differ. One must exist."""
+    low, high = 0, group.max_int(len(texts))  # the first `low` are equal everywhere, the first `high` are not
     while high - low > 1:
         middle = (low + high) // 2
         own = _digest("\n".join([*texts, *[""] * high][:middle]))
@@ -207,5 +211,5 @@ def _told(text: str, group: HostGroup, world_size: int) -> list[str]:
 
 
 def _digest(text: str) -> int:
-    """63 bits."""
+    """A 63-bit digest of a text."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,6 +1,7 @@
-"""Finds operations on tensors without memory that give tensors with values: those are whatever lay in free memory.
+"""Detection of operations that turn tensors without memory into tensors with values.
 
-torch refuses most such operations; its matrix products on CPUs, and indexing, read free memory in their place.
+Such values are arbitrary contents of free memory. torch refuses most such operations, but its matrix products on CPUs,
+and indexing, read free memory.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch's own profil
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _MADE_LIKE = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
-"""Ends of the names of operations that look at an operand's shape alone."""
+"""Name endings of operations that read only an operand's shape."""
 
 
 class MemoryWatch(TorchDispatchMode):
-    """Within it, an operation with an operand without memory raises `error(operand)` if it gave a tensor with memory.
+    """A mode in which an operation raises `error(operand)` if it makes a tensor with memory from one without.
 
-    Operations that write to what has no memory, or compute with shapes, are let through.
+    Operations that write to tensors without memory, or compute with shapes, are allowed.
     """
 
     def __init__(self, error: Callable[[torch.Tensor], Exception]) -> None:
@@ -29,7 +30,7 @@ class MemoryWatch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: what a task compiles is compiled as it is without this."""
+        """True: code that a task compiles is compiled as without this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,7 +39,7 @@ class MemoryWatch(TorchDispatchMode):
         except RuntimeError:
             self._check(args, kwargs)
             raise
-        if type(found) in _PLAIN and found.is_meta:  # most that are computed while a model is built
+        if type(found) in _PLAIN and found.is_meta:  # most results while a model is built
             return found
         if any(not one.is_meta for one in _plain(found)) and not func._schema.name.endswith(_MADE_LIKE):
             self._check(args, kwargs)
@@ -51,7 +52,7 @@ class MemoryWatch(TorchDispatchMode):
 
 
 def _plain(value: Any) -> list[torch.Tensor]:
-    """Tensors among arguments or results, also in lists of them; not those of subclasses, which know what they do."""
+    """Tensors among arguments or results, also in lists; not of subclasses, which handle this themselves."""
     if type(value) in _PLAIN:
         return [value]
     return [one for part in value for one in _plain(part)] if isinstance(value, (list, tuple)) else []

@@ -1,4 +1,4 @@
-"""How each parameter lies over the workers, and with it all that is kept for it. Pure."""
+"""The layout of each parameter, and of its state, over the workers. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from enum import Enum
 from raysharded.layout import TensorSpec, strips_of, tensor_specs
 
 MODEL, BUFFER, OPTIM, NUMBER = "model.", "buffer.", "optim.", "number."
-"""What names of the state begin with: `model.<parameter>`, `buffer.<buffer>`, `optim.<parameter>.<key>`, and
-`number.<parameter>.<key>` for what an optimizer keeps as a Python number."""
+"""Prefixes of names in the state: `model.<parameter>`, `buffer.<buffer>`, `optim.<parameter>.<key>`.
+
+`number.<parameter>.<key>` is optimizer state that is a Python number.
+"""
 CONSTANT = "constant."
-"""The same, of what the constructor drew and keeps beside parameters and buffers: `constant.<path>`."""
+"""Prefix of a drawn constant in the state: `constant.<path>`."""
 
 
 class Replication(Enum):
-    """Who has the same part of a parameter, apart from other replicas."""
+    """The workers that hold the same part of a parameter, not counting other replicas."""
 
     ONE = "one"
     TENSOR_GROUP = "tensor group"
@@ -25,23 +27,23 @@ class Replication(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamLayout:
-    """Of one generation's model, by the names of its parameters."""
+    """Layout of one generation's parameters, by name."""
 
     degree: int = 1
-    """Of tensor parallelism."""
+    """Degree of tensor parallelism."""
     tensor_dims: Mapping[str, int] = field(default_factory=dict)
-    """The dimension that tensor parallelism cuts, or would cut; parameters that it leaves whole are not named."""
+    """Parameter -> the dimension that tensor parallelism cuts, or would cut; without parameters left whole."""
     replicated: frozenset[str] = frozenset()
-    """Those that every worker has whole."""
+    """The parameters that every worker has whole."""
 
     def holders(self, parameter: str) -> Replication:
-        """Who has the same part of it."""
+        """The workers that hold the same part of a parameter."""
         if parameter in self.replicated:
             return Replication.EVERYONE
         return Replication.TENSOR_GROUP if self.degree > 1 and parameter not in self.tensor_dims else Replication.ONE
 
     def specs(self, name: str, dtype: str, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
-        """A tensor of the state, given its name in it: one entry, or one for each of its strips."""
+        """Specs of a tensor of the state, by its name there: one, or one for each of its strips."""
         prefix, _, rest = name.partition(".")
         prefix += "."
         parameter = rest if prefix == MODEL else rest.rpartition(".")[0]

@@ -1,8 +1,7 @@
-"""What a task's `build_model` leaves on its parameters: attributes, and hooks on their gradients.
+"""Attributes and gradient hooks that a task's `build_model` leaves on its parameters.
 
-The parameters that the optimizer gets are others: on the meta device first, and cut afterwards. Attributes are
-carried over to them; gradient hooks are called with whole gradients, as FSDP2 has them before it reduces
-(`guards/parameters.py`).
+The optimizer gets different parameters: on the meta device first, and cut afterwards. Attributes are set on them, too.
+Gradient hooks get whole gradients, which FSDP2 has before it reduces (`guards/parameters.py`).
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ GradientHook: TypeAlias = Callable[[torch.Tensor], torch.Tensor | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterMarks:
-    """By the parameter's name."""
+    """Attributes and gradient hooks, by the parameter's name."""
 
     attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     hooks: Mapping[str, tuple[GradientHook, ...]] = field(default_factory=dict)
 
     def put_on(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Give the parameters that will be trained the attributes that the task's had."""
+        """Set the attributes of the task's parameters on the parameters that will be trained."""
         for name, attributes in self.attributes.items():
             for key, value in attributes.items():
                 setattr(parameters[name], key, value)
 
 
 def share(original: nn.Parameter, stand_in: nn.Parameter) -> None:
-    """Let both have the same attributes and hooks, whichever of them gets any from now on."""
+    """Make both share attributes and hooks, including any that either gets later."""
     stand_in.__dict__ = original.__dict__
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         shared = getattr(original, hooks)
@@ -47,7 +46,7 @@ def share(original: nn.Parameter, stand_in: nn.Parameter) -> None:
 
 
 def marks_of(task: Task, parameters: Mapping[str, nn.Parameter]) -> ParameterMarks:
-    """What `build_model` left on the parameters. Raises TaskError for what cannot be carried over to parts of them."""
+    """The marks that `build_model` left on the parameters. Raises TaskError for those that parts cannot carry."""
     where = f"{type(task).__name__}.build_model"
     for name, param in parameters.items():
         for key, value in vars(param).items():
@@ -60,8 +59,8 @@ def marks_of(task: Task, parameters: Mapping[str, nn.Parameter]) -> ParameterMar
         if getattr(param, "_post_accumulate_grad_hooks", None):
             raise TaskError(
                 f"{where} registered a post-accumulate hook on the parameter {name!r}: it would see sums of some "
-                "microbatches' gradients, other ones at every number of workers. Use register_hook for what is to be "
-                "done with each microbatch's gradient, or a step hook of the optimizer."
+                "microbatches' gradients, which depend on the number of workers. Use register_hook to process each "
+                "microbatch's gradient, or a step hook of the optimizer."
             )
     hooks = {name: tuple((param._backward_hooks or {}).values()) for name, param in parameters.items()}
     return ParameterMarks(

@@ -1,4 +1,4 @@
-"""A model that FSDP2 has wrapped, and what can be asked of it."""
+"""A model that FSDP2 has wrapped, and queries on its units."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class ShardedModel:
     units: tuple[tuple[str, FSDPModule], ...]
     """The FSDP2 units with their names; the root last."""
     parameters: dict[str, nn.Parameter]
-    """Clean name -> sharded parameter (a DTensor); tied parameters once."""
+    """Clean name -> sharded parameter (a DTensor, except a scalar); tied parameters once."""
     persistent_buffers: dict[str, torch.Tensor]
-    """Clean name -> buffer; part of the state, the same on every worker."""
+    """Clean name -> buffer; part of the state, equal on every worker."""
     cuts: ParamLayout
-    """How the parameters lie over the workers."""
+    """Layout of the parameters over the workers."""
     marks: ParameterMarks = field(default_factory=ParameterMarks)
-    """What the task left on its parameters."""
+    """The task's attributes and hooks on its parameters."""
     inventory: Inventory = field(default_factory=Inventory)
-    """What the build gave beside them."""
+    """Other results of the build."""
     replicated_units: frozenset[str] = frozenset()
     """The names of the units that every worker has whole."""
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that are state, by name; one that several modules share under each of its names."""
+    """(name, buffer) of the buffers that are state; a buffer that modules share comes once for each name."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -63,11 +63,11 @@ def holds_parameters(unit: FSDPModule, *, trainable: bool = False) -> bool:
 
 
 def reduces_gradients(unit: FSDPModule) -> bool:
-    """Whether FSDP2 reduces gradients for this unit: one with frozen or without own parameters has none."""
+    """Whether FSDP2 reduces gradients for this unit; False without trainable parameters of the unit itself."""
     return holds_parameters(unit, trainable=True)
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
-    """This worker's own part of a sharded parameter or gradient, sharing its memory."""
+    """This worker's part of a sharded parameter or gradient, sharing its memory."""
     param = param.detach()
     return param.to_local() if isinstance(param, DTensor) else param

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the task's parallel styles applied to a model on the meta device, and what they cut."""
+"""Tensor parallelism: the task's parallel styles applied to a model on the meta device, and the dimensions they cut."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from raysharded.task import Task, require_tensor_parallelism
 
 
 def parallelize(task: Task, model: nn.Module, mesh: DeviceMesh) -> dict[str, int]:
-    """Apply the task's parallel styles over the workers of a 1-D mesh: parameter -> the dimension that they cut.
+    """Apply the task's parallel styles over the workers of a 1-D mesh; return parameter -> the dimension they cut.
 
-    `model` has its parameters on the meta device. Raises ConfigError for a plan that does not fit it.
+    `model` has its parameters on the meta device. Raises ConfigError for a plan that does not fit the model.
     """
     name = type(task).__name__
     require_tensor_parallelism(task, mesh.size())
@@ -42,7 +42,7 @@ def parallelize(task: Task, model: nn.Module, mesh: DeviceMesh) -> dict[str, int
 
 @contextmanager
 def _missing_modules_are_errors(task: str) -> Iterator[None]:
-    """torch only warns of a plan's key that matches no module."""
+    """Raise ConfigError for a plan's key that matches no module: torch only warns."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Parallelize plan key")
         try:
@@ -73,7 +73,7 @@ def _tensor_dim(task: str, name: str, param: nn.Parameter, degree: int) -> int |
 
 
 def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str, str]]]:
-    """Of every parameter that occurs several times: (module, name in it, full name) of each occurrence."""
+    """(module, name in it, full name) of each occurrence, for every parameter that occurs several times."""
     places: dict[int, list[tuple[nn.Module, str, str]]] = defaultdict(list)
     for prefix, module in model.named_modules():
         for name, param in module._parameters.items():
@@ -88,5 +88,5 @@ def _check_still_tied(task: str, tied: list[list[tuple[nn.Module, str, str]]]) -
             names = " and ".join(full for _, _, full in same)
             raise ConfigError(
                 f"{task}.parallelize unties {names}, which share one weight: torch's parallel styles give each module "
-                "a parameter of its own. Leave these modules out of the plan, or give them weights of their own."
+                "a separate parameter. Leave these modules out of the plan, or give them separate weights."
             )

@@ -1,8 +1,7 @@
-"""Parameters that FSDP2 does not shard: laid out as it does, had whole by every worker, or refused by name.
+"""Parameters that FSDP2 cannot shard as they are: made contiguous, kept whole by every worker, or refused by name.
 
-FSDP2 shards along the first dimension. It leaves alone those that have none (a temperature, CLIP's `logit_scale`): they
-are plain parameters of the shape that the task gave them, which a loss may use as well. `tree_reducer` adds their
-gradients.
+FSDP2 shards along the first dimension. It leaves scalars alone: a temperature, or CLIP's `logit_scale`. They are plain
+parameters of the shape that the task gave them, which a loss may use as well. `tree_reducer` adds their gradients.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from raysharded.task import Task
 
 
 def scalars_of(model: nn.Module) -> set[nn.Parameter]:
-    """Those of a model; tied ones once."""
+    """The scalar parameters of a model; tied ones once."""
     return {param for param in model.parameters() if not param.dim()}
 
 
 def refuse_spread_scalars(task: Task, model: nn.Module) -> None:
-    """Raise ConfigError for one that the task's parallel styles have made a DTensor, as they do with whole modules."""
+    """Raise ConfigError for a scalar that the task's parallel styles made a DTensor, as they do with whole modules."""
     for name, param in model.named_parameters():
         if not param.dim() and isinstance(param, DTensor):
             raise ConfigError(
@@ -31,7 +30,7 @@ def refuse_spread_scalars(task: Task, model: nn.Module) -> None:
 
 
 def allocate_scalars(model: nn.Module, device: torch.device) -> None:
-    """Give those that are on the meta device their memory; what is tied stays so, as `nn.Module._apply` would not."""
+    """Allocate the scalars on the meta device; tied ones stay tied, unlike with `nn.Module._apply`."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -42,10 +41,10 @@ def allocate_scalars(model: nn.Module, device: torch.device) -> None:
 
 
 def lay_out_plainly(model: nn.Module) -> None:
-    """Let parameters lie row by row: of those that do not (`channels_last`, a transposed weight) no worker could have
-    some rows as one stretch of memory. `model` has them on the meta device, where that changes no value.
+    """Make parameters contiguous, so that some rows are one stretch of memory on a worker.
 
-    Convolutions still compute in channels_last where their inputs come so.
+    Others are, for example, in `channels_last` or transposed. `model` has its parameters on the meta device, where this
+    changes no value. Convolutions still compute in channels_last if their inputs are.
     """
     for param in model.parameters():
         if not param.is_contiguous():
@@ -53,7 +52,7 @@ def lay_out_plainly(model: nn.Module) -> None:
 
 
 def refuse_sparse_gradients(task: Task, model: nn.Module) -> None:
-    """Raise TaskError for a module that is told to give them."""
+    """Raise TaskError for a module that makes sparse gradients."""
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and _is_trained(weight):

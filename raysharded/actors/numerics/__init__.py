@@ -1,1 +1,1 @@
-"""Sums that are the same at every number of workers: their order, grids, digests, and the step's consensus."""
+"""Sums that do not depend on the number of workers: their order, grids, digests, and the step's consensus."""

@@ -1,7 +1,8 @@
-"""Digests of tensors on the device that they lie on: of their bits, so that one flipped bit, -0.0 or a NaN shows.
+"""Digests of tensors' bits, computed on the tensors' device: one flipped bit, -0.0 or a NaN shows.
 
-A sum modulo 2^64 of the elements' bits, each times an odd number of its place (a multilinear hash): a change of one
-element always changes it, any other change escapes with a chance of about 2^-64 against accidents, not adversaries.
+A digest is the sum modulo 2^64 of the elements' bits, each times an odd number for its place (a multilinear hash). A
+change of one element always changes the digest. Any other accidental change escapes with a probability of about 2^-64.
+The digest does not protect against adversaries.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 _PRIME = 1_000_003
 _WORD = 1 << 64
 _COMPARED = 1 << 12
-"""Of so many elements of a buffer, or up to twice as many, the bits are compared."""
+"""Number of a buffer's elements that are compared; up to twice as many may be."""
 
 
 def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """A 0-dimensional int64 on the tensor's device; it is not waited for."""
+    """Digest of a tensor as a 0-dimensional int64 on the tensor's device, without a synchronization."""
     flat = tensor.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     bits = flat.view(_INTEGERS[flat.element_size()]) if flat.dtype.is_floating_point else flat
@@ -38,7 +39,7 @@ def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def combined(digests: Iterable[int]) -> int:
-    """One digest of many in their order, as a signed 64-bit integer that is not 0."""
+    """One digest of many in order, as a non-zero signed 64-bit integer."""
     word = 1
     for digest in digests:
         word = (word * _PRIME + digest) % _WORD
@@ -47,7 +48,7 @@ def combined(digests: Iterable[int]) -> int:
 
 
 def some_of(buffer: torch.Tensor) -> torch.Tensor:
-    """Some of its elements, as a tensor of one dimension; nothing else of it is copied, also if it is expanded."""
+    """Some elements of a buffer as a 1-D tensor; copies no others, even if the buffer is expanded."""
     buffer, step = buffer.detach(), max(1, buffer.numel() // _COMPARED)
     if buffer.is_contiguous() or not buffer.dim():
         some = buffer.reshape(-1)[::step]

@@ -1,10 +1,10 @@
 """The gradient's 2-norm, with the same bits however the gradient is cut along its first dimension.
 
-A row is whole on one worker: its squares are folded onto themselves, half onto half, by element-wise additions, whose
-order no kernel chooses. What is left is cut into digits of 40 bits on one fixed grid of powers of two, as in the
-indexed summation of Demmel and Nguyen (Parallel Reproducible Summation, IEEE Trans. Computers 64(7), 2015); a digit is
-a function of its element alone, and sums of digits are integers, so their order does not matter. The norm is read from
-the two highest digits that are in use anywhere: of every element at most 2**-40 of the largest one is left out.
+A row is whole on one worker. Its squares are folded, half onto half, by element-wise additions, whose order no kernel
+chooses. The results are cut into digits of 40 bits on one fixed grid of powers of two. This is the indexed summation of
+Demmel and Nguyen (Parallel Reproducible Summation, IEEE Trans. Computers 64(7), 2015). A digit is a function of its
+element alone, and sums of digits are integers, so their order does not matter. The norm is read from the two highest
+digits in use anywhere. Of every element this leaves out at most 2**-40 of the largest one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOWEST = -1080  # below the smallest float64 subnormal, 2**-1074
 _NUM_DIGITS = 1 + (1024 - _LOWEST) // _DIGIT_BITS
 _WORD_BITS = 32
 NORM_WORDS = 2 * _NUM_DIGITS
-"""A digit's sum travels as two integers, its low 32 bits and the rest: sums over all workers do not overflow."""
+"""Number of integers: a digit's sum is sent as its low 32 bits and the rest, so sums over workers do not overflow."""
 
 
 def square_sum_words(gradients: Iterable[torch.Tensor]) -> tuple[torch.Tensor, bool]:
@@ -39,8 +39,10 @@ def square_sum_words(gradients: Iterable[torch.Tensor]) -> tuple[torch.Tensor, b
 
 
 def _folded_squares(gradients: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """float64 [rows, n] each, at most a block, to be used before the next one: the same numbers, whichever rows are
-    where."""
+    """Folded squares, float64 [rows, n], at most a block each; use one before taking the next.
+
+    The numbers do not depend on which worker has which rows.
+    """
     room = torch.empty(0, dtype=torch.float64)
     for gradient in gradients:
         length = row_length(math.prod(gradient.shape[1:]))
@@ -52,7 +54,7 @@ def _folded_squares(gradients: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]
 
 
 def _fold(rows: torch.Tensor) -> torch.Tensor:
-    """[n, length] to [n, length / 2**k], of which each element is the sum of 2**k; in place."""
+    """Fold [n, length] in place to [n, length / 2**k], of which each element is the sum of 2**k elements."""
     for _ in range(num_folds(rows.shape[1])):
         half = rows.shape[1] // 2
         rows = rows[:, :half].add_(rows[:, half:])
@@ -60,7 +62,7 @@ def _fold(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The same elements in fewer tensors, as each costs some calls."""
+    """Join small tensors into fewer ones with the same elements, as each tensor costs some calls."""
     small: list[torch.Tensor] = []
     size = 0
     for part in parts:
@@ -78,14 +80,14 @@ def _gathered(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """All of them in one; they are freed."""
+    """Concatenate the tensors and empty the list."""
     values = torch.cat(parts)
     parts.clear()
     return values
 
 
 def _block_size(values: torch.Tensor) -> int:
-    """Elements, so that a digit's sum over a block stays below 2**63."""
+    """Elements in a block: so few that a digit's sum over a block stays below 2**63."""
     return BLOCK[values.is_cuda]
 
 
@@ -107,7 +109,7 @@ def _add_block(digits: list[int], values: torch.Tensor) -> bool:
 
 
 def _scaled(values: torch.Tensor, exponent: int) -> torch.Tensor:
-    """values * 2**exponent, also where 2**exponent itself is no float64."""
+    """Compute values * 2**exponent, also where no float64 holds 2**exponent itself."""
     if abs(exponent) < 1000:
         return values * 2.0**exponent
     half = exponent // 2

@@ -1,7 +1,7 @@
-"""What all workers agree on once per step, as one sum of 64-bit integers.
+"""The consensus of all workers, once per step, as one sum of 64-bit integers.
 
-Everything travels exactly: counts as they are, floats as their bits in a slot that one worker alone fills. The task's
-metrics have the same names on every worker, since the sum is laid out by them.
+All values are sent exactly: counts as they are, floats as their bits in a slot that only one worker fills. The task's
+metrics have the same names on every worker, since they determine the layout of the sum.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flags:
-    """What any one worker may raise, and all act on."""
+    """Flags that any worker may raise and on which all workers act."""
 
     non_finite_gradient: bool = False
     boundary: bool = False
     """Stop after this step: the driver wants to change the membership."""
     save_busy: bool = False
-    """The checkpoint before is still being written."""
+    """The previous checkpoint is still being written."""
     save_now: bool = False
-    """Somebody asks for a checkpoint of this step."""
+    """A checkpoint of this step is requested."""
 
     def as_ints(self) -> list[int]:
         return [int(self.non_finite_gradient), int(self.boundary), int(self.save_busy), int(self.save_now)]
 
     @classmethod
     def of(cls, counts: Sequence[int]) -> Flags:
-        """From `as_ints` added up over the workers: what at least one of them raised."""
+        """The flags that at least one worker raised, from the sums of `as_ints` over the workers."""
         non_finite_gradient, boundary, save_busy, save_now = map(bool, counts)
         return cls(non_finite_gradient=non_finite_gradient, boundary=boundary, save_busy=save_busy, save_now=save_now)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contribution:
-    """What one worker brings."""
+    """One worker's contribution to the consensus."""
 
     losses: Mapping[int, Pair]
     """Microbatch -> (sum, weight), of the microbatches that this worker computed."""
@@ -59,32 +59,32 @@ class Contribution:
     num_reads: int
     flags: Flags
     uses: Sequence[int] = ()
-    """Of each of the model's parameters whether this worker's microbatches used it: 1 or 0."""
+    """For each parameter of the model: 1 if this worker's microbatches used it, else 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreed:
-    """What all workers know afterwards, to the same bit."""
+    """The result of the consensus, with the same bits on all workers."""
 
     loss_sum: float
     weight: float
     metrics: dict[str, Pair]
     gradient_norm: float
-    """Of the gradient of the summed loss; divide by `weight`."""
+    """Norm of the gradient of the summed loss; divide by `weight`."""
     read_digest: tuple[int, int]
     num_reads: int
     flags: Flags = field(default_factory=Flags)
     bad_losses: tuple[int, ...] = ()
     """The microbatches whose loss is NaN or infinite."""
     uses: tuple[int, ...] = ()
-    """Of each of the model's parameters, on how many workers a microbatch used it."""
+    """For each parameter of the model, the number of workers on which a microbatch used it."""
 
     @property
     def loss(self) -> float:
         return self.loss_sum / self.weight if self.weight else float("nan")
 
     def averages(self) -> dict[str, float]:
-        """The task's own metrics as sum / weight over the whole step."""
+        """The task's metrics as sum / weight over the whole step."""
         return {name: total / weight if weight else float("nan") for name, (total, weight) in self.metrics.items()}
 
 
@@ -107,7 +107,7 @@ def agree(own: Contribution, num_microbatches: int, sum_over_workers: Callable[[
 
 
 def non_finite(agreed: Agreed) -> NonFinite | None:
-    """What keeps the step from being applied; None if its loss and its gradient are finite."""
+    """The value that keeps the step from being applied; None if its loss and gradient are finite."""
     if not math.isfinite(agreed.loss_sum):
         return NonFinite(what="loss", loss=agreed.loss, microbatches=agreed.bad_losses)
     if agreed.flags.non_finite_gradient:
@@ -116,7 +116,7 @@ def non_finite(agreed: Agreed) -> NonFinite | None:
 
 
 def require_weight(step: int, agreed: Agreed) -> None:
-    """Raise TaskError, the same on every worker, unless the step has something to average over."""
+    """Raise TaskError, the same on every worker, unless the step's weight is positive and finite."""
     if not 0 < agreed.weight < math.inf:
         raise TaskError(
             f"step {step}: the weights of all microbatches add up to {agreed.weight}; a step needs items to "
@@ -159,24 +159,24 @@ def _float(bits: int) -> float:
 
 
 class MetricNames:
-    """The names of one generation, for each purpose: training, evaluation."""
+    """The metric names of one generation, for each purpose: training, evaluation."""
 
     def __init__(self, task_name: str, max_over_workers: Callable[[int], int]) -> None:
         self._task_name, self._max = task_name, max_over_workers
         self._names: dict[str, tuple[str, ...]] = {}
 
     def of(self, purpose: str) -> tuple[str, ...] | None:
-        """What was agreed on; None before that."""
+        """The names that the workers agreed on; None before that."""
         return self._names.get(purpose)
 
     def agree(self, purpose: str, own: tuple[str, ...]) -> None:
-        """Compare this worker's names with the others', once; every worker must call it. Raises TaskError."""
+        """Compare the workers' names, once; every worker must call it. Raises TaskError if they differ."""
         if purpose in self._names:
             return
         seed = derive_seed(*own)
         if self._max(seed) != -self._max(-seed):
             raise TaskError(
-                f"{self._task_name} gave other metrics on this worker than on others (here {list(own)}); give the same "
-                "names for every microbatch."
+                f"{self._task_name} returned other metrics on this worker than on others (here {list(own)}); return "
+                "the same names for every microbatch."
             )
         self._names[purpose] = own

@@ -1,8 +1,8 @@
-"""The one order in which the `M` microbatches of a step are added, whoever computed them.
+"""The one order in which the `M` microbatches of a step are added, independent of the workers that computed them.
 
-Pairwise summation (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.1): node (level, index)
-covers the leaves `index * 2**level .. (index + 1) * 2**level - 1`, as far as they exist, and is the sum of its two
-children, or its left child where the right one covers no leaf. The tree depends on `M` alone, and any node may be
+Pairwise summation (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.1). Node (level, index)
+covers the leaves `index * 2**level .. (index + 1) * 2**level - 1`, as far as they exist. It is the sum of its two
+children, or its left child if the right one covers no leaf. The tree depends on `M` alone, and any node may be
 computed anywhere: IEEE addition commutes, so the bits of the root are the same.
 """
 
@@ -20,7 +20,7 @@ Node = tuple[int, int]
 def aligned_nodes(start: int, stop: int, num_leaves: int) -> list[Node]:
     """The fewest nodes that cover exactly the leaves `start .. stop-1`, from left to right.
 
-    A node that reaches beyond the last leaf counts as covering up to it.
+    A node that reaches beyond the last leaf covers the leaves up to it.
     """
     nodes = []
     while start < stop:
@@ -37,10 +37,10 @@ def aligned_nodes(start: int, stop: int, num_leaves: int) -> list[Node]:
 
 
 class TreeSum(Generic[T]):
-    """Adds nodes in any order along the one tree of `num_leaves` leaves.
+    """Sum of nodes, added in any order, along the one tree of `num_leaves` leaves.
 
-    `combine(a, b)` returns the sum of two values and may overwrite `a`. Law: the root does not depend on the order
-    of the calls to `add`, nor on how the leaves were grouped into aligned nodes before.
+    `combine(a, b)` returns the sum of two values and may overwrite `a`. Law: the root does not depend on the order of
+    the calls to `add`, nor on the grouping of the leaves into aligned nodes.
     """
 
     def __init__(self, num_leaves: int, combine: Callable[[T, T], T]) -> None:
@@ -49,7 +49,7 @@ class TreeSum(Generic[T]):
         self._waiting: dict[Node, T] = {}
 
     def add(self, node: Node, value: T) -> None:
-        """Put in the sum of the leaves under `node`; each leaf exactly once."""
+        """Add the sum of the leaves under `node`; each leaf exactly once."""
         level, index = node
         while (1 << level) < self._num_leaves:
             sibling = (level, index ^ 1)
@@ -73,7 +73,7 @@ class TreeSum(Generic[T]):
         self._waiting = {node: change(value) for node, value in self._waiting.items()}
 
     def root(self) -> T:
-        """The sum over all leaves; empties the sum. ValueError while a leaf is missing."""
+        """The sum over all leaves; empties the sum. Raises ValueError while a leaf is missing."""
         nodes = self.pop_all()
         if len(nodes) != 1 or (1 << nodes[0][0][0]) < self._num_leaves:
             raise ValueError(f"{self._num_leaves} leaves, but only the nodes {[node for node, _ in nodes]} were added")
@@ -81,7 +81,7 @@ class TreeSum(Generic[T]):
 
 
 def coalesce_nodes(nodes: Iterable[Node], num_leaves: int) -> list[Node]:
-    """The nodes that are left, from left to right, when these are added as far as they are siblings."""
+    """The nodes that remain, from left to right, after adding all siblings among these nodes."""
     total: TreeSum[int] = TreeSum(num_leaves, operator.add)
     for node in nodes:
         total.add(node, 1)
@@ -89,7 +89,7 @@ def coalesce_nodes(nodes: Iterable[Node], num_leaves: int) -> list[Node]:
 
 
 def coalesce_leaves(leaves: Iterable[int], num_leaves: int) -> list[Node]:
-    """As `coalesce_nodes`, of leaves."""
+    """Apply `coalesce_nodes` to leaves."""
     return coalesce_nodes(((0, leaf) for leaf in leaves), num_leaves)
 
 

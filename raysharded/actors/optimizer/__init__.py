@@ -1,1 +1,1 @@
-"""The task's optimizer over local shards: tried before a run depends on it, its state kept and replaced."""
+"""The task's optimizer over local shards: its trial before a run, its hooks and its state."""

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of the parameters, as tensors by name: read for a snapshot, or replaced by another state."""
+"""An optimizer's per-parameter state as tensors by name: read for a snapshot, or replaced by another state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysharded.errors import CheckpointError, InexactError
 
 
 class KeptState:
-    """The state of a `ShardOptimizer`, whose parameters these are."""
+    """State of a `ShardOptimizer` for its parameters."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class KeptState:
         *,
         elementwise: bool,
     ) -> None:
-        """`kind`: the optimizer's class, for errors; `params`: what it steps; `sharded`: the model's parameters of the
-        same names. `elementwise`: it steps local shards, not DTensors."""
+        """`kind`: the optimizer's class, for errors. `params`: the parameters that it steps. `sharded`: the model's
+        parameters of the same names. `elementwise`: True if it steps local shards, not DTensors."""
         self._parts, self._kind, self._params, self._sharded = parts, kind, params, sharded
         self._elementwise = elementwise
 
@@ -65,8 +65,10 @@ class KeptState:
         keeps: Mapping[str, frozenset[str]],
         say: Say,
     ) -> LoadedState:
-        """Replace the whole state, as `ShardOptimizer.load_state` does. `keeps`: the keys that the optimizer makes of
-        each parameter. Raises CheckpointError."""
+        """Replace the whole state, as `ShardOptimizer.load_state` does. Raises CheckpointError.
+
+        `keeps`: the state keys that the optimizer makes for each parameter.
+        """
         self._parts.forget()
         loaded = LoadedState(self._parts, keeps)
         others = loaded.of_others(values)
@@ -95,7 +97,7 @@ class KeptState:
         return loaded
 
     def number_names(self) -> frozenset[str]:
-        """The names in `state()` that stand for Python numbers."""
+        """Names in `state()` that stand for Python numbers."""
         return frozenset(
             f"{name}.{key}"
             for name, param in self._params.items()
@@ -104,7 +106,7 @@ class KeptState:
         )
 
     def num_tensors(self) -> dict[str, int]:
-        """Of the state that the optimizer keeps of each parameter, by name."""
+        """Number of state tensors of each parameter, by the parameter's name."""
         return {name: len(self._parts.kept_of(param)) for name, param in self._params.items()}
 
 

@@ -1,6 +1,6 @@
-"""The learning rate of a parameter group in a step: its own, times the task's schedule, times what somebody asked for.
+"""The learning rate of a parameter group in a step: initial rate times schedule times requested factor.
 
-A rate that is none is found before the step is applied: by every worker, since all ask the same of the task.
+An invalid rate is found before the step is applied. Every worker finds it, since all call the same schedule.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _WANTED = "give a finite number, 0 or more"
 
 
 def scale_of(task: Task, step: int) -> Any:
-    """What `lr_scale` returned for the step. Raises TaskError if it is no finite number of 0 or more."""
+    """Result of `lr_scale` for the step. Raises TaskError unless it is a finite number of 0 or more."""
     name = f"{type(task).__name__}.lr_scale({step})"
     try:
         scale = task.lr_scale(step)
     except RayshardedError:
         raise
-    except BaseException as error:  # also SystemExit: a bug of the task is no loss of a worker
+    except BaseException as error:  # also SystemExit: a bug in the task is not the loss of a worker
         if is_ctrl_c(error):
             raise
         raise TaskError(f"{name} raised {type(error).__name__}: {text_of(error)}", user_traceback(error)) from error
@@ -38,9 +38,9 @@ def scale_of(task: Task, step: int) -> Any:
 
 
 def rate_of(task: Task, step: int, initial: Any, scale: Any, factor: float, *, number: int) -> Any:
-    """The product for one group, under a number of the rule `numbers`. Raises TaskError if it is no learning rate.
+    """The learning rate of one group, under a number of the rule `numbers`. Raises TaskError if it is invalid.
 
-    The first number multiplies the schedule's value as it came: one in float32 gives a rate that is rounded to it.
+    Number 1 multiplies the schedule's value as returned: a float32 value rounds the rate to float32.
     """
     if number == 1:
         rate = initial * (scale.reshape(()) if isinstance(scale, torch.Tensor) else scale) * factor
@@ -49,14 +49,14 @@ def rate_of(task: Task, step: int, initial: Any, scale: Any, factor: float, *, n
     if not is_rate(float(rate)):
         raise TaskError(
             f"the learning rate of step {step} is {float(rate)}: a group's own {initial} times {scale} of "
-            f"{type(task).__name__}.lr_scale({step}) times the factor {factor} that was asked for; a learning rate is "
+            f"{type(task).__name__}.lr_scale({step}) times the requested factor {factor}; a learning rate is "
             f"a finite number of 0 or more. Step {step} was not applied."
         )
     return rate
 
 
 def is_rate(value: float) -> bool:
-    """True if a step can be made with this learning rate; 0 is one."""
+    """True if a step can use this learning rate; 0 is valid."""
     return math.isfinite(value) and value >= 0
 
 

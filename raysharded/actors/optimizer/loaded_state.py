@@ -1,8 +1,8 @@
-"""What an optimizer was given of an earlier one, which may have been another: of another class, or of other parameters.
+"""State that an optimizer loads from an earlier one, which may have had another class or other parameters.
 
-What it does not use would else stay with it, and in every checkpoint. It is told by two signs together: the optimizer
-does not keep such a thing when it is tried, and leaves it as it was in the first step of its parameter. One that counts
-no steps uses nothing of one that did.
+Entries that the optimizer does not use would otherwise stay in its state and in every checkpoint. An entry is unused if
+two signs agree: the optimizer does not make it in its trial, and leaves it unchanged in the parameter's first step. An
+optimizer that counts no steps uses nothing from one that counts them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raysharded.actors.optimizer.trial import Verdict
 from raysharded.actors.task_calls.remarks import Say
 
 _COUNT = "step"
-"""What torch's optimizers, and those made after them, call the number of steps of a parameter."""
+"""Key of the step count in the state of torch's optimizers, and of those modelled after them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,15 +27,15 @@ class OptimizerKind:
     """An optimizer as it was built, without the values of tensors."""
 
     classes: tuple[str, ...]
-    """Of all parts, the outermost first."""
+    """Classes of all parts, the outermost first."""
     groups: tuple[str, ...]
-    """Their settings and parameters, as other workers are told."""
+    """Settings and parameters of the groups, in the form that workers exchange."""
     trained: frozenset[str]
-    """The names of the parameters that it has and that are not frozen."""
+    """Names of the optimizer's parameters that are not frozen."""
 
     @classmethod
     def of(cls, parts: OptimizerParts, names: Mapping[int, str]) -> OptimizerKind:
-        """`names`: by id of the parameter."""
+        """`names`: parameter names by the parameter's id."""
         return cls(
             classes=tuple(f"{type(one).__module__}.{type(one).__qualname__}" for one in parts.all),
             groups=tuple(item.about for item in group_items(parts.groups, names)),
@@ -45,12 +45,12 @@ class OptimizerKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TriedOptimizer:
-    """What a trial found of an optimizer of this kind."""
+    """Result of the trial of an optimizer of this kind."""
 
     kind: OptimizerKind
     verdict: Verdict
     keeps: Mapping[str, frozenset[str]]
-    """What it keeps of each parameter that could be tried, by name."""
+    """State keys of each parameter that could be tried, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,36 +63,37 @@ class _AsLoaded:
         return cls(value, value._version if isinstance(value, torch.Tensor) else 0)
 
     def is_still(self, value: Any) -> bool:
-        """True if nobody has written to it since."""
+        """True if the value is unchanged since."""
         if isinstance(value, torch.Tensor):
             return value is self.value and value._version == self.version
         return type(value) is type(self.value) and bool(value == self.value)
 
 
 class LoadedState:
-    """What was loaded into one optimizer."""
+    """State that was loaded into one optimizer."""
 
     def __init__(self, parts: OptimizerParts, keeps: Mapping[str, frozenset[str]]) -> None:
-        """`keeps`: what the optimizer kept of each parameter when it was tried, by name."""
+        """`keeps`: the state keys that the optimizer made for each parameter in its trial, by name."""
         self._parts, self._keeps = parts, keeps
         self._keys: dict[str, set[str]] = {}
         self._strange: dict[str, dict[str, _AsLoaded]] = {}
-        """What it did not keep then."""
+        """Loaded entries that the optimizer did not make in its trial."""
 
     @property
     def parameters(self) -> Collection[str]:
-        """Of which there is something."""
+        """Names of the parameters that have loaded state."""
         return self._keys.keys()
 
     @property
     def is_strange(self) -> bool:
-        """True as long as there is something that the optimizer did not keep when it was tried, and may not use."""
+        """True while entries remain that the optimizer did not make in its trial, and may not use."""
         return bool(self._strange)
 
     def of_others(self, kept: Iterable[str]) -> dict[str, set[str]]:
-        """Of `<parameter>.<key>` the parameters, with their keys, whose steps another optimizer counted.
+        """Parameters of the names `<parameter>.<key>` whose steps another optimizer counted, with their keys.
 
-        This one counts none. What has one name in both, as the average of AdamW and of Lion, is not the same.
+        The current optimizer counts none. An entry of the same name in both, such as the average of AdamW and Lion, has
+        another meaning.
         """
         found: dict[str, set[str]] = {}
         for name, _, key in (full_name.rpartition(".") for full_name in kept):
@@ -104,20 +105,19 @@ class LoadedState:
         }
 
     def note(self, name: str, key: str, value: Any) -> None:
-        """It has this of a parameter now."""
+        """Record that the optimizer now has this entry for a parameter."""
         self._keys.setdefault(name, set()).add(key)
         if name in self._keeps and key not in self._keeps[name]:
             self._strange.setdefault(name, {})[key] = _AsLoaded.of(value)
 
     def begun(self, trained: Collection[str]) -> list[str]:
-        """Of these parameters, those of which there is nothing, while there is something of others, and the optimizer
-        keeps something."""
+        """Trained parameters without loaded state for which the optimizer keeps state; empty if nothing was loaded."""
         if not self._keys:
             return []
         return [name for name in trained if name not in self._keys and self._keeps.get(name)]
 
     def leave_out_unused(self, stepped: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-        """Forget what the optimizer does not use of these parameters, after its first step of them: name -> keys."""
+        """Drop loaded entries that the first step of these parameters did not use: name -> keys."""
         found: dict[str, list[str]] = {}
         for name in self._strange.keys() & stepped.keys():
             now = self._parts.kept_of(stepped[name])
@@ -128,27 +128,29 @@ class LoadedState:
         return dict(sorted(found.items()))
 
     def describe_first(self) -> str:
-        """The first parameter of which it has something that the optimizer did not keep when it was tried, or not all
-        of what it kept, for errors; empty if there is none."""
+        """The first parameter whose loaded keys differ from those of the optimizer's trial, for errors.
+
+        Empty if there is none.
+        """
         for name, keys in sorted(self._keys.items()):
             if name in self._keeps and keys != self._keeps[name]:
-                return f": of {name!r} that has {listed(keys)}, and it keeps {listed(self._keeps[name]) or 'nothing'}"
+                return f": for {name!r} that has {listed(keys)}, and it keeps {listed(self._keeps[name]) or 'nothing'}"
         return ""
 
 
 def remark_begun(begun: Collection[str], say: Say) -> None:
-    """`begun`: the parameters of which a checkpoint has no state of the optimizer, in order."""
+    """Report parameters without optimizer state in a checkpoint. `begun`: their names, in order."""
     if begun:
         first = next(iter(begun))
         say(
             "begun parameters",
-            f"the saved state has nothing that the optimizer keeps of {len(begun)} parameters, first {first!r}: they "
-            "were frozen or not there until now, or no step has used them. What it keeps begins with their next use.",
+            f"the saved state has no optimizer state for {len(begun)} parameters, first {first!r}: they were frozen or "
+            "missing until now, or no step has used them. Their state begins with their next use.",
         )
 
 
 def remark_added(added: Collection[str], say: Say) -> None:
-    """`added`: the parameters and buffers of the model that a checkpoint does not have, by their names in the state."""
+    """Report parameters and buffers of the model that a checkpoint lacks. `added`: their names in the state."""
     if added:
         say(
             "added parameters",
@@ -158,29 +160,29 @@ def remark_added(added: Collection[str], say: Say) -> None:
 
 
 def remark_left_out(left_out: Collection[str], say: Say) -> None:
-    """`left_out`: the parameters whose optimizer state was left out, as the optimizer does not have them any more."""
+    """Report dropped optimizer state. `left_out`: parameters that the optimizer no longer has."""
     if left_out:
         first = min(left_out)
         say(
             "frozen parameters",
-            f"the state has what an optimizer kept of {len(left_out)} parameters that are frozen now, and in no group, "
+            f"the state has optimizer state for {len(left_out)} parameters that are frozen now, and in no group, "
             f"first {first!r}: it is left out from here on, and of later checkpoints.",
         )
 
 
 def remark_others(optimizer: str, others: Mapping[str, Collection[str]], say: Say) -> None:
-    """`others`: as of `LoadedState.of_others`."""
+    """Report state that another optimizer made. `others`: as from `LoadedState.of_others`."""
     if others:
         name = min(others)
         say(
             "state of another optimizer",
             f"the state has {listed(others[name])} of {name!r}, and {optimizer} counts no steps: another optimizer "
-            f"kept it. What that kept of {len(others)} parameters is left out, and {optimizer} begins anew with them.",
+            f"kept it. Its state for {len(others)} parameters is left out, and {optimizer} begins anew with them.",
         )
 
 
 def remark_unused(optimizer: str, step: int, unused: Mapping[str, Sequence[str]], say: Say) -> None:
-    """`unused`: parameter -> what a step of the optimizer did not use of what was loaded."""
+    """Report loaded entries that a step did not use. `unused`: parameter -> keys."""
     if unused:
         name, keys = next(iter(unused.items()))
         others = f" and of {len(unused) - 1} other parameters" if len(unused) > 1 else ""
@@ -192,7 +194,7 @@ def remark_unused(optimizer: str, step: int, unused: Mapping[str, Sequence[str]]
 
 
 def remark_changed(before: OptimizerKind, now: OptimizerKind, say: Say) -> None:
-    """`before`: of the generation before."""
+    """Report changes of the optimizer. `before`: the optimizer of the previous generation."""
     told = []
     if before.classes != now.classes:
         told.append(f"has the optimizer {now.classes[0]}, and had {before.classes[0]}")
@@ -202,11 +204,11 @@ def remark_changed(before: OptimizerKind, now: OptimizerKind, say: Say) -> None:
     if told:
         say(
             "changed task",
-            f"the task now {', and '.join(told)}, otherwise than in the generation before: build_model and "
-            "build_optimizer do not do the same every time that they are called.",
+            f"the task now {', and '.join(told)}, unlike in the previous generation: build_model or build_optimizer "
+            "does not do the same in every call.",
         )
 
 
 def listed(names: Collection[str]) -> str:
-    """For people: in order, each in quotes."""
+    """Names in order, each in quotes, for messages."""
     return ", ".join(map(repr, sorted(names)))

@@ -1,4 +1,4 @@
-"""Why an optimizer is refused after its trial, in words. Pure."""
+"""Messages for optimizers that are rejected after their trial. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from raysharded.actors.optimizer.trial import Finding
 
 
 def cannot_be_kept(optimizer: torch.optim.Optimizer, found: Finding) -> str:
-    """Why no worker can be given what the optimizer keeps, and the way out."""
+    """Message that no other worker can get the optimizer's state, with the remedy."""
     name = type(optimizer).__name__
     if found.kind == "idle":
         return (
@@ -25,16 +25,16 @@ def cannot_be_kept(optimizer: torch.optim.Optimizer, found: Finding) -> str:
     what = (
         f"makes {found.what!r} of its state after its first step"
         if found.kind == "late"
-        else (f"changes {found.what} in its steps" if found.what else "remembers something of its own")
+        else (f"changes {found.what} in its steps" if found.what else "keeps hidden state")
     )
     return (
         f"{_who(optimizer, found)} {what}: a worker that joins, or takes another's place, would not have it. Let it "
-        "keep what it remembers in optimizer.state[parameter], as tensors or numbers, from its first step on."
+        "keep all state in optimizer.state[parameter], as tensors or numbers, from its first step on."
     )
 
 
 def depends_on_the_cut(optimizer: torch.optim.Optimizer, found: Finding) -> str:
-    """Why the number of workers would show in what the optimizer computes, and the way out."""
+    """Message that the number of workers would change the optimizer's results, with the remedy."""
     settings = {k: v for k, v in optimizer.defaults.items() if k in ("foreach", "fused")}
     start = _who(optimizer, found) if found.hooks else f"{_who(optimizer, found)} with {settings}"
     if found.what:
@@ -42,7 +42,8 @@ def depends_on_the_cut(optimizer: torch.optim.Optimizer, found: Finding) -> str:
         keep = "Pass foreach=True, fused=False to it" if settings.get("fused") else f"{keep}depend on the gradient"
         return (
             f"{start} keeps another {found.what!r} of a shard than of the whole tensor, so the number of workers "
-            f'would show in the state. {keep}; or give up identical bits with EngineConfig(reduction="fast").'
+            f"would show in the state. {keep}; or accept results without identical bits with "
+            'EngineConfig(reduction="fast").'
         )
     way_out = (
         "Clip by Task.max_grad_norm, and change gradients element by element alone, "
@@ -51,7 +52,7 @@ def depends_on_the_cut(optimizer: torch.optim.Optimizer, found: Finding) -> str:
     )
     return (
         f"{start} gives other bits on a shard than on the whole tensor, so the number of workers would show in the "
-        f'weights. {way_out}or give up identical bits with EngineConfig(reduction="fast").'
+        f'weights. {way_out}or accept results without identical bits with EngineConfig(reduction="fast").'
     )
 
 

@@ -1,7 +1,8 @@
-"""The task's optimizer over this worker's own shards, and the check that sharding cannot change its bits.
+"""The task's optimizer over this worker's shards, and the check that sharding does not change its bits.
 
 Element-wise optimizers (SGD, AdamW) run on plain local tensors: no DTensor dispatch, and their state has the shards'
-shapes. Whether one is element-wise, and keeps what it remembers where it can be handed on, is tried (`trial.py`).
+shapes. A trial (`trial.py`) finds out whether an optimizer is element-wise, and whether other workers can get its
+state.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from raysharded.task import Task
 
 
 class ShardOptimizer:
-    """Runs the task's optimizer on local shards. Parameters keep their names; frozen ones are left out."""
+    """The task's optimizer, run on local shards. Parameters keep their names; frozen ones are not stepped."""
 
     def __init__(
         self,
@@ -53,8 +54,8 @@ class ShardOptimizer:
         rates: Rates = (),
         numbers: int = 2,
     ) -> None:
-        """`cuts`: how the parameters lie over the workers; None: every one is cut over all of them. `rates`: factors
-        of its learning rates that somebody asked for. `numbers`: the number of the rule."""
+        """`cuts`: the layout of the parameters over the workers; None: each one is cut over all of them. `rates`:
+        requested factors of the learning rate. `numbers`: the number of that rule."""
         self._rates, self._numbers = rates, numbers
         self._cuts = cuts or ParamLayout()
         with naming(f"{type(task).__name__}.build_optimizer", "build_optimizer"):
@@ -98,23 +99,23 @@ class ShardOptimizer:
 
     @property
     def written(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that a step of the optimizer changes, by the parameter's name."""
+        """Tensors that a step of the optimizer changes, by the parameter's name."""
         return self._params
 
     def group_items(self) -> Iterator[Item]:
-        """Its groups as they were built, to be compared with other workers'; before its state is loaded."""
+        """The groups as they were built, for the comparison with other workers. Call before the state is loaded."""
         return group_items(self._parts.groups, {id(param): name for name, param in self._params.items()})
 
     def has(self, name: str) -> bool:
-        """True for a parameter that is in a group of its."""
+        """True if the parameter is in a group of the optimizer."""
         return name in self._params
 
     def trains(self, name: str) -> bool:
-        """True for a parameter that it has and that is not frozen."""
+        """True if the optimizer has the parameter and it is not frozen."""
         return name in self._sharded and self._sharded[name].requires_grad
 
     def gradients(self, *holders: Replication) -> list[torch.Tensor]:
-        """The local gradients, in a fixed order; those whose parts are held like this, or all."""
+        """The local gradients in a fixed order: all, or those of parameters whose `Replication` is in `holders`."""
         return [
             local_of(param.grad)
             for name, param in self._sharded.items()
@@ -122,13 +123,13 @@ class ShardOptimizer:
         ]
 
     def clear_gradients(self) -> None:
-        """Forget gradients; must run before a forward: from forward to backward FSDP2 shows unsharded parameters."""
+        """Drop the gradients. Must run before a forward: from forward to backward FSDP2 shows unsharded parameters."""
         for param in self._sharded.values():
             param.grad = None
 
     @contextmanager
     def keeping_gradients(self) -> Iterator[None]:
-        """Around another backward: the gradients are those of before afterwards. Nothing is copied."""
+        """A context for another backward, after which the current gradients are restored. Nothing is copied."""
         kept = [(param, param.grad) for param in self._sharded.values()]
         try:
             yield
@@ -137,10 +138,10 @@ class ShardOptimizer:
                 param.grad = gradient
 
     def apply(self, step: int, scale: float, used: Collection[str] | None = None) -> float:
-        """One optimizer step with the gradients times `scale`; returns the first group's learning rate.
+        """Make one optimizer step with the gradients times `scale`; returns the first group's learning rate.
 
-        `used`: the parameters that it is for, by name; the others have no gradient in it. None: all. Raises TaskError,
-        before anything is changed, if the learning rate of a group is none.
+        `used`: names of the parameters to step; None: all. The others get no gradient. Raises TaskError, before
+        anything is changed, if the learning rate of a group is invalid.
         """
         rates = self._rates_of(step)
         for name, param in self._sharded.items():
@@ -169,9 +170,9 @@ class ShardOptimizer:
             if not without:
                 raise
             raise TaskError(
-                f"{type(self._optimizer).__name__}.step raised {type(error).__name__}: {text_of(error)}. Of its "
-                f"parameters {len(without)} have no gradient, as no microbatch of step {step} used them, first "
-                f"{without[0]!r}: their grad is None, as in plain torch, and an optimizer passes over them.",
+                f"{type(self._optimizer).__name__}.step raised {type(error).__name__}: {text_of(error)}. It "
+                f"has {len(without)} parameters without gradient, as no microbatch of step {step} used them, first "
+                f"{without[0]!r}: their grad is None, as in plain torch. Let the optimizer skip such parameters.",
                 user_traceback(error),
             ) from error
         self._optimizer.zero_grad(set_to_none=True)
@@ -204,7 +205,7 @@ class ShardOptimizer:
         return float(self._rates_of(step)[0])
 
     def _rates_of(self, step: int) -> list[Any]:
-        """Each group's own, times the task's schedule, times what somebody asked for."""
+        """Learning rate of each group: initial rate times the task's schedule times the requested factor."""
         scale, factor = scale_of(self._task, step), factor_at(self._rates, step)
         return [
             rate_of(self._task, step, group["initial_lr"], scale, factor, number=self._numbers)
@@ -216,24 +217,27 @@ class ShardOptimizer:
         return self._kept.tensors()
 
     def load_state(self, values: Mapping[str, torch.Tensor], numbers: frozenset[str]) -> None:
-        """Replace the whole state; `values` as `state()` gives them, `numbers` the names that are Python numbers.
+        """Replace the whole state: `values` as from `state()`, `numbers` the names of Python numbers.
 
-        What another optimizer kept is left out: at once where that can be told, or after the next step. Raises
-        CheckpointError if it is of a parameter that the optimizer does not have.
+        State of another optimizer is left out: at once if it can be recognized, else after the next step. Raises
+        CheckpointError for state of a parameter or inner optimizer that does not exist.
         """
         self._loaded = self._kept.load(values, numbers, self._keeps, self._say)
 
     def number_names(self) -> frozenset[str]:
-        """The names in `state()` that stand for Python numbers."""
+        """Names in `state()` that stand for Python numbers."""
         return self._kept.number_names()
 
     def num_tensors(self) -> dict[str, int]:
-        """Of the state that the optimizer keeps of each parameter, by name."""
+        """Number of state tensors of each parameter, by the parameter's name."""
         return self._kept.num_tensors()
 
     def step_device(self, full_name: str, device: torch.device) -> torch.device:
-        """Where a 0-dim state tensor of this optimizer lives: on the CPU unless it runs fused or capturable; what is
-        kept of a scalar parameter beside its count of steps is with that, as in torch's `load_state_dict`."""
+        """Device of a 0-dim state tensor: the CPU, unless the optimizer is fused or capturable.
+
+        State of a scalar parameter, except its step count, is on the parameter's device, as in torch's
+        `load_state_dict`.
+        """
         name, _, key = full_name.rpartition(".")
         if key != "step" and name in self._params and not self._params[name].dim():
             return device
@@ -243,12 +247,13 @@ class ShardOptimizer:
         return device
 
     def try_out(self, before: TriedOptimizer | None = None, say: Say = say_nothing) -> TriedOptimizer:
-        """Try the optimizer, before the state is loaded: the model's parameters may be written to.
+        """Try the optimizer, before the state is loaded: the model's parameters may be overwritten.
 
-        `before`: what a trial in this process found; it is not tried again if it is of the same kind. `say`: what may
-        not be meant: what a run's hooks do, and what of a state that is loaded is not used. Raises `InexactError` if it
-        remembers what cannot be handed on; in exact mode, also if cutting a tensor changes the bits that it gives.
-        TaskError if its step cannot be tried.
+        `before`: an earlier result in this process, reused if the optimizer is of the same kind. `say`: reports
+        possible mistakes: parameters that hooks change in a run, and loaded state that is not used.
+
+        Raises `InexactError` if the optimizer keeps state that other workers cannot get. In exact mode it also raises
+        this if cutting a tensor changes the optimizer's bits. Raises TaskError if the step cannot be tried.
         """
         tried = before if before is not None and before.kind == self.kind else self._tried_anew()
         self._say, self._keeps, found = say, tried.keeps, tried.verdict
@@ -267,8 +272,11 @@ class ShardOptimizer:
         return TriedOptimizer(kind=self.kind, verdict=verdict, keeps=keeps)
 
     def remark_changes(self, left_out: Collection[str], before: OptimizerKind | None) -> None:
-        """Say what is otherwise than when the loaded state was made. `left_out`: the parameters whose state was left
-        out; `before`: the optimizer of the generation before; None if the state is a checkpoint's."""
+        """Report changes since the loaded state was made.
+
+        `left_out`: the parameters whose state was left out. `before`: the optimizer of the previous generation; None if
+        the state comes from a checkpoint.
+        """
         remark_left_out(left_out, self._say)
         if before is None:
             remark_begun(self._loaded.begun(sorted(self.kind.trained)), self._say)
@@ -281,7 +289,7 @@ class ShardOptimizer:
     def _is_elementwise(self) -> bool:
         try:
             return self._tried().cut is None
-        except TaskError:  # on plain tensors; it may do with DTensors
+        except TaskError:  # on plain tensors; DTensors may work
             return False
 
     def _gradient_places(self) -> list[torch.Tensor | None]:

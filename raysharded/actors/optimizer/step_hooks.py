@@ -1,8 +1,8 @@
 """Calls of the step hooks of a task's optimizer: left out or noted in a trial, watched in a run.
 
-A hook sees a worker's shards. One that changes gradients by a rule of whole tensors, as a clipping by norm does, gives
-other bits at every number of workers. What a hook does to the optimizer's own groups is tried before the run; most
-reach the model by what they have closed over, and are found here, when they do it.
+A hook sees a worker's shards. A hook that changes gradients by a rule of whole tensors, such as clipping by norm, gives
+other bits at every number of workers. A trial before the run finds what hooks do to the optimizer's own groups. Most
+hooks reach the model through their closures; `watch` finds what these change, when they change it.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from raysharded.actors.task_calls.remarks import Say
 from raysharded.errors import InexactError, TaskError
 
 _STEP = -1
-"""The key of what the optimizer's step does beside its hooks."""
+"""Key of the changes that the optimizer's step makes outside its hooks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
-    """What hooks may change, as functions that give it: of this worker."""
+    """This worker's tensors that hooks may change, as functions that return them."""
 
     gradients: Callable[[], Sequence[torch.Tensor | None]]
-    """All places at which a gradient is kept."""
+    """All places of a gradient."""
     params: Callable[[], Sequence[torch.Tensor]]
 
 
 class HookCalls(NotFollowed):
-    """Stands between an optimizer, with all that it holds, and their step hooks."""
+    """Wrapper around the step hooks of an optimizer and of all optimizers inside it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._parts = OptimizerParts(optimizer)
         self.names: dict[int, str] = {}
-        """By key: what each hook is, for errors."""
+        """Description of each hook by key, for errors."""
         self._mode: Literal["left out", "noted", "run"] = "run"
         self._changing: set[int] = set()
         self._watch: _Watch | None = None
@@ -57,14 +57,16 @@ class HookCalls(NotFollowed):
 
     @contextmanager
     def left_out(self) -> Iterator[set[int]]:
-        """Within it no hook is called. Gives the keys of what changes the gradients of the groups: the step, or
-        nothing."""
+        """A context in which no hook is called.
+
+        Yields the key of the step if it changes the gradients of the groups, or nothing.
+        """
         with self._as("left out") as changing:
             yield changing
 
     @contextmanager
     def noted(self) -> Iterator[set[int]]:
-        """Within it hooks are called. Gives the keys of those that change the gradients of the groups."""
+        """A context in which hooks are called. Yields the keys of those that change the gradients of the groups."""
         with self._as("noted") as changing:
             yield changing
 
@@ -84,7 +86,7 @@ class HookCalls(NotFollowed):
             self._changing.add(_STEP)
 
     def call(self, key: int, hook: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """A hook's call, by the optimizer."""
+        """Call a hook for the optimizer, or skip it in a trial without hooks."""
         match self._mode:
             case "left out":
                 return None
@@ -104,13 +106,16 @@ class HookCalls(NotFollowed):
         return [_mark(param.grad) for held in self._parts.lists for param in held]
 
     def watch(self, watched: Watched, elementwise: frozenset[int], say: Say) -> None:
-        """From now on refuse a hook that changes gradients, unless it is among those that a trial showed to change each
-        element by itself; and any that changes a learning rate. `say`: that one changes parameters."""
+        """Check hooks from now on. `say`: reports a hook that changes parameters.
+
+        A hook that changes gradients is rejected, unless `elementwise` has its key: in a trial it changed each element
+        by itself. A hook that changes a learning rate is always rejected.
+        """
         self._watch = _Watch(self._optimizer, self._parts, self.names, watched, elementwise, say)
 
     @contextmanager
     def in_step(self, step: int) -> Iterator[None]:
-        """Around the optimizer's step number `step` of the run. Raises InexactError or TaskError from within it."""
+        """A context around step number `step` of the run. Raises InexactError or TaskError within it."""
         if self._watch is None:
             yield
             return
@@ -127,10 +132,10 @@ class _Call:
 
 
 class _Watch:
-    """Compares what a step's hooks leave with what they found.
+    """Comparison of gradients, rates and parameters before and after a step's hooks.
 
-    Bits are compared in the steps 1, 2, 4, 8, ...; and in every step of a program whose hooks write to gradients at
-    all, which torch's version counter tells: a clipping may come to its limit in any step.
+    Bits are compared in the steps 1, 2, 4, 8, .... If a program's hooks write to gradients at all, they are compared in
+    every step, since a clipping may reach its limit in any step. torch's version counter shows such writes.
     """
 
     def __init__(
@@ -147,9 +152,9 @@ class _Watch:
         self._step = 0
         steps = [part.step for part in parts.all if "step" in vars(part)]
         self._looks_always = bool(names or steps)
-        """The step of a class was tried; what hooks and patched steps have closed over was not."""
+        """True if hooks or patched steps exist: the trial covers a class's step, but not their closures."""
         self._writes: set[int] = set()
-        """The keys of those that have written to a gradient."""
+        """Keys of the hooks that have written to a gradient."""
         self._named: set[int] = set()
 
     @contextmanager
@@ -160,7 +165,7 @@ class _Watch:
 
     @contextmanager
     def around(self, key: int) -> Iterator[None]:
-        """Around a hook's call, or the whole step."""
+        """A context around a hook's call, or around the whole step."""
         due = self._step & (self._step - 1) == 0
         looks_at_params = due and key != _STEP and key not in self._named
         rates = self._rates()
@@ -172,7 +177,7 @@ class _Watch:
             raise self._changed_rate(key)
         if self._marks(due) != marks:
             self._writes.add(key)
-        allowed = self._elementwise & (self._writes if key == _STEP else {key})  # a step has its hooks within it
+        allowed = self._elementwise & (self._writes if key == _STEP else {key})  # a step includes its hooks
         if bits is not None and not allowed and self._bits() != bits:
             raise self._changed_gradient(key)
         if params is not None and _digests(self._watched.params()) != params:
@@ -180,7 +185,7 @@ class _Watch:
             self._say(
                 self._names[key],
                 f"{self._who(key)} changes parameters, on each worker its own shards of them: it must treat each "
-                "element by itself, and remember nothing but in optimizer.state[parameter]",
+                "element by itself, and keep state only in optimizer.state[parameter]",
             )
 
     def _marks(self, due: bool) -> list[tuple[int, int] | None]:
@@ -191,7 +196,7 @@ class _Watch:
         return [[id(gradient) for gradient in there], _digests(there)]
 
     def _rates(self) -> list[float]:
-        """Of the groups; those that are tensors on a device are not waited for."""
+        """Learning rates of the groups, without tensors on an accelerator: reading them would block."""
         rates = [group["lr"] for group in self._parts.groups if "lr" in group]
         return [float(rate) for rate in rates if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"]
 
@@ -202,21 +207,21 @@ class _Watch:
     def _changed_gradient(self, key: int) -> InexactError:
         return InexactError(
             f"{self._who(key)} changed gradients in step {self._step}: each worker has a part of them, so a rule of "
-            "whole tensors, as clipping by a norm, would depend on the number of workers. Clip by Task.max_grad_norm, "
-            "or change gradients element by element through optimizer.param_groups, where it can be tried before the "
-            'run; or give up identical bits with EngineConfig(reduction="fast").'
+            "whole tensors, such as clipping by a norm, would depend on the number of workers. Clip by "
+            "Task.max_grad_norm; change gradients element by element through optimizer.param_groups, where it can be "
+            'tried before the run; or accept results without identical bits with EngineConfig(reduction="fast").'
         )
 
     def _changed_rate(self, key: int) -> TaskError:
         return TaskError(
             f"{self._who(key)} changed the learning rate of a group in step {self._step}. raysharded sets the rates in "
-            "each step, so that they are the same after a loss and after a resumption: what a scheduler sets is lost. "
+            "each step, so that they are the same after a loss and a resume: what a scheduler sets is lost. "
             "Give the schedule as Task.lr_scale(step)."
         )
 
 
 def _mark(tensor: torch.Tensor | None) -> tuple[int, int] | None:
-    """Another one for another tensor, and for one that was written to."""
+    """Identity of a tensor's contents: it differs for another tensor, and after every write."""
     if tensor is None:
         return None
     return id(tensor), (tensor._local_tensor if isinstance(tensor, DTensor) else tensor)._version

@@ -1,11 +1,13 @@
-"""Trying the task's optimizer, on tensors that mean nothing, before a run depends on it.
+"""A trial of the task's optimizer on random tensors, before a run depends on it.
 
-Some kernels round differently in their vector tails, where a shard's end falls: steps on shards of odd lengths are
-compared with steps on the whole, by the parameters and by the state. And a worker that takes another's place makes the
-optimizer anew and has only what was kept of its parameters: steps of one optimizer are compared with those of one that
-is made anew for each. It is the task's own object that is tried, first without its step hooks, then with them.
+Some kernels round differently in their vector tails, at the end of a shard. The trial compares steps on shards of odd
+lengths with steps on the whole: the parameters and the state.
 
-A hook that reaches the model by what it has closed over does nothing to these tensors: see `step_hooks.py`.
+A worker that takes another's place builds the optimizer anew and has only the per-parameter state. The trial compares
+steps of one optimizer with steps of one that is rebuilt before each. It uses the task's own object, first without its
+step hooks, then with them.
+
+A hook that reaches the model through its closure does not change these tensors: see `step_hooks.py`.
 """
 
 from __future__ import annotations
@@ -33,17 +35,17 @@ _CUTS = (0, 1, 14, 45, 300, 1369, 2740, 2741)
 _OF_TORCH = frozenset(
     ("state", "param_groups", "defaults", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused")
 )
-"""Attributes of torch's optimizers that say nothing of what they remember."""
+"""Attributes of torch's optimizers that hold no hidden state."""
 _RATE = 0.01
-"""Tried beside the group's own, which may be 0 at the time."""
+"""Learning rate that is tried in addition to the group's own, which may be 0 at the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     size: float = 1.0
-    """Of the gradient: rules with a limit must come to it."""
+    """Size of the gradient: rules with a limit must reach it."""
     count: int | None = None
-    """How many steps the optimizer is told to have made before it, where it counts them."""
+    """Step count that is set before the step, where the optimizer counts steps."""
     own_rate: bool = False
 
 
@@ -65,33 +67,33 @@ class Finding:
     """The first difference that a trial found."""
 
     kind: Literal["cut", "made anew", "idle", "late", "shape"]
-    """Another result on a shard, or of one that was made anew; parameters that do not change; late state; state of
-    another shape than its parameter."""
+    """Kind of difference: on a shard, from a rebuilt optimizer, unchanged parameters, late state, or state of another
+    shape than its parameter."""
     what: str = ""
-    """What it keeps, if it is that; empty: the parameters."""
+    """State that differs, if it is state; empty: the parameters."""
     hooks: tuple[str, ...] = ()
-    """The step hooks that do it; empty: the optimizer itself."""
+    """Step hooks that cause the difference; empty: the optimizer itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What a trial found of an optimizer."""
+    """Result of the trial of an optimizer."""
 
     cut: Finding | None = None
-    """Why its steps depend on how the parameters are cut; None if they do not."""
+    """Difference if the steps depend on how the parameters are cut; None if they do not."""
     kept: Finding | None = None
-    """Why another worker could not go on with it; None if it can."""
+    """Difference if another worker could not continue with the state; None if it can."""
     elementwise: frozenset[int] = frozenset()
-    """Keys, as of `HookCalls`, of what changed the gradients that were tried, the same on shards."""
+    """Keys, as in `HookCalls`, of the step and hooks that changed gradients, with the same result on shards."""
     keeps: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """What it keeps of a parameter, by the parameter's id; those that could not be tried are missing."""
+    """State keys of a parameter, by the parameter's id; parameters that could not be tried are missing."""
 
 
 def try_out(optimizer: torch.optim.Optimizer, hooks: HookCalls, *, without: Collection[torch.Tensor] = ()) -> Verdict:
-    """What an optimizer would do in a run. It is afterwards as it was, and so is what its hooks hold.
+    """Try an optimizer as a run would use it. Afterwards it, and all that its hooks hold, is restored.
 
-    `hooks`: its own; `without`: the parameters of the model, whose values may be lost. Raises TaskError if a step
-    cannot be tried.
+    `hooks`: the optimizer's hooks. `without`: the parameters of the model, whose values may be lost. Raises TaskError
+    if a step cannot be tried.
     """
     with stand_ins(optimizer, without=without) as standing:
         with hooks.left_out() as changing:
@@ -101,8 +103,8 @@ def try_out(optimizer: torch.optim.Optimizer, hooks: HookCalls, *, without: Coll
             try:
                 with hooks.noted() as changing:
                     with_hooks = _Trial(standing, hooks, _STEPS_WITH_HOOKS).verdict()
-            except TaskError:  # they may want gradients of the real model: they are looked at when there are some
-                return Verdict(elementwise=elementwise)  # and may keep what could not be tried
+            except TaskError:  # hooks may need gradients of the real model: the run watches them
+                return Verdict(elementwise=elementwise)  # hooks may also keep state that could not be tried
             names = tuple(hooks.names.values())
             keeps = {param: keys | with_hooks.keeps.get(param, frozenset()) for param, keys in found.keeps.items()}
             found = Verdict(cut=_by(with_hooks.cut, names), kept=_by(with_hooks.kept, names), keeps=keeps)
@@ -116,10 +118,10 @@ def _by(found: Finding | None, hooks: tuple[str, ...]) -> Finding | None:
 
 @dataclass(slots=True)
 class _Tensors:
-    """What one parameter is tried with: values at first, and a gradient for each step."""
+    """Trial tensors of one parameter: initial values, and a gradient for each step."""
 
     param: torch.Tensor
-    """The real one."""
+    """The real parameter."""
     start: torch.Tensor
     gradients: list[torch.Tensor]
     cuts: list[tuple[int, int]]
@@ -140,12 +142,12 @@ class _Tensors:
 
 @dataclass(slots=True)
 class _Outcome:
-    """What steps gave: for each parameter that was tried, its parts in order."""
+    """Result of the steps: for each parameter that was tried, its parts in order."""
 
     params: list[list[torch.Tensor]]
     kept: list[list[dict[str, Any]]]
     first_keys: list[frozenset[str]] = field(default_factory=list)
-    """What was kept of each parameter after the first step."""
+    """State keys of each parameter after the first step."""
 
 
 class _Trial:
@@ -155,7 +157,7 @@ class _Trial:
         self._likes = _likes(standing)
         self._tried = _representatives(self._likes, steps)
         self._changed: list[str] = []
-        """What it remembers beside the state of its parameters, and changes in its steps, by name."""
+        """Names of values outside the per-parameter state that the steps change."""
 
     def verdict(self) -> Verdict:
         whole = self._made([[slice(None)] for _ in self._tried], notes=True)
@@ -188,7 +190,7 @@ class _Trial:
         return None
 
     def _cut(self, whole: _Outcome) -> Finding | None:
-        """Two workers' shards, each with every second part."""
+        """Compare the whole with two workers' shards, which hold alternate parts."""
         halves = []
         for first in (0, 1):
             parts = [[slice(*cut) for cut in tensors.cuts[first::2]] for tensors in self._tried]
@@ -213,13 +215,15 @@ class _Trial:
         different = Finding(kind="made anew", what=changed[0] if changed else "")
         try:
             anew = self._made([[slice(None)] for _ in self._tried], anew=True)
-        except TaskError:  # any code may miss what it had kept, in its own way
+        except TaskError:  # any code may fail, in its own way, without the state that it kept
             return different
         return None if _bits([usual.params, usual.kept]) == _bits([anew.params, anew.kept]) else different
 
     def _made(self, parts: Sequence[Sequence[slice]], *, anew: bool = False, notes: bool = False) -> _Outcome:
-        """All steps, on these parts of each parameter. `anew`: by an optimizer that is made anew for each; `notes`:
-        what it remembers elsewhere, too."""
+        """Make all steps on these parts of each parameter.
+
+        `anew`: rebuild the optimizer before each step. `notes`: also record what it keeps elsewhere.
+        """
         stand_ins = [
             [nn.Parameter(tensors.start[part].clone(), requires_grad=tensors.param.requires_grad) for part in of_it]
             for tensors, of_it in zip(self._tried, parts, strict=True)
@@ -270,8 +274,8 @@ class _Trial:
             if explanation(error, "step") is not None:
                 raise task_error(f"{name}.step(), tried before the run", error, "step") from error
             raise TaskError(
-                f"{name}.step() raised {type(error).__name__} where raysharded tried it on tensors of its own, before "
-                f"the run: {text_of(error)}. It must work without arguments, and change the parameters of its groups "
+                f"{name}.step() raised {type(error).__name__} when raysharded tried it on random tensors before the "
+                f"run: {text_of(error)}. It must work without arguments, and change the parameters of its groups "
                 "(param_groups) by their .grad alone.",
                 user_traceback(error),
             ) from error
@@ -280,11 +284,11 @@ class _Trial:
 class _Like(NamedTuple):
     param: torch.Tensor
     like: object
-    """Equal for parameters that are alike for the optimizer: in the same groups, as wide, of one dtype."""
+    """Equal for parameters that the optimizer treats alike: same groups, trailing dimensions, dtype and device."""
 
 
 def _likes(standing: StandIns) -> dict[int, _Like]:
-    """Of the parameters that can be tried, by id."""
+    """Parameters that can be tried, by id."""
     held_in: dict[int, tuple[torch.Tensor, list[int]]] = {}
     for number, held in enumerate(standing.own):
         for param in held:
@@ -297,7 +301,7 @@ def _likes(standing: StandIns) -> dict[int, _Like]:
 
 
 def _representatives(likes: Mapping[int, _Like], steps: Sequence[_Step]) -> list[_Tensors]:
-    """One of all parameters that are alike."""
+    """Trial tensors for one of all parameters that are alike."""
     found: dict[object, torch.Tensor] = {}
     for param, like in likes.values():
         found.setdefault(like, param)
@@ -306,7 +310,7 @@ def _representatives(likes: Mapping[int, _Like], steps: Sequence[_Step]) -> list
 
 
 def _at_odd_offset(gradient: torch.Tensor, place: int) -> torch.Tensor:
-    """As FSDP2 gives them: views into a buffer that many share, aligned to nothing."""
+    """A copy of the gradient as FSDP2 passes it: an unaligned view into a shared buffer."""
     offset = 2 * place + 1
     buffer = torch.empty(offset + gradient.numel(), dtype=gradient.dtype, device=gradient.device)
     view = buffer[offset:].view(gradient.shape)
@@ -334,27 +338,27 @@ def _cloned(kept: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined(halves: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """The whole, of every second part in each."""
+    """The whole tensor, from two halves that hold alternate parts."""
     one, other = halves
     parts = [part for pair in zip(one, other, strict=False) for part in pair]
     return torch.cat([*parts, *one[len(other) :]])
 
 
 def _is_joined(whole: Any, halves: Sequence[Sequence[Any]], shape: torch.Size) -> bool:
-    """True if what is kept of the parts is that of the whole: cut as the parameter is, or the same number."""
+    """True if the state of the parts equals that of the whole: cut as the parameter is, or the same number."""
     parts = [one for half in halves for one in half]
     if isinstance(whole, torch.Tensor) and whole.shape == shape and whole.dim():
         if not all(isinstance(one, torch.Tensor) and one.dim() for one in parts):
             return False
         try:
             return _bits(whole) == _bits(_joined(halves))
-        except RuntimeError:  # they have other shapes than the parameter's parts
+        except RuntimeError:  # the state's parts do not have the shapes of the parameter's
             return False
     return all(_bits(one) == _bits(whole) for one in parts)
 
 
 def _remembered(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """What an optimizer and its hooks hold beside the state of its parameters, as far as it is plain: name -> bits."""
+    """Plain values outside the per-parameter state of an optimizer and of those inside it: name -> bits."""
     found: dict[str, object] = {}
     groups = {id(group) for group in OptimizerParts(optimizer).groups}
     for path, one in reachable(optimizer):
@@ -373,7 +377,7 @@ def _remembered(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 
 def _is_plain(value: object) -> bool:
-    """Numbers, text and tensors, and what is made of them; a parameter is none of an optimizer's own."""
+    """True for numbers, text, tensors, and containers of them; an optimizer does not own parameters."""
     match value:
         case dict():
             return all(_is_plain(one) for one in value.values())
@@ -384,7 +388,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _bits(value: object) -> object:
-    """Equal for equal values, to the bit."""
+    """A representation that is equal for bit-identical values."""
     match value:
         case torch.Tensor():
             flat = value.detach().cpu().contiguous().reshape(-1)

@@ -1,4 +1,4 @@
-"""What a worker's bits depend on, the settings that make them reproducible, and where the process runs."""
+"""Facts that a worker's bits depend on, settings that make them reproducible, and where the process runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from raysharded.config import EngineConfig
 from raysharded.protocol.messages import WorkerInfo
 
 _KEEPING = ((-3, 32 << 20), (-1, (1 << 31) - 1), (-2, 128 << 20))
-"""Of mallopt: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD in bytes."""
+"""Parameters of mallopt: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD in bytes."""
 _MALLOC_CHOICES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
 def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> torch.device:
-    """Settings of a worker's process, made once before anything is computed; returns the device to compute on."""
+    """Configure a worker's process, once, before anything is computed; returns the device to compute on."""
     exact = config.reduction == "exact"
     if use_gpu and exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: reproducible cuBLAS
@@ -41,7 +41,7 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
 
 
 def gpu_of(device: torch.device) -> str:
-    """The number and the UUID of a GPU among those of its machine, as far as they are known; empty for a CPU."""
+    """Number and UUID of a GPU on its machine, as far as they are known; empty for a CPU."""
     if device.type != "cuda":
         return ""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
@@ -50,27 +50,27 @@ def gpu_of(device: torch.device) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what tensors free for the next ones, up to 2 GB, where nobody has set it otherwise.
+    """Let glibc keep up to 2 GB of freed memory for new tensors, unless the environment configures malloc.
 
-    By default it gives memory back to the system many times in a step, and page faults bring it back one by one. See
-    mallopt(3); blocks of more than 32 MB, the most that it takes here, go back at once all the same.
+    By default glibc returns memory to the system many times in a step, and page faults bring it back one by one. See
+    mallopt(3). Blocks of more than 32 MB, the highest threshold allowed, are still returned at once.
     """
     chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
         name in os.environ for name in _MALLOC_CHOICES
     )
-    mallopt = None if chosen else getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    mallopt = None if chosen else getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
     if mallopt is not None:
         for parameter, value in _KEEPING:
             mallopt(parameter, value)
 
 
 def use_threads(num_threads: int) -> None:
-    """Let the calling thread compute with so many threads: OpenMP keeps the number per thread."""
+    """Set the number of threads for the calling thread: OpenMP keeps it per thread."""
     torch.set_num_threads(num_threads)
 
 
 def arithmetic(device: torch.device, num_threads: int) -> dict[str, str]:
-    """What must be equal on all workers for equal bits; of the rules, all that this version computes under."""
+    """Facts that must be equal on all workers for equal bits, including every rule that this version computes under."""
     facts = {"torch": torch.__version__, "device": device.type, numerics.KEY: numerics.listed()}
     if device.type == "cuda":
         version = torch.cuda.nccl.version()
@@ -92,21 +92,21 @@ def arithmetic(device: torch.device, num_threads: int) -> dict[str, str]:
 
 
 def _installed_version(prefix: str) -> str:
-    """Of the packages whose names begin so (CUDA's libraries end with its major version); "" if there are none."""
+    """Versions of packages whose names begin with `prefix` (CUDA's libraries end with its major version), or empty."""
     found = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"].startswith(prefix)}
     return ",".join(f"{name} {version}" for name, version in sorted(found.items()))
 
 
 def node_id() -> str:
-    """The id (hex) of the Ray node that this process runs on; outside Ray the host's name."""
-    ray = sys.modules.get("ray")  # Ray has loaded itself where it matters; a plain process must not wait for that
+    """Id (hex) of the Ray node that this process runs on; outside Ray the host's name."""
+    ray = sys.modules.get("ray")  # where Ray matters it is loaded already; a plain process must not wait for that
     if ray is None or not ray.is_initialized():
         return platform.node()
     return str(ray.get_runtime_context().get_node_id())
 
 
 def facts_of(device: torch.device, num_threads: int, num_samples: int) -> WorkerInfo:
-    """What the driver is told of this process. `num_samples`: of the training data, as it sees them."""
+    """Facts about this process for the driver. `num_samples`: size of the training data in this process."""
     return WorkerInfo(
         pid=os.getpid(),
         node=platform.node(),

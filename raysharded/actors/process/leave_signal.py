@@ -1,5 +1,7 @@
-"""A worker that is told to leave: it tells the driver and trains on until it is no longer needed. Then the driver ends
-it; after SIGTERM it ends itself when its grace period is over."""
+"""Leave notices of a worker: it reports them to the driver and trains until it is no longer needed.
+
+Then the driver ends the worker. After SIGTERM the worker ends itself when its grace period is over.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class _Told:
 
 
 class LeaveInbox:
-    """What this worker was told about leaving; any thread."""
+    """Leave notices that this worker received. Any thread."""
 
     def __init__(self, worker: WorkerId, grace_s: float, leave: Callable[[], None] = lambda: os._exit(0)) -> None:
         """`leave` does not return in a real worker."""
@@ -34,23 +36,23 @@ class LeaveInbox:
         self._told: list[_Told] = []
         self._changed = threading.Condition()
         self._is_heard = False
-        """Whether a driver has asked; before, nobody needs this worker."""
-        self._signals: SimpleQueue[float] = SimpleQueue()  # may be put into by a signal handler
+        """True once a driver has requested notices; before, nobody needs this worker."""
+        self._signals: SimpleQueue[float] = SimpleQueue()  # a signal handler may put into it
 
     def listen(self) -> None:
-        """Take SIGTERM as a notice. Nothing changes outside the main thread, where signals cannot be handled."""
+        """Treat SIGTERM as a leave notice. Has no effect outside the main thread, where signals cannot be handled."""
         if self._grace_s > 0 and threading.current_thread() is threading.main_thread():
             threading.Thread(target=self._wait, daemon=True, name="leaving").start()
             signal.signal(signal.SIGTERM, lambda *_: self._signals.put(time.monotonic()))
 
     def tell_node(self, reason: str, within_s: float) -> None:
-        """This worker's machine will be gone in so many seconds."""
+        """Record that this worker's machine will be taken away after `within_s` seconds."""
         self._tell(_Told(reason, time.monotonic() + within_s, whole_node=True))
 
     def next(self, after: int, timeout_s: float) -> WorkerNotice | None:
-        """The notice that follows the first `after`, if there is one; waits for it up to `timeout_s`.
+        """The notice that follows the first `after`, or None; waits for it up to `timeout_s`.
 
-        One after the other: a later one may leave more time, or not be said of the machine.
+        Notices are returned one by one: a later one may leave more time, or not concern the whole machine.
         """
         with self._changed:
             self._is_heard = True

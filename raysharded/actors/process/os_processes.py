@@ -1,4 +1,4 @@
-"""Processes of this machine by (id, start time): a process id alone may have passed to another process."""
+"""Processes of this machine by (id, start time): another process may reuse an id."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from pathlib import Path
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if it is gone (or only its parent still knows of it).
+    """Start of the process in clock ticks since boot; None if it has exited, or is a zombie.
 
-    A process id and this number together name a process: no other has had both since the machine was booted.
+    Id and start identify a process: no other has had both since the machine was booted.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may have spaces
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may have spaces
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 def kill_process(pid: int, started: int) -> bool:
-    """SIGKILL to the process that started then, also to a stopped one. False if it is gone, or the id is another's.
+    """Send SIGKILL to the process with this start, also to a stopped one.
 
-    Raises PermissionError for a process that is not ours.
+    False if the process has exited, or if another one has its id. Raises PermissionError for another user's process.
     """
     try:
         handle = os.pidfd_open(pid)  # from here on the process cannot be mistaken for another
     except ProcessLookupError:
         return False
-    except OSError:  # a kernel without it
+    except OSError:  # a kernel without pidfd_open
         return _kill_by_id(pid, started)
     try:
         if start_ticks(pid) != started:

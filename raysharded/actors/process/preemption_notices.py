@@ -1,10 +1,10 @@
-"""Where a machine learns that its cloud is about to take it away. Standard library alone.
+"""Preemption notices of a cloud for its machine. Standard library alone.
 
-A notice is a function that gives the seconds that are left, or None as long as there is no notice. Each is asked again
-and again by a daemon thread of its own; whatever goes wrong with that, training does not notice.
+A notice is a function that returns the seconds left, or None while there is no notice. A daemon thread polls each one;
+errors in it do not affect training.
 
 AWS: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html (instance metadata
-service version 2; recommendations to rebalance are not acted on). Google Cloud:
+service version 2; rebalance recommendations are ignored). Google Cloud:
 https://cloud.google.com/compute/docs/instances/create-use-preemptible and .../getting-live-migration-notice.
 """
 
@@ -23,22 +23,22 @@ from email.message import Message
 _log = logging.getLogger("raysharded.worker")
 _EVERY_S = 1.0
 _SLOWEST_S = 10.0
-"""Between questions to a service that does not answer."""
+"""Longest pause between requests to a service that does not answer."""
 _TIMEOUT_S = 2.0
 _HANG_S = 30
-"""How long a question to Google Cloud waits for news."""
+"""Seconds for which a request to Google Cloud waits for a change."""
 _GCP_PREEMPTED_S = 30.0
 _GCP_MAINTENANCE_S = 60.0
 _AWS_DEFAULT_S = 120.0
 
 SecondsLeft = Callable[[], float | None]
 Tell = Callable[[str, float], None]
-"""Called with the reason and the seconds that are left."""
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy: it is another machine
+"""Called with the reason and the seconds left."""
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy: that is another machine
 
 
 def watch(sources: Sequence[str | SecondsLeft], tell: Tell) -> None:
-    """Watch all sources ("aws", "gcp" or one's own functions) until the process ends; each tells once at most."""
+    """Watch all sources ("aws", "gcp" or custom functions) until the process ends; each reports at most once."""
     for source in sources:
         for name, seconds_left in _watched(source):
             threading.Thread(target=_ask, args=(name, seconds_left, tell), daemon=True, name=f"notice {name}").start()
@@ -60,13 +60,13 @@ def _watched(source: str | SecondsLeft) -> list[tuple[str, SecondsLeft]]:
 
 
 def _ask(name: str, seconds_left: SecondsLeft, tell: Tell) -> None:
-    """Until there is a notice. Errors make it slower, and are logged once in a row."""
+    """Poll until there is a notice. Errors slow down the polling; the first of a series is logged."""
     pause_s = _EVERY_S
     while True:
         try:
             left_s = seconds_left()
             pause_s = _EVERY_S
-        except Exception as error:  # noqa: BLE001 - the boundary of the thread: training goes on
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: training continues
             if pause_s == _EVERY_S:
                 _log.info("no answer whether %s: %s: %s", name, type(error).__name__, error)
             left_s, pause_s = None, min(2 * pause_s, _SLOWEST_S)
@@ -90,7 +90,7 @@ class Aws:
         except urllib.error.HTTPError as error:
             if error.code != 401:
                 raise
-            self._token = ""  # it has expired
+            self._token = ""  # the token has expired
             return self._look()
 
     def _look(self) -> float | None:
@@ -107,12 +107,12 @@ class Aws:
         try:
             at = datetime.datetime.fromisoformat(action["time"])
             return (at - datetime.datetime.now(datetime.UTC)).total_seconds()
-        except (KeyError, TypeError, ValueError):  # it is a notice all the same
+        except (KeyError, TypeError, ValueError):  # without a valid time it is still a notice
             return _AWS_DEFAULT_S
 
 
 class Gcp:
-    """A value of a machine's metadata that means that it will be ended in so many seconds."""
+    """A metadata value which means that the machine ends after `within_s` seconds."""
 
     def __init__(
         self, path: str, meaning: str, within_s: float, base_url: str = "http://metadata.google.internal"
@@ -121,7 +121,7 @@ class Gcp:
         self._etag = "0"
 
     def __call__(self) -> float | None:
-        """Waits for a change, for a while. Raises OSError or ValueError if the service does not answer as it should."""
+        """Wait a while for a change. Raises OSError or ValueError if the service does not answer as it should."""
         url = f"{self._url}?wait_for_change=true&timeout_sec={_HANG_S}&last_etag={self._etag}"
         value, headers = _request(url, {"Metadata-Flavor": "Google"}, timeout_s=_HANG_S + _TIMEOUT_S)
         if headers.get("Metadata-Flavor") != "Google":

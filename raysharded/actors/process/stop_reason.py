@@ -1,4 +1,4 @@
-"""What an error means that ended a worker's long call: a reason, an error that travels, and a line of the log."""
+"""Meaning of an error that ended a worker's long call: a reason, an error to send, and a log entry."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _log = logging.getLogger("raysharded.worker")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How a long call ended."""
+    """End of a long call."""
 
     reason: StopReason
     error: RayshardedError
     is_unexpected: bool = False
-    """Nothing of ours: worth a traceback in the worker's log."""
+    """True for an error of a foreign class: the worker's log gets its traceback."""
 
 
 def ending_of(error: BaseException, *, interrupted: bool) -> Ending:
-    """Of what was raised. `interrupted`: the worker's collectives had been aborted, and then nobody is to blame."""
+    """The end for a raised error. `interrupted`: the worker's collectives were aborted, so the task is not to blame."""
     if isinstance(error, RayshardedError):
         error = travelling(error)
     match error:
@@ -47,7 +47,7 @@ def ending_of(error: BaseException, *, interrupted: bool) -> Ending:
             return Ending(reason=StopReason.CORRUPT, error=error)
         case InexactError() | ConfigError() | CheckpointError():
             return Ending(reason=StopReason.REFUSED, error=error)
-        case RayshardedError():  # data, storage: trying again may help
+        case RayshardedError():  # data, storage: a retry may help
             return Ending(reason=StopReason.TASK_ERROR, error=error)
     if interrupted or is_collective_failure(error):
         return Ending(reason=StopReason.ABORTED, error=CollectiveAborted(text_of(error)))
@@ -56,8 +56,11 @@ def ending_of(error: BaseException, *, interrupted: bool) -> Ending:
 
 
 def travelling(error: RayshardedError) -> RayshardedError:
-    """The error, if it is plainly one of ours. A user's own subclass, which the driver may not be able to make, and
-    what cannot be pickled are replaced by the nearest class of ours with the same text."""
+    """The error, if its class is raysharded's and it can be pickled.
+
+    Other errors are replaced by the nearest class of raysharded with the same text: a user's subclass, which the driver
+    may be unable to create, and errors that cannot be pickled.
+    """
     ours = (cls for cls in type(error).__mro__ if cls.__module__.startswith("raysharded."))
     kind: type[RayshardedError] = next(ours)
     if type(error) is kind and _can_be_pickled(error):
@@ -70,19 +73,19 @@ def travelling(error: RayshardedError) -> RayshardedError:
 def _can_be_pickled(error: RayshardedError) -> bool:
     try:
         pickle.dumps(error)
-    except Exception:  # noqa: BLE001 - whatever the user put into it
+    except Exception:  # noqa: BLE001 - the user may have put anything into it
         return False
     return True
 
 
 class UnexpectedErrors:
-    """Writes the errors of one worker that nobody of ours raised into the process's log."""
+    """Log of one worker's errors that raysharded did not raise."""
 
     def __init__(self, worker: WorkerId) -> None:
         self._worker, self._logged = worker, set[str]()
 
     def log(self, error: BaseException) -> None:
-        """With the traceback the first time; a step that is tried again would give the same one."""
+        """Log an error. Only the first gets a traceback: a retried step would raise the same one."""
         text = f"{type(error).__name__}: {text_of(error)}"
         _log.error(
             "worker %s: unexpected error: %s", self._worker, text, exc_info=None if text in self._logged else error

@@ -1,1 +1,1 @@
-"""Gradients on their way to the shards that they belong to, added in the one canonical order."""
+"""Exchange of gradients between workers, and their addition in the one canonical order."""

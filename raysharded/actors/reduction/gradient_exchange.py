@@ -1,9 +1,10 @@
-"""Gradients on their way to the shards that they belong to: each worker has some nodes of the tree for all shards, and
-gets those of all workers for its own.
+"""Exchange of gradients in a shard group.
 
-Where several workers are on one host they add up first what they have, each for some of the shards. Only sums that the
-host's workers cannot add any further leave it, in the dtype that sums are kept in: with `n` workers on each host whose
-leaves are a whole subtree, one for `n` gradients.
+Each worker has some nodes of the tree for all shards, and gets those of all workers for its own shard.
+
+Workers on one host first add up their nodes, each for some of the shards. Only sums that they cannot add any further
+leave the host, in the dtype of sums. With `n` workers on each host whose leaves are a whole subtree, one sum leaves for
+`n` gradients.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ import torch
 from raysharded.actors.numerics.summation_tree import Node, TreeSum, coalesce_nodes
 
 AllToAll = Callable[[torch.Tensor, torch.Tensor, list[int] | None, list[int] | None], object]
-"""(received, send, elements from each rank, elements to each rank) of flat tensors; None: as many for each."""
+"""(received, send, elements from each rank, elements to each rank) of flat tensors; None: equal numbers."""
 Hosts = tuple[tuple[int, ...], ...]
-"""The shards of a group that are together on one host each, ascending."""
+"""The shards of a group on each host, ascending."""
 Terms = Iterator[tuple[Node, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """One worker's place in its shard group. All workers of the group exchange the same at the same time."""
+    """One worker's position in its shard group. All workers of the group make the same exchanges at the same time."""
 
     num_leaves: int
-    """Of the tree."""
+    """Number of the tree's leaves."""
     shards: int
     shard: int
-    """This worker's."""
+    """This worker's shard."""
     hosts: Hosts = ()
-    """All shards, each once; empty: none adds for others."""
+    """All shards, each once; empty: no worker adds for others."""
 
     def terms(
         self,
@@ -42,10 +43,10 @@ class Exchange:
         chunk: int,
         like: torch.Tensor,
     ) -> Terms:
-        """What is to be added for this worker's shard: nodes with their values.
+        """Terms of the sum for this worker's shard: nodes with their values.
 
-        `own`: this worker's nodes, from left to right, each flat with `chunk` elements per shard; `nodes[s]`: which
-        ones the worker of shard `s` has; `like`: an empty tensor of their dtype, on their device.
+        `own`: this worker's nodes from left to right, each flat with `chunk` elements per shard. `nodes[s]`: the nodes
+        of shard `s`'s worker. `like`: an empty tensor of their dtype, on their device.
         """
         everyone = range(self.shards)
         if not self.hosts:
@@ -64,7 +65,7 @@ class Exchange:
         return _deliver(all_to_all, sums, lengths, of_helpers, chunk, accumulator(like))
 
     def _sums_of_helpers(self, nodes: Sequence[Sequence[Node]]) -> list[Sequence[Node]]:
-        """By shard the nodes that its worker has added up for this worker."""
+        """Nodes that each shard's worker has added up for this worker, by shard."""
         found: list[Sequence[Node]] = [()] * self.shards
         for host in self.hosts:
             helper = next(shard for shard in host if self.shard in _part(host, shard, self.shards))
@@ -73,7 +74,7 @@ class Exchange:
 
 
 def hosts_of(nodes: Sequence[int]) -> Hosts:
-    """The hosts of a shard group whose shard `s` is on node `nodes[s]`; none if nobody would add for others."""
+    """The hosts of a shard group whose shard `s` is on node `nodes[s]`; empty if no worker would add for others."""
     on: dict[int, list[int]] = {}
     for shard, node in enumerate(nodes):
         on.setdefault(node, []).append(shard)
@@ -81,7 +82,7 @@ def hosts_of(nodes: Sequence[int]) -> Hosts:
 
 
 def _part(host: Sequence[int], shard: int, shards: int) -> range:
-    """The shards for which the worker of `shard` adds up what its host has."""
+    """Shards for which the worker of `shard` adds up its host's nodes."""
     place, count = host.index(shard), len(host)
     return range(shards * place // count, shards * (place + 1) // count)
 
@@ -94,19 +95,21 @@ def _deliver(
     own_length: int,
     like: torch.Tensor,
 ) -> Terms:
-    """Give each worker its part of every tensor of `own`, `lengths[s]` elements for shard `s`, one after the other;
-    what comes from the others, `own_length` elements of each node."""
+    """Send each worker its part of every tensor of `own`; the terms received from all.
+
+    `lengths[s]`: elements for shard `s`, in order. `own_length`: elements of each received node.
+    """
     counts = [len(of_shard) for of_shard in nodes]
     received = like.new_empty((sum(counts), own_length))
     in_sizes, out_sizes = [len(own) * length for length in lengths], [count * own_length for count in counts]
-    is_even = in_sizes[0] > 0 and len({*in_sizes, *out_sizes}) == 1  # where nothing goes, some give sizes, so all do
+    is_even = in_sizes[0] > 0 and len({*in_sizes, *out_sizes}) == 1  # with empty parts some pass sizes, so all must
     send = _by_receiver(own, lengths) if own else like
     all_to_all(received.view(-1), send, None if is_even else out_sizes, None if is_even else in_sizes)
     return zip((node for of_shard in nodes for node in of_shard), received, strict=True)
 
 
 def _by_receiver(own: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
-    """Flat, with all that goes to one worker together."""
+    """A flat tensor in which all parts for one worker are contiguous."""
     if len(own) == 1:
         return own[0].reshape(-1)
     parts = [values.reshape(-1).split(list(lengths)) for values in own]
@@ -114,13 +117,13 @@ def _by_receiver(own: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.T
 
 
 def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """In place: every term is in memory of its own."""
+    """Sum in place: every term owns its memory."""
     return a.add_(b)
 
 
 def accumulator(gradient: torch.Tensor) -> torch.Tensor:
-    """Sums are kept in float32 at least, also where gradients travel in bfloat16.
+    """A tensor for sums: float32 at least, also where gradients travel in bfloat16.
 
-    Otherwise the tensor itself: FSDP2 hands every gradient over in memory of its own and does not look at it again.
+    Otherwise the tensor itself: FSDP2 passes every gradient in separate memory and does not read it again.
     """
     return gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient

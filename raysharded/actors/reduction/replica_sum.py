@@ -1,8 +1,8 @@
-"""The sum of a shard's gradient over all replicas, in the canonical order: each adds up a part of it for all.
+"""The sum of a shard's gradient over all replicas in canonical order: each replica adds up one part for all.
 
-Every replica has the partial sums of its own block of microbatches. They are cut in as many parts as there are
-replicas; each replica gets one part from all others, adds it along the tree, and the sums are gathered. That is as many
-bytes as a ring all-reduce if every block is one subtree, and one part more for each further subtree.
+Every replica has the partial sums of its block of microbatches, cut into as many parts as there are replicas. Each
+replica gets one part from all others and adds it along the tree; then the sums are gathered. The traffic is that of a
+ring all-reduce if every block is one subtree, and one part more for each further subtree.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ class ReplicaGroup(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of replicas."""
         ...
 
     def all_to_all(self, received: torch.Tensor, send: torch.Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
-        """Exchange of flat device tensors; sizes in elements, by replica."""
+        """Exchange flat device tensors; sizes in elements, by replica."""
         ...
 
     def all_gather(self, received: torch.Tensor, own: torch.Tensor) -> None:
-        """`received` is as long as all members' `own` together, which are all of one length."""
+        """Gather `own` of all members, which have one length, into `received`."""
         ...
 
     def all_reduce(self, values: torch.Tensor) -> None:
-        """The sum over all members, in place, in the backend's own order."""
+        """Sum over all members, in place, in the backend's order."""
         ...
 
 
@@ -45,7 +45,7 @@ def sum_over_replicas(
 ) -> None:
     """Fill `output` (flat, on the device) with the sum of all microbatches' gradients of this shard.
 
-    `total` has this replica's partial sums and is empty afterwards; `sums[q]` names those of replica `q`, from left to
+    `total`: this replica's partial sums; empty afterwards. `sums[q]`: the nodes of replica `q`'s sums, from left to
     right. They are added in `accumulator` and rounded once, to the dtype of `output`. Every holder of the shard must
     call it, for the same shards in the same order.
     """
@@ -67,8 +67,7 @@ def sum_over_replicas(
 
 
 def _by_receiver(sums: Sequence[torch.Tensor], replicas: int, part: int, like: torch.Tensor) -> torch.Tensor:
-    """The sums cut in parts of one length, the last ones filled up with zeros; flat, with all that goes to one replica
-    together."""
+    """The sums, padded with zeros and cut into parts of one length; flat, with all parts for one replica contiguous."""
     if len(sums) == 1 and len(sums[0]) == replicas * part:
         return sums[0]
     padded = like.new_zeros((len(sums), replicas * part))

@@ -1,13 +1,12 @@
-"""Gradient reduction in the one canonical order: FSDP2's reduce-scatter replaced by an exchange and a tree.
+"""Gradient reduction in the one canonical order: an exchange and a tree replace FSDP2's reduce-scatter.
 
 FSDP2 calls a unit's reducer once per backward with the unit's flattened gradient, one chunk per rank. The reducer
-exchanges chunks and adds them along the tree of `numerics/summation_tree.py`, carried across the rounds of a step. Only
-the last round writes a result, for which replicas exchange their partial sums; what FSDP2 accumulates before is cleared
-by the engine.
-In a shard group of one worker FSDP2 calls no reducer but the all-reduce hook, which follows the same tree.
+exchanges chunks and adds them along the tree of `numerics/summation_tree.py`, across the rounds of a step. Only the
+last round writes a result, for which replicas exchange their partial sums. The engine clears what FSDP2 accumulates
+before. In a shard group of one worker FSDP2 calls only the all-reduce hook, which follows the same tree.
 
-A microbatch's backward leaves the gradients of scalar parameters with the parameters, as FSDP2 does not reduce them.
-They go along the same tree, as those of a unit that every worker has whole, and the last round leaves their sum there.
+FSDP2 does not reduce the gradients of scalar parameters: a backward leaves them with the parameters. They are added
+along the same tree, like those of a unit that every worker has whole. The last round leaves their sum there.
 """
 
 from __future__ import annotations
@@ -33,39 +32,39 @@ from raysharded.errors import InexactError
 from raysharded.layout import Mesh
 
 ROOT = "the root"
-"""The unit of all that is in no other unit, in errors."""
+"""Name of the unit of everything outside other units, in errors."""
 
 
 @dataclass(slots=True)
 class ReductionState:
-    """Where the step is; shared by the reducers of all units of one worker."""
+    """Progress of the step, shared by the reducers of all units of one worker."""
 
     schedule: Schedule
-    """Over the data shards: of tensor parallel groups, each is one here."""
+    """Schedule over the data shards; a tensor parallel group counts as one."""
     rank: int
-    """Of this worker's data shard."""
+    """Rank of this worker's data shard."""
     replicas: ReplicaGroup | None = None
-    """Who else holds this worker's shard; None if nobody does."""
+    """The workers that hold this worker's shard; None if it is the only one."""
     everyone: ReplicaGroup | None = None
-    """All workers, who hold what is replicated; None if there is one."""
+    """All workers, which hold what is replicated; None if there is only one."""
     hosts: Hosts = ()
-    """Which shards of this worker's group are on one host; empty: that does not matter."""
+    """Shards of this worker's group on each host; empty: hosts do not matter."""
     index: int = 0
     on_reduce: Callable[[], None] = lambda: None
     """Called at each reduction, before anything is exchanged."""
     on_gradient: Callable[[int, torch.Tensor], None] | None = None
-    """Called with a microbatch and one unit's gradient of it, before that is exchanged or added to any other."""
+    """Called with a microbatch and its gradient of one unit, before that is exchanged or added."""
     reducing: Reducing = nullcontext
     finish: Finish = finish_plainly
     shift: int = 0
-    """Every worker computes what another one has otherwise, so many places further."""
+    """Number of places by which each worker's microbatches are shifted to another worker."""
     _in_loss: bool = False
     first_alone: bool = False
-    """Only the first round is computed, and nothing is made of it: groups may have more of them than others."""
+    """True to compute only the first round, without a result: groups may have different numbers of rounds."""
 
     @contextmanager
     def in_loss(self) -> Iterator[None]:
-        """Around a task's loss, which may ask for gradients of its inputs, but not for those of parameters."""
+        """A context around a task's loss, which may compute gradients of its inputs, but not of parameters."""
         self._in_loss = True
         try:
             yield
@@ -73,15 +72,15 @@ class ReductionState:
             self._in_loss = False
 
     def is_for_inputs(self, gradient: torch.Tensor, name: str) -> bool:
-        """True if a unit's gradient comes while the loss is computed: it is none, as only inputs' are asked for then.
+        """True if a unit's gradient comes while the loss is computed: then only inputs may have gradients.
 
-        Raises InexactError if it is one.
+        Raises InexactError if the gradient is not zero.
         """
         if self._in_loss and bool(gradient.any()):
             raise InexactError(
                 f"a gradient of the parameters of {name} came while the loss was computed. raysharded calls backward "
                 "itself, once for each microbatch, when the loss has returned: do not call backward() in it, return "
-                "the sum of all that is to be trained on. torch.autograd.grad of inputs alone may be asked for."
+                "the sum of everything to train on. torch.autograd.grad is allowed for inputs alone."
             )
         return self._in_loss
 
@@ -106,22 +105,25 @@ class ReductionState:
 
     @property
     def count(self) -> int:
-        """Rounds of this worker's group in the step."""
+        """Number of rounds of this worker's group in the step."""
         if self.first_alone:
             return 1
         return self.schedule.num_rounds(self.mesh.replica_of(self.acting_rank(self.rank)))
 
     @property
     def is_last(self) -> bool:
-        """Whether the step's sum is written in this round."""
+        """True if the step's sum is written in this round."""
         return self.index == self.count - 1 and not self.first_alone
 
     def microbatch(self, rank: int) -> int | None:
         return self.schedule.microbatch_of(self.acting_rank(rank), self.index)
 
     def acting_rank(self, rank: int) -> int:
-        """The rank whose microbatches `rank` computes: of another worker of its group, or for a shift of a group's size
-        and more, of another group, which a whole group stands for."""
+        """The rank whose microbatches `rank` computes.
+
+        It is a rank of the same group, or, for a shift of a group's size and more, of another group: then one whole
+        group acts for another.
+        """
         mesh = self.mesh
         shard = (mesh.shard_of(rank) + self.shift) % mesh.shards
         replica = (mesh.replica_of(rank) + self.shift // mesh.shards) % mesh.replicas
@@ -129,10 +131,10 @@ class ReductionState:
 
 
 class TreeReducer:
-    """One FSDP2 unit's reducer. Called by the thread that runs backward, once per round."""
+    """One FSDP2 unit's reducer. The thread that runs backward calls it once per round."""
 
     def __init__(self, rounds: ReductionState, name: str, *, replicated: bool = False) -> None:
-        """`replicated`: every worker has the whole unit."""
+        """`replicated`: True if every worker has the whole unit."""
         self._rounds, self._replicated = rounds, replicated
         self.name = name or ROOT
         self._expected_numel: int | None = None
@@ -149,7 +151,7 @@ class TreeReducer:
         )
 
     def reset(self) -> None:
-        """Forget a step that was not finished."""
+        """Drop an unfinished step."""
         self._sum: TreeSum[torch.Tensor] = TreeSum(self._rounds.num_microbatches, add)
         self._last_round = -1
 
@@ -181,7 +183,7 @@ class TreeReducer:
                 self._write_total(output_tensor)
 
     def all_reduce_hook(self, reduce_output: torch.Tensor) -> None:
-        """FSDP2's all-reduce hook: the whole gradient of a microbatch, replaced by the tree's sum in the last round."""
+        """FSDP2's all-reduce hook: the last round replaces a microbatch's whole gradient by the tree's sum."""
         if self._rounds.is_for_inputs(reduce_output, self.name):
             return
         self._begin(reduce_output)
@@ -223,14 +225,14 @@ class TreeReducer:
         self.calls += 1
 
     def _exchange_leaves(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """All gradients of the round, in the dtype that they have; each is added where it belongs."""
+        """Exchange all gradients of the round in their own dtype, and add those of this worker's shard."""
         rounds = self._rounds
         leaves = [rounds.microbatch(rank) for rank in rounds.group]
         nodes: list[list[Node]] = [[] if leaf is None else [(0, leaf)] for leaf in leaves]
         own = [] if rounds.microbatch(rounds.rank) is None else [gradient]
         self._exchange(own, nodes, gradient, group, gradient[:0])
         if not rounds.is_last:
-            self._sum.map_waiting(torch.clone)  # what is carried must not keep the whole exchange buffer alive
+            self._sum.map_waiting(torch.clone)  # carried terms must not keep the whole exchange buffer alive
 
     def _add_locally(self, gradient: torch.Tensor) -> None:
         leaf = self._rounds.microbatch(self._rounds.rank)
@@ -240,7 +242,7 @@ class TreeReducer:
             self._sum.add((0, leaf), accumulator(gradient))
 
     def _exchange_partial_sums(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """What each worker has added up in the step."""
+        """Exchange what each worker has added up in the step."""
         rounds = self._rounds
         nodes = [rounds.schedule.sums_of_rank(rounds.acting_rank(rank)) for rank in rounds.group]
         own = [value for _, value in self._sum.pop_all()]
@@ -263,8 +265,10 @@ class TreeReducer:
 def install(
     units: Sequence[tuple[str, FSDPModule]], rounds: ReductionState, replicated: Collection[str] = ()
 ) -> list[TreeReducer]:
-    """Make every unit with gradients a plain sum along the tree; returns their reducers in the units' order.
-    `replicated`: the names of those that every worker has whole."""
+    """Let every unit with gradients sum along the tree; returns the reducers in the units' order.
+
+    `replicated`: names of the units that every worker has whole.
+    """
     reducers = []
     for name, unit in units:
         if not reduces_gradients(unit):
@@ -279,16 +283,16 @@ def install(
 
 
 class ScalarGradients:
-    """Of one generation's model on one worker. Training thread only."""
+    """Gradients of the scalar parameters of one generation's model on one worker. Training thread only."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], rounds: ReductionState, *, exact: bool) -> None:
-        """`parameters`: all of the model's, whose order is the same on every worker."""
+        """`parameters`: all of the model's, in the same order on every worker."""
         self.params = [param for param in parameters if not param.dim() and param.requires_grad]
         self._rounds = rounds
         self.reducers = [TreeReducer(rounds, "the scalar parameters", replicated=True)] if self.params and exact else []
 
     def reduce(self) -> None:
-        """Add those of a microbatch whose backward is done; every worker must call it in every round."""
+        """Add the gradients of a microbatch whose backward is done; every worker must call it in every round."""
         for reducer in self.reducers:
             flat = self._flat()
             reducer.all_reduce_hook(flat)
@@ -297,13 +301,13 @@ class ScalarGradients:
                     param.grad = flat[place].to(param.dtype)
 
     def fill(self) -> None:
-        """Give each a gradient, of 0 where this worker's microbatches did not use it."""
+        """Give each parameter a gradient, 0 where this worker's microbatches did not use it."""
         for param in self.params:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
 
     def _flat(self) -> torch.Tensor:
-        """In memory of its own, in the widest of their dtypes."""
+        """The gradients in separate memory, in the widest of their dtypes."""
         dtype = self.params[0].dtype
         for param in self.params[1:]:
             dtype = torch.promote_types(dtype, param.dtype)

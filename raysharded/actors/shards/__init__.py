@@ -1,1 +1,1 @@
-"""The state in memory: on the device, in host memory, in peers' memory, and on its way between these."""
+"""The state in memory: on the device, in host memory, in peers' memory, and in transfer between these."""

@@ -1,7 +1,7 @@
-"""Copies of the live state to host memory that are made beside the next step's computation.
+"""Copies of the live state to host memory, made in the background of the next step's computation.
 
-What is copied must stay as it is until the copy is there. From a GPU it is one of its copy engines that copies, in the
-order of a stream of its own; on CPU a thread, which takes what the training threads leave of the cores.
+A source must not change until its copy is complete. From a GPU one of its copy engines copies, in the order of a
+separate stream. On CPU a thread copies, in the CPU time that the training threads leave.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from raysharded.checkpoint.threads import step_back
 
 
 class PendingCopy(Protocol):
-    """A copy that was begun."""
+    """A copy in progress."""
 
     def wait(self) -> None:
-        """Return when it is there; raises what it failed with. Any thread, any number of times."""
+        """Return when the copy is complete; raises the error of a failed copy. Any thread, any number of times."""
         ...
 
 
 class AsyncHostCopy:
-    """Begins the copies of one worker's state. Training thread only."""
+    """Copies of one worker's state to host memory. Training thread only."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "snapshot", initializer=step_back)
 
     def begin(self, into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> PendingCopy:
-        """Copy each source, as the work that was launched before leaves it, into the host tensor at its place.
+        """Start to copy each source, as the work launched before leaves it, into the host tensor at its index.
 
-        From a GPU the host tensors should be pinned: or else this returns when they are filled.
+        From a GPU the host tensors should be pinned: otherwise this returns only when they are filled.
         """
         if self._stream is not None:
             return _OnStream(self._stream, into, sources)
@@ -57,7 +57,7 @@ class _OnStream:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             _copy(into, sources)
-            self._done = torch.cuda.Event(blocking=True)  # who waits lets others have its core
+            self._done = torch.cuda.Event(blocking=True)  # a waiting thread releases its core
             self._done.record(stream)
 
     def wait(self) -> None:
@@ -65,8 +65,8 @@ class _OnStream:
 
 
 def _copy(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """In one call: the thread that computes would else have to wait for the interpreter at every tensor."""
-    if not into:  # a worker may have no row of anything
+    """Copy in one call: otherwise the training thread would have to wait for the interpreter lock at every tensor."""
+    if not into:  # a worker may have no row of any tensor
         return
     with torch.no_grad():
         torch._foreach_copy_(list(into), list(sources), non_blocking=True)

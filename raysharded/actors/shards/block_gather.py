@@ -1,4 +1,4 @@
-"""Blocks that are computed, piece by piece, from other workers' blocks: what is needed at once is a few pieces."""
+"""Blocks computed piece by piece from other workers' blocks, so that only a few pieces are in memory at once."""
 
 from __future__ import annotations
 
@@ -13,52 +13,55 @@ from raysharded.actors.comm.host_group import HostGroup
 from raysharded.actors.shards.erasure import Bytes
 
 PIECE_BYTES = 4 << 20
-"""Of each block so much is sent, received and computed at once."""
+"""Bytes of each block that are sent, received and computed at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
-    """What goes from one worker to another: a block's bytes, which may be fewer than the block's length."""
+    """A block's bytes on their way from one worker to another; they may be fewer than the block's length."""
 
     peer: int
-    """The rank at the other end."""
+    """Rank at the other end."""
     tag: int
-    """Tells streams between two workers apart, at both ends; below what `num_pieces` of its block allows."""
+    """Number that distinguishes streams between two workers, at both ends; `num_pieces` of its block limits it."""
     size_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needed:
-    """A block to compute from others, all of one length; what a source lacks of it counts as zeros."""
+    """A block to compute from others, all of one length; bytes that a source lacks count as zeros."""
 
     length: int
     sources: Sequence[Stream | Bytes]
-    """From others, or this worker's own."""
+    """Blocks of other workers, or this worker's own."""
     compute: Callable[[list[Bytes], int], None]
-    """Gets a piece of each source, in order, and where the piece begins in the block."""
+    """Called with a piece of each source, in order, and the piece's offset in the block."""
 
 
 def num_pieces(length: int) -> int:
-    """How many pieces a block of this length is sent in."""
+    """Number of pieces in which a block of this length is sent."""
     return -(-length // PIECE_BYTES)
 
 
 def send(group: HostGroup, stream: Stream, data: torch.Tensor, length: int) -> list[Any]:
-    """Start to send a block of this length, as far as it is in `data`, to a peer that gathers it; wait for what is
-    returned, and keep `data` as it is until then. Nothing is copied: the bytes go when the peer wants them."""
+    """Start to send a block of this length, as far as it is in `data`, to a peer that gathers it.
+
+    Wait for the returned works, and leave `data` unchanged until then. Nothing is copied: the bytes are sent when the
+    peer wants them.
+    """
     count = num_pieces(length)
     pieces = data.split(PIECE_BYTES) if data.numel() else ()
     return [group.send(piece, stream.peer, stream.tag * count + number) for number, piece in enumerate(pieces)]
 
 
 class GatherBuffers:
-    """The memory that pieces arrive in, used again and again: at most two pieces for each source of a block."""
+    """Reused memory for arriving pieces: at most two pieces for each source of a block."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}
 
     def take(self, turn: int, source: int, size_bytes: int) -> torch.Tensor:
-        """For a piece of a source, free again in the turn after the next."""
+        """Memory for a piece of a source, free again in the turn after the next."""
         key = (turn % 2, source)
         if key not in self._buffers or len(self._buffers[key]) < size_bytes:
             self._buffers[key] = torch.empty(size_bytes, dtype=torch.uint8)
@@ -66,7 +69,7 @@ class GatherBuffers:
 
 
 def gather(group: HostGroup, needed: Iterable[Needed], room: GatherBuffers) -> int:
-    """Compute blocks from pieces of others; the bytes received. While one piece is computed the next is on its way."""
+    """Compute blocks from pieces of others; the bytes received. During each computation the next piece arrives."""
     jobs = ((block, start) for block in needed for start in range(0, block.length, PIECE_BYTES))
     received = 0
     coming: _Piece | None = None
@@ -81,7 +84,7 @@ def gather(group: HostGroup, needed: Iterable[Needed], room: GatherBuffers) -> i
 
 
 class _Piece:
-    """One piece of every source of a block, on its way."""
+    """One piece of every source of a block, in transfer."""
 
     def __init__(self, group: HostGroup, block: Needed, start: int, turn: int, room: GatherBuffers) -> None:
         self._group, self._block, self._start = group, block, start

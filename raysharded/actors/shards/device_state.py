@@ -1,4 +1,4 @@
-"""The training state as it lies on the device, and its copies to and from a flat host buffer."""
+"""The training state on the device, and its copies to and from a flat host buffer."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ class DeviceState:
     def __init__(self, sharded: ShardedModel, optimizer: ShardOptimizer) -> None:
         self._sharded, self._optimizer = sharded, optimizer
         self._carried: dict[str, torch.Tensor] = {}
-        """Path -> the values of the constants that are part of the state, in host memory: the model may change its
-        own."""
+        """Path -> value in host memory of each constant that is part of the state: the model may change its own."""
         self._filler = AsyncHostCopy(self._device())
         self._num_tensors: dict[str, int] = {}
 
     @property
     def cuts(self) -> ParamLayout:
-        """How the parameters lie over the workers."""
+        """Layout of the parameters over the workers."""
         return self._sharded.cuts
 
     @property
     def carried(self) -> Collection[str]:
-        """The paths of the constants that are part of the state."""
+        """Paths of the constants that are part of the state."""
         return self._carried.keys()
 
     @property
     def inventory(self) -> Inventory:
-        """What the build of the model gave."""
+        """Inventory of the built model."""
         return self._sharded.inventory
 
     def carry(self, found: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        """Let these of the model's constants be part of the state: path -> (dtype, shape). Paths that lead nowhere are
-        passed over. Raises CheckpointError for one that is another kind of thing in the model."""
+        """Make constants of the model part of the state: path -> (dtype, shape). Paths that do not exist are skipped.
+
+        Raises CheckpointError if the model's constant has another dtype or shape, or cannot be written.
+        """
         for path, kind in found.items():
             here = self.inventory.constants.get(path)
             if here is None:
@@ -65,7 +66,7 @@ class DeviceState:
             self._carried[path] = here.value.cpu().clone()
 
     def spec(self, *, with_optimizer: bool = True) -> StateSpec:
-        """The global state as it is now, by name. Without optimizer state before the first step: it is made then."""
+        """The current global state by name. Without optimizer state before the first step, which makes it."""
         params = self._sharded.parameters
         found = {MODEL + name: (param.dtype, param.shape) for name, param in params.items()}
         found |= {BUFFER + name: (b.dtype, b.shape) for name, b in self._sharded.persistent_buffers.items()}
@@ -80,16 +81,18 @@ class DeviceState:
         )
 
     def check_spec(self, begun: Collection[str] = ()) -> None:
-        """Raise `InexactError` if the optimizer keeps other things than when `spec` was last asked for; of those that
-        it has `begun` with since, it may."""
+        """Raise `InexactError` if the optimizer keeps more or less of a parameter than at the last `spec`.
+
+        Parameters in `begun` are exempt: their state has begun since.
+        """
         now = self._optimizer.num_tensors()
         if now == self._num_tensors:
             return
         for name, count in now.items():
             if count != self._num_tensors.get(name) and name not in begun:
                 raise InexactError(
-                    f"the optimizer keeps other things of {name!r} than after its first step of it: what came since "
-                    "would be lost with a worker. Let it make all that it keeps of a parameter in the first step in "
+                    f"the optimizer's state of {name!r} has other keys than after that parameter's first step: the new "
+                    "entries would be lost with a worker. Let it make all state of a parameter in the first step in "
                     "which that has a gradient."
                 )
 
@@ -100,8 +103,11 @@ class DeviceState:
         return found
 
     def copy_to(self, buffer: ShardBuffer) -> None:
-        """Begin to copy the live state into a buffer of host memory. Parameters and what the optimizer keeps must stay
-        as they are until `buffer.wait` has returned; the model may change its own buffers before."""
+        """Start to copy the live state into a buffer of host memory.
+
+        Parameters and optimizer state must not change until `buffer.wait` has returned. The model may change its own
+        buffers earlier.
+        """
         live = self._tensors()
         into: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -116,21 +122,21 @@ class DeviceState:
         buffer.fill(self._filler.begin(into, sources))
 
     def digest(self, spec: StateSpec, pieces: ShardMap) -> int:
-        """Of the live state, in the order of `pieces`; equal to `digest_of_copy` of an equal copy."""
+        """Digest of the live state, in the order of `pieces`; equal to `digest_of_copy` of an equal copy."""
         live = self._tensors()
         parts = (_part(live[piece.tensor.name], piece, pieces) for piece in pieces.pieces(spec))
         return combined(int(tensor_digest(part).item()) for part in parts)
 
     @staticmethod
     def digest_of_copy(buffer: ShardBuffer) -> int:
-        """Of a buffer that `copy_to` filled, on any worker."""
+        """Digest of a buffer that `copy_to` filled, on any worker."""
         return combined(int(tensor_digest(view).item()) for view, _ in buffer.tensors)
 
     def load_from(self, buffer: ShardBuffer) -> frozenset[str]:
         """Make the live state equal to a buffer that `copy_to` filled, at any number of workers.
 
-        What an optimizer kept of parameters that are frozen now, and in no group, is left out: gives their names.
-        Raises CheckpointError for another model, or one of another dtype.
+        Optimizer state of parameters that are frozen now, and in no group, is left out; returns their names. Raises
+        CheckpointError for another model, or one of another dtype.
         """
         spec = buffer.spec
         self._check_same_model(spec)
@@ -143,13 +149,13 @@ class DeviceState:
                 if piece.tensor.name in live:
                     _part(live[piece.tensor.name], piece, buffer.pieces).copy_(view)
         self._put_constants()
-        if kept:  # at the start an optimizer keeps what its constructor made
+        if kept:  # at the start an optimizer keeps its constructor's state
             numbers = frozenset(name.removeprefix(NUMBER) for name in optim if name.startswith(NUMBER))
             self._optimizer.load_state({name.partition(".")[2]: value for name, value in optim.items()}, numbers)
         return frozenset(map(_parameter_of, left_out))
 
     def _is_frozen(self, name: str) -> bool:
-        """True for a parameter of the model that the optimizer does not have: trainable ones were refused."""
+        """True for a parameter of the model that the optimizer lacks: trainable ones were rejected."""
         return name in self._sharded.parameters and not self._optimizer.has(name)
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
@@ -160,11 +166,11 @@ class DeviceState:
     def _put_constants(self) -> None:
         for path, value in self._carried.items():
             write = self._sharded.inventory.constants[path].write
-            assert write is not None  # it was checked when the constant became part of the state
+            assert write is not None  # checked when the constant became part of the state
             write(value)
 
     def _optimizer_tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """Room for what the optimizer keeps of this worker's part."""
+        """An empty tensor for the optimizer's state of this worker's part."""
         key = spec.name.partition(".")[2]
         dtype = torch_dtype(spec.dtype)
         if not spec.shape:
@@ -175,9 +181,9 @@ class DeviceState:
         return next(iter(self._sharded.parameters.values())).device
 
     def added_to(self, state: StateSpec) -> frozenset[str]:
-        """The parameters and persistent buffers that the model has and a state has not, by their names there.
+        """Parameters and persistent buffers that the model has and a state lacks, by their names in the state.
 
-        None if the state has parameters that the model has not: it is another model then.
+        Empty if the state has parameters that the model lacks: it is another model's.
         """
         have = {tensor.name for tensor in state.tensors}
         need = {MODEL + name for name in self._sharded.parameters}
@@ -210,23 +216,24 @@ class DeviceState:
                 f"the saved state does not fit the task's model: the {kind} {first.partition('.')[2]!r} is "
                 f"{saved[first]} in the state and {now[first]} in the model ({len(other)} such in all). Converting it "
                 "would change the run's numbers. Let build_model make what the run was started with (EngineConfig."
-                "param_dtype says what is computed in), or give the run another name and start from exported weights."
+                "param_dtype sets the dtype to compute in), or give the run another name and start from exported "
+                "weights."
             )
 
 
 def _parameter_of(name: str) -> str:
-    """Of which something is that an optimizer keeps, by its name in the state."""
+    """The parameter of a tensor of optimizer state, by the tensor's name in the state."""
     return name.partition(".")[2].rpartition(".")[0]
 
 
 def state_spec(tensors: Mapping[str, tuple[str, tuple[int, ...]]], cuts: ParamLayout | None = None) -> StateSpec:
-    """The state of these tensors, name -> (dtype, shape), in the order that live states use."""
+    """Spec of a state of these tensors, name -> (dtype, shape), in the order of live states."""
     cuts = cuts or ParamLayout()
     return StateSpec(tensors=tuple(spec for name in sorted(tensors) for spec in cuts.specs(name, *tensors[name])))
 
 
 def _part(local: torch.Tensor, piece: Piece, pieces: ShardMap) -> torch.Tensor:
-    """What a piece stands for of this worker's own part of a tensor: all of it, or one of the strips in it."""
+    """A piece's part of this worker's local tensor: all of it, or one of its strips."""
     strips = piece.tensor.strips // pieces.degree
     if strips <= 1:
         return local
@@ -237,7 +244,7 @@ def _part(local: torch.Tensor, piece: Piece, pieces: ShardMap) -> torch.Tensor:
 
 
 def fill_initial(buffer: ShardBuffer, initial: Mapping[str, torch.Tensor]) -> None:
-    """Copy this shard's parts of the whole tensors that are given into the buffer."""
+    """Copy this shard's parts of the given whole tensors into the buffer."""
     for view, piece in buffer.tensors:
         whole = initial.get(piece.tensor.name)
         if whole is not None:

@@ -1,4 +1,4 @@
-"""Erasure codes over blocks of bytes: m parity blocks for k blocks of data, any k of which give the data."""
+"""Erasure codes over blocks of bytes: m parity blocks for k data blocks. Any k blocks give the data."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from raysharded.layout import Parity
 
 Bytes = NDArray[np.uint8]
 _CHUNK = 1 << 17
-"""So much of each block is computed at once: it fits in a core's cache, and needs no fresh pages."""
+"""Bytes of each block that are computed at once: they fit in a core's cache, and need no fresh pages."""
 
 _BLOCKS = 256
-"""The most that a code over GF(2^8) has, of data and parity."""
+"""Largest number of blocks, data and parity, in a code over GF(2^8)."""
 
 
 class ErasureCode(Protocol):
-    """Blocks are numbered: data from 0 on, parity from k on. All blocks of a call have one length."""
+    """A code. Blocks are numbered: data from 0 on, parity from k on. All blocks of a call have one length."""
 
     def encode(self, data: Sequence[Bytes], parity: Sequence[Bytes]) -> None:
         """Compute all m parity blocks from all k blocks of data, in order."""
@@ -41,7 +41,7 @@ def erasure_code(parity: Parity) -> ErasureCode:
 
 
 class _Xor:
-    """One parity block: the data blocks' exclusive or."""
+    """One parity block: the exclusive or of the data blocks."""
 
     def encode(self, data: Sequence[Bytes], parity: Sequence[Bytes]) -> None:
         for at in _chunks(parity[0]):
@@ -53,8 +53,10 @@ class _Xor:
 
 
 class _ReedSolomon:
-    """A systematic Reed-Solomon code over GF(2^8), by zfec (after Rizzo: "Effective Erasure Codes for Reliable Computer
-    Communication Protocols", 1997). It computes without the interpreter's lock."""
+    """A systematic Reed-Solomon code over GF(2^8), by zfec. It computes without the interpreter's lock.
+
+    Source: Rizzo, "Effective Erasure Codes for Reliable Computer Communication Protocols", 1997.
+    """
 
     def __init__(self, zfec: Any, parity: Parity) -> None:
         self._encoder: Any = zfec.Encoder(parity.k, parity.width)
@@ -73,13 +75,15 @@ class _ReedSolomon:
 
 
 class _XorAndReedSolomon:
-    """Two parity blocks, as in RAID 6 (Anvin: "The Mathematics of RAID-6"): the exclusive or, which costs little, and
-    one block of a Reed-Solomon code by zfec, whose coefficients all differ. Two lost blocks of data are the unknowns of
-    two equations that weigh them differently, so any k blocks give the data. It takes half the time of two blocks by
-    zfec."""
+    """Two parity blocks, as in RAID 6 (Anvin: "The Mathematics of RAID-6").
+
+    One is the exclusive or, which costs little. The other is a block of a Reed-Solomon code by zfec whose coefficients
+    all differ. Two lost data blocks are the unknowns of two equations that weigh them differently, so any k blocks give
+    the data. It takes half the time of two blocks by zfec.
+    """
 
     def __init__(self, zfec: Any, k: int, number: int) -> None:
-        """`number`: of the block of zfec's code."""
+        """`number`: number of the block in zfec's code."""
         self._k, self._number = k, number
         self._encoder: Any = zfec.Encoder(k, _BLOCKS)
         self._decoder: Any = zfec.Decoder(k, _BLOCKS)
@@ -88,7 +92,7 @@ class _XorAndReedSolomon:
         self._times = [
             np.frombuffer(self._weigh([every if i == j else zeros for j in range(k)]), np.uint8) for i in range(k)
         ]
-        """By data block: each byte's product with the block's coefficient."""
+        """Products of every byte with the coefficient of each data block."""
 
     def encode(self, data: Sequence[Bytes], parity: Sequence[Bytes]) -> None:
         plain, weighed = parity
@@ -125,7 +129,7 @@ class _XorAndReedSolomon:
 
 
 def _differing_row(zfec: Any, k: int) -> int | None:
-    """A parity block of zfec's code with k different coefficients; None if it has none, as of many blocks."""
+    """A parity block of zfec's code with k different coefficients; None if it has none, as for large k."""
     units = list(np.eye(k, dtype=np.uint8))
     rows = zfec.Encoder(k, _BLOCKS).encode(units, list(range(k, _BLOCKS)))
     return next((number for number, row in enumerate(rows, k) if len(set(row)) == k), None)

@@ -23,7 +23,7 @@ _FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """The checkpoint, and what is taken from it."""
+    """The checkpoint, and the tensors taken from it."""
 
     checkpoint: Checkpoint
     names: Mapping[str, str]
@@ -55,7 +55,7 @@ def find(weights: InitialWeights, state: StateSpec) -> Source:
 
 
 def _name_in(checkpoint: Checkpoint, name: str) -> str | None:
-    """A tensor's name in the checkpoint; `checkpoint.save` keeps buffers beside parameters."""
+    """A tensor's name in the checkpoint; `checkpoint.save` stores buffers among the parameters."""
     candidates = (name, MODEL + name.removeprefix(BUFFER) if name.startswith(BUFFER) else name)
     return next((one for one in candidates if one in checkpoint.tensors), None)
 

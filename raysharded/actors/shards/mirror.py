@@ -1,4 +1,4 @@
-"""The copy of each worker's newest shard in another worker's host memory, sent beside the next step's computation."""
+"""A copy of each worker's newest shard in another worker's host memory, sent in the background of the next step."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from raysharded.layout import keeper_of
 
 
 class SnapshotReplicator(Protocol):
-    """Makes a snapshot survive the loss of its worker, beside training. Training thread only."""
+    """Protection of a snapshot against the loss of its worker, in the background. Training thread only."""
 
     def start(self, own: ShardBuffer) -> None:
-        """Begin with a snapshot, which may still be being filled, and is held until that has ended."""
+        """Start with a snapshot, which may still be filling; it is held until the end."""
         ...
 
     def join(self) -> int:
-        """Return when this worker's part of it is done, with the bytes received; raises `CollectiveAborted` if a peer
-        is gone."""
+        """Return the bytes received once this worker's part is done; raises `CollectiveAborted` if a peer is lost."""
         ...
 
     def settle(self) -> None:
-        """After an abort: return when nothing is written or read any more that anyone else needs."""
+        """After an abort: return when nothing that others need is written or read any more."""
         ...
 
 
 class Mirror:
-    """Sends this worker's snapshots to the rank that keeps them, and receives those that it keeps itself.
+    """A `SnapshotReplicator` that sends this worker's snapshots to its mirror holder, and receives those that it holds.
 
-    Implements `SnapshotReplicator`.
-    Training thread only. A mirror counts as soon as it has arrived, not only when the next step asks for it: a loss in
-    the middle of that step then costs nothing but the step itself.
+    Training thread only. A mirror counts as soon as it has arrived, not only when the next step waits for it. A loss in
+    the middle of that step then costs only the step itself.
     """
 
     def __init__(self, place: RankPosition, groups: Groups, store: ShardStore) -> None:
@@ -44,7 +42,7 @@ class Mirror:
         self._transfer: _Transfer | None = None
 
     def start(self, own: ShardBuffer) -> None:
-        """Start both transfers; `own` is held until they have ended. It may still be being filled."""
+        """Start both transfers; `own`, which may still be filling, is held until they have ended."""
         if not self._place.has_mirror:
             return
         mesh, rank = self._place.mesh, self._place.rank
@@ -53,8 +51,7 @@ class Mirror:
         self._transfer = _Transfer(self._groups.state, into, own, target)
 
     def join(self) -> int:
-        """Return when both transfers are complete, with the bytes received; raises `CollectiveAborted` if a peer is
-        gone."""
+        """Return the bytes received when both transfers are complete; raises `CollectiveAborted` if a peer is lost."""
         transfer = self._transfer
         if transfer is None:
             return 0
@@ -66,19 +63,19 @@ class Mirror:
 
     @waits_for_peers
     def settle(self) -> None:
-        """After an abort: let the transfers end. One that gloo keeps is left: what it fills never counts."""
+        """After an abort: wait for the transfers, but abandon one that gloo keeps: what it fills never counts."""
         if self._transfer is not None:
             self._transfer.join(GRACE_S)
 
 
 class _Transfer(threading.Thread):
-    """Sends one mirror, as soon as its bytes have come to host memory, and receives one."""
+    """Transfer of one mirror to its holder, as soon as its bytes are in host memory, and of one to this worker."""
 
     def __init__(self, group: HostGroup, into: ShardBuffer, own: ShardBuffer, target: int) -> None:
         super().__init__(name="mirror", daemon=True)
         self._group, self._target = group, target
         self._into, self._own = into, own
-        """Kept as they are, with the works: gloo writes to, and reads from, their memory."""
+        """Kept unchanged, with the works: gloo writes to, and reads from, their memory."""
         self._works: list[Any] = []
         self.size_bytes = into.data.numel()
         self.error: Exception | None = None
@@ -98,7 +95,7 @@ class _Transfer(threading.Thread):
             into.complete = True
             for work in sending:
                 group.deliver(work)
-        except Exception as error:  # noqa: BLE001 - handed over to the training thread: a mirror that is none is no commit
+        except Exception as error:  # noqa: BLE001 - passed to the training thread: a failed mirror is no commit
             self.error = error
         finally:
             self._own.release()

@@ -1,5 +1,6 @@
-"""Parity blocks of each worker's newest shard in other workers' host memory, computed beside the next step; or the
-mirror, if the run has no parity.
+"""Parity blocks of each worker's newest shard in other workers' host memory, computed in the background.
+
+Without parity a mirror replaces them.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from raysharded.layout import Parity, block_bytes, part_range, shard_map
 
 
 class ParityKeeper:
-    """Keeps parity blocks of other workers' snapshots, and sends this worker's to those who keep theirs.
+    """A `raysharded.actors.shards.mirror.SnapshotReplicator` with parity blocks. Training thread only.
 
-    Training thread only; a `raysharded.actors.shards.mirror.SnapshotReplicator`.
+    It holds parity blocks of other workers' snapshots, and sends this worker's parts to the holders of its blocks.
     """
 
     def __init__(self, place: RankPosition, parity: Parity, groups: Groups, store: ShardStore) -> None:
@@ -36,7 +37,7 @@ class ParityKeeper:
         self._round: _Round | None = None
 
     def start(self, own: ShardBuffer) -> None:
-        """Start to send, and to compute; `own` is held until that has ended."""
+        """Start to send and to compute; `own` is held until both have ended."""
         if self._sizes is None or self._sizes.spec is not own.spec:
             self._sizes = _Sizes(own, self._parity)
         length = self._sizes.length
@@ -56,25 +57,27 @@ class ParityKeeper:
         )
 
     def join(self) -> int:
-        """Return when the blocks are complete and this worker's parts were taken, with the bytes received; raises
-        `CollectiveAborted` if a peer is gone."""
+        """Return the bytes received when the blocks are complete and this worker's parts were taken.
+
+        Raises `CollectiveAborted` if a peer is lost.
+        """
         if self._round is None:
             return 0
         join_or_leave(self._round, lambda: self._groups.aborted)
-        if self._round.error is not None:  # what it may still receive goes into its own memory: it stays
+        if self._round.error is not None:  # kept, as it may still receive into its own memory
             raise CollectiveAborted(f"the parity's transfer: {self._round.error}") from self._round.error
         received, self._round = self._round.received, None
         return received
 
     @waits_for_peers
     def settle(self) -> None:
-        """After an abort: let it end. If gloo keeps it it is left: what it fills never counts."""
+        """After an abort: wait for the round, but abandon one that gloo keeps: what it fills never counts."""
         if self._round is not None:
             self._round.join(GRACE_S)
 
 
 class _Sizes:
-    """How long the buffers are whose parts one rank computes parity blocks from."""
+    """Lengths of the buffers from whose parts one rank computes parity blocks."""
 
     def __init__(self, own: ShardBuffer, parity: Parity) -> None:
         self.spec, world_size, degree = own.spec, own.world_size, own.degree
@@ -85,7 +88,7 @@ class _Sizes:
 
 
 class _Round(threading.Thread):
-    """One step's parity blocks: this worker's parts are offered to their keepers, and its own blocks computed."""
+    """One step's parity blocks: this worker's parts are offered to their holders, and its own blocks computed."""
 
     def __init__(
         self,
@@ -118,13 +121,13 @@ class _Round(threading.Thread):
             self._into.complete = True
             for work in [*sending, *itertools.chain(*self._forwarded)]:
                 self._group.deliver(work)
-        except Exception as error:  # noqa: BLE001 - handed over to the training thread: parity that is none is no commit
+        except Exception as error:  # noqa: BLE001 - passed to the training thread: failed parity is no commit
             self.error = error
         finally:
             self._own.release()
 
     def _offers(self) -> Iterator[list[Any]]:
-        """This worker's parts, to the first keeper of each one's stripe."""
+        """This worker's parts, sent to the first holder of each one's stripe."""
         k, length, world, rank = self._parity.k, self._sizes.length, self._own.world_size, self._own.rank
         for part in range(k):
             start, stop = part_range(self._own.data.numel(), part, length)
@@ -133,11 +136,11 @@ class _Round(threading.Thread):
             yield send(self._group, stream, self._own.data[start:stop], length)
 
     def _keeper(self, stripe: int, block: int) -> int:
-        """Who keeps parity block number `block` of a stripe."""
+        """Rank that holds parity block number `block` of a stripe."""
         return self._parity.rank_in(stripe, self._parity.k + block, self._own.world_size)
 
     def _needed(self) -> Needed:
-        """All blocks of the stripe of which this worker is the first keeper."""
+        """All blocks of the stripe of which this worker is the first holder."""
         length, world = self._sizes.length, self._own.world_size
         stripe = self._parity.stripe_kept(self._own.rank, 0, world)
         sources = []
@@ -148,9 +151,9 @@ class _Round(threading.Thread):
         return Needed(length=length, sources=sources, compute=self._encode)
 
     def _encode(self, pieces: list[Bytes], start: int) -> None:
-        """A piece of the first block stays here; those of the others go to their keepers."""
+        """Encode one piece: that of the first block stays here, those of the others go to their holders."""
         size, turn = len(pieces[0]), len(self._forwarded)
-        if turn >= 2:  # its memory is used again
+        if turn >= 2:  # its memory is reused
             for work in self._forwarded[turn - 2]:
                 self._group.deliver(work)
         first = self._into.data[start : start + size]
@@ -163,7 +166,7 @@ class _Round(threading.Thread):
         self._forwarded.append(works)
 
     def _receive_others(self) -> list[Any]:
-        """The blocks that this worker keeps of stripes whose first keeper is another."""
+        """Start to receive the blocks that this worker holds of stripes whose first holder is another."""
         works: list[Any] = []
         for block in range(1, self._parity.m):
             first = self._keeper(self._parity.stripe_kept(self._own.rank, block, self._own.world_size), 0)
@@ -174,12 +177,12 @@ class _Round(threading.Thread):
         return works
 
     def _tag(self, block: int, start: int) -> int:
-        """Of a piece of a parity block; none of a part has it."""
+        """Tag of a piece of a parity block; no piece of a part has it."""
         return (self._parity.k + block) * num_pieces(self._sizes.length) + start // block_gather.PIECE_BYTES
 
 
 def keeper_of(place: RankPosition, groups: Groups, store: ShardStore) -> SnapshotReplicator:
-    """Parity where that is wanted and there are workers enough, or else a mirror."""
+    """Parity if it is wanted and there are workers enough, otherwise a mirror."""
     if place.parity is not None and place.has_parity:
         return ParityKeeper(place, place.parity, groups, store)
     return Mirror(place, groups, store)

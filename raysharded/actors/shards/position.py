@@ -1,4 +1,4 @@
-"""Where a worker stands in a generation, and the buffers it keeps there."""
+"""A worker's position in a generation, and its buffers there."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Mesh, Parity, Shar
 from raysharded.protocol.messages import GenerationSpec, Job
 
 MEETING_TIMEOUT_S = 30.0
-"""How long a generation that is prepared beside training waits for its members."""
+"""Seconds for which a generation prepared in the background waits for its members."""
 ARRIVAL_TIMEOUT_S = 60.0
-"""How long a forming generation waits for its members; the driver interrupts it earlier when one is lost."""
+"""Seconds for which a forming generation waits for its members; the driver interrupts it when one is lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPosition:
-    """Where a worker stands in the generation to be restored."""
+    """A worker's position in the generation to be restored."""
 
     spec: GenerationSpec
     worker: WorkerId
     mirrors: bool
     parity: Parity | None = None
-    """In place of mirrors, where there are workers enough."""
+    """Parity in place of mirrors, if there are workers enough."""
 
     def number_of(self, rule: str) -> int:
-        """The number of a rule (`raysharded.numerics`) under which the run computes. Ask where there is code for
-        several."""
+        """Number of a rule (`raysharded.numerics`) under which the run computes, for code that knows several."""
         return numerics.number_of(self.spec.numerics, rule)
 
     @property
@@ -52,19 +51,19 @@ class RankPosition:
 
     @property
     def tensor_rank(self) -> int:
-        """The place in its tensor parallel group."""
+        """Position in the tensor parallel group."""
         return self.mesh.tensor_of(self.rank)
 
     @property
     def hosts(self) -> Hosts:
-        """The data shards of this worker's group that are on one host each; those of its own tensor rank."""
+        """Data shards of this worker's group on each host, those of its tensor rank."""
         mesh, nodes = self.mesh, self.spec.nodes
         return hosts_of(
             [nodes[rank] for rank in mesh.group(self.replica)[self.tensor_rank :: mesh.tensor]] if nodes else []
         )
 
     def speaks_for(self, holders: Replication) -> bool:
-        """Whether it is the one to tell of what all these holders have."""
+        """True if this worker reports what all these holders have."""
         match holders:
             case Replication.ONE:
                 return self.replica == 0
@@ -75,7 +74,7 @@ class RankPosition:
 
     @property
     def share(self) -> Share:
-        """What this worker writes of its shard, which the other replicas hold, too."""
+        """The part of its shard that this worker writes; the other replicas hold the shard, too."""
         return Share(index=self.replica, of=self.mesh.replicas)
 
     @property
@@ -102,7 +101,7 @@ class RankPosition:
         return self._begin(store, step, "snapshot", self.shard, state)
 
     def begin_mirror(self, store: ShardStore, step: int, state: StateSpec) -> ShardBuffer:
-        """A buffer for the shard that this worker keeps a mirror of."""
+        """A buffer for the shard whose mirror this worker holds."""
         return self._begin(store, step, "mirror", mirror_of(self.shard, self.mesh.shards, self.mesh.apart), state)
 
     def _begin(self, store: ShardStore, step: int, medium: HostMedium, shard: int, state: StateSpec) -> ShardBuffer:
@@ -111,7 +110,7 @@ class RankPosition:
 
 
 def rendezvous_of(spec: GenerationSpec, worker: WorkerId, job: Job, arrival_timeout_s: float) -> Rendezvous:
-    """Where the worker meets the other members of the generation."""
+    """Rendezvous of the worker with the other members of the generation."""
     return Rendezvous(
         host=spec.host,
         port=spec.port,

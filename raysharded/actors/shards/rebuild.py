@@ -1,4 +1,4 @@
-"""Lost shards, computed from parity blocks and what is left of the state, by the workers of a new generation."""
+"""Lost shards, computed from parity blocks and the remaining state by the workers of a new generation."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ def rebuild(
     worker: WorkerId,
     groups: Groups,
 ) -> int:
-    """Compute the lost buffers of a step that this worker is to compute, into its store, and give others the blocks
-    that they need; the bytes received. Every member must call it."""
+    """Compute this worker's share of a step's lost buffers into its store, and send others the blocks that they need.
+
+    Returns the bytes received. Every member must call it.
+    """
     found = [_Rebuilding(each, step, spec, store, members, worker, groups.state) for each in rebuilds]
     return groups.beside(lambda: sum(each.run() for each in found), "rebuild") if found else 0
 
@@ -100,7 +102,7 @@ class _Rebuilding:
         return stop - start
 
     def _block(self, number: int, rank: int) -> Any:
-        """A block of this worker's, as far as it is not zeros."""
+        """A block that this worker holds, without trailing zeros."""
         k, layout = self._plan.parity.k, GenerationId(self._plan.layout_id)
         if number >= k:
             kept = self._store.find(self._step, layout, "parity", rank)
@@ -111,7 +113,7 @@ class _Rebuilding:
 
 
 def _decode(code: ErasureCode, numbers: Sequence[int], part: int, into: Bytes, pieces: list[Bytes], start: int) -> None:
-    """Into the part of a buffer, which may be shorter than the block."""
+    """Decode into the part of a buffer, which may be shorter than the block."""
     wanted = max(0, min(len(into) - start, len(pieces[0])))
     if wanted:
         blocks = {number: piece[:wanted] for number, piece in zip(numbers, pieces, strict=True)}

@@ -1,10 +1,9 @@
-"""Gives a new generation its state: each worker's own shard, and the mirror or the parity blocks it keeps.
+"""State of a new generation: each worker's own shard, and the mirror or parity blocks that it holds.
 
-What was lost with workers and can be computed from parity blocks is computed first; the plan then takes it as held.
+Lost buffers that parity blocks can restore are computed first; the plan then takes them as held.
 
-Every byte is read from a checkpoint once: each worker of the first replica reads its own shard, rank 0 what all of them
-hold whole, the first of each tensor parallel group what its workers have in common, and the rest comes from the other
-workers.
+Every byte is read from a checkpoint once. Each worker of the first replica reads its own shard. Rank 0 reads what all
+hold whole, the first of each tensor parallel group what its workers have in common. The rest comes from other workers.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from raysharded.protocol.messages import FromCheckpoint, FromMemory, FromStart, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """The filled buffer of the worker's own shard, and how its bytes came."""
+    """The filled buffer of the worker's own shard, with the bytes received and read for it."""
 
     own: ShardBuffer
     bytes_received: int
     bytes_read: int
     added: frozenset[str] = frozenset()
-    """What the model has and the checkpoint has not, by its name in the state: it has the values of a run's start."""
+    """Names in the state of tensors that the checkpoint lacks: they have the values of a run's start."""
 
 
 def restore(
@@ -57,7 +56,7 @@ def restore(
 ) -> Restored:
     """Fill this worker's buffers from the generation's source. Every member must call it.
 
-    `agree`: called once it is known what the state consists of, with what was drawn of it; it compares what the members
+    `agree`: called once the contents of the state are known, with those that were drawn. It compares what the members
     have built.
     """
     members, build_seed = place.spec.members, place.spec.build_seed
@@ -121,14 +120,14 @@ def restore(
 def spec_of(
     checkpoint: Checkpoint, cuts: ParamLayout | None = None, added: Mapping[str, torch.Tensor] | None = None
 ) -> StateSpec:
-    """The state's spec from a manifest, for workers that cut it like this; with these tensors besides."""
+    """The state's spec from a manifest, for workers of this layout, including the tensors in `added`."""
     tensors = {name: (info.dtype, tuple(info.shape)) for name, info in checkpoint.tensors.items()}
     more = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in (added or {}).items()}
     return state_spec(tensors | more, cuts)
 
 
 def _first_values(job: Job, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """What these parameters and buffers have at the start of a run."""
+    """Values of these parameters and buffers at the start of a run."""
     if not names:
         return {}
     found: dict[str, torch.Tensor] = {}
@@ -138,7 +137,7 @@ def _first_values(job: Job, names: Collection[str]) -> dict[str, torch.Tensor]:
 
 
 def _read(checkpoint: Checkpoint, own: ShardBuffer, place: RankPosition) -> int:
-    """Fill the shard but for what another worker reads for this one; the bytes read from storage."""
+    """Fill the shard, except what another worker reads for this one; the bytes read from storage."""
     data = own.data.numpy()
     return checkpoint.read_many(
         (piece.tensor.name, piece.offsets, piece.sizes, data[piece.place])
@@ -148,7 +147,7 @@ def _read(checkpoint: Checkpoint, own: ShardBuffer, place: RankPosition) -> int:
 
 
 def _share(own: ShardBuffer, place: RankPosition, groups: Groups, probe: Callable[[str], None]) -> int:
-    """Take what others read for this worker; the bytes received."""
+    """Receive what others read for this worker; the bytes received."""
     if groups.world_size == 1:
         return 0
     probe("transfer")
@@ -163,7 +162,7 @@ def _share(own: ShardBuffer, place: RankPosition, groups: Groups, probe: Callabl
 
 
 def _holders(piece: Piece, place: RankPosition) -> Replication:
-    """Who has the same piece, apart from other replicas."""
+    """Workers that have the same piece, apart from other replicas."""
     if piece.tensor.replicated:
         return Replication.EVERYONE
     return Replication.TENSOR_GROUP if place.mesh.tensor > 1 and piece.tensor.tensor_dim is None else Replication.ONE
@@ -176,7 +175,7 @@ def _constants_in(state: StateSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _draw(targets: dict[int, ShardBuffer], first: FirstBuild, constants: Mapping[str, torch.Tensor]) -> list[Item]:
-    """Fill the buffers with the first state; what workers compare of it."""
+    """Fill the buffers with the first state; the items that workers compare."""
     expected = {tensor.name for buffer in targets.values() for tensor in buffer.spec.tensors}
     drawn: list[Item] = []
     with torch.no_grad():
@@ -192,7 +191,7 @@ def _draw(targets: dict[int, ShardBuffer], first: FirstBuild, constants: Mapping
     if more := sorted({item.name for item in drawn} - expected):
         raise CheckpointError(
             f"the build that gives the first weights has {len(more)} tensors that the model has not, first {more[0]!r}"
-            ": build_model gives another model each time. If it draws which layers there are, let it draw from a "
-            "generator of its own with a fixed seed."
+            ": build_model gives another model each time. If it draws its layers at random, let it draw from a "
+            "separate generator with a fixed seed."
         )
     return drawn

@@ -1,4 +1,4 @@
-"""Writes this worker's part of a checkpoint beside training, straight from its snapshot in host memory.
+"""Saves of this worker's part of a checkpoint, in the background, straight from its snapshot in host memory.
 
 Nothing is copied: the snapshot's buffer is held while it is hashed and written, and training takes another one.
 """
@@ -20,27 +20,30 @@ from raysharded.layout import ShardMap, Share, partial as fingerprint_partial
 from raysharded.protocol.messages import Saved, save_prefix
 
 BEGIN_TIMEOUT_S = 30.0
-"""How long a worker may be behind the one that reported the save."""
+"""Longest lag of a worker behind the one that reported the save."""
 _RESULTS_KEPT = 256
-"""Of the newest saves: more than a driver that stood still for a while can be behind."""
+"""Number of newest results kept: a driver that stood still for a while cannot be further behind."""
 _LOOK_UP_S = 0.1
 _WHOLE = Share()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What all workers do about a checkpoint of the step that they agreed on."""
+    """Decision of all workers about a checkpoint of the step that they agreed on."""
 
     start: bool = False
     asked: bool = False
-    """It is started because somebody asked for it, whether or not it is due."""
+    """True if the save is requested, whether or not it is due."""
     late: bool = False
-    """It is due and left out: the one before is still being written somewhere."""
+    """True if the save is due and left out: the previous one is still being written somewhere."""
 
 
 def decide(flags: Flags, *, due: bool, last: bool) -> Decision:
-    """One checkpoint is written at a time. One that is due waits for none, one that was asked for is asked for again
-    in the next step, and that of the last step waits."""
+    """Decide about a checkpoint; one is written at a time.
+
+    While another is being written, a due checkpoint is left out. A requested one is requested again in the next step;
+    that of the last step waits.
+    """
     if not (due or flags.save_now):
         return Decision()
     if flags.save_busy and not last:
@@ -49,30 +52,29 @@ def decide(flags: Flags, *, due: bool, last: bool) -> Decision:
 
 
 class Saver:
-    """One save at a time. `begin` is called by the training thread; the other methods by any."""
+    """Saves of one worker, one at a time. The training thread calls `begin`; any thread the other methods."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._condition = threading.Condition()
         self._saving: tuple[GenerationId, int] | None = None
         self._results: dict[tuple[GenerationId, int], Saved] = {}
-        """Of the newest saves, for the driver to ask for."""
+        """Results of the newest saves, for the driver to collect."""
         self._newest = (GenerationId(0), 0)
-        """The newest save that was begun. They are begun in order: what is older, is not being written and has no
-        result was never begun, or its result is gone."""
+        """The newest save that was begun. Saves begin in order: an older one that is not being written and has no
+        result was never begun, or its result was dropped."""
         self._begun: SimpleQueue[tuple[ShardBuffer, GenerationId, str, Share]] = SimpleQueue()
-        # one thread that is there already: starting one would make the training thread wait for it
+        # a thread that exists already: starting one would make the training thread wait
         threading.Thread(target=self._run, daemon=True, name="save").start()
 
     @property
     def busy(self) -> bool:
-        """Whether a save is still being written."""
+        """True while a save is being written."""
         with self._condition:
             return self._saving is not None
 
     def wait_until_idle(self, given_up: Callable[[], bool]) -> bool:
-        """Return True once no save is being written, or False as soon as `given_up()`, which is looked up now and
-        then."""
+        """True once no save is being written; False as soon as `given_up()`, which is polled, returns True."""
         with self._condition:
             while self._saving is not None:
                 if given_up():
@@ -81,10 +83,9 @@ class Saver:
             return True
 
     def begin(self, snapshot: ShardBuffer, generation: GenerationId, driver: str = "", share: Share = _WHOLE) -> None:
-        """Write a share of a snapshot, as soon as it is complete, in the background, for a generation of this driver;
-        it is held until that is done.
+        """Write a share of a snapshot in the background, as soon as it is complete, for a generation of this driver.
 
-        Must not be called while busy.
+        The snapshot is held until the end. Must not be called while busy.
         """
         with self._condition:
             assert self._saving is None
@@ -94,7 +95,7 @@ class Saver:
         self._begun.put((snapshot, generation, save_prefix(snapshot.step, generation, driver), share))
 
     def write(self, snapshot: ShardBuffer, generation: GenerationId, driver: str) -> Saved:
-        """Write a snapshot now, beside one that may be being written. It must not be filled meanwhile."""
+        """Write a snapshot now, even while another is being written. It must not be filled meanwhile."""
         prefix = save_prefix(snapshot.step, generation, driver)
         return self._written(snapshot, snapshot.step, generation, prefix, _WHOLE)
 
@@ -129,7 +130,7 @@ class Saver:
                 tensors=list(_pieces(snapshot, pieces)),
             )
             part = fingerprint_partial(snapshot.spec, pieces, data, count_replicated=snapshot.rank == 0)
-        except Exception as error:  # noqa: BLE001 - the boundary of the thread: training goes on
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: training continues
             return Saved(generation=generation, step=step, error=f"{type(error).__name__}: {error}")
         return Saved(
             generation=generation,
@@ -142,8 +143,10 @@ class Saver:
         )
 
     def collect(self, generation: GenerationId, step: int, timeout_s: float) -> Saved:
-        """Wait for a save and return its outcome; it may be asked for a moment before this worker begins it. Returns at
-        once if it is older than the newest that was begun, and not known any more."""
+        """Wait for a save and return its outcome; it may be requested shortly before this worker begins it.
+
+        Returns at once if a newer save was begun and this one has no result.
+        """
         wanted = (generation, step)
         with self._condition:
             begun = self._is_begun(wanted, timeout_s)
@@ -158,8 +161,10 @@ class Saver:
         return Saved(generation=generation, step=step, error=error, unknown=not begun)
 
     def _is_begun(self, wanted: tuple[GenerationId, int], timeout_s: float) -> bool:
-        """Wait until a save is begun, as long as the one before it takes and BEGIN_TIMEOUT_S more; False as soon as a
-        newer one was begun in its place."""
+        """True once a save is begun; False as soon as a newer one was begun in its place.
+
+        Waits as long as the previous save takes and BEGIN_TIMEOUT_S more, at most `timeout_s`.
+        """
         now = time.monotonic()
         deadline, patience_ends = now + timeout_s, now + BEGIN_TIMEOUT_S
         while wanted not in self._results and self._saving != wanted:
@@ -175,7 +180,7 @@ class Saver:
 
 
 def _pieces(snapshot: ShardBuffer, pieces: ShardMap) -> Iterator[ShardTensor]:
-    """This worker's boxes; what every worker holds whole is written by those of rank 0 alone."""
+    """This worker's boxes. Tensors that every worker holds whole are only among those of shard 0."""
     data = snapshot.data.numpy()
     for piece in pieces.pieces(snapshot.spec):
         if not piece.tensor.replicated or snapshot.rank == 0:
@@ -190,6 +195,6 @@ def _pieces(snapshot: ShardBuffer, pieces: ShardMap) -> Iterator[ShardTensor]:
 
 
 def fingerprint_of(own: ShardBuffer, share: Share, generation: GenerationId) -> Saved:
-    """This worker's part of the fingerprint of the state of its own buffer, without a file."""
+    """This worker's part of the fingerprint, from its own buffer, without a file."""
     part = fingerprint_partial(own.spec, own.pieces.part(share), own.data.numpy(), count_replicated=own.rank == 0)
     return Saved(generation=generation, step=own.step, fingerprint=part, spec=own.spec)

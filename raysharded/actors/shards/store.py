@@ -1,8 +1,8 @@
-"""A worker's host memory: its own shard and what it keeps for others, at the newest steps, under old and new layouts.
+"""A worker's host memory: its own shard and what it holds for others, of the newest steps, in old and new layouts.
 
-Buffers are allocated once per layout and reused: of each medium one holds the last committed step while the other takes
-the newer one. A buffer that is being read, by a checkpoint as a rule, is left alone: meanwhile, and afterwards as a
-spare, there is one more. Those of an older layout stay until the new layout is held twice.
+Buffers are allocated once per layout and reused: of each medium one holds the last committed step while another takes
+the newer one. A buffer that is being read, usually by a checkpoint, is not overwritten: one more is allocated, and
+kept. Buffers of an older layout stay until the new layout is held twice.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ HostMedium = Literal["snapshot", "mirror", "parity"]
 
 @dataclass(slots=True, eq=False)
 class ShardBuffer:
-    """The bytes of one rank's shard at one step, or the parity blocks that it keeps."""
+    """The bytes of one rank's shard at one step, or the parity blocks that it holds."""
 
     step: int
     layout: GenerationId
     medium: HostMedium
     world_size: int
     rank: int
-    """Whose shard it is, in its layout; of parity blocks: who keeps them."""
+    """Rank of the shard in its layout; for parity blocks: rank of their holder."""
     spec: StateSpec
     pieces: ShardMap
     degree: int
-    """Of tensor parallelism in its layout."""
+    """Degree of tensor parallelism in the layout."""
     data: torch.Tensor
-    """uint8 on the host, laid out as `pieces` says; of parity blocks: one after the other."""
+    """uint8 on the host, laid out as `pieces`; parity blocks lie one after the other."""
     parity: Parity | None = None
-    """Of parity blocks alone."""
+    """Parity of the blocks; None for a shard."""
     complete: bool = False
     _filling: PendingCopy | None = field(default=None, repr=False)
     _tensors: tuple[tuple[torch.Tensor, Piece], ...] | None = field(default=None, repr=False)
@@ -46,19 +46,21 @@ class ShardBuffer:
 
     @property
     def tensors(self) -> tuple[tuple[torch.Tensor, Piece], ...]:
-        """Every piece of a shard, as a tensor of its dtype and local shape; views of `data`."""
-        if self._tensors is None:  # made once: a model of many tensors would take milliseconds in every step
+        """Every piece of a shard as a tensor of its dtype and local shape: views of `data`."""
+        if self._tensors is None:  # cached: with many tensors it would take milliseconds in every step
             pieces = self.pieces.pieces(self.spec)
             self._tensors = tuple((_view(self.data, piece), piece) for piece in pieces)
         return self._tensors
 
     def fill(self, filling: PendingCopy) -> None:
-        """Its bytes are coming. Called by the thread that fills buffers."""
+        """Register the copy that fills the buffer. Called by the thread that fills buffers."""
         self._filling = filling
 
     def wait(self) -> None:
-        """Return when its bytes have come, and it is complete; raises what their copy failed with. Any thread, which
-        holds it or is the one that fills buffers."""
+        """Return when the copy is done and the buffer complete; raises the error of a failed copy.
+
+        Called by any thread that holds the buffer, or by the one that fills buffers.
+        """
         filling = self._filling
         if filling is not None:
             filling.wait()
@@ -66,11 +68,11 @@ class ShardBuffer:
 
     @property
     def is_read(self) -> bool:
-        """Whether someone reads it beside training: its bytes and its step must stay as they are."""
+        """True if a background reader needs its bytes and its step unchanged."""
         return self._readers > 0
 
     def hold(self) -> None:
-        """Keep its bytes and its step as they are until `release`. Called by the thread that fills buffers."""
+        """Keep its bytes and its step unchanged until `release`. Called by the thread that fills buffers."""
         with self._counting:
             self._readers += 1
 
@@ -99,11 +101,10 @@ class ShardStore:
         size_bytes: int | None = None,
         degree: int = 1,
     ) -> ShardBuffer:
-        """A buffer to fill for `step`, as long as the rank's shard unless `size_bytes` says otherwise; set `complete`
-        afterwards.
+        """A buffer to fill for `step`, as long as the rank's shard or `size_bytes`; set `complete` afterwards.
 
-        Takes over the oldest of the same layout and rank that nobody reads and that is not the newest complete one;
-        makes a new one if there is none.
+        Reuses the oldest buffer of the same layout, medium and rank that nobody reads and that is not the newest
+        complete one. Allocates a new one if none exists.
         """
         same = [b for b in self._buffers if (b.layout, b.medium, b.rank) == (layout, medium, rank)]
         oldest = _replaceable(same)
@@ -123,7 +124,7 @@ class ShardStore:
         return buffer
 
     def find(self, step: int, layout: GenerationId, medium: str, rank: int | None = None) -> ShardBuffer:
-        """The complete buffer of a step, of this rank if it is given; KeyError if there is none."""
+        """The complete buffer of a step, of `rank` if it is given. Raises KeyError if none exists."""
         for buffer in self._buffers:
             found = buffer.complete and (buffer.step, buffer.layout, buffer.medium) == (step, layout, medium)
             if found and rank in (None, buffer.rank):
@@ -131,25 +132,25 @@ class ShardStore:
         raise KeyError(f"no {medium} of step {step} in layout {layout}")
 
     def find_shard(self, step: int, layout: GenerationId, rank: int) -> ShardBuffer:
-        """The complete buffer of a rank's shard, this worker's own or another's; KeyError if there is none."""
+        """The complete buffer of a rank's shard, this worker's own or another's. Raises KeyError if none exists."""
         own = next((b for b in self._buffers if (b.layout, b.medium, b.rank) == (layout, "snapshot", rank)), None)
         return self.find(step, layout, "mirror" if own is None else "snapshot", rank)
 
     def newest_own(self) -> ShardBuffer | None:
-        """The newest complete buffer of this worker's own shard."""
+        """The newest complete buffer of this worker's own shard, or None."""
         own = [b for b in self._buffers if b.complete and b.medium == "snapshot"]
         return max(own, key=lambda b: (b.layout, b.step), default=None)
 
     def drop_other_layouts(self, layout: GenerationId) -> None:
-        """Free what belongs to other layouts than this one."""
+        """Free the buffers of all other layouts."""
         self._buffers = [buffer for buffer in self._buffers if buffer.layout == layout]
 
     def drop_incomplete(self) -> None:
-        """Free what was being filled when a generation failed."""
+        """Free buffers that were not complete when a generation failed."""
         self._buffers = [buffer for buffer in self._buffers if buffer.complete]
 
     def held(self, worker: WorkerId) -> tuple[Held, ...]:
-        """Every complete buffer, for the driver."""
+        """All complete buffers, for the driver."""
         return tuple(
             Held(
                 worker=worker,
@@ -166,12 +167,12 @@ class ShardStore:
         )
 
     def specs(self) -> dict[int, StateSpec]:
-        """Step -> spec of the complete buffers."""
+        """Spec of the complete buffers, by step."""
         return {b.step: b.spec for b in self._buffers if b.complete}
 
     @property
     def size_bytes(self) -> int:
-        """Host memory in use."""
+        """Bytes of host memory in use."""
         return sum(buffer.data.numel() for buffer in self._buffers)
 
 
@@ -187,7 +188,7 @@ def _view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def _replaceable(same: list[ShardBuffer]) -> ShardBuffer | None:
-    """Which of one layout and medium may be overwritten: never the only one, the newest complete one, or one in use."""
+    """The buffer of one layout and medium to overwrite: never the only one, the newest complete one, or one in use."""
     newest = max((b for b in same if b.complete), key=lambda b: b.step, default=None)
     idle = [b for b in same if b is not newest and not b.is_read]
     return min(idle, key=lambda b: (b.complete, b.step)) if len(same) >= 2 and idle else None

@@ -1,8 +1,8 @@
-"""Moves bytes between workers to fill the buffers of a new layout: by a plan, or from one worker to all.
+"""Transfer of bytes between workers to fill the buffers of a new layout: by a plan, or from one worker to all.
 
-What each worker has for another is a stream of bytes, in the order of the plan, and goes in *waves*: all workers come
-to the same collective equally often, each time with the next bytes of each of their streams. They agree beforehand on
-the number of waves and on the bytes of one stream in a wave, so none waits for another that waits for something else.
+The bytes that one worker has for another are a stream, in the order of the plan. Streams go in waves: all workers call
+the same collective equally often, each time with the next bytes of each stream. They agree beforehand on the number of
+waves and on a stream's bytes in a wave. No worker waits for one that waits for something else.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Copy, Plan
 
 WAVE_BYTES = 256 << 20
-"""A worker has at most so much to send at once, and as much to receive: the exchange needs twice this memory, besides
-the buffers that it reads and fills."""
+"""Most bytes that a worker sends at once, and that it receives at once. The exchange needs twice this memory, in
+addition to the buffers that it reads and fills."""
 
 _PIECE_BYTES = 16 << 20
-"""What is handed from one to the next at once."""
+"""Bytes that one worker passes to the next at once."""
 
 Span = tuple[NDArray[np.uint8], int, int]
 """(buffer, start, stop)"""
 
 
 class _Stream:
-    """The spans of one pair of workers, end to end, read or written in order."""
+    """The spans of one pair of workers end to end, read or written in order."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -42,7 +42,7 @@ class _Stream:
         self.size += nbytes
 
     def waves(self, wave_bytes: int) -> Iterator[list[NDArray[np.uint8]]]:
-        """Views of the next `wave_bytes` of the stream each; empty lists when it has ended."""
+        """Views of the next `wave_bytes` of the stream; after its end empty lists."""
         rest = wave_bytes
         wave: list[NDArray[np.uint8]] = []
         for buffer, start, stop in self.spans:
@@ -105,7 +105,7 @@ def exchange(
 
 
 def broadcast(places: Sequence[NDArray[np.uint8]], group: HostGroup) -> int:
-    """Give every worker rank 0's bytes of `places`, which are as long everywhere; the bytes received.
+    """Send rank 0's bytes of `places`, of equal lengths on all workers, to every worker; the bytes received.
 
     Every member must call it.
     """
@@ -126,9 +126,10 @@ def broadcast(places: Sequence[NDArray[np.uint8]], group: HostGroup) -> int:
 
 
 def pass_on(parts: Sequence[torch.Tensor], place: int, of: int, stride: int, groups: Groups) -> int:
-    """Give all workers of a chain the bytes that its first one has, from each to the next, piece by piece; the bytes
-    received. The chain has `of` workers, whose ranks are `stride` apart; this one is at `place`. `parts` are uint8, as
-    long for each of them. All of them must call it.
+    """Pass the bytes of a chain's first worker on to all others, from each to the next, in pieces; the bytes received.
+
+    The chain has `of` workers, whose ranks are `stride` apart; this one is at `place`. `parts` are uint8, of equal
+    lengths on all of them. All of them must call it.
     """
     state = groups.state
     source = groups.rank - stride if place > 0 else None
@@ -154,7 +155,7 @@ def _exchange_streams(outgoing: Sequence[_Stream], incoming: Sequence[_Stream], 
     num_waves = group.max_int(max(-(-stream.size // wave_bytes) for stream in (*outgoing, *incoming)))
     out_waves = [stream.waves(wave_bytes) for stream in outgoing]
     in_waves = [stream.waves(wave_bytes) for stream in incoming]
-    # No later wave is larger than the first, because a stream that has ended stays so.
+    # No later wave is larger than the first: a stream that has ended stays empty.
     send, received = (
         torch.empty(sum(min(stream.size, wave_bytes) for stream in streams), dtype=torch.uint8)
         for streams in (outgoing, incoming)
@@ -172,7 +173,7 @@ def _exchange_streams(outgoing: Sequence[_Stream], incoming: Sequence[_Stream], 
 
 
 def _scatter(data: torch.Tensor, places: Sequence[NDArray[np.uint8]]) -> None:
-    """Copy the bytes to the places, one after the other."""
+    """Copy the bytes to the places in order."""
     position, flat = 0, data.numpy()
     for place in places:
         place[:] = flat[position : position + len(place)]

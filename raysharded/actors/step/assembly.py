@@ -1,4 +1,4 @@
-"""The parts that one worker trains with in one generation: made of a task and of what surrounds them, and joined."""
+"""Assembly of the parts that one worker trains with in one generation, from a task and its surroundings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from raysharded.protocol.messages import FromMemory, Job
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """What the parts are made for, and with."""
+    """Inputs of the assembly."""
 
     job: Job
     place: RankPosition
@@ -50,12 +50,12 @@ class Surroundings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """The model's state has no values yet: `restore` gives it some."""
+    """Parts of one worker's training. The model's state has no values yet: `restore` fills it."""
 
     units: Sequence[tuple[str, FSDPModule]]
     optimizer: ShardOptimizer
     tried: TriedOptimizer
-    """What a trial of the task's optimizer found."""
+    """Result of the trial of the task's optimizer."""
     names: MetricNames
     gradient: StepGradient
     evaluator: Evaluator
@@ -64,7 +64,7 @@ class Parts:
     audit: Audit
     proof: Proof
     check_memory: Callable[[], None]
-    """After the first forward: raises InexactError unless what is gathered is what the optimizer writes to."""
+    """Check after the first forward: raises InexactError unless units gather the memory that the optimizer writes."""
 
 
 def assemble(
@@ -75,10 +75,10 @@ def assemble(
     is_new: bool,
     on_reduce: Callable[[], None],
 ) -> Parts:
-    """Build the model, as far as it is not, and everything that computes with it.
+    """Build the model, as far as it is not built, and everything that computes with it. Raises TaskError, InexactError.
 
-    `tried`: what a trial of the task's optimizer found in this process before; `is_new`: nobody has computed a step of
-    this run in memory; `on_reduce`: called before each exchange of gradients. Raises TaskError, InexactError.
+    `tried`: result of an earlier trial in this process. `is_new`: True if no step of this run was computed in memory
+    before. `on_reduce`: called before each exchange of gradients.
     """
     job, place, groups, say = around.job, around.place, around.groups, around.say
     sharded = _sharded(around, built)
@@ -159,14 +159,14 @@ def _sharded(around: Surroundings, built: Units | Wrapped | None) -> ShardedMode
 
 
 def call_in_the_middle(units: Sequence[tuple[str, FSDPModule]], on_forward: Callable[[], None]) -> None:
-    """Have it called in each forward, when half of the units have computed."""
+    """Let `on_forward` be called in each forward, when half of the units have computed."""
     middle = units[len(units) // 2][1]
     assert isinstance(middle, torch.nn.Module)
     middle.register_forward_pre_hook(lambda *_: on_forward())
 
 
 def _settle_process(around: Surroundings, method: str, left: Left) -> None:
-    """Let the process be as the run's rule says after a method of the task has been called."""
+    """Keep, or report, the process settings that a method of the task left changed, by the run's rule."""
     if STAYS_CHANGED[around.place.number_of("modes")]:
         left.set_again()
     else:

@@ -1,10 +1,12 @@
-"""The audit of a step: its gradient computed again on other workers, its state's copies compared, all to the bit.
+"""The audit of a step: workers compute each other's gradients again and compare copies of the state, bit for bit.
 
-Before Apply, in a step that is audited. Each worker notes a digest of every microbatch's gradient that it computes; the
-step is then computed a second time with the microbatches moved by one worker, and the digests are exchanged. Where they
-differ it is computed twice more, moved on each time, and `audit_verdict` says who is wrong. Finds wrong gradients
-(compute, memory), wrong sums (exchange, addition) and copies of the state that are not the same. Does not find an
-optimizer step that went wrong, nor a shard that was wrong before it was copied: each is computed by one worker alone.
+It runs before Apply, in the steps that are audited. Each worker notes a digest of every microbatch's gradient that it
+computes. The step is then computed a second time with the microbatches moved by one worker, and the digests are
+exchanged. Where they differ the step is computed twice more, moved further each time, and `audit_verdict` decides who
+is wrong.
+
+An audit finds wrong gradients (compute, memory), wrong sums (exchange, addition) and differing copies of the state. It
+does not find a wrong optimizer step, nor a shard that was wrong before it was copied: one worker alone computes each.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from raysharded.layout import keeper_of
 from raysharded.protocol.messages import Corruption
 
 _FURTHER_SHIFTS = (2, 3)
-"""With those of the first two passes: four workers; of three or two, some a second time."""
+"""Shifts of the further passes. With the first two passes four workers compute; of three or two, some twice."""
 
 
 @dataclass(slots=True)
@@ -36,11 +38,11 @@ class _Audited(Pass):
     """One computation of the whole step."""
 
     sums: int = 0
-    """Of this worker's shards of the summed gradient."""
+    """Digest of this worker's shards of the summed gradient."""
 
 
 class Audit:
-    """Audits the steps of one generation. Training thread only; all workers do the same together."""
+    """Audits of one generation's steps. Training thread only; all workers make the same calls together."""
 
     def __init__(
         self,
@@ -55,9 +57,9 @@ class Audit:
         self._place, self._sum = place, sum_over_workers
         self._first: _Audited | None = None
         self.seconds: float | None = None
-        """What the newest step's audit took; None if it was not audited."""
+        """Seconds that the newest step's audit took; None if it was not audited."""
         self.corruption: Corruption | None = None
-        """What the audit found, before it raised."""
+        """Finding of the audit, set before it raises."""
 
     def begin(self, step: int) -> None:
         """Call before a step is computed."""
@@ -66,7 +68,7 @@ class Audit:
         self._first = _Audited(shift=0) if due else None
 
     def note(self, index: int, gradient: torch.Tensor) -> None:
-        """One unit's gradient of a microbatch, as this worker computed it and before it is exchanged."""
+        """Note one unit's gradient of a microbatch, as this worker computed it and before it is exchanged."""
         if self._first is not None:
             self._first.note(index, gradient)
 
@@ -75,10 +77,10 @@ class Audit:
         return self._first is not None
 
     def check(self, step: int, results: Results) -> None:
-        """Compute the step that was just computed again, and compare; the gradient is the same afterwards.
+        """Compute the newest step again and compare; the gradient is the same afterwards.
 
-        Raises CorruptNumbers, the same on every worker, with `corruption` set; InexactError if the task does not
-        compute the same twice anywhere. Needs the mirrors of the step before.
+        Needs the previous step's mirrors. Raises CorruptNumbers, the same on every worker, with `corruption` set.
+        Raises InexactError if no worker computes the same twice.
         """
         assert self._first is not None
         started = time.perf_counter()
@@ -114,8 +116,10 @@ class Audit:
     def _exchange(
         self, passes: list[_Audited], step: int
     ) -> tuple[dict[int, list[tuple[int, int]]], frozenset[int], dict[int, dict[int, int]]]:
-        """(microbatch * tensor parallel degree + tensor rank -> who got what, ranks whose sums differ, shard -> its
-        copies), the same on all workers."""
+        """Results by key, ranks whose sums differ, and copies by shard; the same on all workers.
+
+        A key is microbatch * tensor parallel degree + tensor rank. Its results are (rank, digest), one for each pass.
+        """
         mesh, rank = self._place.mesh, self._place.rank
         count, world = self._gradient.rounds.num_microbatches * mesh.tensor, mesh.world_size
         table = torch.zeros(len(passes) * 2 * count + 4 * world, dtype=torch.int64)
@@ -138,7 +142,7 @@ class Audit:
         return times, frozenset(index for index in range(world) if wrong[index]), copies
 
     def _digest_state(self, step: int, live: torch.Tensor, snapshot: torch.Tensor, mirror: torch.Tensor) -> None:
-        """Fill in the digests of this worker's copies: its own shard twice, and the mirror that it keeps."""
+        """Fill in the digests of this worker's copies: its own shard twice, and the mirror that it holds."""
         rank, generation = self._place.rank, self._place.spec.generation
         own = self._store.find(step, generation, "snapshot")
         snapshot[rank] = self._live.digest_of_copy(own)
@@ -167,10 +171,10 @@ class Audit:
 
 
 def not_reproducible(step: int, microbatches: Sequence[int], what: str = "gradient") -> InexactError:
-    """What a run ends with in which no worker gets the same twice."""
+    """Error that ends a run in which no worker gets the same result twice."""
     return InexactError(
         f"step {step}: no worker got the same {what} twice (microbatches "
         f"{', '.join(map(str, microbatches))}): the task's computation is not reproducible. Look for "
-        "randomness that torch.manual_seed does not set, for time, and for state that forward changes; or give up "
-        'identical bits with EngineConfig(reduction="fast").'
+        "randomness that torch.manual_seed does not set, for time, and for state that forward changes; or accept "
+        'results without identical bits with EngineConfig(reduction="fast").'
     )

@@ -1,4 +1,4 @@
-"""Who computed wrong numbers, from what several workers got for the same: pure decisions."""
+"""Pure decisions about who computed wrong numbers, from several workers' results for the same."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 Times = Sequence[tuple[int, int]]
-"""(rank, digest) of every time that something was computed."""
+"""(rank, digest) of each computation of one thing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """What comparing gave."""
+    """Result of a comparison."""
 
     culprits: frozenset[int] = frozenset()
-    """Ranks; where two disagree and each stands by its own, both."""
+    """Ranks that are to blame; if two disagree and each repeats its result, both."""
     microbatches: tuple[int, ...] = ()
-    """Those that did not come out the same."""
+    """Microbatches whose results differ."""
     involved: frozenset[int] = frozenset()
-    """All ranks that computed one of them."""
+    """All ranks that computed one of these microbatches."""
     inconsistent: frozenset[int] = frozenset()
-    """Ranks that got two different results for the same."""
+    """Ranks that got two different results for one microbatch."""
 
 
 def differing(times: Mapping[int, Times]) -> tuple[int, ...]:
-    """The microbatches whose results are not all the same."""
+    """Microbatches whose results are not all equal."""
     return tuple(sorted(index for index, of_it in times.items() if len({digest for _, digest in of_it}) > 1))
 
 
 def judge(times: Mapping[int, Times]) -> Judgement:
-    """Who is to blame, from all results of all microbatches.
+    """Ranks to blame, from all results of all microbatches.
 
-    A rank that does not get the same twice is to blame. Otherwise the ranks that most others contradict are; where
-    there is no majority and nobody who is to blame anyway, all that disagree are.
+    A rank that gets two different results is to blame. Otherwise ranks that most others contradict are. Without a
+    majority all that disagree are, unless one of them is to blame anyway.
     """
     wrong = differing(times)
     inconsistent: set[int] = set()
@@ -62,10 +62,10 @@ def judge(times: Mapping[int, Times]) -> Judgement:
 
 
 def judge_newcomers(times: Mapping[int, Times], newcomers: Collection[int]) -> Judgement:
-    """As `judge`, where some ranks have computed nothing before: they are presumed to be wrong.
+    """Judge like `judge`, but presume that ranks which have computed nothing before are wrong.
 
-    A newcomer that another rank contradicts is to blame, even if all others are newcomers, too: they may be of one new
-    kind. If the other ranks contradict each other, or themselves, or if there are none, it is judged as ever.
+    A newcomer that an older rank contradicts is to blame, even if all others are newcomers, too: they may be of one new
+    kind. If the older ranks contradict each other, or themselves, or do not exist, `judge` decides.
     """
     judgement = judge(times)
     old = {index: [(rank, digest) for rank, digest in of_it if rank not in newcomers] for index, of_it in times.items()}
@@ -82,7 +82,7 @@ def judge_newcomers(times: Mapping[int, Times], newcomers: Collection[int]) -> J
 
 
 def _minority(digest_of: Mapping[int, int]) -> set[int] | None:
-    """The ranks that did not get what most got; None if no result has more votes than every other."""
+    """Ranks without the most frequent result; None if no result has more votes than every other."""
     (digest, votes), *others = Counter(digest_of.values()).most_common()
     if others and others[0][1] == votes:
         return None
@@ -90,10 +90,10 @@ def _minority(digest_of: Mapping[int, int]) -> set[int] | None:
 
 
 def wrong_copies(copies: Mapping[int, Mapping[int, int]]) -> frozenset[int]:
-    """Ranks whose memory holds a wrong copy. `copies`: shard -> a number of each copy: (holder, digest).
+    """Ranks whose memory holds a wrong copy. `copies`: shard -> holder of each copy -> digest.
 
-    Of every shard there are two in each replica: on its worker's device (`rank`) and in its host memory (`~rank`, which
-    is negative), or with one replica a third one at its mirror's holder. Without a majority all holders are named.
+    Every shard has two copies in each replica: on its worker's device (holder `rank`) and in its host memory (`~rank`,
+    which is negative). With one replica its mirror holder has a third. Without a majority all holders are named.
     """
     culprits: set[int] = set()
     for digests in copies.values():
@@ -104,5 +104,5 @@ def wrong_copies(copies: Mapping[int, Mapping[int, int]]) -> frozenset[int]:
 
 
 def is_unreproducible(judgement: Judgement, ranks: Collection[int]) -> bool:
-    """Whether it is the computation, and not one worker: with several workers, none gets the same twice."""
+    """True if the computation is at fault, not a worker: of several workers, none gets the same twice."""
     return len(ranks) > 1 and judgement.inconsistent >= frozenset(ranks)

@@ -1,9 +1,14 @@
 """One worker's training in one generation. Knows torch, and no Ray.
 
-A step: compute (forward and backward of the microbatches, gradients reduced in the canonical order), agree (one small
-sum over all workers), apply (clip, optimizer), snapshot (begin its copy to host memory and the transfers of its mirror,
-or of its parity). The agreement of step `s` also commits step `s - 1`: it is reached only by workers that have all that
-they keep of `s - 1` for others.
+A step has four parts:
+
+- compute: forward and backward of the microbatches, gradients reduced in the canonical order;
+- agree: one small sum over all workers;
+- apply: clip, optimizer;
+- snapshot: start its copy to host memory and the transfers of its mirror or parity.
+
+The agreement of step `s` also commits step `s - 1`: a worker reaches it only with everything that it holds of `s - 1`
+for others.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ _POLL_S = 0.05
 class Engine:
     """The model of one generation on one worker, and its training loop.
 
-    One thread trains; `request_boundary` and `request_save` are for others.
+    One thread trains; other threads call `request_boundary` and `request_save`.
     """
 
     def __init__(
@@ -67,8 +72,8 @@ class Engine:
         notes: Notes,
         compilation: Compilation | None = None,
     ) -> None:
-        """`task_calls`: held by whoever calls the task's code. Another thread may build the next generation's model.
-        `notes`: the worker's; `compilation`: what was compiled in this process, where that must not show."""
+        """`task_calls`: held during calls of the task's code; another thread may build the next generation's model.
+        `notes`: the worker's. `compilation`: blocks compiled in this process, if their bits must not depend on it."""
         self._say: Say = partial(notes.say, aloud=place.rank == 0)
         self._task_calls, self._compilation = task_calls, compilation
         self._job, self._place, self._groups, self._store = job, place, groups, store
@@ -81,13 +86,13 @@ class Engine:
         self._boundary, self._save_asked = threading.Event(), threading.Event()
         self._exact = job.engine.reduction == "exact"
         self._own: ShardBuffer | None = None
-        """The newest snapshot; it may still be being filled."""
+        """The newest snapshot; it may still be filling."""
         self._spec: StateSpec | None = None
         self._spec_is_final = False
-        """Whether the optimizer has made its state of the parameters that were used: with its first step."""
+        """True once the optimizer has made its state of the used parameters, in its first step."""
         self._memory_is_checked = False
         self.tried: TriedOptimizer | None = None
-        """What a trial of the task's optimizer found."""
+        """Result of the trial of the task's optimizer."""
         loader.skip(place.spec.decisions.skips, order=place.number_of("order"))
 
     @property
@@ -96,41 +101,40 @@ class Engine:
 
     @property
     def driver(self) -> str:
-        """The name of the driver that formed the generation."""
+        """Name of the driver that formed the generation."""
         return self._place.spec.driver
 
     @property
     def phase(self) -> str:
-        """What the training thread is doing. Any thread."""
+        """Current phase of the training thread. Any thread."""
         return self._in_phase.name
 
     @property
     def phase_since(self) -> float:
-        """When that began, in monotonic seconds. Any thread."""
+        """Start of that phase in monotonic seconds. Any thread."""
         return self._in_phase.since
 
     @property
     def reports(self) -> deque[StepReport]:
-        """The newest steps. Any thread."""
+        """Reports of the newest steps. Any thread."""
         return self._reports.recent
 
     @property
     def reports_when_stopped(self) -> tuple[StepReport, ...]:
-        """What the driver is told of them at the end, in case that it has not heard it."""
+        """Reports for the driver at the end, in case it has missed some."""
         return self._reports.when_stopped(self._place.rank)
 
     @property
     def updated(self) -> threading.Condition:
-        """Notified when a report was added."""
+        """Notified when a report is added."""
         return self._reports.updated
 
     # -- before training --
 
     def prepare(self, built: Units | Wrapped | None = None, tried: TriedOptimizer | None = None) -> Restored:
-        """Build the model for this generation, as far as it is not, and give it its state.
+        """Build the model for this generation, as far as it is not built, and give it its state.
 
-        `tried`: what a trial of the task's optimizer found in this process; it is tried if there is none of such
-        a one.
+        `tried`: result of a trial of the task's optimizer in this process; an optimizer of another kind is tried.
         """
         with self._calling_the_task():
             return self._prepare(built, tried)
@@ -180,7 +184,7 @@ class Engine:
             remark_added(restored.added, self._say)
             if isinstance(self._place.spec.source, FromCheckpoint):
                 self._optimizer.remark_changes(left_out, None)
-            else:  # who comes to others knows nothing of before
+            else:  # a worker that joins does not know the previous optimizer
                 self._optimizer.remark_changes(left_out, (tried or self.tried).kind)
             self._spec = restored.own.spec if self.step else None
             self._gradient.watch_buffers()
@@ -194,23 +198,26 @@ class Engine:
 
     @property
     def preparation_seconds(self) -> dict[str, float]:
-        """Phase -> seconds of `prepare`."""
+        """Seconds of `prepare`, by phase."""
         return self._in_phase.seconds
 
     def settle(self) -> None:
-        """After an abort: return when nothing is written into this worker's buffers any more."""
+        """After an abort: return when nothing writes into this worker's buffers any more."""
         if self._own is not None:
-            with suppress(Exception):  # it failed, and so does not count
+            with suppress(Exception):  # a failed copy does not count
                 self._own.wait()
         self._keeper.settle()
 
     def request_boundary(self) -> None:
-        """Ask all workers, through the next agreement, to stop after the step it closes. Any thread."""
+        """Request, through the next agreement, that all workers stop after the step it closes. Any thread."""
         self._boundary.set()
 
     def request_save(self) -> None:
-        """Ask all workers, through the next agreement, for a checkpoint of the step it closes, or of the first after
-        it at which the one before is written. Any thread."""
+        """Request a checkpoint from all workers, through the next agreement. Any thread.
+
+        It is of the step that the agreement closes, or of the first later step at which the previous checkpoint is
+        written.
+        """
         self._save_asked.set()
 
     def save_held(self) -> None:
@@ -221,7 +228,7 @@ class Engine:
     # -- training --
 
     def run(self) -> StopReason:
-        """Train to the end, or to a boundary that the driver asked for; the last step is committed on return."""
+        """Train to the end, or to a boundary that the driver requested; the last step is committed on return."""
         self._gradient.plan_reading(self.step + 1)
         if self.step >= self._job.max_steps and self._job.saves_at(self.step):
             self._save(self._store.find(self.step, self.generation, "snapshot"))
@@ -273,12 +280,12 @@ class Engine:
             own = self._snapshot(step)
         last = step >= self._job.max_steps
         decision = decide(agreed.flags, due=self._job.saves_at(step), last=last)
-        if last:  # its checkpoint may have to wait for the one before
+        if last:  # its checkpoint may have to wait for the previous one
             self._reports.add(step, agreed, lr, evaluation, decision, skipped, self._audit.seconds)
         if decision.start:
             with self._in_phase("save"):
                 self._save(own)
-            if contribution.flags.save_now:  # or else it was asked for after that, and this one may be too old
+            if contribution.flags.save_now:  # otherwise it was requested later: it stays pending
                 self._save_asked.clear()
         if not last:
             self._reports.add(step, agreed, lr, evaluation, decision, skipped, self._audit.seconds)
@@ -286,9 +293,9 @@ class Engine:
 
     @contextmanager
     def _calling_the_task(self) -> Iterator[None]:
-        """Within it no other thread calls the task's code: what that draws, or sets, would show in the numbers.
+        """A context in which no other thread calls the task's code: its draws and settings would change the numbers.
 
-        Raises CollectiveAborted if the generation is aborted before that: a constructor may take long.
+        Raises CollectiveAborted if the generation is aborted while waiting: a constructor may take long.
         """
         if not self._task_calls.acquire(blocking=False):
             with self._in_phase("prepare"):
@@ -301,17 +308,17 @@ class Engine:
             self._task_calls.release()
 
     def _on_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        """One unit's gradient of a microbatch, before anything else is done with it."""
+        """Handle one unit's gradient of a microbatch, before anything else is done with it."""
         faults = self._job.faults
         if faults is not None and faults.corrupts(self._place.worker, self.step + 1):
             flip_bit(gradient)
-        if not self._gradient.rounds.first_alone:  # what a proof computes again is no part of the step
+        if not self._gradient.rounds.first_alone:  # a proof's recomputation is no part of the step
             self._audit.note(index, gradient)
             self._proof.note(index, gradient)
 
     @property
     def corruption(self) -> Corruption | None:
-        """What an audit, or a proof, found that ended the training."""
+        """Finding of an audit or a proof that ended the training."""
         return self._proof.corruption or self._audit.corruption
 
     def _contribution(self, computed: Computed) -> Contribution:
@@ -338,7 +345,7 @@ class Engine:
         )
 
     def _norm_words(self) -> tuple[torch.Tensor, bool]:
-        """Of this worker's gradients, those that others say left out; and whether all of them are finite."""
+        """Norm words of the gradients that this worker reports, and whether all of its gradients are finite."""
         words, finite = torch.zeros(NORM_WORDS, dtype=torch.int64), True
         for holders in Replication:
             own, own_finite = square_sum_words(self._optimizer.gradients(holders))
@@ -360,14 +367,17 @@ class Engine:
         return own
 
     def _join_copies(self) -> None:
-        """Return when the newest snapshot is there, and what others keep of it: the live state may change then."""
+        """Return when the newest snapshot is complete, and what others hold of it: then the live state may change."""
         if self._own is not None:
             self._own.wait()
         self._keeper.join()
 
     def _settle_spec(self) -> None:
-        """What the state consists of: settled with the optimizer's first step in this generation, and anew with each
-        that is the first one of a parameter."""
+        """Settle the contents of the state.
+
+        This happens with the optimizer's first step in this generation, and with each step that is a parameter's first
+        one.
+        """
         if self._spec_is_final:
             self._live.check_spec(self._applying.begun)
             if not self._applying.begun:
@@ -379,8 +389,8 @@ class Engine:
 
     def _save(self, own: ShardBuffer) -> None:
         self._probe("save", own.step)
-        if not self._saver.wait_until_idle(lambda: self._groups.aborted):  # only the last step's has to wait
-            raise CollectiveAborted("aborted while waiting for the checkpoint before")
+        if not self._saver.wait_until_idle(lambda: self._groups.aborted):  # only the last step's save has to wait
+            raise CollectiveAborted("aborted while waiting for the previous checkpoint")
         self._saver.begin(own, self.generation, self.driver, self._place.share)
 
     def _commit_last(self) -> None:

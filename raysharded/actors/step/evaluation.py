@@ -1,4 +1,4 @@
-"""Evaluation on held-out data: microbatches dealt round-robin, so that the numbers are the same at any size."""
+"""Evaluation on held-out data: microbatches are dealt round-robin, so the numbers are the same at any size."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ Share = tuple[int | None, list[Any], range]
 
 
 def num_microbatches(num_samples: int, microbatch_size: int) -> int:
-    """How many there are; the last may be smaller."""
+    """Number of microbatches; the last may be smaller."""
     return -(-num_samples // microbatch_size)
 
 
 def shares(loader: Loader, num_samples: int, microbatch_size: int, *, rank: int, world_size: int) -> Iterator[Share]:
-    """What `rank` evaluates, round by round; every worker has as many rounds. Who is left without computes on the
-    first microbatch, for nothing."""
+    """Shares of `rank`, round by round; every worker has as many rounds.
+
+    A worker without a microbatch computes on the first one, without a result.
+    """
     count = num_microbatches(num_samples, microbatch_size)
     schedule = Schedule(mode="sharded", num_microbatches=count, mesh=Mesh(shards=world_size))  # all as one group
     for round_index in range(schedule.num_rounds(0)):
@@ -49,7 +51,7 @@ def evaluate(
     results: Results,
     units: UnitWatch | None,
 ) -> None:
-    """Call the task's `evaluate` on every share, in eval mode, and collect what it gives."""
+    """Call the task's `evaluate` on every share, in eval mode, and collect the results."""
     modes.evaluate()
     with torch.no_grad():
         for index, samples, ids in dealt:
@@ -64,7 +66,7 @@ def evaluate(
 
 
 class Evaluator:
-    """Evaluates one generation's model. Training thread only; all workers do the same together."""
+    """Evaluation of one generation's model. Training thread only; all workers make the same calls together."""
 
     def __init__(
         self,
@@ -79,14 +81,14 @@ class Evaluator:
         numbers: int,
         say: Say,
     ) -> None:
-        """`modes`: of the model's modules; `loader` reads the held-out data; `units` watches the forwards; `numbers`:
-        the number of the rule; `say`: what is to be remarked."""
+        """`modes`: modes of the model's modules. `loader`: reads the held-out data. `units`: watches the forwards.
+        `numbers`: the number of the rule. `say`: reports remarks."""
         self._job, self._modes, self._computer, self._loader = job, modes, computer, loader
         self._names, self._groups, self._units = names, groups, units
         self._numbers, self._say = numbers, say
 
     def is_due(self, step: int) -> bool:
-        """Whether the model of a step is to be evaluated."""
+        """True if the model is to be evaluated after this step."""
         return self._job.evaluation is not None and step % self._job.evaluation.every_steps == 0
 
     def evaluate(self, step: int) -> dict[str, float]:

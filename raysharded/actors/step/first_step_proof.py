@@ -1,11 +1,12 @@
-"""The proof of a generation's first step, where it has members that have computed nothing before: before Apply.
+"""The proof of a generation's first step with newcomers: workers that have computed nothing before.
 
-Each worker's first microbatch of the step is computed a second time, by its neighbour; digests of losses, metrics and
-gradients are exchanged. One worker alone computes its own twice more. What memory happens to hold is made another one
-first. Where two differ each computes its own again, and its second neighbour's, and `audit_verdict` says who is wrong:
-who comes to others is presumed. Costs one round, and finds programs that do not compute the same twice, and workers
-whose processor or memory computes otherwise. It is no audit: of the sums, the state and the other microbatches it says
-nothing.
+Before Apply, each worker's neighbour computes the worker's first microbatch of the step a second time. Digests of
+losses, metrics and gradients are exchanged. A single worker computes its own microbatch twice more. Memory that is
+allocated next is made to hold other numbers first. Where two results differ each worker computes its own microbatch
+again, and its second neighbour's. `audit_verdict` then decides who is wrong; newcomers are presumed wrong.
+
+The proof costs one round. It finds programs that do not compute the same twice, and workers whose processor or memory
+computes differently. It is no audit: it does not check the sums, the state and the other microbatches.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ from raysharded.errors import CorruptNumbers
 from raysharded.protocol.messages import Corruption
 
 _SHIFTS, _FURTHER_SHIFTS = (1,), (0, 2)
-"""Then each has computed its own microbatch twice, and three workers have, where there are as many."""
+"""Shifts of the first and the further passes. With all of them each worker has computed its own microbatch twice, and
+three workers have computed it, if there are as many."""
 _SHIFTS_ALONE = (0, 0)
 _SMALLEST, _LARGEST, _OF_EACH_SIZE = 6, 20, 4
-"""Powers of two: the sizes, in bytes, of what is allocated and freed before a microbatch is computed again."""
+"""Powers of two, in bytes, of the blocks that are allocated and freed before a microbatch is computed again."""
 
 _Found: TypeAlias = dict[int, list[tuple[int, tuple[int, ...]]]]
-"""Microbatch * tensor parallel degree + tensor rank -> (rank, digests of its parts) of each time that it was computed;
-the same on all workers."""
+"""Microbatch * tensor parallel degree + tensor rank -> (rank, digests of the parts) of each computation, on all
+workers."""
 
 
 class Proof:
-    """Of one generation. Training thread only; all workers do the same together."""
+    """The proof of one generation. Training thread only; all workers make the same calls together."""
 
     def __init__(
         self,
@@ -51,30 +53,30 @@ class Proof:
         *,
         audits: bool,
     ) -> None:
-        """`audits`: steps of the run are audited, too."""
+        """`audits`: True if steps of the run are audited, too."""
         self._gradient, self._place, self._in_phase, self._sum = gradient, place, phases, sum_over_workers
         self._device, self._audits = device, audits
         self._newcomers = frozenset(place.spec.newcomers)
         self._first: Pass | None = None
         self.is_due = bool(self._newcomers)
-        """Whether the next step is to be proven."""
+        """True if the next step is to be proven."""
         self.corruption: Corruption | None = None
-        """What was found, before it was raised."""
+        """Finding of the proof, set before it raises."""
 
     def begin(self) -> None:
         """Call before a step is computed."""
         self._first = Pass(looks_for_not_finite=True) if self.is_due else None
 
     def note(self, index: int, gradient: torch.Tensor) -> None:
-        """One unit's gradient of a microbatch, as this worker computed it and before it is exchanged."""
+        """Note one unit's gradient of a microbatch, as this worker computed it and before it is exchanged."""
         if self._first is not None and self._gradient.rounds.index == 0:
             self._first.note(index, gradient)
 
     def check(self, step: int, results: Results) -> None:
-        """Compute the first round of the step that was just computed again, and compare; its gradient stays.
+        """Compute the first round of the newest step again and compare; the step's gradient stays.
 
-        Raises CorruptNumbers, the same on every worker, with `corruption` set; InexactError if none of several workers
-        computes the same twice. Where a loss or a gradient is not finite, the next step is to be proven, too.
+        Raises CorruptNumbers, the same on every worker, with `corruption` set. Raises InexactError if none of several
+        workers computes the same twice. If a loss or a gradient is not finite, the next step is to be proven, too.
         """
         assert self._first is not None
         first, self._first = self._first, None
@@ -136,7 +138,7 @@ def _times(found: _Found) -> dict[int, list[tuple[int, int]]]:
 
 
 def _what_differs(found: _Found) -> str:
-    """The first of the parts of which there is more than one."""
+    """Name of the first part whose results differ."""
     compared = [list(zip(*(parts for _, parts in of_it), strict=True)) for of_it in found.values()]
     return next(name for place, name in enumerate(PARTS) if any(len(set(parts[place])) > 1 for parts in compared))
 
@@ -148,7 +150,7 @@ def _who_computed_twice(times: dict[int, list[tuple[int, int]]]) -> frozenset[in
 
 
 def stir_memory(device: torch.device) -> None:
-    """Let much of what is allocated next hold other numbers than when it was last allocated. Takes milliseconds."""
+    """Let much of the memory allocated next hold other numbers than at its last allocation. Takes milliseconds."""
     held = [
         torch.full((1 << power,), 0x5B, dtype=torch.uint8, device=device)
         for power in range(_LARGEST, _SMALLEST - 1, -1)

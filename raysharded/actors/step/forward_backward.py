@@ -1,5 +1,6 @@
-"""Forward and backward of one step's microbatches: losses, gradients, and nothing that depends on the rank. Samples
-that cannot be made one batch are named.
+"""Forward and backward of one step's microbatches: losses and gradients that do not depend on the rank.
+
+Errors name samples that cannot be collated.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from raysharded.actors.guards.outputs import OutputWatch
 from raysharded.actors.model.meta_watch import MemoryWatch
@@ -27,13 +29,16 @@ from raysharded.actors.task_calls.task_numbers import HALF, TENSORS, kind_of, nu
 from raysharded.data.access import generators
 from raysharded.errors import TaskError, is_ctrl_c, text_of, user_traceback
 from raysharded.ids import derive_seed
-from raysharded.task import Loss, Task, overrides
+from raysharded.task import Loss, Task
 
 _MOST_NAMED = 8
 
 
 def collation_error(error: BaseException, samples: Sequence[Any], where: str, ids: Sequence[int]) -> TaskError:
-    """What is said when `default_collate` raised `error`. `where`: what the samples are; `ids`: their indices."""
+    """Error for samples with which `default_collate` raised `error`.
+
+    `where`: description of the samples. `ids`: their indices.
+    """
     start, text = f"collating {where}, of {_named(ids)},", f"{type(error).__name__}: {without_tables(text_of(error))}"
     return TaskError(f"{start} raised {text}{_cause(samples, ids)}", user_traceback(error))
 
@@ -43,7 +48,7 @@ def _cause(samples: Sequence[Any], ids: Sequence[int]) -> str:
         for path, value in leaves("", sample):
             if value is None:
                 what = f"has None at {path}" if path else "is None"
-                return f". Sample {index} {what}: leave it out of the dataset, or give a value that stands for nothing."
+                return f". Sample {index} {what}: leave it out of the dataset, or give a placeholder value."
     shapes: dict[str, tuple[int, torch.Size]] = {}
     for sample, index in zip(samples, ids, strict=False):
         for path, value in leaves("", sample):
@@ -59,7 +64,7 @@ def _cause(samples: Sequence[Any], ids: Sequence[int]) -> str:
 
 
 def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What a sample is made of, by where it is."""
+    """Values in a sample, each with its path."""
     match value:
         case Mapping():
             for key, item in value.items():
@@ -79,8 +84,11 @@ def _named(ids: Sequence[int]) -> str:
 
 
 def operand_name(model: nn.Module, tensor: torch.Tensor) -> str:
-    """The path from the model to a tensor without memory, or to one that it is a view of; or else the module in whose
-    forward it is met. Called where it is met."""
+    """Description of a tensor without memory, for errors. Call it where the tensor is met.
+
+    It is the path from the model to the tensor, or to one that the tensor is a view of; otherwise the module whose
+    forward meets it.
+    """
     storage, shape = tensor.untyped_storage()._cdata, f"a tensor of shape {list(tensor.shape)}"
     for path, one in reachable(model, most=sys.maxsize):
         if isinstance(one, torch.Tensor) and one.is_meta and one.untyped_storage()._cdata == storage:
@@ -97,27 +105,27 @@ def operand_name(model: nn.Module, tensor: torch.Tensor) -> str:
 
 @dataclass(slots=True)
 class Results:
-    """What a worker's microbatches gave; floats are read from the device once, at the end."""
+    """Results of a worker's microbatches; floats are read from the device once, at the end."""
 
     where: str
-    """What gave it, for errors."""
+    """Source of the results, for errors."""
     metric_names: tuple[str, ...] | None = None
     numbers: int = max(TENSORS)
-    """The number of the rule."""
+    """Number of the rule `numbers`."""
     half: dict[str, torch.dtype] = field(default_factory=dict)
-    """What came in half precision: what it is -> its dtype."""
+    """Values in half precision: description -> dtype."""
     _tensors: list[torch.Tensor] = field(default_factory=list)
     _indices: list[int] = field(default_factory=list)
 
     def note_names(self, loss: Loss) -> None:
-        """Every microbatch must give the same metrics."""
+        """Record the metric names. Raises TaskError unless every microbatch has the same ones."""
         names = tuple(sorted(loss.metrics))
         if self.metric_names is None:
             self.metric_names = names
         elif names != self.metric_names:
             raise TaskError(
-                f"{self.where} gave the metrics {list(names)} for one microbatch and {list(self.metric_names)} for "
-                "another; give the same names every time."
+                f"{self.where} returned different metric names for two microbatches: {list(names)} and "
+                f"{list(self.metric_names)}. Return the same names every time."
             )
 
     def add(self, index: int, loss: Loss) -> None:
@@ -129,7 +137,7 @@ class Results:
         self._indices.append(index)
 
     def note_half(self, loss: Loss) -> None:
-        """Remember what of it came in half precision; also of a loss that does not count."""
+        """Record values in half precision, also of a loss that does not count."""
         pairs = loss.metrics.values()
         values = (loss.total, loss.weight, *(value for pair in pairs for value in pair))
         if not any(isinstance(value, torch.Tensor) and value.dtype in HALF for value in values):
@@ -141,7 +149,7 @@ class Results:
                     self.half[name] = value.dtype
 
     def _tensor_of(self, number: float | torch.Tensor | None) -> torch.Tensor:
-        assert number is not None  # it was checked when it came
+        assert number is not None  # checked when it was returned
         return number if isinstance(number, torch.Tensor) else TENSORS[self.numbers](number)
 
     def pairs(self) -> tuple[dict[int, Pair], dict[int, list[Pair]]]:
@@ -170,12 +178,12 @@ def _seed_all(seed: int, purpose: str, step: int, microbatch: int) -> None:
 
 
 DRAWS: dict[int, Callable[[int, str, int, int], None]] = {1: _seed_torch, 2: _seed_all}
-"""By the number of the rule `draws`: what puts the process's generators where (run's seed, purpose, step, microbatch)
-says. 1: torch's alone. 2: Python's `random` and NumPy's, too."""
+"""Seeding of the process's generators from (run's seed, purpose, step, microbatch), by the number of the rule `draws`.
+1: torch's alone. 2: Python's `random` and NumPy's, too."""
 
 
 class Computer:
-    """Calls the task's code, on the worker's device, with random state that follows the data and not the rank."""
+    """Calls of the task's code, on the worker's device, with random state that follows the data and not the rank."""
 
     def __init__(
         self,
@@ -187,12 +195,12 @@ class Computer:
         *,
         watches_memory: bool = False,
     ) -> None:
-        """`draws`: the number of the rule; `watches_memory`: look for operands without memory in the first forward of
-        each purpose."""
+        """`draws`: number of the rule. `watches_memory`: check each purpose's first forward for operands without
+        memory."""
         self._unwatched = {"train", "evaluate"} if watches_memory else set[str]()
         self._draws = DRAWS[draws]
         self._task = task
-        self._name, self._collates = type(task).__name__, overrides(task, "collate")
+        self._name, self._collate = type(task).__name__, task.collate
         self._model = model
         self._device = device
         self._seed = seed
@@ -200,26 +208,26 @@ class Computer:
     def batch(self, samples: Sequence[Any], ids: Sequence[int], purpose: str, step: int, microbatch: int) -> Any:
         """Collate the samples of a microbatch, `ids` of the data, and move them to the device.
 
-        What the task's own `collate` draws is that of (seed, step, microbatch).
+        Random draws of the task's own `collate` depend on (seed, step, microbatch).
         """
         given = list(samples)
-        if self._collates:
+        if self._collate is not None:
             _seed_all(self._seed, f"collate for {purpose}", step, microbatch)
-            given = [copy.copy(one) if isinstance(one, dict) else one for one in given]  # collators take keys out
+            given = [copy.copy(one) if isinstance(one, dict) else one for one in given]  # collators remove keys
         try:
-            collated = self._task.collate(given)
-        except BaseException as error:  # the boundary to classes of the user's, which may call sys.exit()
+            collated = (self._collate or default_collate)(given)
+        except BaseException as error:  # the boundary to the user's classes, which may call sys.exit()
             if is_ctrl_c(error):
                 raise
             of = f"step {step}" if purpose == "train" else f"the evaluation after step {step}"
             where = f"{microbatch_name(microbatch)} of {of}"
-            if self._collates:
+            if self._collate is not None:
                 raise task_error(f"{self._name}.collate of {where}, of {_named(ids)},", error) from error
             raise collation_error(error, samples, where, ids) from error
         return _to_device(collated, self._device)
 
     def loss(self, purpose: str, step: int, microbatch: int, batch: Any, num_samples: int) -> Loss:
-        """The task's loss of a microbatch; what it draws, in backward too, is that of (seed, step, microbatch)."""
+        """The task's loss of a microbatch; its draws, also in backward, depend on (seed, step, microbatch)."""
         self._draws(self._seed, purpose, step, microbatch)
         function = self._task.evaluate if purpose == "evaluate" else self._task.loss
         where = f"{self.name_of(purpose, step)}, {microbatch_name(microbatch)}"
@@ -240,12 +248,14 @@ class Computer:
         )
 
     def name_of(self, purpose: str, step: int) -> str:
-        """The task's method that gives the losses, and when: for errors."""
+        """Name of the task's method that computes the losses, with the step, for errors."""
         return f"{type(self._task).__name__}.{'evaluate' if purpose == 'evaluate' else 'loss'} in step {step}"
 
     def backward(self, step: int, microbatch: int, loss: Loss, outputs: OutputWatch, scale: float = 1.0) -> None:
-        """Backward of the summed loss. One without a graph that does not count gives zeros, by what `outputs` has of
-        the model's forward."""
+        """Backward of the summed loss.
+
+        For a loss that has no graph and does not count, `outputs` of the model's forward give gradients of zeros.
+        """
         where = f"the backward of {self.name_of('train', step)}, {microbatch_name(microbatch)}"
         total = loss.total if scale == 1.0 else loss.total * scale
         try:
@@ -262,7 +272,7 @@ class Computer:
 
 
 def as_loss(value: Any, num_samples: int, where: str) -> Loss:
-    """What a task's loss gave, as a sum and its weight. Raises TaskError for what is neither."""
+    """A task's loss as a sum and its weight. Raises TaskError for anything else."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return Loss(value.reshape(()) * num_samples, float(num_samples))
     if isinstance(value, Loss) and isinstance(value.total, torch.Tensor) and value.total.numel() == 1:
@@ -275,7 +285,7 @@ def as_loss(value: Any, num_samples: int, where: str) -> Loss:
 
 
 def _check_weight(weight: Any, where: str) -> None:
-    """What a tensor holds is looked at where it is on the host: see `Results`."""
+    """Check a weight. A tensor's value is checked on the host: see `Results`."""
     number = number_of(weight)
     if number is None:
         raise _bad_weight(where, kind_of(weight))
@@ -285,7 +295,7 @@ def _check_weight(weight: Any, where: str) -> None:
 
 def _bad_weight(where: str, shown: str) -> TaskError:
     return TaskError(
-        f"{where} returned a Loss whose weight is {shown}; give how many items the sum is over, 0 or more."
+        f"{where} returned a Loss whose weight is {shown}; give the number of items in the sum, 0 or more."
     )
 
 
@@ -304,7 +314,7 @@ def _check_metrics(metrics: Any, where: str) -> None:
 def _is_pair(value: Any) -> bool:
     try:
         return len(value) == 2 and all(number_of(one) is not None for one in value)
-    except TypeError:  # it has no length, or cannot be gone through
+    except TypeError:  # it has no length, or is not iterable
         return False
 
 

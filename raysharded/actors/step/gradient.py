@@ -36,17 +36,17 @@ from raysharded.task import Loss
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Computed:
-    """What this worker's microbatches gave, and what was read for them. The gradient is left with the parameters."""
+    """Results of this worker's microbatches, and what was read for them. The gradient stays with the parameters."""
 
     results: Results
     read_digest: Digest
     num_reads: int
     uses: tuple[int, ...] = ()
-    """As `ParameterUse.counts`."""
+    """Uses of the parameters, as from `ParameterUse.counts`."""
 
 
 class StepGradient:
-    """Computes the gradients of one generation's steps. Training thread only; all workers do the same together."""
+    """Gradients of one generation's steps. Training thread only; all workers make the same calls together."""
 
     def __init__(
         self,
@@ -67,10 +67,10 @@ class StepGradient:
         say: Say,
         is_new: bool,
     ) -> None:
-        """`hosts`: which shards of this worker's group are together; `modes`: of the model's modules; `on_reduce` is
-        called at each reduction of a unit, before anything is exchanged, or in fast mode when a backward begins;
-        `compares_forwards`: the first ones with the other workers'; `numbers`: the number of the rule; `say`: what is
-        to be remarked; `is_new`: of the inputs, too, as no step was done before."""
+        """`hosts`: shards of this worker's group on each host. `modes`: modes of the model's modules. `on_reduce`:
+        called at each reduction of a unit, before anything is exchanged, or in fast mode when a backward begins.
+        `compares_forwards`: compare the first forwards with the other workers'. `numbers`: the number of the rule.
+        `say`: reports remarks. `is_new`: also remark on the inputs, as no step was done before."""
         self._job, self._optimizer, self._computer, self._loader = job, optimizer, computer, loader
         self._names, self._in_phase, self._numbers, self._say = names, phases, numbers, say
         self._model, self._modes = sharded.model, modes
@@ -94,7 +94,7 @@ class StepGradient:
         self.reducers += self._scalars.reducers
         sums = groups.state.sum_int64 if compares_forwards else None
         self.units = UnitWatch(sharded.units, sums) if self._exact else None
-        """Watches the forwards, those of the evaluation too."""
+        """Watch of the forwards, also those of the evaluation."""
         self._parameters = ParameterWatch(self._model, sharded.units, sharded.marks.hooks)
         self.use = ParameterUse(sharded.units, sharded.parameters)
         self._trains_units = any(reduces_gradients(unit) for _, unit in sharded.units)
@@ -104,7 +104,7 @@ class StepGradient:
         self._padding_microbatch: Microbatch | None = None
 
     def watch_buffers(self) -> None:
-        """Call once the state is loaded: from now on a buffer that a forward changes is an error."""
+        """Call once the state is loaded: from then on a forward must not change a buffer."""
         self._buffers = BufferWatch(self._model) if self._exact else None
 
     def check_buffers(self, after: str, step: int) -> None:
@@ -113,7 +113,7 @@ class StepGradient:
             self._buffers.check(after, step)
 
     def plan_reading(self, step: int) -> None:
-        """Have this worker's microbatches of a step read beside what is computed."""
+        """Let this worker's microbatches of a step be read in the background."""
         if step > self._job.max_steps:
             return
         rounds = self.rounds
@@ -121,7 +121,7 @@ class StepGradient:
         self._loader.plan([(step, index) for index in indices if index is not None])
 
     def compute(self, step: int) -> Computed:
-        """Leave the step's gradient with the parameters, each worker its shard of the sum."""
+        """Compute the step's gradient and leave it with the parameters: each worker has its shard of the sum."""
         rounds = self.rounds
         results = Results(self._computer.name_of("train", step), self._names.of("train"), self._numbers)
         digest, num_reads = (0, 0), 0
@@ -179,7 +179,7 @@ class StepGradient:
         return loss
 
     def _backward(self, step: int, index: int | None, loss: Loss) -> None:
-        if not self._exact and loss.total.requires_grad:  # there are no reducers that would call it
+        if not self._exact and loss.total.requires_grad:  # no reducer exists that would call it
             loss.total.register_hook(lambda _: self._on_backward())
         arrivals = self.use.arrivals
         if index is None:
@@ -200,7 +200,7 @@ class StepGradient:
             )
 
     def _add_up_fast(self) -> None:
-        """Over those that hold the same; FSDP2 has added what the workers of a group have."""
+        """Sum over the workers that hold the same; FSDP2 has added the gradients of a group."""
         self._scalars.fill()
         for group, holders in (
             (self.rounds.replicas, (Replication.ONE, Replication.TENSOR_GROUP)),
@@ -211,7 +211,7 @@ class StepGradient:
                     group.all_reduce(gradient)
 
     def _padding(self, step: int) -> Microbatch:
-        """What a worker computes on that had no microbatch yet in a step: another's, since a loss may need as many."""
+        """A microbatch for a worker that had none yet in a step: another's, since a loss may need as many samples."""
         self._padding_microbatch = self._padding_microbatch or self._loader.load(step, 0)
         return self._padding_microbatch
 
@@ -220,9 +220,9 @@ class StepGradient:
         return self._optimizer.gradients()
 
     def compute_again(self, step: int, shift: int, watch: Callable[[int, torch.Tensor], None]) -> Computed:
-        """As `compute`, but each worker takes what the one `shift` places further has otherwise: the same bits.
+        """Like `compute`, but each worker computes what the one `shift` places further otherwise does: the same bits.
 
-        `watch` is called with a microbatch and one unit's gradient of it, for each that this worker computes.
+        `watch`: called with a microbatch and one unit's gradient of it, for each that this worker computes.
         """
         usual = self.rounds.on_gradient
 
@@ -238,7 +238,7 @@ class StepGradient:
             self.rounds.shift, self.rounds.on_gradient = 0, usual
 
     def compute_first_round_again(self, step: int, shift: int, watch: Callable[[int, torch.Tensor], None]) -> Results:
-        """As `compute_again`, of each worker's first microbatch alone; the step's gradient is left as it is."""
+        """Like `compute_again`, for each worker's first microbatch alone; the step's gradient is unchanged."""
         self.rounds.first_alone = True
         try:
             with self._optimizer.keeping_gradients():

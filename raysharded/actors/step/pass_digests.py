@@ -1,4 +1,4 @@
-"""What one worker got in one computation of a step's microbatches, as digests that are compared over the workers."""
+"""Digests of one worker's results in one computation of a step's microbatches, to compare over the workers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from raysharded.actors.numerics.bit_digest import combined, tensor_digest
 from raysharded.actors.step.forward_backward import Results
 
 NOT_FINITE = 1
-"""In place of a digest, of a microbatch whose loss or gradient is not finite: which NaN it is says nothing."""
+"""Replacement of the digests of a microbatch whose loss or gradient is not finite: the bits of a NaN mean nothing."""
 
 PARTS = ("gradient", "loss", "metric")
-"""Of what a microbatch gives, in which order it is said to differ."""
+"""Parts of a microbatch's results, in the order in which a difference is reported."""
 
 
 @dataclass(slots=True)
@@ -23,17 +23,17 @@ class Pass:
     """The gradients, losses and metrics of the microbatches that this worker computed."""
 
     shift: int = 0
-    """Each worker computed what the one so many places further has otherwise."""
+    """Number of places by which each worker's microbatches are shifted to another worker."""
     looks_for_not_finite: bool = False
-    """Whether `NOT_FINITE` is told; otherwise a NaN is compared by its bits, as all else."""
+    """True to report `NOT_FINITE`; otherwise a NaN is compared by its bits, like any number."""
     results: Results | None = None
     _gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """Microbatch -> the digest of each unit's gradient, in the order of the backward; nothing is waited for."""
+    """Microbatch -> digest of each unit's gradient, in the order of the backward; nothing waits for the device."""
     _largest: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """Microbatch -> the largest magnitude in each, if that is looked for."""
+    """Microbatch -> largest magnitude in each unit's gradient, if `looks_for_not_finite`."""
 
     def note(self, index: int, gradient: torch.Tensor) -> None:
-        """One unit's gradient of a microbatch."""
+        """Note one unit's gradient of a microbatch."""
         self._gradients.setdefault(index, []).append(tensor_digest(gradient))
         if self.looks_for_not_finite and gradient.numel():
             largest = torch.linalg.vector_norm(gradient.detach().flatten(), math.inf)
@@ -44,7 +44,7 @@ class Pass:
         return {index: combined(parts) for index, parts in self.parts().items()}
 
     def parts(self) -> dict[int, tuple[int, ...]]:
-        """Microbatch -> digests, of what `PARTS` names; never 0."""
+        """Microbatch -> digests of the parts in `PARTS`; never 0."""
         losses, metrics = self.results.pairs() if self.results else ({}, {})
         found = {}
         for index, units in self._gradients.items():
@@ -60,5 +60,5 @@ class Pass:
 
 
 def _bits(value: float) -> int:
-    """All NaN are one: those of a metric may come from any division by 0."""
+    """Bits of a number. All NaNs count as one: those of a metric may come from any division by 0."""
     return int(struct.unpack("<q", struct.pack("<d", math.nan if math.isnan(value) else value))[0])

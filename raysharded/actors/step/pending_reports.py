@@ -1,4 +1,4 @@
-"""The steps that a worker has done, kept until the driver has asked for them."""
+"""Reports of a worker's finished steps, kept until the driver has collected them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from raysharded.ids import GenerationId
 from raysharded.protocol.messages import NonFinite, StepReport
 
 REPORTS_KEPT = 2048
-"""Steps that may be done while the driver stands still, or is gone, and that the next one can put on record."""
+"""Steps that may finish while the driver stands still or is lost, and that the next one can record in the journal."""
 _TOLD_AT_THE_END = 128
-"""More than the driver, which asks all the time, can be behind."""
+"""Reports sent at the end: more than the driver, which polls constantly, can be behind."""
 _TELLERS = 8
-"""So many ranks tell all of these. All workers know the same: of the others, in case that none of the first is left,
-the newest are enough, or else thousands would tell the driver a million reports."""
+"""Number of ranks that send all of these. All workers know the same. The newest are enough from the others, in case
+none of the first is left; otherwise thousands would send the driver a million reports."""
 _TOLD_BY_OTHERS = 8
 
 
 class Reports:
-    """Of one generation. `add` is called by the training thread; the rest by any."""
+    """Reports of one generation. The training thread calls `add`; any thread the rest."""
 
     def __init__(self, generation: GenerationId, world_size: int, phases: Phases) -> None:
         self._generation, self._world_size, self._phases = generation, world_size, phases
         self.recent: deque[StepReport] = deque(maxlen=REPORTS_KEPT)
         self.updated = threading.Condition()
-        """Notified when a report was added."""
+        """Notified when a report is added."""
 
     def when_stopped(self, rank: int) -> tuple[StepReport, ...]:
-        """The newest, as a worker of this rank tells them when its generation ends."""
+        """The newest reports, as a worker of this rank sends them when its generation ends."""
         return tuple(self.recent)[-(_TOLD_AT_THE_END if rank < _TELLERS else _TOLD_BY_OTHERS) :]
 
     def add(
@@ -46,8 +46,10 @@ class Reports:
         skipped: NonFinite | None,
         audit_s: float | None,
     ) -> None:
-        """Report a step as all workers agreed on it; `skipped`: why it was not applied; `audit_s`:
-        what its audit took."""
+        """Report a step as all workers agreed on it.
+
+        `skipped`: why it was not applied. `audit_s`: seconds of its audit.
+        """
         report = StepReport(
             generation=self._generation,
             step=step,

@@ -1,9 +1,9 @@
-"""Recomputed activations draw what they drew in forward from NumPy and from Python's `random`, too.
+"""Replay of draws from NumPy and Python's `random` when activations are recomputed.
 
-`torch.utils.checkpoint` restores torch's generators alone: a block that draws a mask from NumPy would get another one
-in backward, and the gradient would be that of neither. Both kinds of checkpoint are covered, whoever calls them: ours
-for `EngineConfig.activation_checkpointing`, and a model's own. torch offers no place for this that all callers pass, so
-two of its functions are replaced.
+`torch.utils.checkpoint` restores torch's generators alone. A block that draws a mask from NumPy would get another one
+in backward, and the gradient would be that of neither. Both kinds of checkpoint are covered, for all callers:
+raysharded's for `EngineConfig.activation_checkpointing`, and the model's own. torch offers no hook that all callers
+pass, so two of its functions are replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raysharded.data.access import generators
 
 
 class Replayed:
-    """A function that is called once in forward, and from then on again with the generators as they were."""
+    """A function that forward calls once; later calls run with the generators as they were then."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -25,7 +25,7 @@ class Replayed:
         self._is_over = False
 
     def end_forward(self) -> None:
-        """Call when the forward is over: one that drew nothing needs nothing put back."""
+        """Mark the end of the forward: if it drew nothing, nothing needs to be restored."""
         if self._before is not None and generators.stand_at(self._before):
             self._before = None
         self._is_over = True
@@ -39,7 +39,7 @@ class Replayed:
 
 
 def install() -> None:
-    """From now on checkpoints of this process replay. Once is enough; another call changes nothing."""
+    """Let all later checkpoints of this process replay draws. Further calls change nothing."""
     if getattr(checkpoint, "_replays", False):
         return
     generator: Callable[..., Iterator[None]] = checkpoint._checkpoint_without_reentrant_generator

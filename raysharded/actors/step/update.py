@@ -1,6 +1,6 @@
-"""What becomes of a step's gradient: the optimizer's step, nothing, or an error; the same on every worker.
+"""Use of a step's gradient: the optimizer's step, nothing, or an error; the same on every worker.
 
-A loss or gradient that is not finite is located: the error names the microbatches.
+The error for a loss or gradient that is not finite names the microbatches.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from raysharded.protocol.messages import Job, NonFinite
 def located(
     found: NonFinite, step: int, gradient: StepGradient, sum_over_workers: Callable[[torch.Tensor], torch.Tensor]
 ) -> NonFinite:
-    """The same, with the microbatches whose gradient is not finite: computes the step once more, on every worker.
+    """`found` with the microbatches whose gradient is not finite: every worker computes the step once more.
 
-    None if only their sum is too large. Fast reduction does not show them.
+    No microbatch if only their sum is too large. Fast reduction does not show them.
     """
     if found.what == "loss" or not gradient.reducers:
         return found
@@ -40,7 +40,7 @@ def located(
 
 
 def error_of(found: NonFinite, step: int, *, is_located: bool) -> NonFiniteLoss:
-    """What a worker stops with. `is_located`: it was looked for in each microbatch."""
+    """Error with which a worker stops. `is_located`: True if each microbatch was checked."""
     return NonFiniteLoss(
         f"step {step}: {_said_of(found, is_located=is_located)}. It will be the same at every try, since computation "
         f"is reproducible: {_way_out(found)}lower the learning rate, set max_grad_norm, or look at the data of this "
@@ -68,7 +68,7 @@ _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 class StepUpdate:
-    """Of one generation. Training thread only."""
+    """Updates of one generation. Training thread only."""
 
     def __init__(
         self,
@@ -81,19 +81,19 @@ class StepUpdate:
         unused: int,
         say: Say | None,
     ) -> None:
-        """`unused`: the number of the rule. `say`: what is to be remarked of the first step; None: nothing."""
+        """`unused`: the number of the rule. `say`: reports remarks on the first step; None: no remarks."""
         self._say = say
         self._job, self._optimizer, self._gradient = job, optimizer, gradient
         self._in_phase, self._sum = phases, sum_over_workers
         self.has_applied = False
-        """Whether the optimizer has made a step, and with it its state."""
+        """True once the optimizer has made a step, and with it its state."""
         self.begun: frozenset[str] = frozenset()
-        """The parameters of which the newest step was the optimizer's first one in this generation."""
+        """Parameters for which the newest step was the optimizer's first in this generation."""
         self._stepped: set[str] = set()
         self._leaves_alone = LEAVES_ALONE[unused]
 
     def why_not(self, step: int, agreed: Agreed) -> NonFinite | None:
-        """Why the step is to be left out, if it is. Raises NonFiniteLoss or TaskError if it cannot be."""
+        """Reason to leave the step out, or None. Raises NonFiniteLoss or TaskError if it cannot be left out."""
         found = non_finite(agreed)
         if found is None:
             require_weight(step, agreed)
@@ -105,13 +105,13 @@ class StepUpdate:
         return found
 
     def leave_out(self, step: int) -> float:
-        """Change nothing; the learning rate that the step would have had."""
+        """Change nothing; returns the learning rate that the step would have had."""
         self.begun = frozenset()
         self._optimizer.clear_gradients()
         return self._optimizer.lr_of(step)
 
     def apply(self, step: int, agreed: Agreed) -> float:
-        """Clip and make the optimizer's step of what the step's microbatches used; its learning rate."""
+        """Clip and step the parameters that the step's microbatches used; returns the learning rate."""
         scale = 1.0 / agreed.weight
         limit = self._job.task.max_grad_norm
         if limit is not None:
@@ -139,7 +139,7 @@ class StepUpdate:
             )
 
     def _to_be_changed(self, agreed: Agreed) -> frozenset[str]:
-        """The parameters that the step changes, by name; the same on every worker, whichever rows it has of them."""
+        """Names of the parameters that the step changes; the same on every worker, with any rows of them."""
         names = self._gradient.use.names
         if not self._leaves_alone:
             return frozenset(names)

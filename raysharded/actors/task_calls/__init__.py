@@ -1,1 +1,1 @@
-"""The boundary to the code of a task: its errors, its numbers, and what it holds and leaves changed."""
+"""The boundary to a task's code: its errors, its numbers, its objects' contents, and the settings that it changes."""

@@ -1,7 +1,7 @@
-"""Torch's errors in the words of a task: what it did that torch cannot do here, and the way out. Pure.
+"""Explanations of torch's errors for the author of a task: the cause, and the way out. Pure.
 
-Errors are told apart by pieces of torch's own messages. One that is not known here has no explanation, and is shown as
-it is, but for its length: some list every kernel that torch has.
+Errors are recognized by pieces of torch's messages. An unknown error has no explanation. It is shown as it is, without
+the lists of kernels that some contain.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Literal
 from raysharded.errors import text_of
 
 During = Literal["build", "build_optimizer", "loss", "backward", "step"]
-"""What was called: `build_model`, `build_optimizer`, `loss` or `evaluate`, the backward of a loss, an optimizer's
-step."""
+"""The failed call: `build_model`, `build_optimizer`, `loss` or `evaluate`, a loss's backward, an optimizer's step."""
 _MOST_CHARACTERS = 400
 _TABLE = re.compile(
     r" (This could be because the operator doesn't exist|'[\w:.]+' is only available for these backends).*", re.DOTALL
@@ -26,7 +25,7 @@ _HINTS = re.compile(r" (Hint: enable anomaly detection|Hint: the backtrace furth
 class _Known:
     during: tuple[During, ...]
     pieces: str
-    """A pattern that is found in the message."""
+    """Pattern that the message contains."""
     sentence: str
 
 
@@ -37,7 +36,7 @@ _NO_VALUES = (
 )
 _OUTSIDE_FORWARD = (
     "a weight of the model was used outside of the model's forward, where each worker has a part of it alone. Call "
-    "model(...), and compute in forward what needs weights: give forward an argument that says what is wanted, in "
+    "model(...), and compute in forward what needs weights: give forward an argument that selects the result, in "
     "place of calling a submodule, or another method. A sum over model.parameters() in the loss is weight decay: give "
     "it to the optimizer (weight_decay=)."
 )
@@ -75,7 +74,7 @@ _KNOWN = (
     _Known(
         ("backward",),
         r"backward through the graph a second time",
-        "the graph of the loss is gone. raysharded calls backward itself, once for each microbatch: do not call "
+        "the graph of the loss was freed. raysharded calls backward itself, once for each microbatch: do not call "
         "backward() in the loss, and keep nothing with a graph for the next microbatch (detach() it).",
     ),
     _Known(
@@ -102,27 +101,27 @@ _KNOWN = (
 
 
 def explanation(error: BaseException, during: During) -> str | None:
-    """What it means in a task, and what to do; None if it is not known."""
+    """Meaning of an error in a task, with the way out; None if it is unknown."""
     text = text_of(error)
     return next((one.sentence for one in _KNOWN if during in one.during and re.search(one.pieces, text)), None)
 
 
 def without_tables(text: str) -> str:
-    """A message without torch's lists of kernels, and without hints that lead nowhere here."""
+    """A message without torch's lists of kernels, and without hints that do not apply here."""
     return _HINTS.sub("", _TABLE.sub("", text))
 
 
 def shortened(text: str) -> str:
-    """The same, not longer than some lines."""
+    """A message without lists, cut to a few lines."""
     text = without_tables(text)
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS].rstrip()} ..."
 
 
 def narrowed(message: str, suspects: str) -> str:
-    """One that speaks of weights that were freed, with a sentence that says of which unit; any other as it is."""
+    """A message about freed weights with a sentence that names the unit; any other message unchanged."""
     return message.replace(_FREED_BY, f"{_FREED} {suspects}") if suspects else message
 
 
 def about_optimizer(optimizer: object) -> str:
-    """What else is to be known of one that does not take all parameters; begins with a space unless it is empty."""
+    """Explanation of an optimizer that does not take all parameters; begins with a space unless it is empty."""
     return f" {_MUON}" if type(optimizer).__name__ == "Muon" else ""

@@ -1,7 +1,7 @@
-"""What an object holds, an optimizer with its hooks or a model, walked through; and put back after a trial.
+"""Contents of an object, such as an optimizer with its hooks or a model: walked through, and restored after a trial.
 
-Followed are containers, attributes, what functions have closed over, and what bound methods belong to. Not followed
-are modules' own machinery, classes, and objects of libraries that talk to somebody else (loggers, threads, trackers).
+The walk follows containers, attributes, closures of functions, and owners of bound methods. It does not follow modules'
+own machinery, classes, and objects of libraries that communicate with others (loggers, threads, trackers).
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ _LEFT_ALONE = frozenset(
 """Packages whose objects may be in use elsewhere."""
 _OF_TORCH_LEFT_ALONE = ("torch.distributed", "torch._C", "torch.utils.tensorboard", "torch.cuda")
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""Modules' own machinery."""
+"""Attributes that every module has."""
 _MOST_OBJECTS = 20_000
 _MOST_BYTES = 64 << 20
-"""Of one tensor or array that is copied: larger ones are data, or models of their own."""
+"""Most bytes of one tensor or array that is copied: larger ones are data, or separate models."""
 _MOST_BYTES_IN_ALL = 256 << 20
 
 
 class NotFollowed:
-    """Base of what is left alone, with all that it holds."""
+    """Base of objects that are skipped, with all that they hold."""
 
 
 def reachable(root: object, *, most: int = _MOST_OBJECTS) -> Iterator[tuple[str, object]]:
-    """Everything that an object holds, itself first, each once, with the path to it as one would write it in Python; of
-    more than `most` objects those that are nearest. Numbers, texts and the like are left out."""
+    """Everything that an object holds, itself first, each once, with its path as written in Python.
+
+    Of more than `most` objects only the nearest are returned. Numbers, texts and the like are left out.
+    """
     left: deque[tuple[str, object]] = deque([("", root)])
     seen: dict[int, object] = {}
     while left and len(seen) < most:
@@ -105,7 +107,7 @@ def _cells(function: types.FunctionType) -> tuple[types.CellType, ...]:
 def _contents(cell: types.CellType) -> Iterator[object]:
     try:
         yield cell.cell_contents
-    except ValueError:  # it is empty
+    except ValueError:  # an empty cell
         return
 
 
@@ -118,10 +120,10 @@ def _slots_of(found: object) -> tuple[str, ...]:
 
 
 class SavedContents:
-    """The contents of all that can be reached from an object, to be put back as often as one likes.
+    """Contents of everything that can be reached from an object, which can be restored repeatedly.
 
-    Not those of tensors in `without`, nor of tensors and arrays of more than 64 MB, or beyond 256 MB in all, nor what
-    an object of another library keeps out of Python's sight. What has not changed is not touched: others may use it.
+    Excluded are tensors in `without`, and tensors and arrays of more than 64 MB, or beyond 256 MB in all. So is what an
+    object of another library hides from Python. Unchanged containers are not written to: others may use them.
     """
 
     def __init__(self, root: object, *, without: Collection[torch.Tensor] = ()) -> None:
@@ -137,13 +139,13 @@ class SavedContents:
                     self._restores.append(restore)
 
     def put_back(self) -> None:
-        """Give everything the contents that it had."""
+        """Restore the contents of everything."""
         for restore in self._restores:
             restore()
 
 
 def _restoring(found: object) -> Callable[[], None] | None:
-    """What puts the contents of an object back, not those of what it holds; None for what cannot change."""
+    """A function that restores an object's own contents, not those of what it holds; None for what cannot change."""
     match found:
         case torch.Tensor():
             is_written = not found.is_meta and not any(s == 0 < n - 1 for n, s in _sizes_and_strides(found))

@@ -1,7 +1,8 @@
-"""Settings of torch that hold for a whole process, or thread, and that a task's `build_...` methods may leave changed.
+"""Settings of torch for a whole process, or thread, that a task's `build_...` methods may leave changed.
 
-A run's numbers depend on them, and on nothing that says so: they are put back, and the task is told once. What torch
-cannot put back is told as well. Filters of warnings, environment variables and other libraries' settings are left.
+A run's numbers depend on them, and nothing shows it. So they are restored, with one remark on the task. Settings that
+torch cannot restore get a remark as well. Filters of warnings, environment variables and other libraries' settings are
+not restored.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import (
 from raysharded.actors.task_calls.remarks import Say
 
 STAYS_CHANGED = {1: True, 2: False}
-"""By the number of the rule `modes`: whether what `build_model` and `build_optimizer` left changed stays so."""
+"""By the number of the rule `modes`: True if settings that `build_model` and `build_optimizer` left changed stay so."""
 
 
 class _Setting(NamedTuple):
@@ -37,9 +38,9 @@ class _FunctionModes(NamedTuple):
     """The torch function modes of this thread; the default device is one."""
 
     stack: tuple[TorchFunctionMode, ...]
-    """The outermost first."""
+    """Modes of the stack, the outermost first."""
     of_default: DeviceContext | None
-    """That of `torch.set_default_device`."""
+    """Mode of `torch.set_default_device`."""
     device: torch.device | None
 
     @classmethod
@@ -61,10 +62,10 @@ class _FunctionModes(NamedTuple):
 
 
 class _DispatchModes(NamedTuple):
-    """The torch dispatch modes of this thread, those of profilers and counters among them."""
+    """The torch dispatch modes of this thread, including those of profilers and counters."""
 
     stack: tuple[TorchDispatchMode, ...]
-    """The outermost first."""
+    """Modes of the stack, the outermost first."""
 
     @classmethod
     def now(cls) -> _DispatchModes:
@@ -81,7 +82,7 @@ class _DispatchModes(NamedTuple):
 
 
 _guards: list[torch.inference_mode] = []
-"""That were entered to leave a mode: torch goes back to it when one is freed."""
+"""Guards that were entered to leave a mode: torch returns to it when one is freed."""
 
 
 def _set_inference_mode(enabled: bool) -> None:
@@ -116,27 +117,27 @@ _SETTINGS: Mapping[str, _Setting] = {
     "the number of threads": _Setting(torch.get_num_threads, torch.set_num_threads),
     "the number of threads between operations": _Setting(torch.get_num_interop_threads, None),
 }
-"""In the order in which they are put back."""
+"""Settings in the order in which they are restored."""
 
 
 class Left:
-    """What a call of the task's code left changed; empty before that has ended."""
+    """Settings that a call of the task's code left changed; empty before that has ended."""
 
     def __init__(self) -> None:
         self._changes: dict[str, tuple[Any, Any]] = {}
-        """Name -> (before, as it was left)."""
+        """Name -> (before, after)."""
 
     def note(self, before: Mapping[str, Any]) -> None:
-        """Remember what is otherwise than before."""
+        """Record the settings that differ from before."""
         now = _read()
         self._changes = {name: (value, now[name]) for name, value in before.items() if now[name] != value}
 
     def set_again(self) -> None:
-        """Leave it changed once more, in this thread: for a run under the first number of the rule."""
+        """Set the changes again, in this thread: for a run under number 1 of the rule."""
         _write({name: after for name, (_, after) in self._changes.items()})
 
     def remark(self, where: str, say: Say) -> None:
-        """Say what was left. `where`: what was called."""
+        """Report the changes. `where`: the method that was called."""
         if self._changes:
             told = "; ".join(_shown(name, *change) for name, change in self._changes.items())
             say(
@@ -149,8 +150,7 @@ class Left:
 
 @contextmanager
 def put_back() -> Iterator[Left]:
-    """Around a call of the task's code, in its thread: what that leaves changed is as before afterwards. Takes some 10
-    us."""
+    """A context around a call of the task's code, in its thread, that restores the settings. Takes some 10 us."""
     left, before = Left(), _read()
     try:
         yield left

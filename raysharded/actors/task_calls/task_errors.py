@@ -1,5 +1,6 @@
-"""The boundary to a task's code: whatever it raises becomes a TaskError that names its method, and the cause. Errors
-of a broken process group, which the task may have wrapped, are told from its own.
+"""The boundary to a task's code: its errors become a TaskError that names the method and the cause.
+
+Errors of a broken process group are recognized, even if the task has wrapped them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from raysharded.errors import (
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and all that it was raised from or because of: a task may wrap what its model raises."""
+    """The error and all its causes and contexts: a task may wrap what its model raises."""
     left, seen = [error], set[int]()
     while left:
         found = left.pop()
@@ -33,12 +34,12 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether an error comes from a broken process group, however the task wrapped it."""
+    """True if an error comes from a broken process group, however the task wrapped it."""
     return any(_is_of_a_collective(cause) for cause in causes(error))
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
-    """gloo gives plain RuntimeErrors, others DistErrors."""
+    """True for gloo's plain RuntimeErrors, and for the DistErrors of other backends."""
     if isinstance(error, (CollectiveAborted, torch.distributed.DistError)):
         return True
     return isinstance(error, RuntimeError) and "third_party/gloo" in text_of(error)  # gloo names its source line
@@ -46,13 +47,16 @@ def _is_of_a_collective(error: BaseException) -> bool:
 
 @contextmanager
 def naming(where: str, during: During | None = None) -> Iterator[None]:
-    """Within it the task is called, by `where`. Errors of raysharded's pass through, and so does Ctrl-C. What happened
-    to a collective, or was refused, is told from what the task did wrong, however that wrapped it."""
+    """A context for a call of the task, which errors name `where`.
+
+    Errors of raysharded and Ctrl-C pass through. Failures of collectives and InexactErrors are raised as such, however
+    the task wrapped them. Any other error becomes a TaskError.
+    """
     try:
         yield
     except RayshardedError:
         raise
-    except BaseException as error:  # also SystemExit: a bug of the task is no loss of a worker
+    except BaseException as error:  # also SystemExit: a bug in the task is not the loss of a worker
         if is_ctrl_c(error):
             raise
         if is_collective_failure(error):
@@ -64,7 +68,7 @@ def naming(where: str, during: During | None = None) -> Iterator[None]:
 
 
 def task_error(where: str, error: BaseException, during: During | None = None) -> TaskError:
-    """What was raised, with the user's part of its traceback; explained if torch raised what is known."""
+    """A TaskError for a raised error, with the user's part of its traceback, and an explanation if one is known."""
     text, kind = text_of(error), type(error).__name__
     found = None if during is None else explanation(error, during)
     if found is None:

@@ -1,4 +1,4 @@
-"""Numbers that a task gives: what counts as one, what it is called when it is none, and the tensor that it becomes."""
+"""Numbers that a task returns: which values count, their description in errors, and their conversion to tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TENSORS: dict[int, Callable[[float], torch.Tensor]] = {
     1: torch.as_tensor,
     2: partial(torch.as_tensor, dtype=torch.float64),
 }
-"""By the number of the rule `numbers`: a weight, loss or metric that is no tensor, as one. The first takes torch's
-default dtype, which is float32 unless somebody set another one."""
+"""By the number of the rule `numbers`: the conversion of a weight, loss or metric that is no tensor. Number 1 takes
+torch's default dtype, which is float32 unless it was changed."""
 HALF = frozenset((torch.bfloat16, torch.float16))
 """Dtypes too coarse to add up in."""
 
 
 def half_precision(name: str, dtypes: Mapping[str, torch.dtype]) -> str:
-    """What is said of numbers that came in half precision. `name`: what gave them; `dtypes`: by what they are."""
+    """Remark on numbers in half precision. `name`: the method that returned them. `dtypes`: description -> dtype."""
     dtype = next(iter(dtypes.values()))
     bits = round(1 - math.log2(torch.finfo(dtype).eps))
     return (
@@ -32,8 +32,7 @@ def half_precision(name: str, dtypes: Mapping[str, torch.dtype]) -> str:
 
 
 def number_of(value: Any) -> float | torch.Tensor | None:
-    """A tensor of one element as it is, without a look at it; anything else of one element as a float; None for what
-    is no number."""
+    """A one-element tensor as it is, without reading it; another one-element value as a float; None for the rest."""
     if isinstance(value, torch.Tensor):
         return value if value.numel() == 1 else None
     if isinstance(value, np.ndarray):
@@ -45,7 +44,7 @@ def number_of(value: Any) -> float | torch.Tensor | None:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for errors."""
+    """Description of a value, for errors."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, np.ndarray):

@@ -1,1 +1,1 @@
-"""A worker's activity, seen from other threads: phases, time at work, stacks."""
+"""A worker's activity, observed from other threads: phases, time at work, stacks."""

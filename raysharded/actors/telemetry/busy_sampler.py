@@ -1,8 +1,8 @@
-"""How much of each phase a worker computes, and how much of it it waits for others.
+"""Time in which a worker computes in each phase, without the time in which it waits for others.
 
-In a synchronous step all workers take equally long; the slow one is the one that does not wait. A thread looks at the
-one that computes some twenty times a step: where its innermost call is in a collective, it waits. Each look takes the
-interpreter from the one that computes: more of them were felt.
+In a synchronous step all workers take equally long; the slow one is the one that does not wait. A thread samples the
+training thread some twenty times a step: if its innermost call is in a collective, it waits. Each sample takes the
+interpreter from the training thread, so more of them would slow it down noticeably.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from raysharded.ids import GenerationId
 
 _LOOKS_PER_STEP = 20
 _SHORTEST_S, _LONGEST_S = 0.02, 0.5
-"""Between two looks."""
+"""Shortest and longest pause between two samples."""
 _PHASES = frozenset({"data", "forward", "backward", "reduce", "norm", "agree", "apply", "snapshot"})
-"""Those of a step; a checkpoint or an evaluation says nothing about a worker's speed."""
+"""Phases of a step; a checkpoint or an evaluation does not show a worker's speed."""
 _MEMORY = 0.8
-"""What the average over steps keeps of itself at every step."""
+"""Weight of the previous average at every step."""
 
 
 @dataclass(slots=True)
 class Busy:
-    """Seconds per step that are not waited, by phase: an average of the newest steps. Any thread."""
+    """Seconds per step without waits, by phase: an average of the newest steps. Any thread."""
 
     _step: int = -1
     _now: dict[str, float] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Busy:
     _num_steps: int = 0
 
     def add(self, step: int, phase: str, seconds: float) -> None:
-        """A stretch of time in a phase of the step after `step`."""
+        """Add time in a phase of the step after `step`."""
         if step != self._step:
             self._close()
             self._step = step
@@ -43,7 +43,7 @@ class Busy:
 
     @property
     def num_steps(self) -> int:
-        """How many steps the average is of."""
+        """Number of steps in the average."""
         return self._num_steps
 
     def average(self) -> Mapping[str, float]:
@@ -62,7 +62,7 @@ class Busy:
 
 
 class Sampled(Protocol):
-    """What trains, as far as it is looked at: an `Engine`."""
+    """The sampled part of an `Engine`."""
 
     @property
     def generation(self) -> GenerationId: ...
@@ -75,10 +75,10 @@ class Sampled(Protocol):
 
 
 class Sampler:
-    """Watches a worker's computing thread, as long as the process lives."""
+    """Sampler of a worker's training thread, as long as the process lives."""
 
     def __init__(self, thread_id: Callable[[], int | None], engine: Callable[[], Sampled | None]) -> None:
-        """`engine`: of the current generation, None between two."""
+        """`engine`: returns the current generation's engine, or None between two."""
         self._thread_id, self._engine = thread_id, engine
         self._busy = Busy()
         self._generation: GenerationId | None = None
@@ -89,7 +89,7 @@ class Sampler:
         threading.Thread(target=self._watch, daemon=True, name="sampler").start()
 
     def busy(self) -> Busy:
-        """Of the current generation."""
+        """Busy times of the current generation."""
         return self._busy
 
     def _watch(self) -> None:
@@ -97,7 +97,7 @@ class Sampler:
         while True:
             time.sleep(self._pause_s)
             now = time.monotonic()
-            self._sample(now - before, now)  # the whole process may be slow: then it is longer
+            self._sample(now - before, now)  # longer than the pause if the whole process is slow
             before = now
 
     def _sample(self, seconds: float, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What a worker is doing in its generation, and for how long."""
+"""Phases of a worker in its generation, and their times."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from raysharded.ids import GenerationId
 
 
 class Phases:
-    """The phase that one generation's training thread is in. Any thread may read `name` and `since`.
+    """The current phase of one generation's training thread. Any thread may read `name` and `since`.
 
-    A phase may come within another: its seconds are its own, and not the outer one's too.
+    Phases may be nested: the seconds of an inner phase do not count for the outer one.
     """
 
     def __init__(self, generation: GenerationId, is_aborted: Callable[[], bool]) -> None:
         self._generation, self._is_aborted = generation, is_aborted
         self.name = "build"
-        """The newest phase; it stays until the next one begins, or goes on."""
+        """The newest phase; it stays until the next one begins, or an outer one resumes."""
         self.since = time.monotonic()
-        """When it began."""
+        """Start of the phase in monotonic seconds."""
         self._seconds: dict[str, float] = {}
         self._inner_s: list[float] = []
-        """Of each phase that is open, outermost first, the seconds that phases within it took."""
+        """For each open phase, the outermost first: seconds that phases within it took."""
         self._is_apart = False
 
     @property
@@ -38,9 +38,9 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Within it, the worker is in the phase `name`. Raises CollectiveAborted if the generation was aborted.
+        """A context in which the worker is in the phase `name`. Raises CollectiveAborted if the generation was aborted.
 
-        One thread at a time: autograd's may be in it while the one that trains waits for backward.
+        One thread at a time: autograd's may be in it while the training thread waits for backward.
         """
         if self._is_aborted():
             raise CollectiveAborted(f"generation {self._generation} was aborted before {name}")
@@ -64,8 +64,7 @@ class Phases:
 
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:
-        """Within it all counts as the phase `name`, also what has phases of its own otherwise: it is no part of a step
-        that others take as well."""
+        """A context that counts as the phase `name`, including inner phases: it is not part of an ordinary step."""
         with self(name):
             self._is_apart = True
             try:

@@ -1,4 +1,4 @@
-"""Where the thread that computes is right now, seen from another one."""
+"""Current stack of the training thread, observed from another thread."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Of a thread."""
+    """State of a thread."""
 
     waits: bool
-    """It is in a collective, or waits for one."""
+    """True if the thread is in a collective, or waits for one."""
     stack: str
-    """The innermost call last."""
+    """The stack, with the innermost call last."""
     where: str
-    """The innermost line that is neither ours nor a library's: `file:line in function`; empty if there is none."""
+    """Innermost line outside raysharded and libraries: `file:line in function`; empty if none exists."""
 
 
 def look_at(thread_id: int | None, elsewhere: Callable[[], str] = lambda: "") -> Whereabouts:
-    """Any thread may look at any other; it goes on meanwhile.
+    """State of a thread, which continues meanwhile. Any thread may call this.
 
-    If the user's code runs in a thread that it waits for (samples are read ahead), that one's stack is given too; or,
-    while it waits for samples, that of the process that reads them: `elsewhere` gives it as `faulthandler` writes it.
+    If the thread waits for another one that runs the user's code (samples are read ahead), that one's stack is added.
+    If it waits for samples, the stack of the process that reads them is added, which `elsewhere` returns as
+    `faulthandler` writes it.
     """
     running = sys._current_frames()
     frames = _frames_of(running.get(thread_id or 0))
@@ -62,7 +63,7 @@ def look_at(thread_id: int | None, elsewhere: Callable[[], str] = lambda: "") ->
 
 
 def frames_of_dump(text: str) -> list[FrameSummary]:
-    """Of what `faulthandler` wrote: the thread that reads samples, the innermost call last; empty if none does."""
+    """Stack of the thread that reads samples, from a `faulthandler` dump; innermost call last, empty if none reads."""
     for thread in _THREAD.split(text)[1:]:
         calls = _CALL.findall(thread)
         if any(file.startswith(_DATA) for file, _, _ in calls):
@@ -75,8 +76,10 @@ def _frames_of(frame: FrameType | None) -> list[FrameSummary]:
 
 
 def is_waiting(thread_id: int | None) -> bool:
-    """True if the thread's innermost call, apart from those of locks and threads, is one that waits for others: a
-    collective of torch's, or a function with the mark of `abortable_wait.waits_for_peers`."""
+    """True if the thread's innermost call, apart from locks and threads, waits for others.
+
+    Such a call is a collective of torch's, or a function with the mark of `abortable_wait.waits_for_peers`.
+    """
     frame = sys._current_frames().get(thread_id or 0)
     while frame is not None and is_of_standard_library(frame.f_code.co_filename):
         frame = frame.f_back

@@ -1,1 +1,1 @@
-"""Saves in the background: host copies, pending saves, and the end of the process."""
+"""Background saves: host copies, pending saves, and waiting for them at process exit."""

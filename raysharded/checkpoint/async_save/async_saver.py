@@ -1,7 +1,7 @@
-"""Saves beside training: the state is copied into host memory, and everything else happens in a thread.
+"""Background saves: copy the state into host memory, and write it to storage in a thread.
 
-Training stands still for one copy of this rank's shards. The buffer that they are copied to is made once, and used by
-every save; so there is one save at a time.
+Training waits only for one copy of this rank's shards. All saves share one host buffer, so only one save runs at a
+time.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from raysharded.checkpoint.threads import Threads, step_back
 from raysharded.errors import CheckpointError, ConfigError
 
 _HEAD_START_S = 0.02
-"""What training gets before the thread takes the interpreter's lock for the first time, and the other ranks' copies."""
+"""Seconds before the thread first takes the GIL, in favour of training and of the other ranks' copies."""
 
 
 class AsyncSaver:
-    """Saves one state again and again, each time while training goes on. Threads may share it: they take turns.
+    """Save one state repeatedly while training continues.
 
-    On a process group every rank has one, and all make the same calls, in the same order; `when_busy` is rank 0's.
-    Python waits for the save that is being written when the program ends. If the last one failed, and no `result` has
-    told the program so, its exit status is 120. In a forked child a saver has no saves yet.
+    Threads may share a saver: their calls run one after the other. On a process group every rank has a saver, and all
+    ranks make the same calls in the same order. Rank 0's `when_busy` decides. At program exit Python waits for the save
+    that is being written. The exit status is 120 if the last save failed and no `result` has raised its error. In a
+    forked child a saver begins without saves.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class AsyncSaver:
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`when_busy`: what a save does while the one before is being written."""
+        """`when_busy`: action of a save while the previous one is being written."""
         if when_busy not in ("skip", "wait"):
             raise ConfigError(f"when_busy={when_busy!r}: give 'skip' or 'wait'.")
         require_key(key)
@@ -63,9 +64,9 @@ class AsyncSaver:
         process_exit.add_saver(self, AsyncSaver._renew)
 
     def prepare(self, state: Any) -> int:
-        """Makes the buffer for states like this one, so that the first save is as quick as the others; its bytes.
+        """Allocate the buffer for states like this one; its bytes. The first save is then as fast as later ones.
 
-        For optimizers that have not stepped it has room for what they will have; they stay as they are.
+        The buffer also fits the later state of optimizers that have not stepped. The optimizers do not change.
         """
         with self._lock, later_form(state) as form:
             return self._open_copy().make_room(tree.flatten(form).tensors)
@@ -82,10 +83,10 @@ class AsyncSaver:
         data: Mapping[str, Any] | None = None,
         overwrite: bool = False,
     ) -> PendingSave:
-        """As `save`, but returns when the state has been copied; from then on it may change.
+        """Save the state as `save` does, but return once it is copied. It may change from then on.
 
-        While the save before is being written on rank 0, this one is skipped with a warning on all ranks, or waits for
-        it. Raises CheckpointError for a state that cannot be stored; what fails later is in the log, and is raised by
+        If the previous save is still being written on rank 0, this one is skipped with a warning on all ranks, or
+        waits. Raises CheckpointError for a state that cannot be stored. Later failures are logged, and raised by
         `result`.
         """
         began = time.monotonic()
@@ -124,7 +125,7 @@ class AsyncSaver:
         return pending
 
     def close(self) -> None:
-        """Waits until the last save has ended, and frees the buffer. What a save raised is not raised here."""
+        """Wait until the last save has ended, and free the buffer. Errors of saves are not raised here."""
         with self._lock:
             self._pool.shutdown()
             self._copy = None
@@ -138,7 +139,7 @@ class AsyncSaver:
         self.close()
 
     def _renew(self) -> None:
-        """In a forked child: the parent's threads, and its saves, are not here."""
+        """Reset the saver in a forked child, which has neither the parent's threads nor its saves."""
         self._last = None
         self._copy = None if self._copy is None else HostCopy()
         self._start()
@@ -154,6 +155,9 @@ class AsyncSaver:
 
 
 def _agrees(coordinator: Coordinator, *, begins: bool) -> bool:
-    """Whether a save begins, as rank 0 has it. The others' word does not count: they are done about when it is."""
+    """True if the save begins. Rank 0 decides.
+
+    The other ranks' arguments are ignored: their previous saves end at about the same time as rank 0's.
+    """
     agreed: bool = coordinator.scatter([begins] * coordinator.world_size)
     return agreed

@@ -1,7 +1,7 @@
-"""A copy of a state in host memory, made again and again into the same buffer.
+"""A copy of a state in host memory, in a buffer that every copy reuses.
 
-Which tensors there are, and where each goes, is worked out once; while a state has the layout of the one before, a copy
-costs about what copying that much memory costs.
+The place of each tensor is computed once. While the layout stays the same, a copy costs about as much as copying that
+much memory.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from raysharded.checkpoint.state_dict.staging import (
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the copies of one state's tensors lie, in the order of the state."""
+    """Places of the copies of one state's tensors, in the order of the state."""
 
     seen: dict[str, tuple[Any, ...]]
-    """Of each tensor, by name: all that its place and its boxes depend on."""
+    """For each tensor name: everything that the tensor's place and boxes depend on."""
     copies: list[Held]
     filled: list[int]
-    """The numbers of those that this rank has anything of."""
+    """Numbers of the tensors of which this rank holds a part."""
     views: list[torch.Tensor]
-    """What those are copied to."""
+    """Destinations of the `filled` tensors."""
     views_bytes: list[NDArray[np.uint8]]
     devices: frozenset[torch.device]
 
@@ -49,11 +49,11 @@ class HostCopy:
         self._layout: _Layout | None = None
 
     def make_room(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Makes the buffer for a state with tensors like these; its bytes. Raises CheckpointError as `held_of`."""
+        """Allocate the buffer for a state with tensors like these; its bytes. Raises CheckpointError as `held_of`."""
         return len(self._room_for([held_of(name, tensor) for name, tensor in tensors.items()]))
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> list[Held]:
-        """What this rank holds of a state, copied: valid until the next `take`.
+        """A copy of this rank's part of a state, valid until the next `take`.
 
         Raises CheckpointError for tensors that cannot be stored.
         """
@@ -95,10 +95,10 @@ class HostCopy:
 
 
 def _copy_all(layout: _Layout, sources: list[torch.Tensor]) -> None:
-    """Copy each source into its view of host memory; copies from accelerators are only begun."""
+    """Copy each source into its view of host memory. Copies from accelerators are only started."""
     if torch.get_num_threads() == 1 and all(is_in_place(source) for source in sources):
-        # C's memcpy: one thread of torch's copy takes 1.0 to 1.5 times as long, and several of its threads less. What
-        # the copies need is made before the first of them: they empty the caches, and it would take a tenth longer.
+        # C's memcpy: torch's copy takes 1.0 to 1.5 times as long with one thread, and less with several. The byte views
+        # are made before the first copy: making them evicts the caches, and interleaved it would take a tenth longer.
         sources_bytes = [bytes_of(source) for source in sources]
         for to, source_bytes in zip(layout.views_bytes, sources_bytes, strict=True):
             np.copyto(to, source_bytes)
@@ -108,5 +108,5 @@ def _copy_all(layout: _Layout, sources: list[torch.Tensor]) -> None:
 
 def _seen(tensor: torch.Tensor, local: torch.Tensor) -> tuple[Any, ...]:
     placed = (tensor.device_mesh, tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else ()
-    shape = None if local.is_nested else local.shape  # a nested one has none, and is refused
+    shape = None if local.is_nested else local.shape  # a nested tensor has no shape, and is rejected
     return type(local), shape, local.dtype, local.device, local.layout, placed

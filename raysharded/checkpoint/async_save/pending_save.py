@@ -1,4 +1,4 @@
-"""A save that was begun beside training: what comes of it, and what the program sees of that."""
+"""A background save: its outcome, and the program's handle to it."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _log = logging.getLogger("raysharded.checkpoint")
 
 
 class SaveOutcome:
-    """What comes of one save. A thread runs it, others wait for it."""
+    """Outcome of one save. One thread runs the save, others wait for it."""
 
     def __init__(self, uri: str, step: int) -> None:
         self.uri = uri
         self.step = step
         self.begun: Future[bool] = Future()
-        """Whether it is written, and not skipped; known when rank 0 has said so."""
+        """Whether the save is written, not skipped. Known once rank 0 has decided."""
         self.ended: Future[Saved | None] = Future()
-        """None if it was skipped."""
+        """Result of the save; None if it was skipped."""
         self.was_told = False
-        """Whether the program has got the exception of what made it fail."""
+        """Whether the program has received the exception that made the save fail."""
 
     def begin(self, begins: bool) -> bool:
-        """Says whether it is written; if not, in the log too. The argument."""
+        """Record whether the save is written, and log a warning if not. Returns its argument."""
         if not begins:
             _log.warning("step %d is not saved: the save before it is still being written to storage", self.step)
         self.begun.set_result(begins)
         return begins
 
     def run(self, work: Callable[[], Saved | None]) -> None:
-        """Takes the outcome of all that is left to do; what it raises is in the log too."""
+        """Run the rest of the save and record its outcome. An exception is logged too."""
         try:
             saved = work()
         except BaseException as error:  # noqa: BLE001 - the boundary of the thread
@@ -47,11 +47,11 @@ class SaveOutcome:
             self._end(partial(self.ended.set_result, saved))
 
     def skip(self) -> None:
-        """Nothing is saved; `begin` has said so."""
+        """Record that nothing is saved; `begin` has logged it."""
         self.ended.set_result(None)
 
     def abandon(self, error: BaseException) -> None:
-        """Nothing will run it, for an error that the program gets at once."""
+        """Record that no thread will run the save, for an error that the program receives at once."""
         self.was_told = True
         self._end(partial(self.ended.set_exception, error))
 
@@ -63,28 +63,28 @@ class SaveOutcome:
         process_exit.ended(self)
 
     def wait(self) -> None:
-        """Until nothing is written any more, whatever came of it."""
+        """Wait until the save has ended, successfully or not."""
         self.ended.exception()
 
     @property
     def is_lost(self) -> bool:
-        """Whether it failed, and no exception has told the program so."""
+        """Whether the save failed and the program has not received its exception."""
         return self.ended.done() and self.ended.exception() is not None and not self.was_told
 
     def give_up(self) -> None:
-        """In a forked child: it is not this process that writes it."""
+        """Fail the save in a forked child: the parent process writes it."""
         self.begun, self.ended, self.was_told = Future(), Future(), True
         self.begun.set_result(True)
         self.ended.set_exception(
             CheckpointError(
                 f"the save of step {self.step} to {self.uri} is written by the process that this one was forked from: "
-                "ask for its result there."
+                "request its result there."
             )
         )
 
 
 class PendingSave:
-    """A save that is being written, or was skipped."""
+    """A save that is being written, has ended, or was skipped."""
 
     def __init__(self, uri: str, step: int) -> None:
         self.uri = uri
@@ -93,12 +93,15 @@ class PendingSave:
 
     @property
     def skipped(self) -> bool:
-        """Whether nothing is saved, because the save before was still being written. Waits until rank 0 has said so."""
+        """Whether the save was skipped because the previous one was still being written.
+
+        Waits for rank 0's decision.
+        """
         return not self._outcome.begun.result()
 
     @property
     def done(self) -> bool:
-        """Whether `result` returns, or raises, at once."""
+        """Whether `result` returns or raises at once."""
         return self._outcome.ended.done()
 
     def __repr__(self) -> str:
@@ -111,9 +114,9 @@ class PendingSave:
         return f"PendingSave({os.fspath(self.uri)!r}, step={self.step}, {so_far})"
 
     def result(self, timeout_s: float | None = None) -> Saved:
-        """The complete checkpoint. Raises what made the save fail, and CheckpointError if it was skipped.
+        """The complete checkpoint. Raises the error that made the save fail, and CheckpointError if it was skipped.
 
-        Raises TimeoutError if it takes longer than `timeout_s`; it goes on.
+        Raises TimeoutError if the save takes longer than `timeout_s`; the save continues.
         """
         outcome = self._outcome
         try:
@@ -130,5 +133,5 @@ class PendingSave:
 
 
 def outcome_of(pending: PendingSave) -> SaveOutcome:
-    """What the program sees of it is `pending`."""
+    """The outcome behind a `PendingSave`."""
     return pending._outcome

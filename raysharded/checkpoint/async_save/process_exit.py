@@ -1,11 +1,11 @@
-"""Saves beside the program when that ends, or forks: waited for in the end, given up in a forked child.
+"""Background saves at process exit and at a fork: the interpreter waits for them, and a forked child fails them.
 
-Soon after a program's last line Python starts no more threads for pools, and a save that still goes on needs them. So
-the interpreter waits before that. If the last save of a program failed, and no exception has told it so, the log says
-it, and the exit status is 120, which is Python's for an error in its clean-up.
+Soon after a program's last line Python starts no more pool threads, which a running save needs, so the interpreter
+waits before that. If the last save failed and the program has not received its exception, the log reports it. The exit
+status is then 120, Python's status for an error in its clean-up.
 
-A fork copies the caller's thread alone: no thread writes the parent's saves in the child, and a lock that another
-thread held stays locked there for ever. So the child's savers are made anew.
+A fork copies only the caller's thread. No thread writes the parent's saves in the child, and a lock that another thread
+held stays locked there forever. The child's savers are therefore reset.
 """
 
 from __future__ import annotations
@@ -23,32 +23,35 @@ _log = logging.getLogger("raysharded.checkpoint")
 
 
 class BegunSave(Protocol):
-    """A save beside the program."""
+    """A save that is written in the background."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether it failed, and no exception has told the program so."""
+        """Whether the save failed and the program has not received its exception."""
         ...
 
     def wait(self) -> None:
-        """Until nothing is written any more, whatever came of it."""
+        """Wait until the save has ended, successfully or not."""
         ...
 
     def give_up(self) -> None:
-        """From now on it has failed, in this process, which has no thread that writes it."""
+        """Fail the save in this process, which has no thread that writes it."""
         ...
 
 
 class _Saves:
-    """What this process has begun. Changes of sets and attributes are atomic, so a fork sees no half of one."""
+    """Saves that this process has begun.
+
+    Changes of sets and attributes are atomic, so a fork never sees half a change.
+    """
 
     def __init__(self) -> None:
         self.going_on: set[BegunSave] = set()
-        """Kept here: a program may have let go of the saver."""
+        """Running saves, kept here because the program may have dropped the saver."""
         self.failed: BegunSave | None = None
-        """The last that ended, if it failed."""
+        """The last save that ended, if it failed."""
         self.python_ends = False
-        """Whether the interpreter has waited for them."""
+        """Whether the interpreter has waited for the saves."""
 
 
 _saves = _Saves()
@@ -56,20 +59,20 @@ _savers: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
 
 
 def add_saver(saver: Any, renew: Callable[[Any], None]) -> None:
-    """From now on `renew(saver)` is called in forked children."""
+    """Call `renew(saver)` in forked children from now on."""
     _savers[saver] = renew
 
 
 def begun(save: BegunSave) -> None:
-    """The interpreter waits for the save until `ended`."""
+    """Make the interpreter wait for the save until `ended`."""
     _saves.going_on.add(save)
 
 
 def ended(save: BegunSave) -> None:
-    """Nothing is written for the save any more."""
+    """Record that the save has ended."""
     _saves.failed = save if save.is_lost else None
     _saves.going_on.discard(save)
-    if _saves.python_ends:  # begun by a thread, or a function of atexit, that goes on after the program's last line
+    if _saves.python_ends:  # begun by a thread or an atexit function that runs after the program's last line
         _tell()
 
 
@@ -77,8 +80,8 @@ def _wait_for_all() -> None:
     try:
         while _saves.going_on:
             next(iter(list(_saves.going_on))).wait()
-    except BaseException as error:  # noqa: BLE001 - such as an interrupt: what it meant to end is going to end
-        _log.error("Python ends before all saves have: %s", type(error).__name__)
+    except BaseException as error:  # noqa: BLE001 - such as an interrupt: its purpose, the end of the process, is near
+        _log.error("Python exits before all saves have ended: %s", type(error).__name__)
         _fail_exit()
     _saves.python_ends = True
     _tell()
@@ -96,10 +99,10 @@ def _fail_exit() -> None:
 
 
 class _Unflushable:
-    """The stream, but that the interpreter's own flush of it fails, at its very end: that makes the exit status 120.
+    """A stream whose last flush, by the interpreter at its very end, fails: that makes the exit status 120.
 
-    `sys.exit` documents it. All that comes before, atexit's functions for one, runs as ever, which no call that ends
-    the process could give.
+    This is documented under `sys.exit`. Everything before it runs as usual, for example the atexit functions. No call
+    that ends the process could guarantee that.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -126,10 +129,10 @@ def _start_anew() -> None:
         renew(saver)
 
 
-# atexit's functions are called too late: after thread pools have been closed. The one that closes them is registered
-# here too, when `concurrent.futures` is imported; the last that was registered is called first.
+# atexit functions run too late: after thread pools have been closed. The function that closes the pools is registered
+# in the same place as this one, when `concurrent.futures` is imported. The last one registered is called first.
 import concurrent.futures.thread  # noqa: E402, F401
 
 threading._register_atexit(_wait_for_all)  # type: ignore[attr-defined]
-with suppress(AttributeError):  # there is no fork on this platform
+with suppress(AttributeError):  # this platform has no fork
     os.register_at_fork(after_in_child=_start_anew)

@@ -1,4 +1,4 @@
-"""Where the boxes of tensors are in their files, in columns: hundreds of thousands without an object each."""
+"""Positions of tensors' boxes in their files, in columns: hundreds of thousands without an object each."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class FileBox:
     """A hyper-rectangle of one tensor, in C order from byte `start` of its file on."""
 
     name: str
-    """The tensor's."""
+    """Name of the tensor."""
     offsets: tuple[int, ...]
-    """Its first index in every dimension of the tensor."""
+    """First index of the box in every dimension of the tensor."""
     sizes: tuple[int, ...]
-    """Its length in every dimension."""
+    """Length of the box in every dimension."""
     start: int
-    """Byte of the file."""
+    """First byte of the box in the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BoxTable:
-    """n boxes; column i of every array is about box i. d is the largest number of dimensions that any of them has."""
+    """n boxes; entry i of every array describes box i. d is the largest number of dimensions of any box."""
 
     names: tuple[str, ...]
-    """Of tensors, distinct; not all of them need to occur."""
+    """Distinct names of tensors; not all of them need to occur."""
     tensor: Int32
-    """[n]: which of `names`."""
+    """[n]: index into `names`."""
     ndim: Int32
-    """[n]: the box's dimensions; in the others its offset is 0 and its size 1."""
+    """[n]: number of the box's dimensions; in all others its offset is 0 and its size 1."""
     offsets: Int64
     """[n, d]"""
     sizes: Int64
@@ -46,7 +46,7 @@ class BoxTable:
 
     @staticmethod
     def of(boxes: Iterable[FileBox]) -> BoxTable:
-        """The table of some boxes, in their order. Raises OverflowError for numbers beyond 64 bits."""
+        """The table of the given boxes, in their order. Raises OverflowError for numbers beyond 64 bits."""
         rows = list(boxes)
         if not rows:
             return _NONE
@@ -67,7 +67,7 @@ class BoxTable:
 
     @property
     def width(self) -> int:
-        """d, the columns of `offsets` and of `sizes`."""
+        """Number of columns (d) of `offsets` and `sizes`."""
         return int(self.sizes.shape[1])
 
     def __getitem__(self, row: int) -> FileBox:
@@ -92,7 +92,7 @@ class BoxTable:
     __hash__ = None  # type: ignore[assignment]  # holds arrays
 
     def rows(self, chosen: slice | NDArray[np.bool_] | NDArray[np.int64]) -> BoxTable:
-        """Some of the boxes, in the order chosen."""
+        """The chosen boxes, in the order chosen."""
         return BoxTable(
             names=self.names,
             tensor=self.tensor[chosen],
@@ -103,7 +103,7 @@ class BoxTable:
         )
 
     def in_terms_of(self, names: Sequence[str], place: dict[str, int], width: int) -> BoxTable:
-        """The same boxes, numbering their tensors by `place` in `names`, in arrays for `width` dimensions.
+        """The table with tensors numbered by `place` in `names`, in arrays for `width` dimensions.
 
         Raises KeyError for a tensor that has no place.
         """
@@ -121,7 +121,7 @@ class BoxTable:
 
 
 def joined(tables: Sequence[BoxTable], names: tuple[str, ...], width: int) -> tuple[Int32, BoxTable]:
-    """All boxes in one table over `names`, and for each the number of the table that it came from.
+    """(for each box, the number of its original table; all boxes in one table over `names`).
 
     Raises KeyError for a tensor that is not among `names`.
     """
@@ -146,7 +146,7 @@ def joined(tables: Sequence[BoxTable], names: tuple[str, ...], width: int) -> tu
 
 
 def padded(rows: Sequence[tuple[int, ...]], width: int, filler: int) -> Int64:
-    """[rows, width]: each row's numbers, and then `filler`. No row may be longer. Raises OverflowError."""
+    """[rows, width]: each row's numbers, then `filler`. No row may be longer. Raises OverflowError."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     grid = np.full((len(rows), width), filler, np.int64)
     numbers = np.fromiter(chain.from_iterable(rows), np.int64, int(lengths.sum()))

@@ -1,6 +1,6 @@
-"""A manifest as bytes: canonical JSON, led by the digest of all that follows it, optionally signed. Pure.
+"""A manifest as bytes: canonical JSON that begins with the digest of all that follows it, optionally signed. Pure.
 
-Laws: decode(encode(m)) == m, and no byte of encode(m) can change without decode noticing.
+Laws: decode(encode(m)) == m, and decode detects every accidental change of encode(m).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HMAC_HEAD = b'","hmac":"'
 
 
 def digest(data: bytes | memoryview) -> str:
-    """BLAKE3 as 64 hexadecimal digits. Releases the GIL for all but tiny inputs."""
+    """BLAKE3 digest as 64 hexadecimal digits. Releases the GIL for all but tiny inputs."""
     return blake3(data).hexdigest()
 
 
@@ -51,7 +51,7 @@ class Encoded:
 
     @property
     def digest(self) -> str:
-        """What names this manifest: 64 hexadecimal digits."""
+        """Digest that identifies this manifest: 64 hexadecimal digits."""
         return self.manifest[len(_HEAD) : _DIGEST_END].decode("ascii")
 
 
@@ -131,12 +131,12 @@ def decode(
     key: SigningKey | None = None,
     read_index: Callable[[str, int], bytes] = _no_index,
 ) -> Manifest:
-    """The manifest in `data`; `where` names it in errors; `read_index(path, size)` gives the box index beside it.
+    """The manifest in `data`. `where` names it in errors; `read_index(path, size)` returns the box index beside it.
 
-    `folder` is the name of the folder that it lies in: one that names a save must name this one. With a key, refuses a
-    manifest that was not signed with it. Raises CorruptCheckpoint for bytes that do not match the
-    digest or the signature, wrong types, paths that escape and boxes that overlap or lie outside; IncompleteCheckpoint
-    for boxes that are missing; CheckpointError for another version.
+    `folder` is the name of the manifest's folder: if it names a save, it must name this one. With a key, a manifest
+    that was not signed with it is rejected. Raises CorruptCheckpoint for bytes that do not match the digest or the
+    signature, wrong types, paths that escape, and boxes that overlap or lie outside. Raises IncompleteCheckpoint for
+    missing boxes, CheckpointError for another version.
     """
     _check_digest(data, where)
     _check_signature(data, key, where)
@@ -158,7 +158,7 @@ def decode(
         manifest = parse(body, where, read_index)
         check(manifest, where)
     except MemoryError as error:
-        raise CheckpointError(f"{where}: this process has not the memory for what it says. Give it more.") from error
+        raise CheckpointError(f"{where}: this process has too little memory to read it. Give it more.") from error
     return manifest
 
 
@@ -179,16 +179,16 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON number")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def digest_of(data: bytes) -> str:
-    """What an encoded manifest says its digest is."""
+    """Digest that an encoded manifest carries."""
     return data[len(_HEAD) : _DIGEST_END].decode("ascii", "replace")
 
 
 def is_signed(data: bytes) -> bool:
-    """Whether an encoded manifest carries a signature, whoever made it."""
+    """Whether an encoded manifest carries a signature, with any key."""
     return data[_DIGEST_END:].startswith(_HMAC_HEAD)
 
 
@@ -196,7 +196,7 @@ def _check_digest(data: bytes, where: str) -> None:
     actual = digest(data[_DIGEST_END:])
     if not data.startswith(_HEAD) or digest_of(data) != actual:
         raise CorruptCheckpoint(
-            f"{where}: {len(data)} bytes do not match their digest (says {digest_of(data)!r}, is {actual!r}). It was "
+            f"{where}: {len(data)} bytes do not match their digest (stated {digest_of(data)!r}, is {actual!r}). It was "
             "changed or cut off after it was written; resume from another checkpoint."
         )
 

@@ -1,9 +1,9 @@
-"""The box index as Parquet: one row a box, for manifests that would be large with it. Pure.
+"""The box index as Parquet: one row per box, for manifests that would be large with it. Pure.
 
-Columns: `file` (int32: which of the manifest's files), `tensor` (text), `start` (int64: the first byte in the file),
-and for each dimension i of the tensor with the most of them `offset_i` and `size_i` (int64): 0 and 1 where the box's
-own tensor has fewer. What the pages inflate to is known, and bounded by the rows and names that there may be, before
-any is inflated; all columns are flat and are read one by one in batches.
+Columns: `file` (int32: index into the manifest's files), `tensor` (text), `start` (int64: first byte in the file).
+Each dimension i of the tensor with the most of them has `offset_i` and `size_i` (int64): 0 and 1 where the box's tensor
+has fewer. The inflated size of the pages is known before any is inflated, and limited by the possible rows and names.
+All columns are flat and are read one by one in batches.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from raysharded.checkpoint.format.manifest import shown
 from raysharded.checkpoint.format.parquet import inflated_bytes
 
 MIN_BOXES = 4096
-"""With so many boxes or more, the index is a file of its own."""
+"""Number of boxes from which the index is a separate file."""
 
 _PATH = re.compile(r"boxes-[0-9a-f]{16}\.parquet")
 _BATCH_ROWS = 1 << 20
 _LEAST_GROUP_ROWS = 1 << 16
-"""Files of more and smaller row groups are read too, as long as they are small."""
+"""Rows of a row group. Files with more and smaller groups are read too, if they are small."""
 _LEAST_PAGE_ROWS = 16
 
 
 class BadIndex(Exception):
-    """The bytes are not a box index; the text says why."""
+    """The bytes are not a box index; the text gives the reason."""
 
 
 def index_path(digest: str) -> str:
-    """Beside the manifest, named after its digest: of two who commit one save, none replaces the other's index."""
+    """Path beside the manifest, named after the digest: two commits of one save never replace each other's index."""
     return f"boxes-{digest[:16]}.parquet"
 
 
 def is_index(name: str) -> bool:
-    """Whether a file in a checkpoint's folder is called like that."""
+    """Whether a file in a checkpoint's folder is named like a box index."""
     return _PATH.fullmatch(name) is not None
 
 
@@ -64,7 +64,7 @@ def encode_index(file: Int32, boxes: BoxTable) -> bytes:
 
 
 def decode_index(data: bytes, shapes: Sequence[tuple[str, int]], num_files: int) -> list[BoxTable]:
-    """The boxes of each file; `shapes`: the name and the number of dimensions of every tensor.
+    """The boxes of each file. `shapes`: the name and the number of dimensions of every tensor.
 
     Raises BadIndex for anything that is not such an index.
     """
@@ -74,7 +74,7 @@ def decode_index(data: bytes, shapes: Sequence[tuple[str, int]], num_files: int)
         raise BadIndex(f"it is not Parquet, or has a footer of more than {MAX_INDEX_FOOTER_BYTES} bytes")
     try:
         file, boxes = _read(data, shapes)
-    except (pa.ArrowException, OSError, ValueError, OverflowError, KeyError) as error:  # all of them for bad bytes
+    except (pa.ArrowException, OSError, ValueError, OverflowError, KeyError) as error:  # any of them for bad bytes
         raise BadIndex(f"it is not Parquet: {shown(str(error))}") from error
     if len(file) and not (file.min() >= 0 and file.max() < num_files):
         raise BadIndex(f"there is a box in file {file.min()} or {file.max()} of {num_files}")
@@ -88,7 +88,7 @@ def _read(data: bytes, shapes: Sequence[tuple[str, int]]) -> tuple[Int32, BoxTab
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # Nothing of the metadata but its number of rows: pyarrow 26 ends the process when asked for a bad column's.
+    # Only the metadata's number of rows is used: pyarrow 26 ends the process on a request for a bad column's metadata.
     source = pq.ParquetFile(pa.BufferReader(data), read_dictionary=["tensor"])
     found = [field.name for field in source.schema_arrow]
     width, rows = (len(found) - 3) // 2, source.metadata.num_rows
@@ -117,19 +117,22 @@ def _read(data: bytes, shapes: Sequence[tuple[str, int]]) -> tuple[Int32, BoxTab
 
 
 def _check_inflated(data: bytes, rows: int, width: int, names: Sequence[str]) -> None:
-    """Each row has 16 bytes for each dimension, and 16 more; each row group may name every tensor once."""
+    """Raise BadIndex if the pages inflate to more than twice the size of the rows and names, plus slack.
+
+    Each row has 16 bytes for each dimension, and 16 more; each row group may name every tensor once.
+    """
     groups = 1 + rows // _LEAST_GROUP_ROWS
     names_bytes = sum(4 + len(name.encode()) for name in names)
     most = 2 * (rows * 16 * (width + 1) + groups * names_bytes) + MAX_INDEX_SLACK_BYTES
     inflated = inflated_bytes(data, max_pages=_LEAST_GROUP_ROWS + rows // _LEAST_PAGE_ROWS)
     if inflated > most:
         raise BadIndex(
-            f"its pages are to become {inflated} bytes, more than {most}, for {rows} boxes of {len(names)} tensors"
+            f"its pages inflate to {inflated} bytes, more than {most}, for {rows} boxes of {len(names)} tensors"
         )
 
 
 def _batches(source: Any, name: str, rows: int) -> Iterator[tuple[int, Any]]:
-    """(its first row, a part of the column); the parts make up `rows` rows without nulls, or BadIndex is raised."""
+    """(first row, part of the column) for each part. Raises BadIndex unless they make up `rows` rows without nulls."""
     at = 0
     for batch in source.iter_batches(_BATCH_ROWS, columns=[name], use_threads=False):
         batch.validate(full=True)

@@ -1,8 +1,7 @@
-"""What a checkpoint is: tensors of the element types of format version 1, the files that hold them, which box is
-where, and a digest of every chunk.
+"""Contents of a checkpoint: tensors, their files, the place of every box, and a digest of every chunk. Pure.
 
-Pure. `docs/format.md` is the format's description; here are its values and what must hold among them (`check`).
-`encoding` turns them into bytes and back.
+Tensors have the element types of format version 1. `docs/format.md` describes the format; this module has its values
+and their invariants (`check`). `encoding` turns them into bytes and back.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ SAFETENSORS_DTYPES: dict[str, tuple[str, int]] = {
     "float64": ("F64", 8),
     "complex64": ("C64", 8),
 }
-"""name -> (safetensors code, bytes per element). The names are torch's without `torch.`."""
+"""Map from a dtype, torch's name without `torch.`, to (safetensors code, bytes per element)."""
 
 
 VERSION = 2
-"""Of the format, as written; version 1 is read too."""
+"""Format version that is written; version 1 is read too."""
 READABLE_VERSIONS = (1, 2)
 DIGEST_BYTES = 32
 
@@ -63,18 +62,18 @@ class TensorInfo:
     """A tensor of the global state."""
 
     dtype: str
-    """torch's name without `torch.`: "float32", "bfloat16", ..."""
+    """Element type, torch's name without `torch.`: "float32", "bfloat16", ..."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
 
     @property
     def item_bytes(self) -> int:
-        """Of one element."""
+        """Bytes of one element."""
         return SAFETENSORS_DTYPES[self.dtype][1]
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.item_bytes
 
 
@@ -83,26 +82,26 @@ class FileRecord:
     """One data file. Chunk i is its bytes from i * chunk_size_bytes on; the last chunk may be shorter."""
 
     path: str
-    """Relative to the checkpoint's folder."""
+    """Path relative to the checkpoint's folder."""
     size_bytes: int
-    """Of the whole file, header included."""
+    """Bytes of the whole file, header included."""
     chunk_size_bytes: int
-    """Of every chunk but the last."""
+    """Bytes of every chunk but the last."""
     digests: bytes = b""
-    """BLAKE3 of every chunk, 32 bytes each; empty if they are in a table of their own."""
+    """BLAKE3 digests of all chunks, 32 bytes each; empty if they are in a table."""
     digest_table: str = ""
-    """If they are: the BLAKE3 of the table, the file `<path>.b3`, which holds them one after the other."""
+    """BLAKE3 of the table, the file `<path>.b3` that holds the digests one after the other; empty if there is none."""
     boxes: BoxTable
-    """What is in it, and where."""
+    """Boxes in the file, and their positions."""
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks the file has."""
+        """Number of chunks of the file."""
         return -(-self.size_bytes // self.chunk_size_bytes)
 
     @property
     def table_path(self) -> str:
-        """Where the table is, if there is one."""
+        """Path of the table of digests, if there is one."""
         return f"{self.path}.b3"
 
 
@@ -111,32 +110,32 @@ class Manifest:
     """A whole checkpoint. Its existence in storage makes the checkpoint real."""
 
     run: str
-    """The run's name."""
+    """Name of the run."""
     step: int
-    """The optimizer step after which it was saved; 0: before the first."""
+    """Optimizer step after which the checkpoint was saved; 0 is before the first."""
     generation: int
-    """The membership that wrote it: a number that only grows."""
+    """Number of the membership that wrote the checkpoint; it only grows."""
     save_id: str
-    """Tells it from other saves of the step."""
+    """Id that distinguishes the save from others of the step."""
     writer: str
-    """Who committed it."""
+    """Name of the writer that committed the checkpoint."""
     created_at: float
-    """Seconds since the Unix epoch, for people to read."""
+    """Time in seconds since the Unix epoch, for people."""
     tensors: Mapping[str, TensorInfo]
-    """By name."""
+    """Tensors by name."""
     files: tuple[FileRecord, ...]
-    """The data files."""
+    """Data files."""
     tree: Any = None
-    """How the tensors make up a nested state; None: they stand for themselves. Anything JSON can hold."""
+    """Nested state that the tensors make up, as anything that JSON can hold; None: no nesting."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """How far into its data the run was."""
+    """Position of the run in its data."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Anything JSON can hold: seed, fingerprint, metrics, ..."""
+    """Metadata that JSON can hold: seed, fingerprint, metrics, ..."""
     version: int = VERSION
-    """Of the format; docs/format.md."""
+    """Format version; see docs/format.md."""
 
     def boxes(self) -> tuple[Int32, BoxTable]:
-        """(the number of each box's file, all boxes); tensors are numbered in the order of `tensors`.
+        """(the number of each box's file, all boxes). Tensors are numbered in the order of `tensors`.
 
         Raises KeyError for a box of a tensor that is not in `tensors`.
         """
@@ -144,19 +143,19 @@ class Manifest:
         return joined([file.boxes for file in self.files], tuple(self.tensors), width)
 
 
-BAD_WRITER = "What wrote it does not follow the format; resume from another checkpoint."
+BAD_WRITER = "Its writer does not follow the format; resume from another checkpoint."
 
 
 def shown(value: object) -> str:
-    """For messages: short, whatever it is."""
+    """Short text of any value, for messages."""
     try:
         return reprlib.repr(value)
-    except ValueError:  # a whole number of more digits than Python writes
+    except ValueError:  # a whole number with more digits than Python writes
         return f"a {type(value).__qualname__} too long to show"
 
 
 def check(manifest: Manifest, where: str) -> None:
-    """Every box of every tensor is in exactly one place, and every place is inside its file. Raises as `decode`."""
+    """Check that every element of every tensor is stored exactly once, inside its file. Raises as `decode`."""
     if manifest.version not in READABLE_VERSIONS:
         raise CheckpointError(f"{where}: version {manifest.version}; this raysharded reads {READABLE_VERSIONS}.")
     _check_counts(manifest, where)
@@ -231,7 +230,7 @@ def _check_files(manifest: Manifest, where: str) -> None:
 
 
 def _check_boxes(manifest: Manifest, file: Int32, boxes: BoxTable, where: str) -> None:
-    """Every box is inside its tensor, and its bytes inside its file and apart from the others'."""
+    """Check that every box is inside its tensor, and its bytes inside its file and apart from other boxes."""
     infos = list(manifest.tensors.values())
     width = boxes.sizes.shape[1]
     shapes = padded([info.shape for info in infos], width, 1)
@@ -285,7 +284,7 @@ def _check_tiling(manifest: Manifest, boxes: BoxTable, where: str) -> None:
 
 
 def is_text(text: str) -> bool:
-    """Whether it is short enough, and can be written as UTF-8: half of a surrogate pair cannot."""
+    """Whether a text is short enough and can be written as UTF-8. Half of a surrogate pair cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -294,7 +293,7 @@ def is_text(text: str) -> bool:
 
 
 def _is_deeper(value: object, most: int) -> bool:
-    """Whether more than `most` arrays and objects are in one another. Does not recurse."""
+    """Whether arrays and objects are nested more than `most` deep. Does not recurse."""
     level = [value]
     for _ in range(most + 1):
         level = [

@@ -1,12 +1,12 @@
-"""How many bytes a Parquet file inflates to, from the headers of its pages. Pure; nothing is inflated.
+"""Inflated size of a Parquet file, from the headers of its pages. Pure; nothing is inflated.
 
-A page of a few bytes may stand for gigabytes, and a reader makes room for what the page's header says before it
-inflates it. The footer says so too, but need not be true. Both are structs in Thrift's compact encoding
+A page of a few bytes may stand for gigabytes, and readers allocate the size in its header before they inflate it. The
+footer has the size too, but may be wrong. Both are structs in Thrift's compact encoding
 (https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md), with the fields of
 https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift.
 
-The reader that follows must see the same pages. So whatever two readers of Thrift could take for different things is
-refused: fields that are there twice or out of order, known fields of another type, containers where none are known.
+The reader that follows must see the same pages. Therefore anything that two readers of Thrift could interpret
+differently is rejected: repeated or unordered fields, known fields of another type, containers where none are known.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ _MAX_FIELD = 100
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _STRUCT = 1, 2, 3, 4, 5, 6, 7, 8, 9, 12
 
 _Shape = Mapping[int, Any]
-"""Of a struct: the fields that are lists, as (the items' type, their shape if they are structs), and those that are
-structs with lists in them, as their shape. All other fields are numbers, texts, bools, and structs of these."""
+"""Shape of a struct: its fields that are lists or structs with lists in them.
+
+A list has (the items' type, their shape if they are structs), a struct has its shape. All other fields are numbers,
+texts, bools, and structs of these.
+"""
 _PLAIN: _Shape = {}
 _COLUMN_META_DATA: _Shape = {
     2: (_I32, _PLAIN),
@@ -44,14 +47,14 @@ _COLUMNS, _META_DATA = 1, 3  # of RowGroup, ColumnChunk
 _NUM_VALUES, _CHUNK_BYTES, _DATA_AT, _DICTIONARY_AT = 5, 7, 9, 11  # of ColumnMetaData; the bytes are compressed
 _INFLATED_BYTES, _PAGE_BYTES = 2, 3  # of PageHeader
 _ODD_WRITER = b"parquet-mr"
-"""Some of its versions wrote pages beyond what the footer says, and readers read on for them."""
+"""Writer some of whose versions wrote pages beyond those in the footer, which readers read too."""
 
 
 def inflated_bytes(data: bytes, max_pages: int) -> int:
-    """Of all pages.
+    """Inflated bytes of all pages.
 
-    Raises ValueError for bytes that are no Parquet file, for pages that do not lie end to end or belong to several
-    columns, for more than `max_pages`, and for what another reader could understand in another way.
+    Raises ValueError for bytes that are not Parquet, and for more than `max_pages`. Raises it too for pages that do not
+    lie end to end or belong to several columns, and for anything that readers could interpret differently.
     """
     footer_bytes = int.from_bytes(data[-8:-4], "little")
     if len(data) < 12 or data[:4] != _MAGIC or data[-4:] != _MAGIC or footer_bytes > len(data) - 12:
@@ -59,7 +62,7 @@ def inflated_bytes(data: bytes, max_pages: int) -> int:
     ends = len(data) - 8 - footer_bytes
     footer = _Compact(data, ends, len(data) - 8).struct(_FILE_META_DATA)
     if _CREATED_BY in footer and _ODD_WRITER in _field(footer, _CREATED_BY, _BINARY).lower():
-        raise ValueError("it is of a writer whose files readers read in another way")
+        raise ValueError("it is from a writer whose files readers interpret differently")
     chunks = [
         _field(chunk, _META_DATA, _STRUCT)
         for group in _field(footer, _ROW_GROUPS, _LIST)
@@ -77,10 +80,10 @@ def inflated_bytes(data: bytes, max_pages: int) -> int:
 
 
 def _pages(data: bytes, chunk: dict[int, tuple[int, Any]], ends: int) -> Iterator[int]:
-    """What each page of a column inflates to."""
+    """Inflated bytes of each page of a column."""
     starts = [_field(chunk, number, _I64) for number in (_DATA_AT, _DICTIONARY_AT) if number in chunk]
     at = min((start for start in starts if start), default=4)
-    if _field(chunk, _NUM_VALUES, _I64) and not _field(chunk, _DATA_AT, _I64):  # 0 where there is a dictionary alone
+    if _field(chunk, _NUM_VALUES, _I64) and not _field(chunk, _DATA_AT, _I64):  # 0 if there is only a dictionary
         raise ValueError("a column has values, and no page of them")
     stop = at + _field(chunk, _CHUNK_BYTES, _I64)
     if not 4 <= at <= stop <= ends:
@@ -90,7 +93,7 @@ def _pages(data: bytes, chunk: dict[int, tuple[int, Any]], ends: int) -> Iterato
         page = header.struct(_PLAIN)
         inflated, size = _field(page, _INFLATED_BYTES, _I32), _field(page, _PAGE_BYTES, _I32)
         if inflated < 0 or not 0 <= size <= stop - header.at:
-            raise ValueError(f"a page of {size} bytes is to become {inflated}")
+            raise ValueError(f"a page of {size} bytes inflates to {inflated}")
         yield inflated
         at = header.at + size
 
@@ -103,14 +106,14 @@ def _field(struct: dict[int, tuple[int, Any]], number: int, kind: int) -> Any:
 
 
 class _Compact:
-    """Reads Thrift's compact encoding from `at` on, and nothing from `stop` on. Raises ValueError for anything else."""
+    """Reader of Thrift's compact encoding from `at` to before `stop`. Raises ValueError for anything else."""
 
     def __init__(self, data: bytes, at: int, stop: int) -> None:
         self.at = at
         self._data, self._stop = data, stop
 
     def struct(self, shape: _Shape, depth: int = 0) -> dict[int, tuple[int, Any]]:
-        """Field number -> its type and value: a number, bytes, a list, a struct."""
+        """Map from field number to its type and value: a number, bytes, a list, a struct."""
         if depth > _MAX_DEPTH:
             raise ValueError(f"a header is nested more than {_MAX_DEPTH} deep")
         found: dict[int, tuple[int, Any]] = {}
@@ -176,7 +179,7 @@ class _Compact:
         return self._data[self.at - count : self.at]
 
     def _room_for(self, count: int) -> int:
-        """The count, if there may be so many bytes, or values of a byte or more."""
+        """The count, if that many bytes, or values of at least a byte, may follow."""
         if count > self._stop - self.at:
             raise ValueError("a header ends in the middle")
         return count

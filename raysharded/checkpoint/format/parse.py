@@ -1,4 +1,4 @@
-"""JSON into a manifest, trusting nothing: every field is there, of its type, and no larger than it may be. Pure."""
+"""JSON into a manifest, without trust: every field must exist, be of its type, and be within its limit. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def parse(body: dict[str, Any], where: str, read_index: Callable[[str, int], bytes]) -> Manifest:
-    """The manifest, its types checked but not its geometry. Raises CorruptCheckpoint naming the field."""
+    """The manifest with its types checked, but not its geometry. Raises CorruptCheckpoint naming the field."""
     try:
         if len(_array(body, "files")) > MAX_FILES or len(_mapping(body, "tensors")) > MAX_TENSORS:
             raise _Wrong(f"there are more than {MAX_FILES} files or {MAX_TENSORS} tensors")
@@ -49,7 +49,7 @@ def parse(body: dict[str, Any], where: str, read_index: Callable[[str, int], byt
 
 
 class _Wrong(Exception):
-    """A field is missing or has the wrong type."""
+    """A missing field, or a field of the wrong type."""
 
 
 def _get(values: Any, key: str) -> Any:
@@ -165,5 +165,5 @@ def _box(value: Any, path: str) -> FileBox:
         raise _Wrong(f"file {shown(path)}: box {shown(value)} starts outside the file")
     box = FileBox(name=name, offsets=_numbers(offsets, name), sizes=_numbers(sizes, name), start=start)
     if len(box.offsets) != len(box.sizes):
-        raise _Wrong(f"file {shown(path)}: box {shown(value)} has not as many sizes as offsets")
+        raise _Wrong(f"file {shown(path)}: box {shown(value)} does not have as many sizes as offsets")
     return box

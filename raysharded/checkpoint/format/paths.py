@@ -1,11 +1,11 @@
-"""Where a checkpoint's files are, as keys relative to the run's storage. Pure, but for `new_save_id`.
+"""Paths of a checkpoint's files, as keys relative to the run's storage. Pure, except for `new_save_id`.
 
     checkpoints/step-0000000500-<save id>/<writer>.safetensors         data, one file per writer
     checkpoints/<hh>/step-0000000500-<save id>/<writer>.safetensors    the same, on partitioned storage
     checkpoints/step-0000000500-<save id>/manifest.json                written last
 
-Every save has an id and thus a folder of its own: no file of an older save is ever overwritten. On S3 keys that begin
-alike share one partition's throughput until it is split; the two hexadecimal digits <hh>, a hash of the file's name,
+Every save has an id and therefore its own folder: no file of an older save is ever overwritten. On S3, keys that begin
+alike share one partition's throughput until it is split. The two hexadecimal digits <hh>, a hash of folder and writer,
 spread the writers over prefixes that stay the same from save to save
 (https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html).
 """
@@ -33,12 +33,12 @@ _SAVE_FOLDER = re.compile(r"step-([0-9]{10,})-([A-Za-z0-9_]{1,64})")
 
 
 def new_save_id() -> str:
-    """An id that no other save has: 12 random hexadecimal digits."""
+    """Id that no other save has: 12 random hexadecimal digits."""
     return secrets.token_hex(6)
 
 
 def save_prefix(step: int, save_id: str) -> str:
-    """The folder of one save. Raises CheckpointError for a negative step or an unusable id."""
+    """Folder of one save. Raises CheckpointError for a negative step or an invalid id."""
     if step < 0 or _SAVE_ID.fullmatch(save_id) is None:
         raise CheckpointError(
             f"step={step}, save_id={save_id!r} do not name a save: give a step of 0 or more and an id of 1 to 64 "
@@ -48,28 +48,28 @@ def save_prefix(step: int, save_id: str) -> str:
 
 
 def save_folder(step: int, save_id: str) -> str:
-    """The name of a save's folder."""
+    """Name of a save's folder."""
     return f"step-{step:010d}-{save_id}"
 
 
 def parse_save_folder(folder: str) -> tuple[int, str] | None:
-    """(step, save id) of the last part of a save's prefix; None if it is not named like one."""
+    """(step, save id) of the last part of a save's prefix; None if it does not name a save."""
     match = _SAVE_FOLDER.fullmatch(folder)
     return (int(match[1]), match[2]) if match else None
 
 
 def replaced_name(digest: str) -> str:
-    """What the manifest of this digest is called, beside the one that has taken its place or is about to."""
+    """Name of the copy of the manifest with this digest, beside the one that has replaced it or is about to."""
     return f"replaced-{digest[:16]}.json"
 
 
 def is_replaced(name: str) -> bool:
-    """Whether a file in a checkpoint's folder is called like that."""
+    """Whether a file in a checkpoint's folder is named like such a copy."""
     return _REPLACED.fullmatch(name) is not None
 
 
 def data_path(prefix: str, writer: str, *, partitioned: bool = False, subfolder: str = "") -> str:
-    """The data file of one writer, relative to the save's folder `prefix`. Raises CheckpointError for a bad name."""
+    """Path of a writer's data file, relative to the save's folder `prefix`. Raises CheckpointError for a bad name."""
     if _NAME.fullmatch(writer) is None:
         raise CheckpointError(
             f"writer={writer!r} cannot name a file: use 1 to 128 letters, digits, '.', '_' or '-', starting with a "
@@ -89,7 +89,7 @@ def _spread_digits(folder: str, writer: str) -> str:
 
 
 def key_of(prefix: str, path: str) -> str:
-    """The storage key of a path in the manifest of the folder `prefix`. The path must have been checked (`is_own`)."""
+    """Storage key of a path in the manifest of the folder `prefix`. The path must have been checked (`is_own`)."""
     if not path.startswith("../"):
         return f"{prefix}/{path}" if prefix else path
     above = prefix.rpartition("/")[0]
@@ -99,7 +99,7 @@ def key_of(prefix: str, path: str) -> str:
 def save_folder_of(key: str) -> tuple[int, str] | None:
     """(step, save id) of the save that a key below `checkpoints/` belongs to; None if to none.
 
-    What lies in other folders, such as `checkpoints/best/step-...`, belongs to whoever put it there.
+    Files in other folders, such as `checkpoints/best/step-...`, belong to the user who put them there.
     """
     _, *parts = key.split("/")
     if len(parts) > 2 and _SPREAD_DIGITS.fullmatch(parts[0]):
@@ -108,13 +108,13 @@ def save_folder_of(key: str) -> tuple[int, str] | None:
 
 
 def is_own(path: str, folder: str) -> bool:
-    """Whether a manifest of the save folder `folder` may name a file so: inside it, or where its writers are spread."""
+    """Whether a manifest of the save folder `folder` may name a file: one inside it, or one spread over prefixes."""
     spread = _SPREAD.fullmatch(path)
     return is_inside(path) if spread is None else spread[1] == folder and is_inside(spread[2])
 
 
 def is_usable(path: str) -> bool:
-    """Whether every kind of storage takes such a name: it is printable Unicode, and not too long."""
+    """Whether every kind of storage accepts a path: it is printable Unicode, and not too long."""
     if not path.isprintable():  # nor is half of a surrogate pair
         return False
     data = path.encode()
@@ -122,10 +122,10 @@ def is_usable(path: str) -> bool:
 
 
 def is_inside(path: str) -> bool:
-    """Whether a relative path stays below the folder that it is relative to, on every kind of storage."""
+    """Whether a relative path stays below its base folder on every kind of storage."""
     return is_below(path) and "\\" not in path and ":" not in path.split("/", maxsplit=1)[0]
 
 
 def is_below(path: str) -> bool:
-    """The same, on this kind of machine."""
+    """Whether a relative path stays below its base folder on this kind of machine."""
     return "\0" not in path and not any(part in ("", ".", "..") for part in path.split("/"))

@@ -1,7 +1,7 @@
-"""The bytes of a data file: a safetensors header made here, then the tensors' own buffers, never copied. Pure.
+"""Bytes of a data file: a safetensors header made here, then the tensors' own buffers, never copied. Pure.
 
-The safetensors library can only write to a local path or make one bytes object of everything, which would hold the
-shard twice; the format's header is small enough to write (https://github.com/huggingface/safetensors#format).
+The safetensors library can only write to a local path or make one bytes object, which would hold the shard twice. The
+format's header is small enough to write here (https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ MAX_CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardTensor:
-    """What one worker holds of one tensor, as raw bytes in C order."""
+    """One worker's part of one tensor, as raw bytes in C order."""
 
     name: str
-    """The tensor's."""
+    """Name of the tensor."""
     dtype: str
-    """torch's name without `torch.`: "float32", "bfloat16", "int64", ..."""
+    """Element type, torch's name without `torch.`: "float32", "bfloat16", "int64", ..."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offsets: tuple[int, ...]
-    """Where this piece begins, in every dimension of the tensor."""
+    """First index of the piece in every dimension of the tensor."""
     sizes: tuple[int, ...]
-    """The piece's lengths."""
+    """Lengths of the piece."""
     data: memoryview | NDArray[np.uint8]
     """Exactly the piece's bytes, contiguous."""
 
@@ -45,8 +45,8 @@ class ShardTensor:
 def key_in_file(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
     """The tensor's key in its safetensors file: its name if it is whole, else `name@o0,o1,...` with its offsets.
 
-    A whole tensor whose name could be mistaken (it contains '@', or is `__metadata__`) is written with offsets too.
-    Law: a key without '@' is a name; otherwise what precedes the last '@' is.
+    A whole tensor with an ambiguous name (it contains '@', or is `__metadata__`) is written with offsets too.
+    Law: a key without '@' is a name; otherwise the text before the last '@' is.
     """
     whole = tuple(sizes) == tuple(shape)
     if whole and "@" not in name and name != "__metadata__":
@@ -55,10 +55,10 @@ def key_in_file(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: 
 
 
 def lay_out(tensors: Sequence[ShardTensor], info: Mapping[str, str]) -> tuple[list[memoryview], BoxTable]:
-    """(the parts of the file in order, where each tensor's bytes are in it). Empty pieces are left out.
+    """(the parts of the file in order, the positions of the tensors' bytes). Empty pieces are left out.
 
     Wide element types come first, so that every tensor is aligned to its element size. `info` becomes
-    `__metadata__`. Raises CheckpointError for a piece that contradicts itself or is there twice.
+    `__metadata__`. Raises CheckpointError for an inconsistent or repeated piece.
     """
     pieces = [(tensor, _bytes_of(tensor)) for tensor in tensors if 0 not in tensor.sizes]
     pieces.sort(key=lambda piece: -SAFETENSORS_DTYPES[piece[0].dtype][1])
@@ -84,18 +84,18 @@ def lay_out(tensors: Sequence[ShardTensor], info: Mapping[str, str]) -> tuple[li
 
 
 def chunk_size_for(boxes: Sequence[int]) -> int:
-    """Bytes per chunk for a file with boxes of so many bytes.
+    """Bytes per chunk for a file with boxes of the given sizes in bytes.
 
-    A reader with another layout wants parts of boxes, and must read the chunks at their edges whole: with 32 chunks to
-    a box that costs it a few per cent. Between 64 KiB (a digest is 32 bytes) and 4 MiB.
+    A reader with another layout needs parts of boxes, and must read the chunks at their edges whole. With 32 chunks per
+    box that costs it a few per cent. Between 64 KiB (a digest is 32 bytes) and 4 MiB.
     """
     total = sum(boxes)
-    typical = sum(size * size for size in boxes) // total if total else 0  # what a byte's box is like, on average
+    typical = sum(size * size for size in boxes) // total if total else 0  # size of a byte's box, averaged over bytes
     return min(max(1 << max(typical // 32, 1).bit_length() - 1, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
 
 
 def chunk_digests(parts: Sequence[memoryview], chunk_size_bytes: int) -> bytes:
-    """BLAKE3 of every `chunk_size_bytes` of the concatenation of `parts`, which are not copied; 32 bytes each."""
+    """BLAKE3 digest of every `chunk_size_bytes` of the concatenated `parts`, 32 bytes each. No part is copied."""
     digests: list[bytes] = []
     hasher, room = blake3(), chunk_size_bytes
     for part in parts:

@@ -1,9 +1,9 @@
-"""Small JSON objects that vouch for themselves: a claim, a pin, a tombstone, a fork's reference. Pure.
+"""Small JSON objects that begin with their digest: a claim, a pin, a tombstone, a fork's reference. Pure.
 
-As a manifest, each is canonical JSON (ASCII, sorted keys, no spaces) that begins with `{"digest":"`, the BLAKE3 of all
-bytes from byte 75 on, and says in `format` what it is and in `version` which version of that.
+Like a manifest, each is canonical JSON (ASCII, sorted keys, no spaces). It begins with `{"digest":"` and the BLAKE3 of
+all bytes from byte 75 on. `format` names the kind of object, and `version` its version. The objects are not signed.
 
-Law: unseal(seal(body, format), format) == body, and no byte of a sealed object can change without `unseal` noticing.
+Law: unseal(seal(body, format), format) == body, and `unseal` detects every accidental change of a sealed object.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from raysharded.errors import CorruptCheckpoint
 
 VERSION = 1
 MAX_BYTES = 1 << 20
-"""None of these objects is ever larger."""
+"""Maximum size of any of these objects."""
 
 _HEAD = b'{"digest":"'
 _DIGEST_END = len(_HEAD) + 64
 
 
 def seal(body: Mapping[str, Any], format_name: str) -> bytes:
-    """The object as bytes. Its values must be what JSON can hold."""
+    """The object as bytes. Its values must be values that JSON can hold."""
     whole = {**body, "format": format_name, "version": VERSION}
     text = json.dumps(whole, sort_keys=True, separators=(",", ":"), allow_nan=False)
     rest = b'",' + text[1:].encode("ascii") + b"\n"
@@ -33,11 +33,11 @@ def seal(body: Mapping[str, Any], format_name: str) -> bytes:
 
 
 def unseal(data: bytes, format_name: str, where: str) -> dict[str, Any]:
-    """The object in `data`; `where` names it in errors. Raises CorruptCheckpoint for anything but a whole one."""
+    """The object in `data`; `where` names it in errors. Raises CorruptCheckpoint unless it is whole."""
     said, actual = data[len(_HEAD) : _DIGEST_END], blake3(data[_DIGEST_END:]).hexdigest()
     if not data.startswith(_HEAD) or said != actual.encode("ascii"):
         raise CorruptCheckpoint(
-            f"{where}: {len(data)} bytes do not match their digest (says {said.decode('ascii', 'replace')!r}, is "
+            f"{where}: {len(data)} bytes do not match their digest (stated {said.decode('ascii', 'replace')!r}, is "
             f"{actual!r}). It was changed or cut off after it was written; restore it from a copy."
         )
     body = _parsed(data)
@@ -54,7 +54,7 @@ def text(body: Mapping[str, Any], field: str, where: str) -> str:
     """A text field of an unsealed object. Raises CorruptCheckpoint."""
     value = body.get(field)
     if type(value) is not str:
-        raise CorruptCheckpoint(f"{where}: {field}={value!r} is not text. What wrote it does not follow the format.")
+        raise CorruptCheckpoint(f"{where}: {field}={value!r} is not text. Its writer does not follow the format.")
     return value
 
 
@@ -63,18 +63,16 @@ def whole(body: Mapping[str, Any], field: str, where: str) -> int:
     value = body.get(field)
     if type(value) is not int or value < 0:
         raise CorruptCheckpoint(
-            f"{where}: {field}={value!r} is not a whole number of 0 or more. What wrote it does not follow the format."
+            f"{where}: {field}={value!r} is not a whole number of 0 or more. Its writer does not follow the format."
         )
     return value
 
 
 def seconds(body: Mapping[str, Any], field: str, where: str) -> float:
-    """A field that is a time. Raises CorruptCheckpoint."""
+    """A time field, in seconds. Raises CorruptCheckpoint."""
     value = body.get(field)
     if type(value) is not int and type(value) is not float:
-        raise CorruptCheckpoint(
-            f"{where}: {field}={value!r} is not a number. What wrote it does not follow the format."
-        )
+        raise CorruptCheckpoint(f"{where}: {field}={value!r} is not a number. Its writer does not follow the format.")
     return float(value)
 
 

@@ -1,4 +1,4 @@
-"""Signed manifests: HMAC-SHA256 (RFC 2104) with a key that only those who may write checkpoints have."""
+"""Signed manifests: HMAC-SHA256 (RFC 2104) with a key that only permitted writers of checkpoints have."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MIN_KEY_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """A secret of 16 bytes or more. Whoever has it signs checkpoints, and refuses those that it did not sign."""
+    """A secret of 16 bytes or more. Its holder signs checkpoints, and rejects those that it did not sign."""
 
     secret: bytes = field(repr=False)
-    """Not shown, in errors neither."""
+    """Secret bytes, never shown, not even in errors."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.secret, bytes):
@@ -35,7 +35,7 @@ class SigningKey:
 
     @staticmethod
     def from_file(path: str | os.PathLike[str]) -> SigningKey:
-        """The key in a file; white space around it does not count. Raises CheckpointError if it cannot be read."""
+        """The key in a file, without surrounding white space. Raises CheckpointError if it cannot be read."""
         try:
             with open(path, "rb") as file:
                 return SigningKey(file.read().strip())
@@ -43,11 +43,11 @@ class SigningKey:
             raise CheckpointError(f"the signing key file {os.fspath(path)} cannot be read: {error}.") from error
 
     def sign(self, data: bytes | memoryview) -> str:
-        """64 hexadecimal digits."""
+        """Signature of the data: 64 hexadecimal digits."""
         return hmac.new(self.secret, data, hashlib.sha256).hexdigest()
 
     def verifies(self, signature: bytes, data: bytes | memoryview) -> bool:
-        """Whether this key made the signature of `data`; takes the same time for every wrong one."""
+        """Whether this key made the signature of `data`. Takes the same time for every wrong one."""
         return hmac.compare_digest(self.sign(data).encode("ascii"), signature)
 
 
@@ -55,6 +55,6 @@ def signing_key_from_environment() -> SigningKey | None:
     """The key in $RAYSHARDED_CHECKPOINT_KEY, or in the file that $RAYSHARDED_CHECKPOINT_KEY_FILE names, or None."""
     text = os.environ.get(ENVIRONMENT_KEY, "").strip()
     if text:
-        return SigningKey(os.fsencode(text))  # as it is, were it no UTF-8
+        return SigningKey(os.fsencode(text))  # unchanged, even if it is not UTF-8
     path = os.environ.get(ENVIRONMENT_KEY_FILE, "")
     return SigningKey.from_file(path) if path else None

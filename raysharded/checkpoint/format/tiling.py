@@ -1,8 +1,8 @@
-"""Do the boxes of every tensor tile it? In columns: a million boxes in a second or two.
+"""Check that the boxes of every tensor tile it, in columns: a million boxes in a second or two.
 
-Boxes tile a tensor if no two of them share a cell and they have as many cells as the tensor. That no two share one is
-seen at once, for any number of boxes, if they lie on a grid (in every dimension their intervals are equal or apart:
-whatever a mesh of workers makes). Boxes that do not are compared in pairs, and are allowed in small numbers only.
+Boxes tile a tensor if no two of them share a cell and they have as many cells as the tensor. For boxes on a grid,
+overlaps are found directly, for any number of boxes. On a grid, the intervals in every dimension are equal or disjoint,
+as any mesh of workers makes them. Other boxes are compared in pairs, and are allowed in small numbers only.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from raysharded.checkpoint.format.boxes import BoxTable, Int64, padded
 
 MAX_IRREGULAR_BOXES = 512
-"""Of one tensor, when they lie on no grid."""
+"""Maximum boxes of one tensor that lie on no grid."""
 MAX_IRREGULAR_PAIRS = 1 << 23
-"""The squares of those numbers, in all."""
+"""Maximum sum, over all tensors, of the squared numbers of boxes that lie on no grid."""
 
 Fault = tuple[Literal["missing", "twice"], tuple[int, ...]]
-"""What is wrong, and a cell where it is; of missing cells the first in row-major order."""
+"""Kind of fault, and a cell that has it; of missing cells the first in row-major order."""
 
 
 class TooIrregular(Exception):
@@ -30,7 +30,7 @@ class TooIrregular(Exception):
 
 
 def first_fault(boxes: BoxTable, shapes: Sequence[tuple[int, ...]]) -> tuple[int, Fault] | None:
-    """(number of the first tensor whose cells are not each in exactly one box, where); None if there is none.
+    """(number of the first tensor with a cell that is not in exactly one box, its fault); None if there is none.
 
     `shapes[i]`, of at most 2^62 cells, belongs to `boxes.names[i]`. Every box must be within its tensor. Takes
     O(n log n) per dimension. Raises TooIrregular.
@@ -75,11 +75,11 @@ def _not_cut_in_rows(boxes: BoxTable, whole: Int64) -> NDArray[np.bool_]:
 
 
 def _cells_in_two(boxes: BoxTable) -> dict[int, tuple[int, ...]]:
-    """For each tensor with two boxes that share a cell: such a cell. The boxes are sorted by tensor and offsets."""
+    """For each tensor with two boxes that share a cell, such a cell. The boxes are sorted by tensor and offsets."""
     ends = np.searchsorted(boxes.tensor, boxes.tensor, side="right")
     here: Int64 = np.arange(len(boxes))
-    # Boxes on a grid that share a cell are the same box, and equal boxes are neighbours now. So are some two that
-    # overlap in a tensor of one dimension.
+    # Boxes on a grid that share a cell are equal, and equal boxes are neighbours now. Some overlapping boxes of a
+    # tensor with one dimension are neighbours too.
     shared = _meeting(boxes, here, ends, 1)
     loose = _off_grid(boxes)
     loose[boxes.tensor[shared[0]]] = False
@@ -106,7 +106,7 @@ def _meeting(boxes: BoxTable, here: Int64, ends: Int64, step: int) -> tuple[Int6
 
 
 def _off_grid(boxes: BoxTable) -> NDArray[np.bool_]:
-    """[tensors]: True where two boxes have, in some dimension, intervals that are neither equal nor apart."""
+    """[tensors]: True where two boxes have intervals that are neither equal nor disjoint in some dimension."""
     loose = np.zeros(len(boxes.names), np.bool_)
     for dim in range(boxes.width):
         begin, end = boxes.offsets[:, dim], boxes.offsets[:, dim] + boxes.sizes[:, dim]
@@ -119,7 +119,7 @@ def _off_grid(boxes: BoxTable) -> NDArray[np.bool_]:
 
 
 def _first_missing(boxes: BoxTable, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The first cell, in row-major order, of a tensor that disjoint boxes do not fill: by halving."""
+    """The first cell, in row-major order, that disjoint boxes of a tensor do not cover, found by halving."""
     if not len(boxes):
         return (0,) * len(shape)
     cell: list[int] = []

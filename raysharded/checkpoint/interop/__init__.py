@@ -1,6 +1,6 @@
-"""Checkpoints of other libraries: imported, exported, read and written in their place, compared.
+"""Import, export, read, write and compare checkpoints of other libraries.
 
-Names are loaded when they are first used. `diff.diff` compares two checkpoints of any library.
+Names are loaded on first use. `diff.diff` compares two checkpoints of any library.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# `diff` is not here: the name would be the function before `raysharded.checkpoint.interop.diff` is imported and the
-# module after.
+# `diff` is not exported: the name would be the function before `raysharded.checkpoint.interop.diff` is imported, and
+# the module after.
 _EXPORTS = {
     "export_dcp": "raysharded.checkpoint.interop.dcp.exporter",
     "import_dcp": "raysharded.checkpoint.interop.dcp.importer",

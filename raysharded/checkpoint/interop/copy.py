@@ -1,4 +1,4 @@
-"""A checkpoint of ours copied to another place: data, digests and writer's name made anew, the rest as it was."""
+"""Copies of raysharded checkpoints: with new data files, digests and writer's name; the rest stays as it was."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def copy_checkpoint(
     key: SigningKey | None = None,
     progress: Progress = lambda _: None,
 ) -> Imported:
-    """Writes the checkpoint, or the tensors that `names` (patterns) match, into the folder `dest`.
+    """Write the checkpoint, or the tensors that `names` (patterns) match, into the folder `dest`.
 
-    Every byte is checked on the way. A part of a state is written without the tree that put it together. Raises
-    CheckpointError if `dest` is not free, as for `save`, CorruptCheckpoint for damage, StorageError if storage fails.
+    Every byte is checked during the copy. A part of a state is written without the tree of the whole state. Raises
+    CheckpointError if `dest` is not free, as in `save`, CorruptCheckpoint for damage, StorageError if storage fails.
     """
     manifest = checkpoint.manifest
     wanted = chosen(manifest.tensors, names)

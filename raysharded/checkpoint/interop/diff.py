@@ -1,7 +1,7 @@
-"""What differs between two checkpoints, tensor by tensor, read in slabs.
+"""Differences between two checkpoints, tensor by tensor, read in slabs.
 
-Equality is of bytes. How much floating point and complex numbers differ is computed in float64 over the elements that
-are finite on both sides; whole numbers and bools are taken as float64 too.
+Equality means equal bytes. Differences of floating point and complex numbers are computed in float64, over the elements
+that are finite on both sides. Whole numbers and bools are converted to float64 too.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from raysharded.checkpoint.interop.slabs import Progress, cut_tensors, read_slab
 from raysharded.checkpoint.reader import Checkpoint
 
 DIFF_SLAB_BYTES = 4 << 20
-"""Small: a slab becomes several arrays of float64."""
+"""Slab size of a comparison: small, as a slab becomes several arrays of float64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDiff:
-    """How much one tensor differs; `num_differing` of its elements do, by their bits."""
+    """Differences of one tensor. `num_differing` of its elements differ in their bits."""
 
     name: str
     num_elements: int
     num_differing: int
     num_not_finite: int
-    """Differing elements of which at least one side is not finite; they count in nothing below."""
+    """Differing elements with at least one side that is not finite. The fields below exclude them."""
     max_abs: float
     """The largest difference."""
     mean_abs: float
     """The mean difference, over all elements."""
     relative_l2: float | None
-    """The norm of the difference over the norm of the first; None if that is zero."""
+    """Norm of the difference over the norm of the first tensor; None if that norm is zero."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diff:
-    """What differs between checkpoints `a` and `b`."""
+    """Differences between checkpoints `a` and `b`."""
 
     only_in_a: tuple[str, ...]
     only_in_b: tuple[str, ...]
@@ -50,9 +50,9 @@ class Diff:
     """Tensors of another dtype or shape: (name, in a, in b)."""
     different: tuple[TensorDiff, ...]
     equal: tuple[str, ...]
-    """To the bit."""
+    """Tensors equal to the bit."""
     by_digests: tuple[str, ...] = ()
-    """Those of `equal` that were not read: the digests of their files are equal."""
+    """Tensors in `equal` that were not read, because the digests of their files are equal."""
 
     @property
     def is_empty(self) -> bool:
@@ -61,10 +61,10 @@ class Diff:
 
 
 def diff(a: Checkpoint, b: Checkpoint, *, names: tuple[str, ...] = (), progress: Progress = lambda _: None) -> Diff:
-    """What differs; only of the tensors that `names` (patterns) match, if any are given.
+    """The differences, only of tensors that `names` (patterns) match if any are given.
 
-    Tensors whose chunks lie alike in both and have the same digests are not read. Raises CheckpointError if a pattern
-    matches nothing in either, CorruptCheckpoint for damage in what is read.
+    Tensors whose chunks have the same places and digests in both are not read. Raises CheckpointError if a pattern
+    matches nothing in either, CorruptCheckpoint for damage in the bytes that are read.
     """
     left, right = a.manifest.tensors, b.manifest.tensors
     wanted = chosen(list(dict.fromkeys([*left, *right])), names)
@@ -86,7 +86,7 @@ def diff(a: Checkpoint, b: Checkpoint, *, names: tuple[str, ...] = (), progress:
 
 
 def _known_equal(a: Checkpoint, b: Checkpoint) -> set[str]:
-    """Tensors that are equal by the digests in the manifests: every box in a file that is the same in both."""
+    """Tensors that are equal by the digests in the manifests: every file with one of their boxes is in both."""
     if a.digest == b.digest:
         return set(a.manifest.tensors)
     there = {_contents(file) for file in b.manifest.files}
@@ -99,7 +99,7 @@ def _known_equal(a: Checkpoint, b: Checkpoint) -> set[str]:
 
 
 def _contents(file: FileRecord) -> tuple[object, ...]:
-    """What a file holds, wherever it is: the bytes, by their digests, and which boxes they are."""
+    """Contents of a file, independent of its path: digests of the bytes, and the boxes that they hold."""
     boxes = file.boxes
     places = (boxes.names, *(c.tobytes() for c in (boxes.tensor, boxes.ndim, boxes.offsets, boxes.sizes, boxes.start)))
     return file.size_bytes, file.chunk_size_bytes, file.digests, file.digest_table, places
@@ -117,7 +117,7 @@ def _compared(a: Checkpoint, b: Checkpoint, names: Iterable[str], progress: Prog
 
 
 class _Sums:
-    """Adds up the differences of one tensor."""
+    """Accumulator of one tensor's differences."""
 
     def __init__(self) -> None:
         self._differing = self._not_finite = 0
@@ -167,7 +167,7 @@ def numbers(data: Bytes, dtype: str) -> NDArray[np.float64] | NDArray[np.complex
 
 
 def _float8(dtype: str) -> NDArray[np.float64]:
-    """The value of each of the 256 codes (OCP 8-bit floating point specification, 2023)."""
+    """Value of each of the 256 codes (OCP 8-bit floating point specification, 2023)."""
     codes = np.arange(256)
     mantissa_bits, bias = (3, 7) if dtype == "float8_e4m3fn" else (2, 15)
     sign = np.where(codes & 0x80, -1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Where checkpoints and foreign folders are: a URL as a storage and a prefix in it."""
+"""Locations of checkpoints and foreign folders: a URL as a storage and a prefix in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Place = tuple[Storage, str]
 
 
 def place_of(uri: Uri) -> Place:
-    """The place of a folder or file; touches nothing."""
+    """The place of a folder or file. Storage is not accessed."""
     try:
         above, name = split(uri)
     except ConfigError:
@@ -26,7 +26,7 @@ def place_of(uri: Uri) -> Place:
 
 
 def prefix_of(uri: Uri) -> str:
-    """The name of a folder or file in its place; opens no storage."""
+    """Name of a folder or file in its place. No storage is opened."""
     try:
         return split(uri)[1]
     except ConfigError:
@@ -34,7 +34,7 @@ def prefix_of(uri: Uri) -> str:
 
 
 def url_of(place: Place, *parts: str) -> str:
-    """For messages: the URL of a folder, or of a file below it."""
+    """URL of a folder, or of a file below it, for messages."""
     storage, prefix = place
     return join_url(storage.url, *([prefix] if prefix else []), *parts)
 
@@ -50,8 +50,10 @@ def has(place: Place, name: str) -> bool:
 
 @contextmanager
 def undone_on_error(place: Place) -> Iterator[Callable[[str], str]]:
-    """Gives what says before a file of the folder is written what it is called, and returns its key. If the block
-    fails, those files are removed, the last one first; one that storage does not let go stays."""
+    """Yield a function to call before each file of the folder is written. It returns the file's key.
+
+    If the block fails, those files are removed, the last one first. A file that storage cannot delete stays.
+    """
     storage, prefix = place
     keys: list[str] = []
 
@@ -69,7 +71,7 @@ def undone_on_error(place: Place) -> Iterator[Callable[[str], str]]:
 
 
 def refuse_existing(place: Place, names: Iterable[str]) -> None:
-    """Raises CheckpointError if the folder has a file of one of the names."""
+    """Raise CheckpointError if the folder has a file of one of the names."""
     there = next((name for name in names if has(place, name)), None)
     if there is not None:
         raise CheckpointError(

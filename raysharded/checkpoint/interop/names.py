@@ -1,8 +1,8 @@
-"""Name maps: what a tensor of ours is called in another format. Pure.
+"""Name maps: names of raysharded's tensors in another format. Pure.
 
-A map is an object (our name -> theirs; null: leave it out), which can be turned round, or rules: pairs of a regular
-expression and a replacement (null: leave it out), of which the first that matches a whole name is used. A name that
-nothing matches is left out; an object's name that there is not is an error.
+A map is either an object or a list of rules. An object maps raysharded names to other names, and can be inverted; null
+leaves a tensor out. A rule is a pair of a regular expression and a replacement (or null); the first rule that matches a
+whole name is used. A name that nothing matches is left out. A missing tensor in an object is an error.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ _TRAINER_PREFIXES = ("model.", "buffer.", "optim.", "number.")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NameMap:
-    """Our names -> theirs, or, for an import, theirs -> ours."""
+    """Map from raysharded names to other names, or the reverse for an import."""
 
     exact: Mapping[str, str | None] | None = None
     rules: tuple[tuple[re.Pattern[str], str | None], ...] = ()
 
     @staticmethod
     def of(value: Any, where: str = "the name map") -> NameMap:
-        """From what JSON holds: an object of names, or an array of [pattern, replacement]. Raises CheckpointError."""
+        """A map from JSON: an object of names, or an array of [pattern, replacement].
+
+        Raises CheckpointError for anything else.
+        """
         if isinstance(value, Mapping):
             if all(type(k) is str and (v is None or type(v) is str) for k, v in value.items()):
                 return NameMap(exact=dict(value))
@@ -38,7 +41,7 @@ class NameMap:
             try:
                 return NameMap(rules=tuple((re.compile(pattern), new) for pattern, new in value))
             except re.error as error:
-                raise CheckpointError(f"{where}: {error.pattern!r} is no regular expression ({error}).") from None
+                raise CheckpointError(f"{where}: {error.pattern!r} is not a regular expression ({error}).") from None
         raise CheckpointError(
             f'{where}: give an object {{"our name": "their name" or null}} or an array of ["pattern", "replacement" '
             "or null]."
@@ -46,7 +49,7 @@ class NameMap:
 
     @staticmethod
     def from_file(path: str) -> NameMap:
-        """From a JSON file. Raises CheckpointError if it cannot be read."""
+        """A map from a JSON file. Raises CheckpointError if it cannot be read."""
         try:
             with open(path, encoding="utf-8") as file:
                 return NameMap.of(json.load(file), path)
@@ -54,12 +57,12 @@ class NameMap:
             raise CheckpointError(f"the name map {path} cannot be read: {error}.") from error
 
     def inverse(self) -> NameMap:
-        """The map the other way round. Raises CheckpointError if there is none: for rules, or if two names meet."""
+        """The inverse map. Raises CheckpointError for rules, and if two names collide."""
         if self.exact is None:
-            raise CheckpointError("rules cannot be turned round: give rules from the source's names to ours.")
+            raise CheckpointError("rules cannot be inverted: give rules from the source's names to ours.")
         back = {theirs: ours for ours, theirs in self.exact.items() if theirs is not None}
         if len(back) != sum(theirs is not None for theirs in self.exact.values()):
-            raise CheckpointError("the name map gives two tensors one name, and cannot be turned round.")
+            raise CheckpointError("the name map gives two tensors one name, and cannot be inverted.")
         return NameMap(exact=back)
 
     def __call__(self, name: str) -> str | None:
@@ -73,19 +76,19 @@ class NameMap:
         return None
 
     def require(self, names: Collection[str], *, spare: tuple[str, ...] = ()) -> None:
-        """Raises CheckpointError if an object names tensors that there are not, but for such that end in `spare`."""
+        """Raise CheckpointError if an object names missing tensors, except for names that end in `spare`."""
         there = set(names)
         lost = [name for name in self.exact or () if name not in there and not (spare and name.endswith(spare))]
         if lost:
             more = f" and {len(lost) - _MOST_TOLD} more" if len(lost) > _MOST_TOLD else ""
             raise CheckpointError(
-                f"the name map names {len(lost)} tensors that there are not: {', '.join(map(repr, lost[:_MOST_TOLD]))}"
+                f"the name map names {len(lost)} missing tensors: {', '.join(map(repr, lost[:_MOST_TOLD]))}"
                 f"{more}. There are {len(there)}, first {list(names)[:3]}. An object's names are whole names; patterns "
                 "are given as an array."
             )
 
     def apply(self, names: Iterable[str]) -> dict[str, str]:
-        """old name -> new name, of all that are not left out. Raises CheckpointError if two get one name."""
+        """Map from old to new names, without tensors that are left out. Raises CheckpointError if two names collide."""
         found: dict[str, str] = {}
         taken: dict[str, str] = {}
         for name in names:
@@ -103,22 +106,22 @@ class NameMap:
 
 
 EVERYTHING = NameMap(rules=((re.compile(r"(.*)", re.DOTALL), r"\1"),))
-"""All names as they are."""
+"""Map of all names to themselves."""
 MODEL_ONLY = NameMap(rules=((re.compile(r"(?:model|buffer)\.(.*)", re.DOTALL), r"\1"),))
-"""The model of a training state: `model.x` becomes `x`, the rest is left out."""
+"""Map of a training state's model: `model.x` becomes `x`, the rest is left out."""
 INTO_MODEL = NameMap(rules=((re.compile(r"(.*)", re.DOTALL), r"model.\1"),))
-"""A model's names as a training state has them."""
+"""Map of a model's names to those in a training state."""
 
 
 def is_trainers(names: Iterable[str]) -> bool:
-    """Whether names are those of a state that our trainer saved."""
+    """Whether the names are those of a state that the trainer saved."""
     return all(name.startswith(_TRAINER_PREFIXES) for name in names)
 
 
 def chosen(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """The names that any of the patterns match; all of them without patterns.
+    """The names that any of the patterns match; all names without patterns.
 
-    Raises CheckpointError if a pattern matches none.
+    Raises CheckpointError if a pattern matches no name.
     """
     every, wanted = list(names), list(patterns)
     for pattern in wanted:
@@ -142,7 +145,7 @@ def _is_rule(rule: Any) -> bool:
 
 
 def _refuse_stars(rules: Iterable[Any], where: str) -> None:
-    """Someone who writes `*` in a replacement takes the pattern for one of the shell's."""
+    """Reject a `*` in a replacement: it shows that the pattern was meant as a shell pattern."""
     for pattern, new in rules:
         if new is not None and "*" in new:
             raise CheckpointError(

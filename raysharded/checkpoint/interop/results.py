@@ -1,4 +1,4 @@
-"""What exports and imports tell of what they did."""
+"""Results of exports and imports."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What an export wrote."""
+    """Result of an export."""
 
     files: tuple[str, ...]
-    """Relative to the folder, in the order in which they were written."""
+    """Written files relative to the folder, in the order of writing."""
     num_tensors: int
     size_bytes: int
-    """Of the tensors' data."""
+    """Size of the tensors' data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imported:
-    """A checkpoint that was written."""
+    """Result of an import: the checkpoint that was written."""
 
     digest: str
-    """Of its manifest."""
+    """Digest of the manifest."""
     step: int
     num_tensors: int
     size_bytes: int
-    """Of the tensors' data."""
+    """Size of the tensors' data."""

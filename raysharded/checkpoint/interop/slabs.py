@@ -1,4 +1,4 @@
-"""Tensors as slabs: pieces of bounded size that follow one another in C order, so that no tensor is ever held whole."""
+"""Slabs of tensors: pieces of bounded size, in C order, so that no tensor is ever held whole."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 SLAB_BYTES = 16 << 20
-"""Large enough that the cost of a read does not matter, small enough to hold a few."""
+"""Slab size: large enough to make the cost of a read irrelevant, small enough to hold a few."""
 
 Progress = Callable[[int], None]
-"""Told of every so many bytes done."""
+"""Callback that gets the number of bytes just processed."""
 
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offsets, sizes)"""
+"""The pair (offsets, sizes) of a box."""
 Wanted = tuple[str, Extent]
 """A box of the tensor of that name."""
 
@@ -37,14 +37,14 @@ class Slab:
 
     name: str
     info: TensorInfo
-    """Of the whole tensor."""
+    """Info of the whole tensor."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     data: Bytes
 
 
 def cut(sizes: Sequence[int], item_bytes: int, max_bytes: int = SLAB_BYTES) -> Iterator[Extent]:
-    """(offsets, sizes) of boxes of at most `max_bytes` (or one element) that make up a box, in order.
+    """Boxes (offsets, sizes) of at most `max_bytes` (or one element) that make up a box, in order.
 
     Law: the boxes' bytes in C order, one after the other, are the whole box's bytes in C order.
     """
@@ -71,9 +71,9 @@ def cut_tensors(checkpoint: Checkpoint, names: Iterable[str], max_bytes: int = S
 
 
 def read_slabs(checkpoint: Checkpoint, wanted: Iterable[Wanted], max_bytes: int = SLAB_BYTES) -> Iterator[Slab]:
-    """The slabs wanted, in order; small ones are read together.
+    """The requested slabs, in order. Small ones are read together.
 
-    Holds about twice `max_bytes`: what was read last, and what is being read meanwhile.
+    Memory: about twice `max_bytes`, for the batch in use and the batch that is being read.
     """
 
     def read(batch: list[Wanted]) -> list[Slab]:
@@ -112,7 +112,7 @@ def _batches(checkpoint: Checkpoint, wanted: Iterable[Wanted], max_bytes: int) -
 
 
 def _ahead(act: Callable[[S], T], inputs: Iterable[S]) -> Iterator[T]:
-    """act(x) for every input, in order; one is in the works while the result of another is used."""
+    """Yield act(x) for every input, in order. The next one is computed while a result is used."""
     with Threads(1, thread_name_prefix="raysharded-ahead") as pool:
         ready: Future[T] | None = None
         for each in inputs:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint of our own from a stream of slabs, holding one data file's bytes at a time."""
+"""Writer of a new checkpoint from a stream of slabs. It holds one data file's bytes at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILE_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """What a new checkpoint says of itself."""
+    """Fields of a new checkpoint's manifest that describe its origin."""
 
     run: str = ""
     generation: int = 0
@@ -32,17 +32,20 @@ class Identity:
 
 
 class Ingest:
-    """Takes slabs in any order, and makes them one checkpoint. Not thread-safe."""
+    """Collector of slabs, in any order, into one checkpoint. Not thread-safe."""
 
     def __init__(self, place: Place, *, writer: str, step: int | None, file_bytes: int = FILE_BYTES) -> None:
-        """`writer`: what kind; the manifest has a name of this attempt's own. `step` None: that of the folder's name,
-        if it is named as a save, else 0. Raises CheckpointError if the folder is not free, as for `save`."""
+        """`writer`: the kind of writer. The manifest's name for it is unique to this attempt.
+
+        `step` None: the step in the folder's name if it is named as a save, else 0. Raises CheckpointError if the
+        folder is not free, as in `save`.
+        """
         named = parse_save_folder(place[1].rpartition("/")[2])
         self._step = step if step is not None else named[0] if named else 0
         require_free(*place, self._step, url_of(place))
         self._place = place
         self._file_bytes = file_bytes
-        self._subfolder = new_save_id()  # of this attempt's own
+        self._subfolder = new_save_id()  # unique to this attempt
         self._save_id = named[1] if named else self._subfolder
         self._writer = f"{writer}-{self._subfolder}"  # of two that race for a folder, one must learn that it lost
         self._held: list[Slab] = []
@@ -51,22 +54,26 @@ class Ingest:
         self._files: list[FileRecord] = []
 
     def declare(self, name: str, info: TensorInfo) -> None:
-        """Names a tensor; needed before its slabs, and enough for one without elements. Raises CheckpointError for a
-        name that was there before."""
+        """Declare a tensor before its slabs. A tensor without elements needs no more than this.
+
+        Raises CheckpointError for a name that was declared before.
+        """
         if name in self._tensors:
             raise CheckpointError(f"two tensors would be called {name!r}. Give a name map that keeps them apart.")
         self._tensors[name] = info
 
     def add(self, slab: Slab) -> None:
-        """Keeps a slab until a file is full."""
+        """Keep a slab until a file is full."""
         if self._held and self._held_bytes + len(slab.data) > self._file_bytes:
             self._flush()
         self._held.append(slab)
         self._held_bytes += len(slab.data)
 
     def commit(self, identity: Identity, key: SigningKey | None = None) -> Imported:
-        """Makes it real. Raises IncompleteCheckpoint if slabs are missing, CheckpointError if another
-        writer was first."""
+        """Commit the checkpoint.
+
+        Raises IncompleteCheckpoint if slabs are missing, CheckpointError if another writer committed first.
+        """
         self._flush()
         manifest = Manifest(
             run=identity.run,

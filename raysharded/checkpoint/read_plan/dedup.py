@@ -1,7 +1,7 @@
-"""Who deals with a box that several ranks hold (or want): each is dealt with once, and all do about as much. Pure.
+"""Assignment of boxes that several ranks hold (or want): one rank processes each box, and loads are balanced. Pure.
 
-Replicas of hybrid sharding and plain tensors are held by many ranks. At a save one of them writes a box; at a load one
-of them reads it and sends it to the others. Large boxes are cut into slabs, so that replicas share those too.
+Many ranks hold the replicas of hybrid sharding and plain tensors. At a save one of them writes a box. At a load one of
+them reads it and sends it to the others. Large boxes are cut into slabs, so that replicas share those too.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from raysharded.checkpoint.format.tiling import TooIrregular, first_fault
 from raysharded.errors import CheckpointError
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offsets, sizes)."""
+"""The pair (offsets, sizes)."""
 Place = tuple[int, int, int]
-"""(rank, which of its shares, which box of that)."""
+"""The triple (rank, number of one of its shares, number of a box of that share)."""
 SLAB_BYTES = 8 << 20
-"""What several ranks share is cut into slabs of about this size."""
+"""Approximate slab size of boxes that several ranks share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank holds or wants of one tensor."""
+    """Boxes of one tensor that one rank holds or wants."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     kind: str = ""
-    """Boxes are the same to several ranks only if this is: what a rank makes of the bytes."""
+    """Target dtype of the bytes. Boxes of several ranks are merged only if it is equal."""
 
     @property
     def item_bytes(self) -> int:
@@ -53,28 +53,31 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Cells of a tensor, who deals with them, and for whom."""
+    """Cells of a tensor, the rank that processes them, and the ranks that need them."""
 
     doer: int
     places: tuple[Place, ...]
-    """Of every rank that has some of the cells, in order of ranks. Unless `joint`, each of these boxes has them all."""
+    """Places of every rank that has some of the cells, in order of ranks.
+
+    Unless `joint`, each of these boxes contains all the cells.
+    """
     box: Box
     size_bytes: int
     joint: bool
-    """Whether the places have different boxes of which this is a part of the union."""
+    """Whether the places have different boxes, and this box is a part of their union."""
 
     @property
     def place(self) -> Place:
-        """The doer's first."""
+        """The doer's first place."""
         return next(place for place in self.places if place[0] == self.doer)
 
 
 def assign(shares: Sequence[Sequence[Share]], unions: Mapping[tuple[str, Box], Box] | None = None) -> list[Job]:
-    """Jobs for every box of all ranks; `shares[rank]` is what that rank has.
+    """Jobs for every box of all ranks. `shares[rank]` holds that rank's boxes.
 
-    Boxes that have a union are dealt with together, in slabs of it. Boxes that one rank has alone are its own; the
-    others go, the largest first, to the rank with the least to do so far.
-    Laws: the boxes of the jobs for a box, or for a union, tile it; a job's doer is among its places.
+    Boxes with a union are processed together, in slabs of it. A box that only one rank has goes to that rank. The
+    others go, the largest first, to the rank with the least work so far. Laws: the boxes of the jobs for a box, or for
+    a union, tile it; a job's doer is among its places.
     """
     unions = unions or {}
     found: dict[tuple[str, Box, str, bool], list[Place]] = defaultdict(list)
@@ -103,14 +106,14 @@ def assign(shares: Sequence[Sequence[Share]], unions: Mapping[tuple[str, Box], B
 
 
 def meet(a: Box, b: Box) -> Box | None:
-    """The cells in both; None if there are none."""
+    """The cells in both boxes; None if there are none."""
     first = tuple(map(max, a[0], b[0]))
     sizes = tuple(min(o + n, p + m) - at for o, n, p, m, at in zip(*a, *b, first, strict=True))
     return (first, sizes) if all(size > 0 for size in sizes) else None
 
 
 def global_tensors(shares: Sequence[Sequence[Share]]) -> dict[str, Share]:
-    """name -> a share of that tensor, in the order of the ranks. Raises CheckpointError where they disagree."""
+    """Map from name to a share of the tensor, in the order of the ranks. Raises CheckpointError if ranks disagree."""
     known: dict[str, tuple[int, Share]] = {}
     for rank, own in enumerate(shares):
         for share in own:
@@ -124,7 +127,7 @@ def global_tensors(shares: Sequence[Sequence[Share]]) -> dict[str, Share]:
 
 
 def check_coverage(shares: Sequence[Sequence[Share]]) -> None:
-    """Raises CheckpointError unless the ranks' boxes, the same ones counted once, make up every tensor."""
+    """Raise CheckpointError unless the ranks' boxes, equal ones counted once, make up every tensor."""
     tensors = global_tensors(shares)
     boxes = {(share.name, box) for own in shares for share in own for box in share.boxes}
     table = BoxTable.of(FileBox(name=name, offsets=o, sizes=s, start=0) for name, (o, s) in sorted(boxes))
@@ -159,7 +162,7 @@ def _slabs(box: Box, item_bytes: int, at_most: int | None) -> list[Box]:
 
 
 def _shared_out(ranks: tuple[int, ...], some: list[Job], loads: list[int]) -> list[Job]:
-    """The jobs of boxes that the same ranks share, each given to one of them; adds to `loads`."""
+    """The jobs of boxes that the same ranks share, each assigned to one of them. Updates `loads`."""
     least = [(loads[rank], rank) for rank in ranks]
     heapq.heapify(least)
     given: list[Job] = []

@@ -1,8 +1,8 @@
-"""Which boxes are read together because their bytes lie interleaved in the files. Pure.
+"""Groups of boxes to read together because their bytes are interleaved in the files. Pure.
 
 Bytes are read in whole chunks, for their digests. Ranks of tensor parallelism that hold different columns of the same
-rows would each read the whole rows where these were stored whole: so one of them reads the rows and sends the others
-their columns.
+rows would each read the whole rows where these were stored whole. Instead one rank reads the rows and sends the other
+ranks their columns.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from raysharded.checkpoint.format.manifest import Manifest
 from raysharded.checkpoint.read_plan.dedup import Box, Share, meet
 
 LONG_RUN_BYTES = 1 << 20
-"""Of a box whose bytes lie together in runs of this length, little else is read along with it."""
+"""Length of contiguous runs from which on reading a box reads little else along with it."""
 
 
 def unions_of(shares: Sequence[Sequence[Share]], manifest: Manifest) -> dict[tuple[str, Box], Box]:
-    """(tensor, box) -> the union that it is to be read as a part of, for those for which that is better."""
+    """Map from (tensor, box) to the union to read it with, where that is better than reading it alone."""
     tensors = {share.name: share for own in shares for share in own}
     wanted = {(share.name, box) for own in shares for share in own for box in share.boxes if len(share.shape) > 1}
     rows: dict[tuple[str, int, int], list[Box]] = defaultdict(list)
@@ -38,7 +38,7 @@ def unions_of(shares: Sequence[Sequence[Share]], manifest: Manifest) -> dict[tup
 
 
 def _columns(manifest: Manifest, names: set[str]) -> dict[str, list[Box]]:
-    """For each tensor the different places that its stored boxes have in the dimensions after the first."""
+    """For each tensor, the distinct places of its stored boxes in the dimensions after the first."""
     _, boxes = manifest.boxes()
     number = {name: at for at, name in enumerate(manifest.tensors)}
     found: dict[str, list[Box]] = {}
@@ -51,13 +51,13 @@ def _columns(manifest: Manifest, names: set[str]) -> dict[str, list[Box]]:
 
 
 def _is_cut(box: Box, stored: Iterable[Box]) -> bool:
-    """Whether a stored box holds, beside columns of this one, others."""
+    """Whether a stored box holds columns of this box and others besides."""
     own = (box[0][1:], box[1][1:])
     return any(meet(own, other) not in (None, other) for other in stored)
 
 
 def _run_bytes(box: Box, share: Share) -> int:
-    """How many bytes of the box lie together in a row-major tensor."""
+    """Number of contiguous bytes of the box in a row-major tensor."""
     run = share.item_bytes
     for size, length in zip(reversed(box[1]), reversed(share.shape), strict=True):
         run *= size
@@ -67,7 +67,7 @@ def _run_bytes(box: Box, share: Share) -> int:
 
 
 def _union(boxes: Sequence[Box]) -> Box:
-    """The smallest box around all."""
+    """The smallest box around all boxes."""
     first = tuple(min(offsets) for offsets in zip(*(box[0] for box in boxes), strict=True))
     stops = [tuple(o + n for o, n in zip(*box, strict=True)) for box in boxes]
     return first, tuple(max(ends) - at for ends, at in zip(zip(*stops, strict=True), first, strict=True))

@@ -1,8 +1,8 @@
-"""What each rank of a load does, in which order: read, send, receive. Pure.
+"""The ordered operations of each rank in a load: read, send, receive. Pure.
 
-In the first phase ranks read boxes that they want themselves, straight into place, and send them to the others that
-want the same. In the later ones they read slabs of unions into buffers, a bounded amount in each phase, and everyone
-gets its own part. No phase begins before all ranks have read what is theirs in it.
+In the first phase ranks read boxes that they need themselves straight into place, and send them to the others that need
+the same. In later phases they read slabs of unions into buffers, a bounded amount per phase, and every rank gets its
+part. No transfer of a phase begins before all ranks have finished the phase's reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from raysharded.checkpoint.read_plan.dedup import Job, Share, meet
 
 ROUND_BYTES = 256 << 20
-"""Of all transfers that are under way at once."""
+"""Maximum size of all transfers that are in flight at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class Region:
     """Cells of a tensor, in a rank's own memory of it."""
 
     number: int
-    """Which of the rank's tensors."""
+    """Number of one of the rank's tensors."""
     which: int
-    """Which of its boxes of that; of what is read into a buffer NO_BOX."""
+    """Number of one of the tensor's boxes on this rank; NO_BOX for a read into a buffer."""
     offsets: tuple[int, ...]
-    """In the whole tensor."""
+    """Offsets in the whole tensor."""
     sizes: tuple[int, ...]
 
 
@@ -36,25 +36,25 @@ NO_BOX = -1
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Cells that one rank has read and others want; seen from one of them."""
+    """Cells that one rank has read and others need, as seen by one rank."""
 
     round: int
     source: int
     targets: tuple[int, ...]
     region: Region
-    """This rank's."""
+    """Region on this rank."""
     buffer: int
-    """Which of the buffers read in this phase has them; NO_BOX: they are, or come, in place."""
+    """Number of the phase's buffer that holds the cells; NO_BOX if they are, or arrive, in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What one rank does."""
+    """Operations of one rank in one phase."""
 
     reads: list[Region] = field(default_factory=list)
-    """Those without a box are read into buffers, in this order."""
+    """Regions to read. Those without a box go into buffers, in this order."""
     moves: list[Move] = field(default_factory=list)
-    """In an order that all ranks have in common. From a rank to itself: from a buffer to its place."""
+    """Moves in an order common to all ranks. A move from a rank to itself copies from a buffer into place."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -74,7 +74,7 @@ class Phase:
 
 
 def phases_of(shares: Sequence[Sequence[Share]], jobs: Sequence[Job], buffer_bytes: int) -> list[list[Phase]]:
-    """For each rank its phases, as many for all. Buffers of one phase take about `buffer_bytes` at most."""
+    """The phases of each rank, equally many for all. Buffers of one phase take about `buffer_bytes` at most."""
     number_of = _phase_numbers(len(shares), jobs, buffer_bytes)
     plans = [[Phase() for _ in range(max(number_of, default=0) + 1)] for _ in shares]
     sent = [0] * len(plans[0])
@@ -87,7 +87,7 @@ def phases_of(shares: Sequence[Sequence[Share]], jobs: Sequence[Job], buffer_byt
 
 
 def _phase_numbers(world_size: int, jobs: Sequence[Job], buffer_bytes: int) -> list[int]:
-    """Phase 0 for what is read in place; the others fill the doer's buffers one phase after the other."""
+    """Phase of each job: 0 for reads in place. Other jobs fill the doer's buffers, phase by phase."""
     filled = [0] * world_size
     numbers: list[int] = []
     for job in jobs:
@@ -97,7 +97,7 @@ def _phase_numbers(world_size: int, jobs: Sequence[Job], buffer_bytes: int) -> l
 
 
 def _add_direct(job: Job, phases: Sequence[Phase], turn: int) -> int:
-    """The doer reads it into place, and sends it on. Bytes sent."""
+    """Let the doer read the box into place and send it to the others. Returns the bytes sent."""
     _, number, which = job.place
     phases[job.doer].reads.append(Region(number, which, *job.box))
     others = [place for place in job.places if place != job.place]
@@ -108,7 +108,7 @@ def _add_direct(job: Job, phases: Sequence[Phase], turn: int) -> int:
 
 
 def _add_joint(job: Job, shares: Sequence[Sequence[Share]], phases: Sequence[Phase], turn: int) -> int:
-    """The doer reads it into a buffer, and everyone that has a part in it gets that. Bytes sent."""
+    """Let the doer read the box into a buffer and send every rank its part. Returns the bytes sent."""
     doer = phases[job.doer]
     buffer = sum(region.which == NO_BOX for region in doer.reads)
     doer.reads.append(Region(job.place[1], NO_BOX, *job.box))

@@ -1,1 +1,1 @@
-"""The checkpoints of a run: listed, kept or deleted, pinned, forked."""
+"""Checkpoints of a run: listed, kept or deleted, pinned, forked."""

@@ -1,9 +1,9 @@
-"""Which checkpoints a run has, and the newest that can be used.
+"""A run's checkpoints, and the newest that can be used.
 
 A save is committed if its manifest exists and a claim names the manifest's folder and digest. A manifest of format
-version 1 needs no claim: there were none. What has a manifest and no claim was never committed, if the claims have no
-gap and name its writer as an owner: it ended between the two, or was refused. Otherwise the claim may be what is lost.
-A fork's reference stands for its parent's checkpoint.
+version 1 needs no claim, as there were none. A manifest without a claim was never committed if the claims have no gap
+and name its writer as an owner: the save ended between the two, or was rejected. Otherwise the claim may be lost. A
+fork's reference stands for its parent's checkpoint.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteChec
 from raysharded.locations import join_url
 
 TOMBSTONE_NAME = "deleting.json"
-"""Beside a manifest: the checkpoint is marked for deletion. Without one: it has been retired, its data goes later."""
+"""File that marks a checkpoint for deletion. Without a manifest, the checkpoint is retired and its data goes later."""
 
 _MOST_SURVEYS = 3
-"""A listing is made anew when what it says was deleted before it could be opened."""
+"""Listings at most. Another is made if listed saves were deleted before they could be opened."""
 
 State = Literal["committed", "reference", "damaged", "unclaimed", "unfinished", "lost", "retired"]
 
@@ -42,90 +42,93 @@ _OF_GENERATION = re.compile(r"g([0-9]{6,})(?:_[A-Za-z0-9_]*)?")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRef:
-    """A save found in storage. Nothing of a committed one has been read but its claim."""
+    """A save found in storage. Of a committed one only the claim has been read."""
 
     step: int
-    """The optimizer step that was saved."""
+    """Optimizer step of the save."""
     save_id: str
-    """Tells it from other saves of that step."""
+    """Id that distinguishes the save from others of the step."""
     prefix: str
-    """Its folder in the storage."""
+    """Folder of the save in the storage."""
     state: State
-    """`committed`, and `reference`, a fork's to its parent's checkpoint, can be loaded. `damaged`: its manifest or its
-    claim cannot be used; `lost`: it was committed, and its manifest is gone; `retired`: its deletion has begun. Never
-    committed were `unclaimed`, a manifest without a claim, and `unfinished`, data without a manifest."""
+    """State of the save.
+
+    `committed`, and `reference` (a fork's, to its parent's checkpoint), can be loaded. `damaged`: its manifest or its
+    claim cannot be used. `lost`: it was committed, and has no manifest any more. `retired`: its deletion has begun.
+    Never committed are `unclaimed`, a manifest without a claim, and `unfinished`, data without a manifest.
+    """
     reason: str = ""
-    """Why it is not committed, if it is not."""
+    """Reason why the save is not committed, if so."""
     keys: tuple[str, ...]
-    """Every file of it."""
+    """Keys of all files of the save."""
     sizes: Mapping[str, int | None] = field(default_factory=dict, compare=False, repr=False)
-    """Bytes of files, as far as they were listed with them."""
+    """Bytes of files, as far as the listing has them."""
     claim: Claim | None = None
-    """What commits it; None if it is not committed, a reference, or of format version 1."""
+    """Claim that commits the save; None if it is not committed, a reference, or of format version 1."""
     generation: int | None = None
-    """Of the manifest's claim, or as far as the save's name or manifest tells."""
+    """Generation of the manifest's claim, or else of the save's name or manifest, if known."""
     linked: bool = False
-    """Whether its folder is a link to one elsewhere. It can be loaded; what is there is never deleted."""
+    """Whether the save's folder is a link to one elsewhere. It can be loaded, but files there are never deleted."""
 
     @property
     def complete(self) -> bool:
-        """Whether it is committed: a checkpoint, or a fork's reference to one."""
+        """Whether the save is committed: a checkpoint, or a fork's reference to one."""
         return self.state in ("committed", "reference")
 
     @property
     def digest(self) -> str | None:
-        """The manifest's, if a claim says it."""
+        """Digest of the manifest, if a claim names it."""
         return self.claim.digest if self.claim else None
 
     @property
     def marked(self) -> bool:
-        """Whether its deletion has begun."""
+        """Whether the deletion of the save has begun."""
         return f"{self.prefix}/{TOMBSTONE_NAME}" in self.keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skipped:
-    """A save that was passed over, and why."""
+    """A save that was skipped, and the reason."""
 
     ref: CheckpointRef
     reason: str
     damaged: bool
-    """Whether it was committed, or may have been, and cannot be used; otherwise it never was a checkpoint."""
+    """Whether the save was, or may have been, committed but cannot be used; otherwise it never was a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Newest:
-    """The newest usable checkpoint, and the newer saves that were passed over, newest first."""
+    """The newest usable checkpoint, and the newer saves that were skipped, newest first."""
 
     checkpoint: Checkpoint | None
-    """None: there is no usable one."""
+    """Checkpoint; None if none can be used."""
     skipped: tuple[Skipped, ...]
-    """Each with the reason."""
+    """Skipped saves, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A run's saves, oldest first, and the claims that were read to tell their states."""
+    """A run's saves, oldest first, and the claims that determine their states."""
 
     refs: list[CheckpointRef]
     history: History
 
 
 def list_checkpoints(storage: Storage) -> list[CheckpointRef]:
-    """All saves under the run's `checkpoints/`, committed or not, oldest step first; of one step in order of commit."""
+    """All saves under the run's `checkpoints/`, committed or not, by step, then in order of commit."""
     return survey(storage).refs
 
 
 def newest_complete(
     storage: Storage, *, skip_damaged: bool = False, key: SigningKey | None = None, without: Collection[str] = ()
 ) -> Newest:
-    """The newest committed checkpoint, opened; its manifest is valid (signed, if a key is given), its files exist.
+    """The newest committed checkpoint, opened. Its manifest is valid (signed, if a key is given), its files exist.
 
-    Saves that were never committed are passed over, and so are those that are marked for deletion and kept by a pin,
-    unless there is no other. A committed one that cannot be used raises CorruptCheckpoint or
-    IncompleteCheckpoint, because going on would silently lose steps; with `skip_damaged` it is passed over too, unless
-    the key refuses it. Either way `skipped` says which and why. Saves in the folders `without` are as if they were not
-    there. In a fork the checkpoint may be the parent's: its `storage` is where it is.
+    Saves that were never committed are skipped. So are checkpoints that are marked for deletion and kept by a pin,
+    unless there is no other. A committed one that cannot be used raises CorruptCheckpoint or IncompleteCheckpoint,
+    because continuing would silently lose steps. With `skip_damaged` it is skipped too, unless the key rejects it.
+    `skipped` lists all of these with the reasons. Saves in the folders `without` are ignored. In a fork the checkpoint
+    may be the parent's: its `storage` is then the parent's.
     """
     for _ in range(_MOST_SURVEYS - 1):
         refs = _listed(storage, without)
@@ -145,7 +148,7 @@ def _listed(storage: Storage, without: Collection[str]) -> list[CheckpointRef]:
 
 
 def _have_gone(storage: Storage, refs: Sequence[CheckpointRef]) -> bool:
-    """Whether some of the checkpoints that were listed have been deleted since: newer ones are there then."""
+    """Whether listed checkpoints have been deleted since: then newer ones exist."""
     still = {ref.prefix for ref in list_checkpoints(storage) if ref.complete}
     return any(ref.complete and ref.prefix not in still for ref in refs)
 
@@ -164,7 +167,7 @@ def _newest_of(storage: Storage, refs: Sequence[CheckpointRef], skip_damaged: bo
                 raise IncompleteCheckpoint(ref.reason)
             skipped.append(Skipped(ref=ref, reason=ref.reason, damaged=False))
         except RefusedCheckpoint:
-            raise  # the key may be the wrong one: nothing says that the checkpoint is
+            raise  # perhaps the key is wrong, not the checkpoint
         except CheckpointError as error:
             if not skip_damaged:
                 raise
@@ -173,17 +176,17 @@ def _newest_of(storage: Storage, refs: Sequence[CheckpointRef], skip_damaged: bo
 
 
 def _passed_over(ref: CheckpointRef) -> CheckpointRef:
-    reason = f"step {ref.step} under {ref.prefix} is to be deleted, and there because it is pinned."
+    reason = f"step {ref.step} under {ref.prefix} is marked for deletion, and exists only because it is pinned."
     return replace(ref, state="retired", reason=reason)
 
 
 def open_ref(
     storage: Storage, ref: CheckpointRef, *, key: SigningKey | None = None, check_files: bool = True
 ) -> Checkpoint:
-    """A committed checkpoint, opened; its files exist, if that is to be checked, in the storage's listing, and are as
-    large as they should be, where that tells.
+    """A committed checkpoint, opened. With `check_files`, the files are compared with the storage's listing.
 
-    Raises as `open_checkpoint` and `open_reference`; CorruptCheckpoint if its claim names another manifest.
+    They must exist and, where the listing shows it, have their sizes. Raises as `open_checkpoint` and `open_reference`;
+    CorruptCheckpoint if its claim names another manifest.
     """
     if ref.state == "reference":
         return open_reference(storage, ref.prefix, key=key)
@@ -200,10 +203,10 @@ def open_ref(
 
 
 def survey(storage: Storage) -> Survey:
-    """The run's saves as they are now. Reads claims from the newest back until the newest commit and every manifest's
-    claim are found.
+    """The run's saves as they are now.
 
-    Files are listed before claims: what is committed in between is not taken for debris, nor for lost.
+    Reads claims from the newest back until the newest commit and every manifest's claim are found. Files are listed
+    before claims, so that a save committed in between is not taken for debris, nor for lost.
     """
     found: dict[tuple[int, str], dict[str, int | None]] = {}
     links = {link: save_folder_of(f"{link}/") for link in list_links(storage, CHECKPOINTS_FOLDER)}
@@ -224,7 +227,7 @@ def _order(ref: CheckpointRef) -> tuple[int, int, str]:
 
 
 def unresolved(step: int, save_id: str, sizes: Mapping[str, int | None]) -> CheckpointRef:
-    """The save, its state as its files alone tell."""
+    """The save, with its state as its files alone show it."""
     prefix = save_prefix(step, save_id)
     by_name = _OF_GENERATION.fullmatch(save_id)
     ref = CheckpointRef(
@@ -259,7 +262,7 @@ def _resolved(storage: Storage, refs: list[CheckpointRef], history: History) -> 
         return done
     with Threads(_AT_ONCE, thread_name_prefix="raysharded-manifests") as pool:
         manifests = list(pool.map(lambda ref: _manifest_of(storage, ref), unclaimed))
-    broken = history.damaged[:1]  # as far as it matters here: what is met below may be far older
+    broken = history.damaged[:1]  # as far as it matters here: those met below may be far older
     told = {
         ref.prefix: _with_manifest(ref, manifest, history, broken)
         for ref, manifest in zip(unclaimed, manifests, strict=True)
@@ -268,7 +271,7 @@ def _resolved(storage: Storage, refs: list[CheckpointRef], history: History) -> 
 
 
 def _vanished(found: Collection[str], newest: Claim | None) -> list[CheckpointRef]:
-    """The save that was committed last, if there is no file of it: it is never deleted."""
+    """The save of the newest commit, if no file of it exists: that save is never deleted."""
     named = save_folder_of(f"{newest.prefix}/{MANIFEST_NAME}") if newest else None
     if newest is None or named is None or newest.prefix in found or save_prefix(*named) != newest.prefix:
         return []
@@ -290,7 +293,7 @@ def _with_claim(storage: Storage, ref: CheckpointRef, claim: Claim | None) -> Ch
 
 
 def _manifest_of(storage: Storage, ref: CheckpointRef) -> Manifest | CheckpointError | None:
-    """The manifest, or what is wrong with it; None if it was deleted since it was listed."""
+    """The manifest, or the error in it; None if it was deleted since it was listed."""
     try:
         return open_checkpoint(storage, ref.prefix).manifest
     except CheckpointError as error:
@@ -303,7 +306,7 @@ def _with_manifest(
     history: History,
     broken: Sequence[CorruptCheckpoint],
 ) -> CheckpointRef:
-    """A save with a manifest and without a claim; `broken`: a claim that may be its own."""
+    """A save with a manifest and without a claim, resolved. `broken`: an unreadable claim that may be its own."""
     where = f"step {ref.step} under {ref.prefix}"
     if manifest is None:
         return replace(ref, state="unfinished", reason=f"{where} was never committed, and is being deleted.")

@@ -1,4 +1,4 @@
-"""A run's claims, read from the newest back, as far as a question needs."""
+"""A run's claims, read from the newest back, as far as needed."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ _AT_ONCE = 16
 
 
 class History:
-    """The claims as they were when this was made. Not thread-safe."""
+    """The claims as of construction. Not thread-safe."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._unread = _with_missing(list_numbers(storage))
         self.newest_number = self._unread[-1] if self._unread else 0
-        """Whatever that claim says; 0 if there is none."""
+        """Number of the newest claim, readable or not; 0 if there is none."""
         self._newest: Claim | None = None
         self._oldest_generation: int | None = None
-        """Of the claims read; generations never go down from one claim to the next."""
+        """Generation of the oldest claim read. Generations never decrease from one claim to the next."""
         self._commits: dict[str, Claim] = {}
         self._owners: list[Claim] = []
         self.damaged: list[CorruptCheckpoint] = []
-        """Claims that were met and could not be read, or are missing in the sequence: they may commit anything."""
+        """Errors of claims that are unreadable, or missing in the sequence: they may commit anything."""
 
     def newest(self) -> Claim | None:
-        """The newest claim that can be read."""
+        """The newest readable claim."""
         while self._newest is None and self._unread:
             self._read_more()
         return self._newest
 
     def commits_of(self, prefixes: Mapping[str, int | None]) -> dict[str, Claim]:
-        """prefix -> the claim that commits it, for those of the prefixes that are committed.
+        """Map from each prefix that is committed to the claim that commits it.
 
-        Each comes with its generation, if known: then nothing older is read for its sake.
+        Each prefix comes with its generation, if known: no older claim is read for it.
         """
         while self._unread and any(self._may_come(prefix, generation) for prefix, generation in prefixes.items()):
             self._read_more()
@@ -51,7 +51,7 @@ class History:
         return max(self._commits.values(), key=lambda claim: claim.number, default=None)
 
     def has_owner(self, writer: str, generation: int) -> bool:
-        """Whether a claimer of this name owned the run, from this generation on or before it."""
+        """Whether a claimer of this name owned the run at this generation or before."""
         while not (found := any(o.writer == writer and o.generation <= generation for o in self._owners)):
             if not self._unread:
                 break
@@ -59,7 +59,7 @@ class History:
         return found
 
     def known(self, prefix: str) -> Claim | None:
-        """The claim that commits the prefix, if it has been read already."""
+        """The claim that commits the prefix, if already read."""
         return self._commits.get(prefix)
 
     def has_commit_after(self, number: int) -> bool:
@@ -96,7 +96,7 @@ class History:
             return error
 
     def _add(self, claim: Claim) -> None:
-        """`claim` is older than all before it."""
+        """Add a claim that is older than all before it."""
         self._newest = self._newest or claim
         self._oldest_generation = claim.generation
         if claim.kind == "commit":
@@ -106,6 +106,6 @@ class History:
 
 
 def _with_missing(listed: Sequence[int]) -> list[int]:
-    """The numbers listed and those missing between them; of a long gap the newest ones: one that is gone tells it."""
+    """The listed numbers and those missing between them. Of a long gap only the newest: one shows it."""
     pairs = zip([0, *listed], listed, strict=False)
     return [number for before, last in pairs for number in range(max(before, last - _AT_ONCE) + 1, last + 1)]

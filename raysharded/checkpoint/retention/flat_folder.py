@@ -1,7 +1,7 @@
-"""Checkpoints side by side: folders that each hold one, in a folder that is no run.
+"""Checkpoints side by side: folders that each hold one, in a folder that is not a run.
 
-Their names are people's own. The newest is the one of the highest step, which the manifests say. Reading all of those
-would take long where there are thousands, so names that can be trusted are: those that are alike but for one number.
+Users choose the names. The newest checkpoint is the one with the highest step in its manifest. Reading thousands of
+manifests would take long, so names that equal the newest's except for their only number are trusted.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _NUMBER = re.compile(r"[0-9]+")
 
 
 def side_by_side(storage: Storage) -> list[str]:
-    """The folders with a manifest right below a storage, in the order of the last numbers in their names."""
+    """Top-level folders with a manifest, in the order of the last numbers in their names."""
     return sorted(_found(storage), key=_by_name)
 
 
 def newest_beside(storage: Storage, *, key: SigningKey | None = None) -> Checkpoint | None:
-    """The checkpoint of the highest step among those side by side right below a storage; None if there are none.
+    """The checkpoint of the highest step among the top-level folders of a storage; None if there are none.
 
-    Of one step it is the one whose name ends in the highest number. Manifests are read of the newest by name, of the
-    newest by time, and of those whose names are not like that of the newest but for one number, up to 16 in all; if
-    names and steps disagree among these, of all, which is in the log. Raises as `open_checkpoint` if the newest by
-    name or by time cannot be used; others that cannot are passed over, which is in the log too.
+    Of one step it is the one whose name ends in the highest number. Up to 16 manifests are read: of the newest by name,
+    of the newest by time, and of names that are not trusted. If names and steps disagree among these, all manifests are
+    read, which is logged. Raises as `open_checkpoint` if the newest by name or by time cannot be used. Others that
+    cannot be used are skipped, which is logged too.
     """
     found = _found(storage)
     if not found:
@@ -60,7 +60,7 @@ def newest_beside(storage: Storage, *, key: SigningKey | None = None) -> Checkpo
 
 
 def _found(storage: Storage) -> dict[str, float | None]:
-    """The folders, each with the time of its manifest, in seconds since the Unix epoch, where the storage tells it."""
+    """Top-level folders, each with its manifest's time in seconds since the Unix epoch, where known."""
     times = {tuple(key.split("/")): at for key, at in list_times(storage, MANIFEST_NAME).items()}
     found = {parts[0]: at for parts, at in times.items() if len(parts) == 2}
     return found | {link: at for link in list_links(storage) for at in _of_link(storage, link)}
@@ -77,7 +77,7 @@ def _of_link(storage: Storage, link: str) -> list[float | None]:
 
 
 def _chosen(named: Sequence[str], latest: str, found: Mapping[str, float | None]) -> list[str]:
-    """The folders whose manifests are read, of all `named`, the newest by name last."""
+    """Folders whose manifests are read, out of `named`, of which the newest by name is last."""
     shapes = {name: _NUMBER.sub("#", name) for name in named}
     numbers = Counter((shapes[name], _by_name(name)[0]) for name in named)
     trusted = shapes[named[-1]] if shapes[named[-1]].count("#") == 1 else None

@@ -1,4 +1,4 @@
-"""Forks: a new run that begins with another run's checkpoint, and shares its files until it has one of its own."""
+"""Forks: a new run that begins with another run's checkpoint, and shares its files until it has its own."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from raysharded.locations import join_url
 def fork(parent: Storage, ref: CheckpointRef, run: Storage, *, wall: Callable[[], float] = time.time) -> Reference:
     """Make `run`, which has no checkpoint yet, begin with the checkpoint `ref` of the run at `parent`.
 
-    Nothing is copied: the run gets a reference, the parent a pin `fork-...` that keeps the checkpoint until the run
-    has one of its own. Called again after a failure, it finishes what it began. Raises CheckpointError if `ref` is not
-    a checkpoint of the parent's own, or the run has checkpoints; as `open_ref` if the checkpoint cannot be used.
+    Nothing is copied: the run gets a reference, the parent a pin `fork-...` that keeps the checkpoint until the run has
+    its own. A repeated call after a failure completes the fork. Raises CheckpointError if `ref` is not the parent's own
+    checkpoint, or the run has checkpoints; as `open_ref` if the checkpoint cannot be used.
     """
     _check_fork(parent, ref, run)
     digest = open_ref(parent, ref).digest
@@ -50,12 +50,12 @@ def fork(parent: Storage, ref: CheckpointRef, run: Storage, *, wall: Callable[[]
 
 
 def drop_reference(run: Storage, ref: CheckpointRef) -> None:
-    """Remove a fork's reference, and before it the pin in the parent: the fork has a checkpoint of its own.
+    """Remove the pin in the parent, then the fork's reference: the fork has its own checkpoint.
 
     Raises StorageError if the parent's storage fails, CorruptCheckpoint if the reference is damaged.
     """
     reference = read_reference(run, ref.prefix)
-    with suppress(CheckpointError):  # it is gone already
+    with suppress(CheckpointError):  # already unpinned
         unpin(open_storage(reference.parent), reference.pin)
     run.delete(ref.keys)
 
@@ -63,7 +63,7 @@ def drop_reference(run: Storage, ref: CheckpointRef) -> None:
 def _check_fork(parent: Storage, ref: CheckpointRef, run: Storage) -> None:
     where = join_url(parent.url, ref.prefix)
     if parent.url == run.url:
-        raise CheckpointError(f"{run.url} cannot be a fork of itself. Give the new run a folder of its own.")
+        raise CheckpointError(f"{run.url} cannot be a fork of itself. Give the new run another folder.")
     if ref.state == "reference":
         refuse_chain(parent, ref.prefix, where)
     if ref.state != "committed":
@@ -80,7 +80,7 @@ def _check_empty(run: Storage, wanted: Reference) -> None:
 
 
 def _tag_of(run: Storage) -> str:
-    """The tag of the pin that keeps a fork's checkpoint; the same for the same URL."""
+    """Tag of the pin that keeps a fork's checkpoint, derived from the fork's URL."""
     name = run.url.partition("?")[0].rstrip("/").rsplit("/", 1)[-1]
     plain = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name)[:64]
     return f"fork-{plain}-{hashlib.blake2b(run.url.encode(), digest_size=4).hexdigest()}"

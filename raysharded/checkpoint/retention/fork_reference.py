@@ -1,4 +1,4 @@
-"""A fork's reference: a checkpoint that is in its parent's storage, named where the fork's own would be.
+"""A fork's reference: a checkpoint in its parent's storage, named where the fork's own would be.
 
 <fork>/checkpoints/step-0000000500-fork_<12 digits of the manifest's digest>/reference.json
 """
@@ -22,36 +22,36 @@ _FORMAT = "raysharded-reference"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """Where the checkpoint is that a fork began with."""
+    """Place of the checkpoint that a fork began with."""
 
     parent: str
-    """The URL of the parent run's storage."""
+    """URL of the parent run's storage."""
     prefix: str
-    """The checkpoint's folder there."""
+    """Folder of the checkpoint in the parent's storage."""
     step: int
     manifest_digest: str
     pin: str
-    """The tag in the parent that keeps the checkpoint there."""
+    """Tag in the parent that keeps the checkpoint."""
     created_at: float = 0.0
-    """Seconds since the Unix epoch, for people."""
+    """Time in seconds since the Unix epoch, for people."""
 
     @property
     def folder(self) -> str:
-        """The folder of the reference in the fork; the same for the same checkpoint."""
+        """Folder of the reference in the fork, derived from the checkpoint."""
         return save_prefix(self.step, f"fork_{self.manifest_digest[:12]}")
 
     def is_same(self, other: Reference) -> bool:
-        """Whether both name the same checkpoint, at whatever time."""
+        """Whether both are equal except for the time."""
         return replace(self, created_at=0.0) == replace(other, created_at=0.0)
 
 
 def encode_reference(reference: Reference) -> bytes:
-    """The reference as it is stored."""
+    """The reference in its stored form."""
     return signed_json.seal(asdict(reference), _FORMAT)
 
 
 def read_reference(storage: Storage, prefix: str) -> Reference:
-    """The reference in a folder. Raises CorruptCheckpoint if it is damaged, NoSuchKey if there is none."""
+    """The reference in a folder. Raises CorruptCheckpoint if it is damaged, NoSuchKey if it does not exist."""
     key = f"{prefix}/{REFERENCE_NAME}"
     where = join_url(storage.url, key)
     body = signed_json.unseal(storage.read(key, 0, signed_json.MAX_BYTES), _FORMAT, where)
@@ -66,10 +66,10 @@ def read_reference(storage: Storage, prefix: str) -> Reference:
 
 
 def open_reference(storage: Storage, prefix: str, *, key: SigningKey | None = None) -> Checkpoint:
-    """The parent's checkpoint, in the parent's storage: the very one that was meant, by its manifest's digest.
+    """The parent's checkpoint, in the parent's storage, identified by its manifest's digest.
 
-    Raises IncompleteCheckpoint if it is gone, CorruptCheckpoint if it or the reference is damaged, CheckpointError if
-    it is itself a reference.
+    Raises IncompleteCheckpoint if it was deleted, CorruptCheckpoint if it or the reference is damaged, CheckpointError
+    if it is itself a reference.
     """
     reference = read_reference(storage, prefix)
     where = join_url(storage.url, prefix, REFERENCE_NAME)
@@ -84,7 +84,7 @@ def open_reference(storage: Storage, prefix: str, *, key: SigningKey | None = No
 
 
 def refuse_chain(storage: Storage, prefix: str, where: str) -> None:
-    """Raises CheckpointError if the folder holds a reference instead of a checkpoint."""
+    """Raise CheckpointError if the folder holds a reference instead of a checkpoint."""
     try:
         further = read_reference(storage, prefix)
     except (NoSuchKey, CorruptCheckpoint):

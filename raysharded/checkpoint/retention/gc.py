@@ -1,4 +1,4 @@
-"""Deleting what is no longer needed: checkpoints that no rule keeps, and what broken saves left behind."""
+"""Deletion of checkpoints that no rule keeps, and of the remains of broken saves."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from raysharded.errors import CheckpointError, RefusedCheckpoint, StorageError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pruned:
-    """What was done, as the prefixes of the saves that it was done to, oldest first."""
+    """Result of a prune: prefixes of the saves concerned, oldest first."""
 
     retired: tuple[str, ...] = ()
-    """Checkpoints made invisible. Their data goes with a later prune, after a further commit."""
+    """Checkpoints made invisible. A later prune, after a further commit, deletes their data."""
     removed: tuple[str, ...] = ()
-    """Checkpoints retired before, whose data is gone now."""
+    """Retired checkpoints whose data was deleted."""
     debris: tuple[str, ...] = ()
-    """Saves that could never have been committed, gone."""
+    """Deleted saves that could never have been committed."""
     references: tuple[str, ...] = ()
-    """A fork's reference to its parent's checkpoint, dropped with the pin that kept it there."""
+    """References of a fork to its parent's checkpoint that were removed, with the pin that kept it there."""
     left: tuple[Left, ...] = ()
-    """Saves that are no checkpoints and were left alone, and why."""
+    """Saves that are not checkpoints and were left alone, with the reasons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +59,18 @@ def prune(
     dry_run: bool = False,
     key: SigningKey | None = None,
 ) -> Pruned:
-    """Deletes what no rule of `keep`, no pin and no reader needs, and debris; says what was done.
+    """Delete checkpoints that no rule of `keep`, no pin and no reader needs, and debris; return what was done.
 
-    Without `keep` no committed checkpoint is deleted. What is marked for deletion, and still there since it was pinned,
-    is not counted by `keep`, and goes when no pin holds it. Prefixes `in_flight` (being written or read) are left
-    alone. With `keep_references` a fork keeps what it needs of its parent. `may_go(prefix)` is asked of a checkpoint
-    just before it is retired.
+    Without `keep`, no committed checkpoint is deleted. `keep` does not count checkpoints that are marked for deletion
+    but were pinned; these go when no pin holds them. Prefixes `in_flight` (being written or read) are left alone. With
+    `keep_references`, a fork keeps what it needs of its parent. `may_go(prefix)` decides just before a checkpoint is
+    retired.
 
-    With `now`, data goes at once, also of checkpoints retired now: only when no one reads any of them; and only so a
-    full disk gets room. With `dry_run` nothing is done, and what would be is returned. With a `key`, checkpoints that
-    are not signed with it count as unusable, and stay. May be interrupted anywhere and called from several places: the
-    next call goes on. Raises CorruptCheckpoint, having deleted no checkpoint, if a pin cannot be read.
+    With `now`, data is deleted at once, also of checkpoints retired now. Use it only when no one reads any of them. On
+    a full disk, only this frees space. With `dry_run`, nothing is done; the result is what would be. With a `key`,
+    checkpoints that are not signed with it count as unusable, and stay. The call may be interrupted anywhere and made
+    from several places: the next call continues. Raises CorruptCheckpoint, having deleted no checkpoint, if a pin
+    cannot be read.
     """
     plan = _plan(storage, keep, in_flight, now, key)
     plan = replace(plan, drop=[]) if keep_references else plan
@@ -81,7 +82,7 @@ def _plan(storage: Storage, keep: Keep | None, in_flight: Collection[str], now: 
     unfinished = storage.unfinished(CHECKPOINTS_FOLDER)
     opened = _Opened(storage, found.refs, key)
     debris = find_debris(found, unfinished, in_flight)
-    newest = found.history.newest_commit()  # always stays: without it the run would look as if it was lost
+    newest = found.history.newest_commit()  # always stays: without it the run would look lost
     linked = {ref.prefix for ref in found.refs if ref.linked}
     spared = {*in_flight, *linked, *(pin.prefix for pin in list_pins(storage)), *([newest.prefix] if newest else ())}
     waiting = {
@@ -128,7 +129,7 @@ def _unwanted(
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """Checkpoints, each opened once, when it is first asked for."""
+    """Checkpoints, each opened once, when first needed."""
 
     storage: Storage
     refs: Sequence[CheckpointRef]
@@ -140,7 +141,7 @@ class _Opened:
         return self._open(prefix) is not None
 
     def refused(self, prefix: str) -> bool:
-        """Whether the key alone stands against it: it may be good, and another's."""
+        """Whether only the key rejects the checkpoint: it may be good, and another's."""
         return self._open(prefix) is None and prefix in self._refused
 
     def metrics(self, prefix: str) -> Mapping[str, Any]:
@@ -157,12 +158,12 @@ class _Opened:
                 self._found[prefix] = None
                 self._refused.add(prefix)
             except CheckpointError:
-                self._found[prefix] = None  # `newest_complete` and `verify` tell why
+                self._found[prefix] = None  # `newest_complete` and `verify` report why
         return self._found[prefix]
 
 
 def _told(plan: _Plan, now: bool) -> Pruned:
-    """As if all of the plan had been carried out."""
+    """The result as if all of the plan had been carried out."""
     retired = _prefixes(plan.retire)
     return Pruned(
         retired=() if now else retired,
@@ -179,7 +180,7 @@ def _carry_out(storage: Storage, plan: _Plan, now: bool, may_go: Callable[[str],
         remove(storage, ref, writes_of(ref, plan.unfinished))
     storage.discard(plan.lost_claims)
     dropped = [ref for ref in plan.drop if _dropped(storage, ref, left)]
-    numbers = list_numbers(storage) if plan.retire else []  # now: what was claimed meanwhile gives readers no time
+    numbers = list_numbers(storage) if plan.retire else []  # current: claims made meanwhile give readers no time
     newest = max(numbers, default=0)
     retired = [ref for ref in plan.retire if may_go(ref.prefix) and _retired(storage, ref, newest, now)]
     for ref in retired if now else []:
@@ -195,7 +196,7 @@ def _retired(storage: Storage, ref: CheckpointRef, number: int, now: bool) -> bo
             raise
         if not now:
             raise StorageError(
-                f"{error} Marking a checkpoint for deletion needs a little room. If no one is reading checkpoints of "
+                f"{error} Marking a checkpoint for deletion needs a little space. If no one is reading checkpoints of "
                 "this run, run `raysharded checkpoint gc` with --keep-last and --now: that needs none."
             ) from error
         return remove_unmarked(storage, ref)

@@ -1,10 +1,10 @@
-"""What broken saves left in the folders of checkpoints that belong to no run.
+"""Remains of broken saves in the folders of checkpoints that belong to no run.
 
-Saves that were tried again share a folder, each with a subfolder of its own inside it. Where there is no manifest, any
-of them may still be going on. Where there is one, what it does not name belongs to saves that can never be committed,
-as a manifest is put once; unless it is overwritten. A save that is to overwrite it first keeps a copy of it: for a day
-from then on somebody may write what no manifest names, and read what the copy names.
-Only what is named as a save names its files is taken for one's: other files are the user's.
+Retried saves share a folder, each with its own subfolder inside. Without a manifest, any of them may still be in
+progress. A manifest is put once: the files that it does not name belong to saves that can never be committed. The
+exception is an overwritten manifest, which the overwriting save copies first. For a day from then on, files that no
+manifest names may still be written, and files that the copy names may still be read. Only files named as a save names
+its files count as a save's: others are the user's.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from raysharded.checkpoint.storage.folders import last_part, list_times
 from raysharded.errors import CheckpointError
 
 _OVERWRITTEN = (
-    "it was overwritten within a day, or is being: what may still be written, or read by who opened the older one, "
-    "stays for a day; --now deletes it"
+    "it was overwritten within a day, or is being overwritten: files that may still be written, or read by readers of "
+    "the older one, stay for a day; --now deletes them"
 )
 _NO_MANIFEST = (
-    f"it has no {MANIFEST_NAME}, so that its save may still be going on: if it is not, delete the folder, or save "
+    f"it has no {MANIFEST_NAME}, so that its save may still be in progress: if it is not, delete the folder, or save "
     "there again"
 )
 GRACE_S = 24 * 3600.0
-"""How long what was overwritten stays, and what a save that overwrites has written."""
+"""Time in seconds for which overwritten files, and those that an overwriting save has written, stay."""
 _DATA = re.compile(r"(?:[0-9a-f]{2}/)?([0-9a-f]{12})/([A-Za-z0-9][A-Za-z0-9._-]*)\.safetensors(?:\.b3)?")
-"""A data file of a save in a subfolder of its own, relative to the checkpoint's folder: (subfolder, writer)."""
+"""Data file of a save in its own subfolder, relative to the checkpoint's folder: (subfolder, writer)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What saves wrote into one folder, or are writing."""
+    """Files that saves wrote into one folder, or are writing."""
 
     prefix: str
     has_manifest: bool
@@ -53,7 +53,7 @@ class _Found:
     """Keys of data files."""
     writes: Sequence[Unfinished]
     replaced: Sequence[str]
-    """Keys of older manifests, and of their box indexes."""
+    """Keys of copied manifests, and of box indexes if there is a copy."""
 
 
 def sweep(
@@ -65,11 +65,11 @@ def sweep(
     key: SigningKey | None = None,
     wall: Callable[[], float] = time.time,
 ) -> Pruned:
-    """Deletes what broken saves left in the folder `prefix`, or in every folder right below the storage; says what.
+    """Delete what broken saves left in the folder `prefix`, or in every top-level folder; return what was done.
 
-    Where a checkpoint was overwritten, or is being, what may still be written or read stays for `grace_s`, by the
-    storage's times and this machine's clock (`wall`); with 0 it goes, and nobody must be saving there. With `dry_run`
-    nothing is deleted. With a `key`, a manifest that was not signed with it proves nothing.
+    Where a checkpoint was or is being overwritten, files that may still be written or read stay for `grace_s`. The
+    storage's times and this machine's clock (`wall`) determine their age. With 0 they go, and nobody may be saving
+    there. With `dry_run`, nothing is deleted. With a `key`, a manifest that was not signed with it proves nothing.
     """
     debris: list[str] = []
     left: list[Left] = []
@@ -91,14 +91,14 @@ def sweep(
 
 @dataclass(frozen=True, slots=True)
 class _Unnamed:
-    """What a manifest does not name."""
+    """Files and writes that a manifest does not name."""
 
     files: Sequence[str]
-    """To be deleted."""
+    """Keys to delete."""
     writes: Sequence[Unfinished]
-    """To be discarded."""
+    """Writes to discard."""
     stays: bool
-    """Whether there is more, which stays."""
+    """Whether further files stay."""
 
 
 def _survey(storage: Storage, prefix: str | None) -> list[_Found]:
@@ -113,7 +113,7 @@ def _survey(storage: Storage, prefix: str | None) -> list[_Found]:
 def _found(storage: Storage, folder: str, keys: Sequence[str], writes: Sequence[Unfinished]) -> _Found:
     manifest = key_of(folder, MANIFEST_NAME)
     inside = [at for at in keys if at.startswith(f"{folder}/") and at.endswith(f"/{MANIFEST_NAME}") and at != manifest]
-    inner = tuple(at.removesuffix(MANIFEST_NAME) for at in inside)  # other checkpoints: theirs are not looked at
+    inner = tuple(at.removesuffix(MANIFEST_NAME) for at in inside)  # other checkpoints, whose files are ignored
 
     def is_data(at: str) -> bool:
         return not at.startswith(inner) and _is_data(folder, at, storage.traits.partitioned)
@@ -130,11 +130,11 @@ def _found(storage: Storage, folder: str, keys: Sequence[str], writes: Sequence[
 
 
 def _unnamed(storage: Storage, found: _Found, key: SigningKey | None, since: float) -> _Unnamed:
-    """What the manifest does not name. Raises CheckpointError without one.
+    """Files and writes that the manifest does not name. Raises CheckpointError without one.
 
-    In a folder that was overwritten, or is to be, what was written after `since` stays: somebody may still write it, or
-    the older manifest that names it was replaced after that. So does the copy of the manifest that is there: a save
-    that is to overwrite it may have just begun.
+    In a folder that was overwritten, or is to be, files written after `since` stay. They may still be written, or the
+    older manifest that names them was replaced after that. The copy of the current manifest stays too: a save that is
+    to overwrite it may have just begun.
     """
     checkpoint = open_checkpoint(storage, found.prefix, key=key)
     data = storage.read(key_of(found.prefix, MANIFEST_NAME))
@@ -159,14 +159,14 @@ def _unnamed(storage: Storage, found: _Found, key: SigningKey | None, since: flo
 
 
 def _named(prefix: str, manifest: Manifest, data: bytes) -> set[str]:
-    """The keys of the files that a manifest, which is stored as `data`, names."""
+    """Keys of the files that a manifest, stored as `data`, names."""
     index = json.loads(data).get("index")
     paths = [path for file in manifest.files for path in (file.path, file.table_path)]
     return {key_of(prefix, path) for path in (*paths, *([str(index["path"])] if index else []))}
 
 
 def _is_data(folder: str, at: str, partitioned: bool) -> bool:
-    """Whether a key is one that a save into the folder gives a data file, or its table of digests."""
+    """Whether a save into the folder gives a data file, or its table of digests, this key."""
     match = _DATA.fullmatch(at[len(folder) + 1 :]) if at.startswith(f"{folder}/") else None
     if match is None:
         return False
@@ -175,6 +175,6 @@ def _is_data(folder: str, at: str, partitioned: bool) -> bool:
 
 
 def _shown(folder: str, at: str) -> str:
-    """What a file is told by: the folder of its save, or its own name."""
+    """Name of a file in results: the folder of its save, or its own key."""
     above = at.rpartition("/")[0]
     return at if above == folder else above

@@ -1,7 +1,7 @@
-"""What broken saves left behind: found only where it is certain that no one can commit it any more.
+"""Remains of broken saves, found only where certainly no one can commit them any more.
 
 A save is overtaken when a later claim is of a newer generation, or commits a later step of the same one: then its own
-commit would be refused (`claims.refusal`). What is not overtaken may still be written by someone, however slow.
+commit would be rejected (`claims.refusal`). A save that is not overtaken may still be written, however slowly.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from raysharded.checkpoint.format.paths import save_folder_of
 from raysharded.checkpoint.retention.catalog import CheckpointRef, Survey, unresolved
 from raysharded.checkpoint.storage import Unfinished
 
-LINKED = "its folder is a link to one elsewhere: delete that one, and the link, by hand"
+LINKED = "its folder is a link to a folder elsewhere: delete that folder, and the link, by hand"
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A save that is no checkpoint, and stays all the same."""
+    """A save that is not a checkpoint, and stays nevertheless."""
 
     prefix: str
     reason: str
@@ -34,14 +34,14 @@ class Debris:
 
 
 def is_overtaken(generation: int, step: int, newest: Claim | None) -> bool:
-    """Whether a save of this generation and step cannot be committed after the newest claim, by whomever. Pure."""
+    """Whether no one can commit a save of this generation and step after the newest claim. Pure."""
     if newest is None or newest.generation < generation:
         return False
     return newest.generation > generation or (newest.kind == "commit" and newest.step > step)
 
 
 def find_debris(found: Survey, unfinished: Iterable[Unfinished], in_flight: Collection[str] = ()) -> Debris:
-    """What in a survey, and among the unfinished writes found after it, is debris, and what may only look so."""
+    """Debris in a survey, and among the unfinished writes found after it, and saves that only may be debris."""
     known = {ref.prefix for ref in found.refs}
     begun = {unresolved(*named, {}) for write in unfinished if (named := save_folder_of(write.key)) is not None}
     refs: list[CheckpointRef] = []
@@ -58,12 +58,12 @@ def find_debris(found: Survey, unfinished: Iterable[Unfinished], in_flight: Coll
 
 
 def writes_of(ref: CheckpointRef, unfinished: Iterable[Unfinished]) -> Sequence[Unfinished]:
-    """The unfinished writes of one save."""
+    """Unfinished writes of one save."""
     return [write for write in unfinished if save_folder_of(write.key) == (ref.step, ref.save_id)]
 
 
 def _why_left(ref: CheckpointRef, found: Survey, in_flight: Collection[str]) -> str | None:
-    """None if it is debris."""
+    """Reason why a save stays; None if it is debris."""
     if ref.state in ("lost", "damaged"):
         return ref.reason
     if ref.linked:
@@ -71,7 +71,7 @@ def _why_left(ref: CheckpointRef, found: Survey, in_flight: Collection[str]) -> 
     if ref.prefix in in_flight:
         return "it is being written"
     if ref.generation is None:
-        return "it may still be written: neither its name nor a manifest tells by which generation"
+        return "it may still be written: neither its name nor a manifest states its generation"
     newest = found.history.newest()
     if not is_overtaken(ref.generation, ref.step, newest):
         since = f"nothing newer than {claim_key(newest.number)}" if newest else "no claim at all"

@@ -1,10 +1,10 @@
-"""Pins: names for checkpoints that must stay, whatever the rules say.
+"""Pins: names for checkpoints that must stay, regardless of the retention rules.
 
     checkpoints/pins/<tag>.json -> a checkpoint's folder and its manifest's digest
 
-A pin may race with a deletion. A deleter first marks the checkpoint with a tombstone, which stays as long as there is
-anything of it, and then looks for pins; who pins first puts the pin, and then looks for a tombstone. Whatever the
-order, one of them sees the other (Dekker's rule), and whoever sees the other gives way.
+A pin may race with a deletion. A deletion first marks the checkpoint with a tombstone, which stays as long as any of
+its files, and then checks for pins. `pin` first puts the pin, and then checks for a tombstone. In any order, one of
+them sees the other (Dekker's rule), and the one that does gives way.
 
 Law: a checkpoint that `pin` returned for is not deleted before `unpin`.
 """
@@ -36,24 +36,24 @@ class Pin:
     """A name for a checkpoint."""
 
     tag: str
-    """The name: 1 to 128 letters, digits, '.', '_', '-'."""
+    """Name of the pin: 1 to 128 letters, digits, '.', '_', '-'."""
     prefix: str
-    """The checkpoint's folder in the storage."""
+    """Folder of the checkpoint in the storage."""
     step: int
-    """The checkpoint's."""
+    """Step of the checkpoint."""
     manifest_digest: str
-    """The checkpoint's: no other can take its place."""
+    """Digest of the checkpoint's manifest: no other checkpoint can take its place."""
     id: str
-    """Random: tells a pin from another's of the same tag, when a reply was lost."""
+    """Random id that distinguishes the pin from another's of the same tag, when a reply was lost."""
     created_at: float
-    """Seconds since the Unix epoch, for people."""
+    """Time in seconds since the Unix epoch, for people."""
 
 
 def pin(storage: Storage, tag: str, ref: CheckpointRef, *, wall: Callable[[], float] = time.time) -> Pin:
     """Keep a committed checkpoint until `unpin`. The tag may name it already; one caller at a time for a tag.
 
-    Raises CheckpointError if the tag names another, is no name (1 to 128 letters, digits, '.', '_', '-'), or the
-    checkpoint is not committed or being deleted.
+    Raises CheckpointError if the tag names another or is invalid (valid: 1 to 128 letters, digits, '.', '_', '-').
+    Raises it too if the checkpoint is not committed or being deleted.
     """
     key = _key_of(tag)
     if ref.state != "committed":
@@ -79,7 +79,7 @@ def pin(storage: Storage, tag: str, ref: CheckpointRef, *, wall: Callable[[], fl
 
 
 def unpin(storage: Storage, tag: str) -> None:
-    """Remove the pin; its checkpoint may be deleted from now on. Raises CheckpointError if there is no such tag."""
+    """Remove the pin; its checkpoint may be deleted from now on. Raises CheckpointError for an unknown tag."""
     tags = _tags(storage)
     if tag not in tags:
         raise CheckpointError(f"there is no tag {tag!r} in {storage.url}; there are: {', '.join(tags) or 'none'}.")
@@ -98,7 +98,7 @@ def list_pins(storage: Storage) -> list[Pin]:
 
 
 def read_pin(storage: Storage, tag: str) -> Pin:
-    """The pin of a tag. Raises NoSuchKey if there is none, CorruptCheckpoint if it is damaged."""
+    """The pin of a tag. Raises NoSuchKey if it does not exist, CorruptCheckpoint if it is damaged."""
     key = _key_of(tag)
     where = join_url(storage.url, key)
     body = signed_json.unseal(storage.read(key, 0, signed_json.MAX_BYTES), _FORMAT, where)
@@ -116,7 +116,7 @@ def _give_way_to_deletion(storage: Storage, tag: str, ref: CheckpointRef, *, min
     files = storage.list(ref.prefix)
     marked, there = f"{ref.prefix}/{TOMBSTONE_NAME}" in files, f"{ref.prefix}/{MANIFEST_NAME}" in files
     where = f"step {ref.step} under {join_url(storage.url, ref.prefix)}"
-    if marked and there and not mine:  # the pin was there before this call: its deletion may have given way to it
+    if marked and there and not mine:  # the pin existed before this call: the deletion may have given way to it
         raise CheckpointError(
             f"{where} has the tag {tag!r} already, and is marked for deletion: it stays as long as the tag does. "
             "(Unless both came at this very moment: see whether it is still listed.) No other tag can be given to it."

@@ -1,4 +1,4 @@
-"""Which of a run's committed checkpoints stay. Pure."""
+"""Retention rules: a run's committed checkpoints that stay. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Best:
     """The checkpoints with the best values of a metric: a number in `metadata["metrics"]` of their manifests."""
 
     metric: str
-    """The number's name."""
+    """Name of the metric."""
     mode: Literal["min", "max"]
-    """Whether the smallest or the largest is best."""
+    """Whether the smallest or the largest value is best."""
     count: int = 1
-    """How many of them stay."""
+    """Number of checkpoints that stay."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max") or self.count < 1 or not self.metric:
@@ -28,14 +28,14 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Keep:
-    """What stays: whatever one of the rules wants, and what is pinned. The newest usable one always stays."""
+    """Retention rules: pinned checkpoints and all that a rule keeps stay. The newest usable one always stays."""
 
     last: int = 2
-    """So many of the newest that can be used: 1 or more."""
+    """Number of newest usable checkpoints that stay: 1 or more."""
     every_steps: int | None = None
-    """Of every stretch of so many steps, (0, n], (n, 2n], ..., the last: 1 or more. None: no such rule."""
+    """Interval of n steps, 1 or more: the last checkpoint of each (0, n], (n, 2n], ... stays. None: no such rule."""
     best: Best | None = None
-    """The best by a number; None: no such rule."""
+    """Rule for the best by a metric; None: no such rule."""
 
     def __post_init__(self) -> None:
         if self.last < 1:
@@ -60,14 +60,14 @@ def to_delete(
     usable: Callable[[str], bool],
     metrics: Callable[[str], Mapping[str, Any]],
 ) -> list[Candidate]:
-    """Those of the candidates (oldest first) that go, oldest first.
+    """The candidates (oldest first) to delete, oldest first.
 
-    `usable(prefix)`, asked of the newest ones until `keep.last` are found, says whether a checkpoint can be opened and
-    has all its files; what cannot be used does not count as kept, and stays until `keep.last` newer ones can.
-    `metrics(prefix)` is asked only if `keep.best` is set.
+    `usable(prefix)` is whether a checkpoint can be opened and has all its files. It is called for the newest ones until
+    `keep.last` are found. Unusable ones do not count as kept, and stay until `keep.last` newer ones are usable.
+    `metrics(prefix)` is called only if `keep.best` is set.
 
-    Laws: if the newest `last` usable ones are fewer than `last`, nothing goes; otherwise none of them, nothing newer
-    than the oldest of them and nothing pinned goes; what is left, asked again, loses nothing more.
+    Laws: with fewer than `last` usable ones, nothing is deleted. Otherwise the newest `last` usable ones, all newer
+    than the oldest of them, and all pinned ones stay. A second call with the rest deletes nothing.
     """
     found = 0
     for at in range(len(candidates) - 1, -1, -1):
@@ -88,7 +88,7 @@ def _last_of_stretches(candidates: Sequence[Candidate], keep: Keep) -> list[str]
 
 
 def _best(candidates: Sequence[Candidate], keep: Keep, metrics: Callable[[str], Mapping[str, Any]]) -> list[str]:
-    """Of equal ones the newest; what has no such number, or one that is not finite, is never among the best."""
+    """Prefixes of the best, of equal ones the newest; a metric that is missing or not finite is never among them."""
     if keep.best is None:
         return []
     sign = 1 if keep.best.mode == "max" else -1
@@ -101,7 +101,7 @@ def _best(candidates: Sequence[Candidate], keep: Keep, metrics: Callable[[str], 
 
 
 def _is_comparable(value: float) -> bool:
-    """Whether it is finite, and within what a float can be. A truth is no number."""
+    """Whether a value is finite and within the range of a float. A bool is not a number."""
     try:
         return not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:

@@ -1,12 +1,12 @@
-"""Deleting a committed checkpoint in two steps, so that nobody reads half of it.
+"""Deletion of a committed checkpoint in two phases, so that nobody reads half of it.
 
-1. Retire: the tombstone `deleting.json` is put beside the manifest, pins are looked for once more, and the manifest is
-   deleted. From now on no one finds the checkpoint; whoever had opened it goes on reading.
-2. Remove: its data goes once a further checkpoint has been committed. Until then, a whole interval between two
+1. Retire: the tombstone `deleting.json` is put beside the manifest, pins are checked once more, and the manifest is
+   deleted. From now on no one finds the checkpoint; readers that had opened it can continue.
+2. Remove: its data is deleted once a further checkpoint has been committed. Until then, a whole interval between two
    checkpoints, readers have time to finish.
 
-Where there is no room for a tombstone, and no reader needs time, the data goes first and the manifest last: what is
-interrupted then is a committed checkpoint without files, which is never used and is deleted again.
+If there is no space for a tombstone, and no reader needs time, the data goes first and the manifest last. An
+interruption then leaves a committed checkpoint without files, which is never used and is deleted again.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _FORMAT = "raysharded-tombstone"
 
 
 def retire(storage: Storage, ref: CheckpointRef, *, number: int, wall: Callable[[], float] = time.time) -> bool:
-    """Make a checkpoint invisible; False if it stays. `number`: of the newest claim.
+    """True if a checkpoint was made invisible, False if it stays. `number`: the newest claim's.
 
-    It stays if its folder is a link, and then nothing is done, or if it was pinned meanwhile. The tombstone stays even
-    then: that the checkpoint is to go is not taken back, and it cannot be pinned again.
+    It stays if its folder is a link, and then nothing is done, or if it was pinned meanwhile. Then the tombstone stays:
+    the deletion is not cancelled, and the checkpoint cannot be pinned again.
     """
     if ref.linked:
         return False
@@ -43,7 +43,10 @@ def retire(storage: Storage, ref: CheckpointRef, *, number: int, wall: Callable[
 
 
 def remove_unmarked(storage: Storage, ref: CheckpointRef) -> bool:
-    """Delete a committed checkpoint that no one reads, writing nothing; False if it was pinned meanwhile, and stays."""
+    """True if a committed checkpoint that no one reads was deleted; False if it was pinned meanwhile, and stays.
+
+    Writes nothing.
+    """
     if any(pin.prefix == ref.prefix for pin in list_pins(storage)):
         return False
     last = f"{ref.prefix}/{MANIFEST_NAME}"
@@ -53,13 +56,13 @@ def remove_unmarked(storage: Storage, ref: CheckpointRef) -> bool:
 
 
 def is_full(error: StorageError) -> bool:
-    """Whether there was no room to write."""
+    """Whether an error means that the storage is full."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def why_not_removed(storage: Storage, ref: CheckpointRef, history: History) -> str | None:
-    """Why the data of a retired checkpoint must stay; None if a save was committed since."""
+    """Reason why the data of a retired checkpoint must stay; None if a save was committed since."""
     key = _tombstone(ref)
     try:
         data = storage.read(key, 0, signed_json.MAX_BYTES)
@@ -67,17 +70,17 @@ def why_not_removed(storage: Storage, ref: CheckpointRef, history: History) -> s
     except NoSuchKey:
         return "someone else has just removed it"
     except CorruptCheckpoint as error:
-        return f"nothing tells when it was deleted, so that it may still be read: {error}"
+        return f"its tombstone is damaged, so that it may still be read: {error}"
     if history.has_commit_after(number):
         return None
     return "it may still be read: nothing was committed since it was deleted"
 
 
 def remove(storage: Storage, ref: CheckpointRef, unfinished: Sequence[Unfinished] = ()) -> None:
-    """Delete every file of a save that nobody can find or that never was a checkpoint, and its unfinished writes.
+    """Delete all files and unfinished writes of a save that nobody can find or that never was a checkpoint.
 
-    The manifest, if there is one, goes first, and the tombstone last: what is interrupted stays invisible, and is gone
-    on with by the next call.
+    The manifest, if there is one, goes first, and the tombstone last: an interrupted deletion stays invisible, and the
+    next call continues it.
     """
     first, last = f"{ref.prefix}/{MANIFEST_NAME}", _tombstone(ref)
     storage.discard(unfinished)

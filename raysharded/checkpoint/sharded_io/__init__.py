@@ -1,1 +1,1 @@
-"""Saving and loading a state that is sharded over ranks."""
+"""Saving and loading of a state that is sharded over ranks."""

@@ -1,6 +1,4 @@
-"""Where a checkpoint is: one URI for its folder, taken apart into a storage above it and the folder's name; and whether
-that folder is free for a new checkpoint.
-"""
+"""Checkpoint URIs: split into the storage above the folder and the folder's name; checks that a folder is free."""
 
 from __future__ import annotations
 
@@ -26,22 +24,22 @@ Uri = str | os.PathLike[str]
 
 
 def key_or_default(key: SigningKey | None) -> SigningKey | None:
-    """The key given, or else the one in the environment, if there is one. Raises ConfigError for what is no key."""
+    """The given key, or else the one in the environment, if any. Raises ConfigError for an invalid key."""
     require_key(key)
     return key if key is not None else signing_key_from_environment()
 
 
 def require_key(key: SigningKey | None) -> None:
-    """Raises ConfigError for what is no key."""
+    """Raise ConfigError for an invalid key."""
     if key is not None and not isinstance(key, SigningKey):
         raise ConfigError(
-            f"key is a {type(key).__qualname__} and no SigningKey. Give SigningKey(secret), its secret as bytes, or "
+            f"key is a {type(key).__qualname__}, not a SigningKey. Give SigningKey(secret), its secret as bytes, or "
             "SigningKey.from_file(path)."
         )
 
 
 def text_of(uri: Uri) -> str:
-    """The URI as text. Raises ConfigError for what is neither text nor a path."""
+    """The URI as text. Raises ConfigError for a value that is neither text nor a path."""
     text = os.fspath(uri) if isinstance(uri, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise ConfigError(f"uri={uri!r}: give the checkpoint's folder, as text or a path.")
@@ -49,13 +47,13 @@ def text_of(uri: Uri) -> str:
 
 
 def storage_above(uri: Uri) -> tuple[Storage, str]:
-    """(the storage of what is above the folder, the folder's name). Touches nothing. Raises as `split`."""
+    """The pair (storage above the folder, folder's name). Storage is not accessed. Raises as `split`."""
     above, name = split(uri)
     return open_storage(above), name
 
 
 def split(uri: Uri) -> tuple[str, str]:
-    """(URL of what is above the folder, its name). Options of an s3:// URL stay with what is above.
+    """The pair (URL above the folder, folder's name). Options of an s3:// URL stay with the former.
 
     Raises ConfigError if there is nothing above, as for "s3://bucket", and as `text_of` and `local_path`.
     """
@@ -82,10 +80,10 @@ _HEXADECIMAL = re.compile(r"[0-9a-f]{64}")
 
 
 def require_free(storage: Storage, prefix: str, step: int, uri: str, *, overwrite: bool = False) -> bytes | None:
-    """Refuses the folder `prefix` if it is a checkpoint already, holds checkpoints, or is named after another step.
+    """Reject the folder `prefix` if it is a checkpoint already, holds checkpoints, or is named after another step.
 
-    With `overwrite` a checkpoint that is there is no reason, unless it may be a run's own: its manifest is returned, as
-    it is stored, and stays readable by its digest when another takes its place. `uri` names the folder in the message.
+    With `overwrite` an existing checkpoint is no obstacle, unless it may belong to a run. Its manifest is returned as
+    stored, and remains readable by its digest after another takes its place. `uri` names the folder in the message.
     Raises CheckpointError, or StorageError if storage fails.
     """
     named = parse_save_folder(prefix.rpartition("/")[2])
@@ -94,8 +92,8 @@ def require_free(storage: Storage, prefix: str, step: int, uri: str, *, overwrit
     older = _older(storage, prefix) if overwrite else None
     if not overwrite and _is_checkpoint(storage, prefix):
         raise CheckpointError(
-            f"{uri} is a checkpoint already, and checkpoints are never overwritten unless that is asked for. Choose a "
-            "uri of its own for each save, such as one that ends in the step; or give overwrite=True."
+            f"{uri} is a checkpoint already, and checkpoints are never overwritten by default. Choose a separate uri "
+            "for each save, such as one that ends in the step; or give overwrite=True."
         )
     if older is not None and named is not None:
         raise CheckpointError(
@@ -105,7 +103,7 @@ def require_free(storage: Storage, prefix: str, step: int, uri: str, *, overwrit
     below = next((one for one in storage.list(prefix) if _is_of_another(one, prefix)), None)
     if below is not None:
         raise CheckpointError(
-            f"{uri} holds checkpoints, and is none itself: there is {below}. Give a folder of its own below it, "
+            f"{uri} holds checkpoints, and is not one itself: it contains {below}. Give a new folder below it, "
             f"such as {join_url(uri, f'step-{step}')}."
         )
     if older is not None:
@@ -130,12 +128,15 @@ def _older(storage: Storage, prefix: str) -> bytes | None:
 
 
 def _digest_of(manifest: bytes) -> str:
-    """What a reader asks for it by; of what is damaged, and nobody asks for, any."""
+    """The digest by which readers request the manifest.
+
+    For a damaged manifest, which nobody requests, any digest is suitable.
+    """
     said = digest_of(manifest)
     return said if _HEXADECIMAL.fullmatch(said) else digest(manifest)
 
 
 def _is_of_another(key: str, prefix: str) -> bool:
-    """Whether something below a folder is of a run, or of a checkpoint, that lies there."""
+    """Whether a key below a folder belongs to a run or a checkpoint there."""
     first, *rest = key.removeprefix(f"{prefix}/").split("/")
     return bool(rest) and (rest == [MANIFEST_NAME] or first in ("claims", CHECKPOINTS_FOLDER))

@@ -1,14 +1,14 @@
-"""How the ranks of one save or load agree, without collectives: messages through the store of their process group.
+"""Agreement of the ranks of one save or load, without collectives: messages through their process group's store.
 
-Every rank has a queue of messages in the store and waits for its next one, with a deadline. Rank 0 gathers what all
-have to say and tells each what follows. A rank that fails tells every other, so that all of them fail at once, with
-its reason; a rank that died is noticed when its message does not come in time. Nothing here can wait forever, and a
-failure leaves the process group as it was.
+Every rank has a queue of messages in the store, and waits for its next one with a deadline. Rank 0 gathers the reports
+of all ranks and sends each its answer. A rank that fails notifies every other rank, so that all of them fail at once
+with its reason. A dead rank is noticed when its message does not arrive in time. No wait is endless, and a failure
+leaves the process group as it was.
 
     coordinator = Coordinator.of(process_group, timeout_s=600)
-    with coordinator.guarded():                  # an error in here is told to the others
-        parts = coordinator.gather(mine)         # on rank 0 what each rank gave; elsewhere None
-        answer = coordinator.scatter(answers)    # what rank 0 gave for this rank
+    with coordinator.guarded():                  # an error in here is sent to the others
+        parts = coordinator.gather(mine)         # on rank 0 every rank's value; elsewhere None
+        answer = coordinator.scatter(answers)    # rank 0's value for this rank
 """
 
 from __future__ import annotations
@@ -39,41 +39,41 @@ from raysharded.errors import (
 )
 
 TIMEOUT_S = 1800.0
-"""How long one rank waits for another before it takes it for dead, unless told otherwise."""
+"""Default time that one rank waits for another before it considers it dead."""
 
 _MOST_TIMEOUT_S = 1e9  # 30 years: stores and clocks overflow somewhere beyond
 
 Json = Any
 _PART_BYTES = 4 << 20  # TCPStore takes values of up to 8 MiB (MAX_PAYLOAD_LEN of its libuv backend)
 _RANK0_SHARE = 0.9
-"""Rank 0 gives up a little before the others do: it knows whose message is missing."""
+"""Share of the timeout after which rank 0 times out, before the others: it knows which rank's message is missing."""
 
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def require_timeout(timeout_s: object) -> None:
-    """Raises ConfigError for what is no time to wait: without an end a rank would wait for a dead one for ever."""
+    """Raise ConfigError for an invalid timeout. Without a limit a rank would wait for a dead one forever."""
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real) or not 0 < float(timeout_s) <= _MOST_TIMEOUT_S:
         raise ConfigError(
-            f"timeout_s={timeout_s!r}: give the seconds for which one rank waits for another, more than 0. As long as "
-            f"nothing is given it is {TIMEOUT_S:g}."
+            f"timeout_s={timeout_s!r}: give the seconds for which one rank waits for another, more than 0. "
+            f"The default is {TIMEOUT_S:g}."
         )
 
 
 class PeerFailed(CheckpointError):
-    """Another rank failed, and said so; the message is its own."""
+    """Another rank failed and sent its error; the message is that error's."""
 
     def __init__(self, message: str, phase: str = "") -> None:
         super().__init__(message, phase)
         self.phase = phase
-        """Which one it was in."""
+        """Phase of the other rank when it failed."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class PeerFoundIncomplete(PeerFailed, IncompleteCheckpoint):
-    """Another rank raised IncompleteCheckpoint: so it can be caught as that on every rank."""
+    """Another rank raised IncompleteCheckpoint, so every rank can catch it as that."""
 
 
 class PeerFoundCorrupt(PeerFailed, CorruptCheckpoint):
@@ -92,25 +92,28 @@ _KINDS: dict[type[RayshardedError], type[PeerFailed]] = {
 
 
 class Coordinator:
-    """One save or load of one rank. Used by one thread at a time; every rank makes its own in the same order."""
+    """Coordination of one save or load on one rank.
+
+    One thread at a time may use it. Every rank makes its coordinators in the same order.
+    """
 
     def __init__(self, store: Store | None, rank: int, world_size: int, timeout_s: float) -> None:
-        """`store`: of a name that is for this save or load alone; None if there is one rank."""
+        """`store`: a store with a prefix for this save or load alone; None if there is one rank."""
         self.rank = rank
         self.world_size = world_size
         self.phase = ""
-        """Where this rank is; told along with its error."""
+        """Phase of this rank, sent along with its error."""
         self._store: Any = store  # Store, and its clone(), which the stubs lack
         self._connected = False
         self._timeout_s = timeout_s
         self._received = 0
         self._round = 0
         self._early: defaultdict[int, dict[int, Json]] = defaultdict(dict)
-        """On rank 0: round -> rank -> what it gave, of rounds that are being gathered or will be."""
+        """On rank 0: round -> rank -> its value, for rounds that are being gathered or will be."""
 
     @staticmethod
     def of(process_group: dist.ProcessGroup | None, timeout_s: float) -> Coordinator:
-        """For the ranks of a process group; None is the default one, or this process alone if there is none.
+        """A coordinator for the ranks of a process group. None is the default group, or this process if there is none.
 
         All ranks of the group must call it in the same order among their calls for that group. Raises as
         `require_timeout`.
@@ -132,9 +135,9 @@ class Coordinator:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """An error inside is told to all other ranks, and raised; one that others told is raised alone.
+        """Send an error inside to all other ranks, and raise it. An error received from another rank is only raised.
 
-        All of a save or load is inside, once: afterwards nothing more may be called.
+        The whole save or load runs inside one such block. Nothing more may be called afterwards.
         """
         try:
             yield
@@ -147,9 +150,9 @@ class Coordinator:
             self._clean()
 
     def gather(self, value: Json) -> list[Json] | None:
-        """On rank 0 what every rank gave, by rank; None on the others, which do not wait.
+        """The values of all ranks, by rank, on rank 0; None on the others, which do not wait.
 
-        Raises PeerFailed if one of them failed, CheckpointError naming those that were not heard of in time.
+        Raises PeerFailed if a rank failed, CheckpointError with the ranks that sent no message in time.
         """
         number, self._round = self._round, self._round + 1
         if self.rank != 0:
@@ -163,8 +166,8 @@ class Coordinator:
             if message is None:
                 missing = [rank for rank in range(self.world_size) if rank not in got]
                 raise CheckpointError(
-                    f"{len(missing)} of {self.world_size} ranks were not heard of within {self._timeout_s:g} s: "
-                    f"{listed(missing)}. Look at their logs; if they were only slow, give a larger timeout_s."
+                    f"{len(missing)} of {self.world_size} ranks sent no message within {self._timeout_s:g} s: "
+                    f"{listed(missing)}. Check their logs; if they were only slow, give a larger timeout_s."
                 )
             _, rank, at, given = message
             self._early[at][rank] = given
@@ -172,9 +175,9 @@ class Coordinator:
         return [got[rank] for rank in range(self.world_size)]
 
     def scatter(self, values: Sequence[Json] | None) -> Json:
-        """What rank 0 gave for this rank: `values` has one for each there, and is not looked at elsewhere.
+        """Rank 0's value for this rank. `values` has one for each rank on rank 0, and is ignored elsewhere.
 
-        Raises PeerFailed if a rank failed, CheckpointError if rank 0 was not heard of in time.
+        Raises PeerFailed if a rank failed, CheckpointError if rank 0 sent no message in time.
         """
         if self.rank == 0:
             assert values is not None
@@ -184,13 +187,13 @@ class Coordinator:
         message = self._receive(self._timeout_s)
         if message is None:
             raise CheckpointError(
-                f"rank {self.rank}: rank 0 was not heard of within {self._timeout_s:g} s. Look at its log; if it "
+                f"rank {self.rank}: rank 0 sent no message within {self._timeout_s:g} s. Check its log; if it "
                 "was only slow, give a larger timeout_s."
             )
         return message[3]
 
     def _clean(self) -> None:
-        """Removes what is left in the store for this rank."""
+        """Remove this rank's remaining keys from the store."""
         if self._store is not None:
             with suppress(RuntimeError, CheckpointError):
                 self._open_store().delete_key(f"{self.rank}/count")
@@ -199,7 +202,7 @@ class Coordinator:
         message = ["error", self.rank, type(error).__name__, str(error), self.phase]
         for rank in range(self.world_size):
             if rank != self.rank:
-                with suppress(RuntimeError, CheckpointError):  # the store is gone: they will notice by themselves
+                with suppress(RuntimeError, CheckpointError):  # the store has failed: they will notice by themselves
                     self._send(rank, message)
 
     def _send(self, rank: int, message: list[Json]) -> None:
@@ -209,11 +212,11 @@ class Coordinator:
         with _explained(self.rank):
             number = store.add(f"{rank}/count", 1)
             for at, part in enumerate(parts[1:], start=1):
-                store.set(f"{rank}/{number}/{at}", part)  # type: ignore[arg-type]  # bytes are taken, and meant
+                store.set(f"{rank}/{number}/{at}", part)  # type: ignore[arg-type] # bytes are accepted, and intended
             store.set(f"{rank}/{number}", len(parts).to_bytes(4, "little") + parts[0])  # type: ignore[arg-type]
 
     def _receive(self, timeout_s: float) -> list[Json] | None:
-        """The next message for this rank, None if none came in time. Raises PeerFailed if it says so."""
+        """The next message for this rank; None if none arrived in time. Raises PeerFailed for an error message."""
         store, key = self._open_store(), f"{self.rank}/{self._received + 1}"
         with _explained(self.rank):
             if not _came(store, key, timeout_s):
@@ -230,8 +233,11 @@ class Coordinator:
         return message
 
     def _open_store(self) -> Store:
-        """Over a connection of its own: a wait would block whoever else uses the group's, to make a new group say."""
-        assert self._store is not None, "there is one rank: nobody to talk to"
+        """The store, over a separate connection.
+
+        A wait would block others who use the group's connection, for example to make a new group.
+        """
+        assert self._store is not None, "there is one rank, which has no store"
         if not self._connected:
             with _explained(self.rank):
                 self._store, self._connected = self._store.clone(), True
@@ -240,10 +246,10 @@ class Coordinator:
 
 
 def _came(store: Store, key: str, timeout_s: float) -> bool:
-    """Whether the key is there within the time."""
+    """Whether the key is set within the time."""
     try:
         store.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
-    except RuntimeError as error:  # each kind of store has a type of its own for it
+    except RuntimeError as error:  # each kind of store raises its own type
         if isinstance(error, dist.DistNetworkError) or "timeout" not in str(error).lower():
             raise
         return False

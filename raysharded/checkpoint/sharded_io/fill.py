@@ -1,8 +1,8 @@
-"""Filling tensors from a checkpoint on all ranks at once: each byte that several ranks want is read by one of them.
+"""Filling of tensors from a checkpoint on all ranks at once. A byte that several ranks need is read by one of them.
 
-In every phase (`read_plan`) each rank reads what is its to read, straight into its tensors where it can; when all have
-succeeded, they send each other what is shared. So a damaged file is an error on every rank, and nobody waits for bytes
-that never come.
+In every phase (`read_plan`) each rank reads its part, straight into its tensors where possible. When all ranks have
+succeeded, they send each other the shared bytes. A damaged file is therefore an error on every rank, and no rank waits
+for bytes that never arrive.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def fill(
     *,
     stage_bytes: int = STAGE_BYTES,
 ) -> None:
-    """Fills the tensors, by the checkpoint's names, converting dtypes. All ranks must call it, in `guarded`."""
+    """Fill the tensors, by the checkpoint's names, converting dtypes.
+
+    All ranks must call it, in `guarded`.
+    """
     # From here on a tensor's name and dtype are the checkpoint's; those of its memory are the tensor's own.
     held = [replace(one, name=n, dtype=checkpoint.manifest.tensors[n].dtype) for n, one in wanted.items()]
     everyone = coordinator.gather([_share(one).to_json() for one in held])
@@ -53,7 +56,7 @@ def fill(
 
 
 def require_all_well(coordinator: Coordinator) -> None:
-    """Returns when every rank has come here. Raises PeerFailed if one has failed."""
+    """Return when every rank has come here. Raises PeerFailed if one has failed."""
     coordinator.scatter(None if coordinator.gather(None) is None else [None] * coordinator.world_size)
 
 
@@ -103,7 +106,7 @@ def _piece(held: Sequence[Held], region: Region) -> Piece:
 
 
 def _read(checkpoint: Checkpoint, pieces: Sequence[Piece], stage_bytes: int) -> None:
-    """Reads this rank's part: in place in one go, the rest through a buffer of at most `stage_bytes`."""
+    """Read this rank's part: in place in one go, the rest through a buffer of at most `stage_bytes`."""
     direct = [piece for piece in pieces if _takes_bytes(piece)]
     _read_into(checkpoint, direct, [piece.tensor for piece in direct])
     staged = [part for piece in pieces if not _takes_bytes(piece) for part in cut(piece, stage_bytes)]

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into what a program has: modules, optimizers, nested dicts of tensors, in whatever layout."""
+"""Loading of a checkpoint into modules, optimizers and nested dicts of tensors, in any layout."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ from raysharded.locations import join_url
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """What a load did."""
+    """Result of a load."""
 
     step: int
     """The optimizer step of the checkpoint."""
     digest: str
-    """The checkpoint's."""
+    """Digest of the checkpoint."""
     missing: tuple[str, ...]
-    """Names in what was loaded into that the checkpoint does not have: they are as they were."""
+    """Names in the load target that the checkpoint lacks. Their values are unchanged."""
     unexpected: tuple[str, ...]
-    """Names in the checkpoint that had no place to go."""
+    """Names in the checkpoint that have no place in the load target."""
     state: Any
-    """What was loaded into, with the checkpoint's numbers, text and other values; tensors are the same objects."""
+    """The load target with the checkpoint's numbers, text and other values. Tensors are the same objects."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What `save` was given besides the state."""
+    """Metadata that `save` got besides the state."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """How far into its data the run was."""
+    """Position of the run in its data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How to load."""
+    """Options of a load."""
 
     chosen: Chosen
     strict: bool
     cast: bool
 
     def to_json(self) -> dict[str, Any]:
-        """What all ranks must give alike, by what it is called in errors."""
+        """The options that all ranks must share, keyed by their names in errors."""
         patterns = self.chosen.patterns
         names = None if patterns is None else list(patterns)
         return {"names": names, "values of strict": self.strict, "values of cast": self.cast}
@@ -64,7 +64,10 @@ class Options:
 def load_into(
     checkpoint: Checkpoint, into: Any, options: Options, coordinator: Coordinator, group: dist.ProcessGroup | None
 ) -> Loaded:
-    """Fills `into` from the checkpoint. All ranks must call it, in `guarded`: an error of one is an error of all."""
+    """Fill `into` from the checkpoint.
+
+    All ranks must call it, in `guarded`. An error of one is an error of all.
+    """
     entries = _entries_of(into)
     try:
         target = _Target.of(entries, checkpoint)
@@ -94,7 +97,7 @@ def load_into(
 
 
 def _entries_of(into: Any) -> dict[tree.Path, Entry]:
-    """By key, or one under no key."""
+    """The entries of the load target by key, or one under the empty path."""
     if isinstance(into, nn.Module):
         return {(): ModuleEntry(into)}
     if not isinstance(into, Mapping):
@@ -107,16 +110,16 @@ def _entries_of(into: Any) -> dict[tree.Path, Entry]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answers:
-    """What a checkpoint says beside its tensors of what is loaded into."""
+    """Parts of a checkpoint, other than tensors, that apply to the load target."""
 
     values: Mapping[tree.Path, tree.Tree]
     emptied: frozenset[tree.Path]
-    """Where it has nothing, and knows of it: what is there goes."""
+    """Paths that the checkpoint records as empty. The target's contents there are removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What is loaded into: its entries by key, or one under no key, and the tensors and values in them."""
+    """The load target: its entries by key, or one under the empty path, and the tensors and values in them."""
 
     entries: Mapping[tree.Path, Entry]
     flat: tree.Flat
@@ -128,17 +131,17 @@ class _Target:
         return _Target(entries, tree.flatten(whole))
 
     def other_names(self, path: tree.Path) -> tuple[str, ...]:
-        """What the trainer would call what is at the path."""
+        """Names that the trainer would use for the tensor or value at the path."""
         top = () if () in self.entries else path[:1]
         return self.entries[top].other_names(top, tree.name_of(path[len(top) :]))
 
     @property
     def scopes(self) -> list[str]:
-        """The parts of a checkpoint that are spoken of here, by name; "" for all of it."""
+        """Names of the checkpoint's parts that the target covers; "" for all of it."""
         return [tree.name_of(path) for path in self.entries]
 
     def with_answers(self, answers: _Answers, found: Sequence[str]) -> Any:
-        """The parts given take the place of those that are there; `found` names the tensors that were filled."""
+        """The target's state with the answers in place of its parts. `found` names the tensors that were filled."""
         state = tree.unflatten(tree.replaced(self.flat.tree, answers.values), self.flat.tensors.__getitem__)
         names = set(found)
         filled = [*answers.values, *(path for path, name, _ in tree.leaves(self.flat.tree) if name in names)]
@@ -153,7 +156,7 @@ class _Target:
 
 
 def _blank(checkpoint: Checkpoint, entry: tree.Path) -> Blank:
-    """What the checkpoint has for the entry at a path."""
+    """A function that makes blank copies of the checkpoint's contents for the entry at a path."""
     manifest = checkpoint.manifest
 
     def blank(path: tree.Path, device: torch.device) -> Any:
@@ -170,7 +173,7 @@ def _blank(checkpoint: Checkpoint, entry: tree.Path) -> Blank:
 
 
 def _by_key(paths: Iterable[tree.Path]) -> dict[tree.Key, list[tree.Path]]:
-    """The first key -> the paths that begin with it, without it."""
+    """Map from each first key to the rests of the paths that begin with it."""
     found: dict[tree.Key, list[tree.Path]] = defaultdict(list)
     for key, *rest in paths:
         found[key].append(tuple(rest))
@@ -178,7 +181,7 @@ def _by_key(paths: Iterable[tree.Path]) -> dict[tree.Key, list[tree.Path]]:
 
 
 def _match(checkpoint: Checkpoint, target: _Target, options: Options) -> tuple[Match, _Answers]:
-    """(what belongs to what, what else the checkpoint says)."""
+    """The pair (matched tensors, the checkpoint's other contents)."""
     tensors, chosen, stored = checkpoint.tensors, options.chosen, checkpoint.manifest.tree
     paths = {name: path for path, name, _ in tree.leaves(target.flat.tree) if name is not None}
     slots = [
@@ -206,7 +209,7 @@ def _match(checkpoint: Checkpoint, target: _Target, options: Options) -> tuple[M
 
 
 def _above(path: tree.Path, places: AbstractSet[tree.Path]) -> list[tree.Path]:
-    """Those of the places that are at the path, or that it is below."""
+    """The places that are equal to the path or above it."""
     return [path[:depth] for depth in range(len(path) + 1) if path[:depth] in places] if places else []
 
 
@@ -219,7 +222,7 @@ def _slot(name: str, tensor: torch.Tensor, names: Sequence[str]) -> Slot:
 
 
 def _number(tensors: Mapping[str, TensorInfo], target: _Target, path: tree.Path) -> list[str]:
-    """[the tensor without dimensions that has the value at a path], as the trainer stores numbers; [] if none is."""
+    """A list with the zero-dimensional tensor in which the trainer stored the number at a path; [] if there is none."""
     names = (tree.name_of(path), *target.other_names(path))
     return [name for name in names if name in tensors and tensors[name].shape == ()][:1]
 

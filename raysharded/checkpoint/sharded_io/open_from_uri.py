@@ -1,4 +1,4 @@
-"""From a URI to an open checkpoint, on one rank or on all of them."""
+"""Opening of a checkpoint from a URI, on one rank or on all ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from raysharded.errors import CheckpointError, ConfigError, IncompleteCheckpoint
 
 
 def open_uri(uri: Uri, *, key: SigningKey | None = None) -> Checkpoint:
-    """The checkpoint in a folder; or the newest complete one of a run, or of checkpoints side by side, in it.
+    """The checkpoint in a folder, or the newest complete one of a run or of checkpoints side by side in it.
 
-    Of checkpoints side by side the one of the highest step, as `newest_beside` finds it. Raises IncompleteCheckpoint if
-    there is none.
+    Of checkpoints side by side it is the one of the highest step, as `newest_beside` finds it. Raises
+    IncompleteCheckpoint if there is none.
     """
     text = text_of(uri)
     try:
@@ -36,10 +36,10 @@ def open_uri(uri: Uri, *, key: SigningKey | None = None) -> Checkpoint:
 def open_together(
     uri: Uri, coordinator: Coordinator, *, key: SigningKey | None = None, options: Mapping[str, Any] | None = None
 ) -> Checkpoint:
-    """The same checkpoint on every rank, which must all call it: rank 0 opens it and tells the others its digest.
+    """Open one checkpoint on every rank: rank 0 opens it and sends its digest to the others.
 
-    Only rank 0 needs the key: the digest vouches for every byte. Raises CheckpointError unless all ranks give the same
-    uri and the same `options`, which JSON must be able to hold.
+    Every rank must call it. Only rank 0 needs the key: the digest vouches for every byte. Raises CheckpointError unless
+    all ranks give the same uri and the same `options`, which JSON must be able to hold.
     """
     same = {"uris": open_storage(text_of(uri)).url, **(options or {})}
     everyone = coordinator.gather(same)
@@ -64,9 +64,9 @@ def _newest(uri: str, key: SigningKey | None, error: CheckpointError | None) -> 
         return beside
     if not storage.list():
         raise IncompleteCheckpoint(
-            f"there is nothing at {storage.url}: no checkpoint, and it is no folder that holds complete checkpoints. "
-            "Look at how it is spelt."
+            f"there is nothing at {storage.url}: neither a checkpoint, nor a folder that holds complete checkpoints. "
+            "Check the spelling."
         ) from error
     if error is None:
         raise IncompleteCheckpoint(f"{storage.url} holds no complete checkpoint.")
-    raise IncompleteCheckpoint(f"{error} It is no folder that holds complete checkpoints either.") from error
+    raise IncompleteCheckpoint(f"{error} It is not a folder that holds complete checkpoints either.") from error

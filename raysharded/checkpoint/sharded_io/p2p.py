@@ -1,7 +1,7 @@
-"""Sending what one rank has read to the others that need it, over their process group.
+"""Transfer of bytes that one rank has read to the others that need them, over their process group.
 
-All transfers are known to every rank that takes part in them before the first begins, in one order: nothing is asked
-for that might not come. What has to be copied to travel (scattered memory, another device) is bounded by the round.
+Every rank knows its transfers before the first begins, in one common order, so nothing is requested that might not
+arrive. The round bounds the bytes that have to be copied to be sent (scattered memory, another device).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from raysharded.checkpoint.state_dict.staging import is_plain, synchronize
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes that one rank of the group has and others need; seen from one of them."""
+    """Bytes that one rank of the group has and others need, as seen by one rank."""
 
     round: int
     source: int
     targets: tuple[int, ...]
     tensor: torch.Tensor
-    """This rank's memory: read on the source, filled on a target."""
+    """Memory on this rank: read on the source, filled on a target."""
 
 
 def exchange(transfers: Sequence[Transfer], group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
-    """Carries out the transfers that this rank takes part in, in the order that all ranks know. All must call it."""
+    """Carry out this rank's transfers, in the order common to all ranks. All ranks must call it."""
     if world_size > 1 and _kinds(group) != ["cpu"]:
-        dist.barrier(group)  # NCCL wants all ranks in a group's first operation
+        dist.barrier(group)  # NCCL requires all ranks in a group's first operation
     for _, some in groupby(transfers, key=lambda transfer: transfer.round):
         _round(list(some), group, rank, world_size)
 
@@ -62,7 +62,7 @@ def _global(group: dist.ProcessGroup | None, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Wire:
-    """A tensor as the group can send or receive it: flat bytes on a device that it knows."""
+    """A tensor as the group can send or receive it: flat bytes on a device that the group serves."""
 
     tensor: torch.Tensor
     carrier: torch.Tensor
@@ -88,7 +88,7 @@ class _Wire:
 
 
 def _device_for(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
-    """The tensor's own device if the group can send from there; otherwise this process's current one of its kind."""
+    """The tensor's own device if the group serves it, else this process's current device of a kind that it serves."""
     kinds = _kinds(group)
     if device.type in kinds:
         return device
@@ -97,6 +97,6 @@ def _device_for(device: torch.device, group: dist.ProcessGroup | None) -> torch.
 
 
 def _kinds(group: dist.ProcessGroup | None) -> list[str]:
-    """Which kinds of devices a group serves."""
+    """Device types that a group serves."""
     known: Any = dist.group.WORLD if group is None else group
     return [device.type for device in known._device_types]  # it has no public name

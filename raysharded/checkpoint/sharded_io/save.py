@@ -1,11 +1,11 @@
-"""Saving a sharded state: every rank writes its boxes, rank 0 the manifest, and all learn the same outcome.
+"""Saving of a sharded state: every rank writes its boxes, rank 0 the manifest, and all ranks learn the same outcome.
 
-1. Each rank tells rank 0 which boxes it holds; rank 0 tells each which of them to write, so that each is written once.
-2. Each writes its files into a folder that is this save's alone, and tells rank 0 what it wrote.
-3. Rank 0 puts the manifest, which makes the checkpoint real, and tells all.
+1. Each rank reports its boxes to rank 0, which assigns each box to one rank, so that it is written once.
+2. Each rank writes its files into a folder that only this save uses, and reports them to rank 0.
+3. Rank 0 puts the manifest, which commits the checkpoint, and notifies all ranks.
 
-A failure before 3 leaves no checkpoint, and each rank removes what it wrote. After that a rank cannot know whether the
-manifest is there, and removes nothing.
+A failure before step 3 leaves no checkpoint, and each rank removes its files. From step 3 on a rank cannot know whether
+the manifest exists, and removes nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from raysharded.locations import join_url
 
 
 def file_as_json(file: FileRecord) -> dict[str, Any]:
-    """Law: file_of_json(file_as_json(file)) == file."""
+    """JSON form of a file record. Law: file_of_json(file_as_json(file)) == file."""
     boxes = file.boxes
     return {
         "path": file.path,
@@ -81,7 +81,7 @@ def file_of_json(value: dict[str, Any]) -> FileRecord:
 
 
 _COMMITTING = "committing"
-"""The phase of a rank that has told what it wrote: from then on the checkpoint may become real."""
+"""Phase of a rank that has reported what it wrote. From then on the checkpoint may be committed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,20 +89,20 @@ class Saved:
     """A checkpoint that is complete and durable."""
 
     uri: str
-    """Its folder."""
+    """Folder of the checkpoint."""
     step: int
     """The optimizer step that `save` was given."""
     digest: str
-    """Of its manifest: it stands for every byte of the checkpoint."""
+    """Digest of the manifest. It stands for every byte of the checkpoint."""
     size_bytes: int
-    """Of all data files, of all ranks."""
+    """Size of all data files, of all ranks."""
     seconds: float
-    """From the call until it was durable, on this rank."""
+    """Time from the call until the checkpoint was durable, on this rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """What a save says beside its tensors."""
+    """Contents of a save other than the state."""
 
     step: int = 0
     run: str = ""
@@ -117,15 +117,15 @@ class About:
         metrics: Mapping[str, float] | None,
         data: Mapping[str, Any] | None,
     ) -> About:
-        """As the public calls take it, copied: metrics are a part of the metadata.
+        """A copy of the arguments of the public calls. Metrics become a part of the metadata.
 
-        Raises CheckpointError for what no manifest could say, so that it is known before anything is written.
+        Raises CheckpointError for values that a manifest cannot hold, before anything is written.
         """
         _require_plain(step, run, metadata, metrics, data)
         more = {"metrics": dict(metrics)} if metrics else {}
         about = About(step=step, run=run, metadata={**(metadata or {}), **more}, data=dict(data or {}))
         for what, part in (("metadata", replace(about, data={})), ("data", replace(about, metadata={}))):
-            if not (part.run or part.metadata or part.data):  # nothing to try, and training stands still
+            if not (part.run or part.metadata or part.data):  # nothing to check, and training is waiting
                 continue
             try:
                 encode(_manifest_of(part))
@@ -147,7 +147,7 @@ def _require_plain(step: Any, run: Any, metadata: Any, metrics: Any, data: Any) 
     for name, metric in (metrics or {}).items():
         if not isinstance(name, str) or not _is_finite_number(metric):
             raise CheckpointError(
-                f"metrics= says {name!r}: {shown(metric)}. Give finite numbers by name, as float(loss)."
+                f"metrics= has {name!r}: {shown(metric)}. Give finite numbers by name, as float(loss)."
             )
 
 
@@ -161,7 +161,7 @@ def _is_finite_number(value: Any) -> bool:
 
 
 def _manifest_of(about: About) -> Manifest:
-    """What is known of the manifest before anything is written."""
+    """The part of the manifest that is known before anything is written."""
     return Manifest(
         run=about.run,
         step=about.step,
@@ -178,32 +178,32 @@ def _manifest_of(about: About) -> Manifest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """Where a save goes."""
+    """Destination of a save."""
 
     uri: str
     storage: Storage
     prefix: str
     key: SigningKey | None = None
     overwrite: bool = False
-    """Whether a checkpoint that is there is replaced."""
+    """Whether an existing checkpoint is replaced."""
 
     @staticmethod
     def of(uri: Uri, key: SigningKey | None, *, overwrite: bool = False) -> Target:
-        """The folder `uri`; signed with the key given, or else with the one in the environment, if there is one."""
+        """The folder `uri`, signed with the given key, or else with the one in the environment, if any."""
         storage, prefix = storage_above(uri)
         return Target(uri=os.fspath(uri), storage=storage, prefix=prefix, key=key_or_default(key), overwrite=overwrite)
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What this rank gives."""
+    """Content that this rank saves."""
 
     held: list[Held]
     tree: tree.Tree
 
 
 def content_of(state: Any) -> Content:
-    """Taken apart, nothing copied. Raises CheckpointError for what cannot be stored."""
+    """The state taken apart, without copies. Raises CheckpointError for values that cannot be stored."""
     flat = tree.flatten(state)
     return Content([held_of(name, tensor) for name, tensor in flat.tensors.items()], flat.tree)
 
@@ -211,10 +211,10 @@ def content_of(state: Any) -> Content:
 def write(
     content: Content, target: Target, about: About, coordinator: Coordinator, *, stage_bytes: int = STAGE_BYTES
 ) -> Saved:
-    """Carries out a save; every rank must call it, in `guarded`. The content must not change until it returns.
+    """Carry out a save. Every rank must call it, in `guarded`. The content must not change until it returns.
 
-    Raises what failed on this rank, and PeerFailed where another one failed; then the uri holds no checkpoint, unless
-    it was rank 0's put of the manifest that failed: then it may.
+    Raises the error of this rank, or PeerFailed if another rank failed. The uri then holds no checkpoint, unless the
+    failure was rank 0's put of the manifest: then it may hold one.
     """
     began = time.monotonic()
     begun: list[str] = []
@@ -239,16 +239,16 @@ def write(
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """What the ranks agreed on."""
+    """Agreement of the ranks on one save."""
 
     save_id: str
     subfolder: str
     own: Sequence[Any]
-    """This rank's part: [which of its tensors, which part of it, offsets, sizes] for each box to write."""
+    """Boxes for this rank to write, each [number of its tensor, number of the part, offsets, sizes]."""
     tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
     tree: tree.Tree = None
     instead_of: bytes | None = None
-    """The manifest that is replaced, if there is one. These three on rank 0 alone."""
+    """The manifest to replace, if any. Only rank 0 has this and the two fields above."""
 
 
 def _agree(content: Content, target: Target, about: About, coordinator: Coordinator) -> _Save:
@@ -272,9 +272,9 @@ def _agree(content: Content, target: Target, about: About, coordinator: Coordina
     return _Save(**coordinator.scatter(agreed), tensors=infos, tree=whole, instead_of=older)
 
 
-@lru_cache(maxsize=1)  # a program saves the same layout again and again; for hundreds of ranks this takes seconds
+@lru_cache(maxsize=1)  # a program saves the same layout repeatedly; for hundreds of ranks this takes seconds
 def _plan(everyone: tuple[str, ...]) -> tuple[list[list[Any]], dict[str, TensorInfo]]:
-    """(what each rank is to write, all tensors), from what each holds, as JSON."""
+    """The pair (boxes for each rank to write, all tensors), from the JSON of each rank's shares."""
     shares = [[Share.from_json(share) for share in json.loads(one)] for one in everyone]
     check_coverage(shares)
     infos = {name: TensorInfo(dtype=share.dtype, shape=share.shape) for name, share in global_tensors(shares).items()}
@@ -296,7 +296,7 @@ def _own_of(jobs: Sequence[Job], world_size: int) -> list[list[Any]]:
 def _write_own(
     save: _Save, content: Content, target: Target, rank: int, stage_bytes: int, begun: list[str]
 ) -> list[FileRecord]:
-    """Writes what is this rank's to write; `begun` gets the path of every file before it is begun."""
+    """Write this rank's boxes. `begun` gets the path of every file before it is begun."""
     pieces = [_piece(content.held[number], which, *box) for number, which, *box in save.own]
     storage, prefix = target.storage, target.prefix
     written: list[FileRecord] = []
@@ -314,7 +314,7 @@ def _piece(held: Held, which: int, offsets: Sequence[int], sizes: Sequence[int])
 def _commit(
     everyone: list[Any] | None, save: _Save, target: Target, about: About, coordinator: Coordinator
 ) -> list[Any] | None:
-    """Rank 0 puts the manifest; the outcome for each rank."""
+    """Put the manifest on rank 0. Returns the outcome for each rank."""
     if everyone is None:
         return None
     files = tuple(file_of_json(file) for one in everyone for file in one)
@@ -323,7 +323,7 @@ def _commit(
         step=about.step,
         generation=0,
         save_id=save.save_id,
-        writer=f"save-{save.subfolder}",  # of this save alone: of two that race for a uri, one must learn that it lost
+        writer=f"save-{save.subfolder}",  # unique: of two that race for a uri, one must learn that it lost
         created_at=time.time(),
         tensors=save.tensors,
         files=files,
@@ -338,6 +338,6 @@ def _commit(
 
 
 def _remove(target: Target, begun: Sequence[str]) -> None:
-    """What a save that can no longer be committed left behind; a storage that fails keeps it."""
+    """Delete the files of a save that can no longer be committed. If storage fails, they stay."""
     with suppress(RayshardedError, OSError):
         target.storage.delete([key_of(target.prefix, path) for file in begun for path in (file, f"{file}.b3")])

@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading parts of it, as tensors."""
+"""A checkpoint opened for reading parts of it as tensors."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from raysharded.locations import join_url
 
 Index = int | slice | EllipsisType
 _Cut = tuple[int, int, int, bool]
-"""Of one dimension: first index, how many, every how manyth, and whether the dimension goes away."""
+"""One dimension of an index: first index, count, step, and whether the dimension is removed."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class OpenCheckpoint:
-    """Its manifest has been read and checked; data is read, and checked, as it is asked for. Thread-safe.
+    """A checkpoint whose manifest has been read and checked. Data is read and checked on demand. Thread-safe.
 
-    Nothing has to be closed; `with open(uri) as checkpoint:` may be written all the same.
+    Closing is unnecessary, but `with open(uri) as checkpoint:` works too.
     """
 
     checkpoint: Checkpoint
-    """The same as raw bytes."""
+    """The checkpoint as raw bytes."""
 
     @property
     def step(self) -> int:
-        """The optimizer step after which it was saved."""
+        """The optimizer step after which the state was saved."""
         return self.checkpoint.step
 
     @property
     def digest(self) -> str:
-        """Of its manifest: it stands for every byte of the checkpoint."""
+        """Digest of the manifest. It stands for every byte of the checkpoint."""
         return self.checkpoint.digest
 
     @property
@@ -49,24 +49,24 @@ class OpenCheckpoint:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What `save` was given besides the state."""
+        """Metadata that `save` got besides the state."""
         return self.checkpoint.manifest.metadata
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """How far into its data the run was."""
+        """Position of the run in its data."""
         return self.checkpoint.manifest.data
 
     @property
     def tree(self) -> tree.Tree:
-        """How the tensors make up the state that was saved; None: they stand for themselves."""
+        """Tree that nests the tensors in the saved state; None: the state is the tensors by name."""
         return self.checkpoint.manifest.tree
 
     def read(self, name: str, index: Index | tuple[Index, ...] = ...) -> torch.Tensor:
         """A tensor, or a part of it as `tensor[index]` would be: whole numbers, slices with a positive step, `...`.
 
-        Reads what lies between the first and the last index in every dimension. Raises CheckpointError for an unknown
-        name or an index outside the tensor; CorruptCheckpoint, IncompleteCheckpoint, StorageError.
+        Reads everything between the first and the last index in every dimension. Raises CheckpointError for an unknown
+        name or an index outside the tensor, and CorruptCheckpoint, IncompleteCheckpoint or StorageError.
         """
         info = self.checkpoint.manifest.tensors.get(name)
         if info is None:
@@ -104,9 +104,7 @@ class OpenCheckpoint:
 
 def _known(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     if name not in tensors:
-        raise CorruptCheckpoint(
-            f"the checkpoint's tree speaks of {name!r}, which is none of its {len(tensors)} tensors."
-        )
+        raise CorruptCheckpoint(f"the checkpoint's tree names {name!r}, which is not among its {len(tensors)} tensors.")
     return tensors[name]
 
 
@@ -114,7 +112,7 @@ def _cuts(name: str, shape: tuple[int, ...], index: Index | tuple[Index, ...]) -
     items: list[Any] = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, (Sequence, torch.Tensor, np.ndarray)) for item in items):
         raise CheckpointError(
-            f"tensor {name!r} cannot be indexed by {index!r}: what lies apart is not read in one go. Give whole "
+            f"tensor {name!r} cannot be indexed by {index!r}: scattered parts are not read in one go. Give whole "
             "numbers and slices, one for each dimension, as in (1, slice(2, 4)); or read all, and index that."
         )
     if Ellipsis not in items:
@@ -140,7 +138,7 @@ def _cut(name: str, dim: int, length: int, item: Index) -> _Cut:
 
 
 def _is_forward(item: slice) -> bool:
-    """Whether it is of whole numbers, with a positive step."""
+    """Whether the slice consists of whole numbers, with a positive step."""
     parts = (item.start, item.stop, item.step)
     return all(part is None or isinstance(part, SupportsIndex) for part in parts) and (
         item.step is None or item.step > 0

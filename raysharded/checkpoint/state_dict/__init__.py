@@ -1,1 +1,1 @@
-"""A state as ranks give it: its tree, tensors and boxes, optimizers, and values that must be equal."""
+"""States as the ranks pass them: trees, tensors and boxes, optimizers, and values that must be equal."""

@@ -1,9 +1,9 @@
-"""What a state has at its top: modules and optimizers, taken apart into named live tensors, and anything else as it is.
+"""Top-level entries of a state: modules and optimizers as named live tensors, and other values as they are.
 
-Names are those of `torch.distributed.checkpoint.state_dict`, whatever wraps the module: a parameter's or persistent
-buffer's full name, and for optimizers `state.<parameter>.<key>` and `param_groups.<number>.<key>`. raysharded's
-trainer calls the same `model.<name>`, `buffer.<name>` and `optim.<name>.<key>`, or `number.<name>.<key>` where an
-optimizer has a plain number.
+Names are those of `torch.distributed.checkpoint.state_dict`, however the module is wrapped. They are a parameter's or
+persistent buffer's full name, and for optimizers `state.<parameter>.<key>` and `param_groups.<number>.<key>`. The
+trainer's names for the same are `model.<name>`, `buffer.<name>` and `optim.<name>.<key>`. A plain number of an
+optimizer is `number.<name>.<key>`.
 """
 
 from __future__ import annotations
@@ -27,35 +27,42 @@ class Entry(Protocol):
 
     @property
     def state(self) -> Any:
-        """Nested dicts of live tensors and values, as it is saved."""
+        """Nested dicts of live tensors and values, as they are saved."""
         ...
 
     def to_fill(self, blank: Blank = nothing) -> Any:
-        """What of it a load fills; made where there is none yet, until `undo` or `apply`. `blank` gives what the
-        checkpoint has for this entry."""
+        """The part of the entry that a load fills. Missing state is created, until `undo` or `apply`.
+
+        `blank` provides the checkpoint's contents for this entry.
+        """
         ...
 
     def undo(self) -> None:
-        """Takes back what `to_fill` made."""
+        """Remove what `to_fill` created."""
         ...
 
     def other_names(self, key: Path, name: str) -> tuple[str, ...]:
-        """What the trainer calls the tensor of that name (within the entry, which is at `key`)."""
+        """Names that the trainer uses for the tensor of that name within the entry at `key`."""
         ...
 
     def left_out(self, key: Path, stored: Mapping[Path, Any]) -> set[Path]:
-        """Where the checkpoint, its leaves given by path, says that this entry, which is at `key`, has nothing."""
+        """Paths at which the checkpoint has nothing for this entry, which is at `key`.
+
+        `stored`: the checkpoint's leaves by path.
+        """
         ...
 
     def differences(self, key: Path, stored: Mapping[Path, Any]) -> list[str]:
-        """Sentences on why the checkpoint's values, by path, cannot be this entry's, which is at `key`."""
+        """Sentences on why the checkpoint's values, by path, do not fit this entry at `key`."""
         ...
 
     def apply(self, state: Any, filled: Collection[Path], emptied: AbstractSet[Path]) -> Any:
-        """Takes over the values in what `to_fill` gave, its tensors being filled already; what stands for the entry.
+        """Apply the values in the state that `to_fill` returned, after its tensors are filled.
 
-        `filled` are the paths, within the entry, of tensors and values that are the checkpoint's; `emptied` those
-        where it has nothing, as in `left_out`.
+        Returns the loaded entry.
+
+        `filled`: paths, within the entry, of tensors and values from the checkpoint. `emptied`: paths at which the
+        checkpoint has nothing, as in `left_out`.
         """
         ...
 
@@ -83,7 +90,7 @@ def saved_form(state: Any) -> Any:
 
 @contextmanager
 def later_form(state: Any) -> Iterator[Any]:
-    """As `saved_form` will be once every optimizer has stepped; afterwards the state is as it was."""
+    """The `saved_form` of the state once every optimizer has stepped. Afterwards the state is unchanged."""
     if not isinstance(state, Mapping):
         yield saved_form(state)
         return
@@ -122,14 +129,14 @@ class PlainEntry:
 
 @dataclass(frozen=True, slots=True)
 class ModuleEntry:
-    """Parameters and persistent buffers."""
+    """Parameters and persistent buffers of a module."""
 
     module: nn.Module
 
     @property
     def state(self) -> Any:
         if not any(True for _ in self.module.parameters()) and not self.module.state_dict():
-            return {}  # torch refuses it: a loss, or a stage of a pipeline without weights
+            return {}  # torch rejects it: a loss, or a stage of a pipeline without weights
         return get_model_state_dict(self.module)
 
     def to_fill(self, blank: Blank = nothing) -> Any:
@@ -139,7 +146,7 @@ class ModuleEntry:
         pass
 
     def other_names(self, key: Path, name: str) -> tuple[str, ...]:
-        """A module beside the model, such as its moving average, is none that the trainer knows."""
+        """Trainer names. The trainer does not know modules other than the model, such as its moving average."""
         return (f"model.{name}", f"buffer.{name}") if key in ((), ("model",)) else ()
 
     def left_out(self, key: Path, stored: Mapping[Path, Any]) -> set[Path]:
@@ -150,7 +157,7 @@ class ModuleEntry:
 
     def apply(self, state: Any, filled: Collection[Path], emptied: AbstractSet[Path]) -> nn.Module:
         values = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
-        if values:  # what get_extra_state() gave
+        if values:  # the results of get_extra_state()
             self.module.load_state_dict(values, strict=False)
         return self.module
 

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint belongs to which tensor that is to be filled, and what does not fit. Pure."""
+"""Matching of a checkpoint's tensors to the tensors to be filled, and the differences. Pure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Slot:
     """A tensor to be filled."""
 
     names: tuple[str, ...]
-    """What it may be called in the checkpoint; the first is its name in what is loaded into."""
+    """Possible names in the checkpoint. The first is the name in the load target."""
     held: Held
     memory: object
-    """The same for two slots if they are one tensor under two names."""
+    """Identity of the memory, equal for two slots that are one tensor under two names."""
 
     @property
     def name(self) -> str:
@@ -32,19 +32,19 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """What fits, by the checkpoint's names, and what does not."""
+    """The tensors that fit, by the checkpoint's names, and the differences."""
 
     found: dict[str, Held]
     ties: Mapping[str, str] = field(default_factory=dict)
-    """Of those found, a name -> the one before it that is the same tensor in what is to be filled."""
+    """Map from a name in `found` to the one before it that is the same tensor in the load target."""
     missing: tuple[str, ...] = ()
-    """To be filled, but not in the checkpoint."""
+    """Names to be filled that the checkpoint lacks."""
     unexpected: tuple[str, ...] = ()
-    """In the checkpoint, but with no place to go."""
+    """Names in the checkpoint that have no place in the load target."""
     unfit: tuple[str, ...] = ()
-    """Sentences about what is of another shape or structure."""
+    """Sentences about differences of shape or structure."""
     unconverted: tuple[str, ...] = ()
-    """Sentences about what is of another dtype."""
+    """Sentences about differences of dtype."""
 
     def and_also(self, *, missing: Iterable[str], unfit: Iterable[str]) -> Match:
         return replace(self, missing=(*self.missing, *missing), unfit=(*self.unfit, *unfit))
@@ -59,10 +59,10 @@ def match(
     chosen: Chosen,
     cast: bool,
 ) -> Match:
-    """`scopes`: parts of the checkpoint, by name, in which everything must have a place to go; "" is all of it.
+    """Match slots to a checkpoint's tensors.
 
-    Those `used` otherwise have one. Where a tensor was found under another name than its first, the part in which that
-    name is takes the place of "".
+    `scopes`: names of the checkpoint's parts in which every tensor must have a place to go; "" is all of it. Names in
+    `used` have one. Where a tensor was found under another name than its first, that name's part replaces "".
     """
     found: dict[str, Held] = {}
     filled: dict[object, str] = {}
@@ -96,7 +96,7 @@ def match(
 
 
 def require(matched: Match, *, strict: bool, where: str) -> None:
-    """Raises CheckpointError listing all that does not fit; what is missing or unexpected only if `strict`."""
+    """Raise CheckpointError with all differences; missing and unexpected names count only if `strict`."""
     parts = [("do not fit", (*matched.unfit, *matched.unconverted))]
     if strict:
         parts += [("are not in the checkpoint", matched.missing), ("have no place to go", matched.unexpected)]
@@ -108,10 +108,10 @@ def require(matched: Match, *, strict: bool, where: str) -> None:
 
 
 def _remedy(matched: Match, *, strict: bool) -> str:
-    """For the kinds of differences that there are."""
+    """The remedies for the kinds of differences that occur."""
     remedies = ["convert dtypes with cast=True"] if matched.unconverted else []
     if strict and (matched.missing or matched.unexpected):
-        remedies.append("pass over what is missing on either side with strict=False")
+        remedies.append("ignore what is missing on either side with strict=False")
     if matched.unfit:
         remedies.append(
             "leave out what is of another shape by choosing the rest with names=[...], or load into what was saved"
@@ -122,7 +122,7 @@ def _remedy(matched: Match, *, strict: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Names and patterns as the shell's (`*`, `?`, `[...]`); none at all choose everything."""
+    """Names and shell patterns (`*`, `?`, `[...]`) of tensors. None chooses everything."""
 
     patterns: tuple[str, ...] | None
 
@@ -143,12 +143,12 @@ class Chosen:
         return any(name == pattern or fnmatchcase(name, pattern) for pattern in self.patterns for name in names)
 
     def require_all(self, known: Sequence[str], others: Sequence[str] = ()) -> None:
-        """Raises CheckpointError for a pattern that chooses none of the known names, nor of `others` for the same."""
+        """Raise CheckpointError for a pattern without a match in `known` and `others` (names for the same tensors)."""
         for pattern in self.patterns or ():
             if not any(Chosen((pattern,)).takes(name) for name in (*known, *others)):
                 names = list(dict.fromkeys(known))
                 raise CheckpointError(
-                    f"names: {pattern!r} is the name of nothing. There are {len(names)} names, such as "
+                    f"names: {pattern!r} matches no name. There are {len(names)} names, such as "
                     f"{_listed(_like(pattern, names))}."
                 )
 
@@ -167,7 +167,7 @@ def _unconverted(name: str, info: TensorInfo, held: Held) -> list[str]:
 
 
 def _like(pattern: str, known: Sequence[str]) -> list[str]:
-    """Names like the pattern; if there are none, any."""
+    """Names similar to the pattern; if there are none, any names."""
     heads = {name[: len(pattern)]: name for name in known} | {name: name for name in known}
     close = difflib.get_close_matches(pattern, heads, n=5, cutoff=0.7)
     return list(dict.fromkeys(heads[head] for head in close)) or sorted(known)[:5]

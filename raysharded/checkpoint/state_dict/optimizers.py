@@ -1,8 +1,8 @@
-"""Optimizers in a state: taken apart without changing them, and filled; one that never stepped stays one.
+"""Optimizers in a state: taken apart without changing them, and filled. An unstepped optimizer stays unstepped.
 
-torch makes the state of an optimizer with its first step. To know what of a checkpoint belongs where, a load makes it
-by a step of no effect, and removes again what the checkpoint did not fill. An optimizer whose step needs a closure gets
-the state that the checkpoint has.
+torch creates the state of an optimizer in its first step. To match a checkpoint's contents, a load creates the state by
+a step without effect, and removes afterwards what the checkpoint did not fill. An optimizer whose step needs a closure
+gets the state that the checkpoint has.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from raysharded.checkpoint.state_dict.tree import Path
 from raysharded.errors import ConfigError
 
 Blank = Callable[[Path, torch.device], Any]
-"""What a checkpoint has at a path within an entry, with new tensors on the device in place of its own, whose values are
-not there yet; None if it has nothing there."""
+"""Function that returns a checkpoint's contents at a path within an entry; None if it has nothing there.
+
+Its tensors are new ones on the device, without the checkpoint's values.
+"""
 
 
 def nothing(_path: Path, _device: torch.device) -> Any:
-    """There is no checkpoint to know the state from."""
+    """A `Blank` without a checkpoint."""
     return None
 
 
@@ -38,16 +40,16 @@ class OptimizerEntry:
     optimizer: torch.optim.Optimizer
     module: nn.Module
     fresh: bool
-    """Whether it had no state when the entry was made."""
+    """Whether the optimizer had no state when the entry was made."""
 
     @property
     def state(self) -> Any:
-        """As it is: an optimizer that has not stepped has none."""
+        """Current state. It is empty for an optimizer that has not stepped."""
         with _unable_to_step(self.optimizer):
             return get_optimizer_state_dict(self.module, self.optimizer)
 
     def to_fill(self, blank: Blank = nothing) -> Any:
-        """The groups' parameters are compared, not loaded."""
+        """The state to fill, without the groups' parameters: those are compared, not loaded."""
         if self.fresh and _needs_closure(self.optimizer):
             self._take_state(blank)
         elif self.fresh:
@@ -57,7 +59,7 @@ class OptimizerEntry:
         return {**state, "param_groups": groups}
 
     def _take_state(self, blank: Blank) -> None:
-        """The state as the checkpoint has it. Raises ConfigError if it knows of none, or for DTensors."""
+        """Create the checkpoint's state. Raises ConfigError if the checkpoint has none, or for DTensors."""
         params = {name: param for names, group in self._groups() for name, param in zip(names, group, strict=True)}
         if blank(("state",), torch.device("meta")) is None or any(isinstance(p, DTensor) for p in params.values()):
             raise ConfigError(
@@ -79,7 +81,7 @@ class OptimizerEntry:
         return (f"optim.{inside}", f"number.{inside}") if known else ()
 
     def left_out(self, key: Path, stored: Mapping[Path, Any]) -> set[Path]:
-        """The states of parameters that the checkpoint's optimizer had, but that had no state yet."""
+        """Paths of parameters of the checkpoint's optimizer that had no state yet."""
         at = len(key)
         states = {path[at + 1] for path in stored if path[: at + 1] == (*key, "state") and len(path) > at + 1}
         names = set().union(*_params_of_groups(key, stored).values())
@@ -112,13 +114,13 @@ class OptimizerEntry:
         return self.optimizer
 
     def _groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-        """(names, parameters) of each group."""
+        """The pairs (names, parameters) of the groups."""
         for group, names in zip(self.optimizer.param_groups, self.state["param_groups"], strict=True):
             yield names["params"], group["params"]
 
 
 def _of_dtype(dtype: torch.dtype, state: Any) -> Any:
-    """With blank tensors of floating point in a parameter's dtype, as its optimizer would have made them."""
+    """The state with blank floating point tensors in a parameter's dtype, as its optimizer would create them."""
     if isinstance(state, torch.Tensor):
         return torch.empty_like(state, dtype=dtype) if state.is_floating_point() else state
     if isinstance(state, dict):
@@ -127,7 +129,7 @@ def _of_dtype(dtype: torch.dtype, state: Any) -> Any:
 
 
 def _params_of_groups(key: Path, stored: Mapping[Path, Any]) -> dict[Any, set[Any]]:
-    """The names of the parameters in each group of the optimizer at `key` in a checkpoint."""
+    """Names of the parameters in each group of the optimizer at `key` in a checkpoint."""
     groups: dict[Any, set[Any]] = {}
     for path, value in stored.items():
         if path[: len(key) + 1] == (*key, "param_groups") and path[len(key) + 2 : -1] == ("params",):
@@ -136,7 +138,7 @@ def _params_of_groups(key: Path, stored: Mapping[Path, Any]) -> dict[Any, set[An
 
 
 def _filled_params(filled: Collection[Path], state: Mapping[str, Any]) -> set[Any]:
-    """The names of the parameters with anything in their state that is the checkpoint's."""
+    """Names of the parameters with anything from the checkpoint in their state."""
     whole = any(path in ((), ("state",)) for path in filled)
     return {*(state if whole else ()), *(path[1] for path in filled if path[:1] == ("state",) and len(path) > 1)}
 
@@ -146,16 +148,16 @@ def _values(items: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """By torch's step with gradients and learning rates of zero, whose other effects are taken back.
+    """Create the state by torch's step with gradients and learning rates of zero, and undo its other effects.
 
-    It may change parameters (infinite ones, the sign of a zero, where an optimizer has no "lr"), and groups, where some
-    optimizers count.
+    The step may change parameters (infinite ones, the sign of a zero, or any where an optimizer has no "lr"), and
+    groups, where some optimizers keep counters.
     """
     kept = [dict(group) for group in optimizer.param_groups]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     grads = [param.grad for param in params]
     values = [_local(param).to("cpu", copy=True) for param in params if not param.is_meta]
-    for param in params:  # torch makes the state only if there are none
+    for param in params:  # torch creates the state only if there are none
         param.grad = None
     try:
         get_optimizer_state_dict(module, optimizer)
@@ -170,13 +172,13 @@ def _make_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """As that of LBFGS, which evaluates the loss again and again."""
+    """True if the step needs a closure, as that of LBFGS, which evaluates the loss repeatedly."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory that this rank has of it."""
+    """This rank's memory of the tensor."""
     with torch.no_grad():
         local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
@@ -184,7 +186,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _unable_to_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """torch steps an optimizer without state to describe it, but not while there is a gradient: one is put there."""
+    """Put a gradient on one parameter of an optimizer without state.
+
+    torch steps such an optimizer to describe it, but not while there is a gradient.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if optimizer.state or not params or any(param.grad is not None for param in params):
         yield

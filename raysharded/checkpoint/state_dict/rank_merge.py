@@ -1,8 +1,8 @@
-"""The trees of all ranks as one, which the manifest keeps. Pure.
+"""Merging of all ranks' trees into one, which the manifest keeps. Pure.
 
-Ranks may have different keys, as the stages of a pipeline do. Where several ranks have a key, they must have equal
-values there: no rank's word counts more than another's. One thing is united by rule: the list of a parameter group's
-names in an optimizer's state, `param_groups[N]["params"]`, of which each stage has its own part.
+Ranks may have different keys, like the stages of a pipeline. Where several ranks have a key, their values must be
+equal: no rank takes precedence. One list is merged by rule: the names of a parameter group in an optimizer's state,
+`param_groups[N]["params"]`, of which each stage has its part.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _MAX_THINGS = 4
 
 
 def require_same(what: str, given: Sequence[object]) -> None:
-    """Raises CheckpointError unless all ranks gave the same; `given` has each rank's, and `what` says what, as "uri".
+    """Raise CheckpointError unless all ranks gave the same value. `what` names it in the error, such as "uris".
 
-    What is given is told whole: of two long paths the end may be what differs.
+    `given` has each rank's value. Values are shown in full: of two long paths only the end may differ.
     """
     if any(one != given[0] for one in given):
         raise CheckpointError(
@@ -32,19 +32,19 @@ def require_same(what: str, given: Sequence[object]) -> None:
 
 
 def by_rank(given: Iterable[tuple[int, str]]) -> str:
-    """Of (rank, what it gave), lowest rank first: "3 on ranks 0, 2 and [4] on rank 1"."""
+    """Text for pairs (rank, value), lowest rank first: "3 on ranks 0, 2 and [4] on rank 1"."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, what in given:
         ranks[what].append(rank)
     if len(ranks) == 1:  # they differ beyond what is shown of them
-        return " and ".join(f"{what}, another one on each, on {_some(own)}" for what, own in ranks.items())
+        return " and ".join(f"{what}, different on each, on {_some(own)}" for what, own in ranks.items())
     said = [f"{what} on {_some(own)}" for what, own in ranks.items()]
     more = f" and {len(said) - _MAX_THINGS} other things elsewhere" if len(said) > _MAX_THINGS else ""
     return " and ".join(said[:_MAX_THINGS]) + more
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """As "0, 1, 2 and 5 more"."""
+    """Ranks as text, such as "0, 1, 2 and 5 more"."""
     told = ", ".join(map(str, ranks[:_MAX_RANKS]))
     return told if len(ranks) <= _MAX_RANKS else f"{told} and {len(ranks) - _MAX_RANKS} more"
 
@@ -54,17 +54,17 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 _MAX_PLACES = 8
-"""So many differences are spelt out in one error."""
+"""Maximum number of differences that one error spells out."""
 
 _Given = Sequence[tuple[int, Tree]]
-"""What some of the ranks have at one path: (rank, tree), lowest rank first."""
+"""Trees of some ranks at one path: (rank, tree), lowest rank first."""
 
 
 def merge(trees: Sequence[Tree]) -> Tree:
-    """One tree with all that any of the ranks has; `trees` has each rank's.
+    """One tree with everything that any rank has. `trees` has each rank's tree.
 
-    Values count as equal where Python's == says so; the lowest rank's is kept. Raises CheckpointError that names the
-    places where ranks differ, what each has there, and the ranks.
+    Values are equal if Python's == considers them so; the lowest rank's is kept. Raises CheckpointError with the places
+    where ranks differ, their values there, and the ranks.
     """
     differences: list[tuple[Path, _Given]] = []
     whole = _merged(list(enumerate(trees)), (), differences)
@@ -73,7 +73,7 @@ def merge(trees: Sequence[Tree]) -> Tree:
         more = f"; and {len(differences) - _MAX_PLACES} more places" if len(differences) > _MAX_PLACES else ""
         key = differences[0][0][-1] if differences[0][0] else "part"
         raise CheckpointError(
-            f"the states of the ranks differ: {told}{more}. Give what is a rank's own a key of its own, as "
+            f"the states of the ranks differ: {told}{more}. Give each rank's value its own key, as "
             f'{{f"{key}.{{rank}}": ...}}, and everything else equal on every rank.'
         )
     return whole
@@ -104,7 +104,7 @@ def _merged(given: _Given, path: Path, differences: list[tuple[Path, _Given]]) -
 
 
 def _are_parameter_names(path: Path, columns: Iterable[Sequence[Tree]]) -> bool:
-    """Whether these are the names of a parameter group, none of them twice on one rank."""
+    """Whether these are the names of a parameter group, without duplicates on any rank."""
     if len(path) < 3 or (path[-3], path[-1]) != ("param_groups", "params") or type(path[-2]) is not int:
         return False
     names = [[item.get("value") for item in column] for column in columns]

@@ -1,7 +1,7 @@
-"""Tensors that several ranks hold whole, under one name: they should be copies, and small ones are compared.
+"""Comparison of tensors that several ranks hold whole under one name, if they are small. They should be copies.
 
-One of the ranks writes such a tensor. Where the others hold something else, such as a generator's state of their own,
-what they hold is lost; the log says so. Large tensors are not compared: every rank would have to read all of them.
+One of the ranks writes such a tensor. If the others hold something else, such as a per-rank generator's state, it is
+lost, and a warning is logged. Large tensors are not compared: every rank would have to read them completely.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_NAMES = 8
 
 
 def digests_of(held: Sequence[Held]) -> dict[str, str]:
-    """A digest of the bits of each small tensor that this rank holds whole, by name; of the first 1,024."""
+    """Digests of the small tensors that this rank holds whole, by name; only of the first 1,024."""
     found: dict[str, str] = {}
     for one in held:
         if len(found) == _MAX_TENSORS:
@@ -36,7 +36,7 @@ def digests_of(held: Sequence[Held]) -> dict[str, str]:
 
 
 def warn_of_differences(digests: Sequence[Mapping[str, str]]) -> None:
-    """Says in the log, once in a process, which tensors differ; `digests` has each rank's."""
+    """Log, once per process, the names of tensors that differ. `digests` has each rank's."""
     ranks: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, own in enumerate(digests):
         for name, digest in own.items():
@@ -45,15 +45,15 @@ def warn_of_differences(digests: Sequence[Mapping[str, str]]) -> None:
     if differing:
         name, by_digest = next(iter(differing.items()))
         others = [own[0] for own in by_digest.values()]
-        _warn_once(tuple(differing), f"{name!r} is another one on ranks {listed(others)}")
+        _warn_once(tuple(differing), f"{name!r} differs on ranks {listed(others)}")
 
 
 @lru_cache(maxsize=64)
 def _warn_once(names: tuple[str, ...], example: str) -> None:
     shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
     _log.warning(
-        "tensors differ between the ranks that hold them, and of each only one rank's is stored: %s (%s). Give what is "
-        "a rank's own a key of its own, as f'rng.{rank}'",
+        "tensors differ between the ranks that hold them, and only one rank's copy of each is stored: %s (%s). Give "
+        "each rank's tensor its own key, as f'rng.{rank}'",
         shown,
         example,
     )

@@ -1,9 +1,9 @@
-"""Which cells of a tensor this rank holds: the boxes of plain tensors and of DTensors, whatever their placements.
+"""Boxes of a tensor that this rank holds, for plain tensors and for DTensors of any placements.
 
-A DTensor's placements cut its dimensions from left to right. `Shard(d)` cuts what is there into n chunks as
-`torch.chunk` does and keeps one. `_StridedShard(d, split_factor=f)`, which FSDP2 makes over tensor parallelism, first
-cuts it into f, and keeps one n-th of each. So along every dimension a rank holds one or more runs of indices, and of
-the tensor the boxes that are their product (torch.distributed.tensor.placement_types).
+A DTensor's placements cut its dimensions from left to right. `Shard(d)` cuts the dimension into n chunks as
+`torch.chunk` does, and keeps one. `_StridedShard(d, split_factor=f)`, which FSDP2 makes over tensor parallelism, first
+cuts it into f pieces, and keeps one n-th of each. A rank therefore holds one or more runs of indices along every
+dimension, and the boxes that are their product (torch.distributed.tensor.placement_types).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a tensor, and where it begins in the memory of the rank that holds it."""
+    """A box of a tensor, and its place in the memory of the rank that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     local_offsets: tuple[int, ...]
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """The part's cells as a view of what the rank holds."""
+        """The part's cells as a view of the rank's local tensor."""
         return local[tuple(slice(o, o + n) for o, n in zip(self.local_offsets, self.sizes, strict=True))]
 
     def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Part:
@@ -51,16 +51,16 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """What this rank holds of one tensor of the state."""
+    """This rank's share of one tensor of the state."""
 
     name: str
     dtype: str
     """torch's name without `torch.`."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     local: torch.Tensor
     parts: tuple[Part, ...]
-    """Disjoint, none empty; none at all when this rank holds nothing of it."""
+    """Disjoint, non-empty parts. There are none if this rank holds nothing of the tensor."""
 
     @property
     def item_bytes(self) -> int:
@@ -68,7 +68,7 @@ class Held:
 
 
 def held_of(name: str, tensor: torch.Tensor) -> Held:
-    """What this rank holds of `tensor`, which is not copied. Raises CheckpointError for what cannot be stored."""
+    """This rank's share of `tensor`, not copied. Raises CheckpointError for tensors that cannot be stored."""
     if tensor.is_nested:
         raise CheckpointError(f"{name}: a nested tensor cannot be stored. Give its parts, as dense ones.")
     if tensor.dim() > MAX_DIMS:
@@ -87,9 +87,9 @@ def held_of(name: str, tensor: torch.Tensor) -> Held:
 
 
 def runs_along(length: int, cuts: Sequence[tuple[Placement, int, int]]) -> tuple[Run, ...]:
-    """The indices of one dimension that are left after `cuts`, each (placement, number of chunks, which of them).
+    """The indices of one dimension that remain after `cuts`: (placement, number of chunks, number of the kept one).
 
-    In the order in which they lie in the rank's memory; runs that meet are one.
+    Runs have the order of the rank's memory. Adjacent runs are merged.
     """
     runs: list[Run] = [(0, length)] if length else []
     for placement, count, which in cuts:
@@ -107,7 +107,7 @@ def runs_along(length: int, cuts: Sequence[tuple[Placement, int, int]]) -> tuple
 def parts_of(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> tuple[Part, ...]:
-    """The boxes of a tensor at one coordinate of a mesh. Empty ones are left out."""
+    """The non-empty boxes of a tensor at one coordinate of a mesh."""
     along = [
         runs_along(
             length,
@@ -135,7 +135,7 @@ def _of_dtensor(name: str, tensor: DTensor) -> tuple[torch.Tensor, tuple[Part, .
     for placement in placements:
         if not isinstance(placement, (Shard, _StridedShard, Replicate)):
             raise CheckpointError(
-                f"{name}: its placement {placement} holds no values of its own. Make it Shard or Replicate first, "
+                f"{name}: its placement {placement} holds no final values. Make it Shard or Replicate first, "
                 "with `tensor.redistribute(...)`."
             )
     with torch.no_grad():  # outside autograd it is the memory itself
@@ -155,7 +155,7 @@ def _of_dtensor(name: str, tensor: DTensor) -> tuple[torch.Tensor, tuple[Part, .
 
 
 def _check_order(name: str, tensor: DTensor) -> None:
-    """DTensors may say that dimensions of the mesh cut in another order than from left to right."""
+    """Raise CheckpointError if the dimensions of the mesh cut the tensor in an order other than left to right."""
     if sum(not isinstance(placement, Replicate) for placement in tensor.placements) < 2:
         return
     spec: Any = tensor._spec  # the order has no public name
@@ -187,13 +187,13 @@ def _whole(shape: tuple[int, ...]) -> tuple[Part, ...]:
 
 
 def _chunks(length: int, count: int) -> list[Run]:
-    """torch.chunk: `count` runs of ceil(length / count), the last ones shorter or empty."""
+    """Chunks as of torch.chunk: `count` runs of ceil(length / count), the last ones shorter or empty."""
     size = -(-length // count)
     return [(min(i * size, length), min((i + 1) * size, length)) for i in range(count)]
 
 
 def _taken(runs: Sequence[Run], first: int, stop: int) -> list[Run]:
-    """The indices number first..stop of those in `runs`."""
+    """The indices at positions first..stop of `runs`."""
     kept: list[Run] = []
     at = 0
     for low, high in runs:

@@ -1,9 +1,9 @@
-"""Names that share memory in what is loaded into: one tensor under two names (tied weights), and views that overlap.
+"""Names that share memory in the load target: one tensor under two names (tied weights), and views that overlap.
 
-A checkpoint has a tensor for each name. Of the names of one tensor, the first is read into place and the others into
-host memory of their own, to be compared with it. Tensors that overlap in another way (a transpose, a part) are all read
-into host memory of their own, copied into place one after the other, and then compared with what lies there. All of
-this is about one rank's memory.
+A checkpoint has a tensor for each name. Of the names of one tensor, the first is read into place. The others are read
+into separate host memory, and compared with it. Tensors that overlap in another way (a transpose, a part) are all read
+into separate host memory and copied into place one after the other. Then they are compared with their places. This
+concerns only one rank's memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Pair = tuple[str, str]
 
 
 def overlaps(wanted: Mapping[str, Held]) -> list[Pair]:
-    """All pairs. Raises CheckpointError for a tensor that shares memory within itself, as `expand` makes it."""
+    """All overlapping pairs. Raises CheckpointError for a tensor that overlaps itself, as after `expand`."""
     for name, held in wanted.items():
         if any(stride == 0 and size > 1 for size, stride in zip(held.local.shape, held.local.stride(), strict=True)):
             raise CheckpointError(
@@ -44,7 +44,7 @@ def overlaps(wanted: Mapping[str, Held]) -> list[Pair]:
 
 
 def apart(found: Mapping[str, Held], names: Iterable[str]) -> dict[str, Held]:
-    """As found, but host memory of its own for each of the names."""
+    """The `found` tensors, with separate host memory for the given names."""
     moved = {name: found[name] for name in names}
     buffer = host_buffer(snapshot_bytes(list(moved.values())), pinned=False)
     views = carve(buffer, [(one.dtype, tuple(one.local.shape) if one.parts else (0,)) for one in moved.values()])
@@ -53,7 +53,7 @@ def apart(found: Mapping[str, Held], names: Iterable[str]) -> dict[str, Held]:
 
 
 def require_equal(filled: Mapping[str, Held], ties: Mapping[str, str]) -> None:
-    """Raises CheckpointError for two names of one tensor of which the checkpoint had different values, to the bit."""
+    """Raise CheckpointError for two names of one tensor whose values in the checkpoint differ in any bit."""
     for name, other in ties.items():
         if not _is_equal(filled[name], filled[other]):
             raise CheckpointError(
@@ -63,7 +63,7 @@ def require_equal(filled: Mapping[str, Held], ties: Mapping[str, str]) -> None:
 
 
 def put_in_place(filled: Mapping[str, Held], places: Mapping[str, Held], pairs: Sequence[Pair]) -> None:
-    """Copies what overlaps into place. Raises CheckpointError if there the values of one are over those of another."""
+    """Copy overlapping tensors into place. Raises CheckpointError if one of them overwrites different values."""
     names = list(dict.fromkeys(name for pair in pairs for name in pair))
     for name in names:
         _copy(filled[name], places[name])
@@ -71,12 +71,12 @@ def put_in_place(filled: Mapping[str, Held], places: Mapping[str, Held], pairs: 
         if not _is_equal(filled[name], places[name]):
             raise CheckpointError(
                 f"{name} and {_over(name, filled, places, pairs)} overlap in memory here, and differ there in the "
-                "checkpoint. Load into tensors of their own, or choose one of the two with names=[...]."
+                "checkpoint. Load into separate tensors, or choose one of the two with names=[...]."
             )
 
 
 def _over(name: str, filled: Mapping[str, Held], places: Mapping[str, Held], pairs: Sequence[Pair]) -> str:
-    """The first whose values, copied into place, change those of `name`."""
+    """The first tensor whose values, copied into place, change those of `name`."""
     others = [first if second == name else second for first, second in pairs if name in (first, second)]
     for other in others[:-1]:
         _copy(filled[name], places[name])
@@ -92,13 +92,13 @@ def _copy(source: Held, to: Held) -> None:
 
 
 def _is_equal(a: Held, b: Held) -> bool:
-    """To the bit."""
+    """True if both are equal to the bit."""
     pieces = (piece for part in a.parts for piece in cut(Piece(a, part), STAGE_BYTES))
     return all(_same_bits(piece.tensor, Piece(b, piece.part).tensor) for piece in pieces)
 
 
 def _near(wanted: Mapping[str, Held]) -> Iterator[tuple[str, str]]:
-    """Names of tensors of which one begins before the other ends."""
+    """Pairs of names of tensors whose address ranges overlap."""
     devices: dict[torch.device, list[tuple[int, int, str]]] = defaultdict(list)
     for name, held in wanted.items():
         if held.local.numel():
@@ -112,13 +112,13 @@ def _near(wanted: Mapping[str, Held]) -> Iterator[tuple[str, str]]:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of its first byte and after its last."""
+    """Addresses of the first byte and after the last byte."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def _place_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """An array at the tensor's addresses, which must not be read: they may be an accelerator's."""
+    """An array at the tensor's addresses. It must not be read: they may be an accelerator's."""
     described = {
         "version": 3,
         "typestr": f"|V{tensor.itemsize}",
@@ -134,6 +134,6 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As whole numbers of the same width."""
+    """The tensor's bits as whole numbers of the same width."""
     plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
     return plain.view(_WHOLE[tensor.itemsize])

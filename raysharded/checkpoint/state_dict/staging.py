@@ -1,4 +1,4 @@
-"""Tensors as bytes in host memory: in place where they lie so already, otherwise copied, a bounded amount at a time."""
+"""Tensors as bytes in host memory: in place where possible, otherwise copied in bounded amounts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from raysharded.checkpoint.format.shardfile import ShardTensor
 from raysharded.checkpoint.state_dict.shard_boxes import Held, Part
 
 STAGE_BYTES = 256 << 20
-"""Host memory for what cannot be written or read in place: on a GPU, or scattered in memory."""
+"""Host memory for data that cannot be written or read in place: on a GPU, or scattered in memory."""
 _ALIGN = 64  # a whole number of elements of any dtype, and a cache line
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """`float32` -> `torch.float32`."""
+    """The dtype of a name: `float32` -> `torch.float32`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -31,7 +31,7 @@ def is_in_place(tensor: torch.Tensor) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory is its values, in C order without gaps: not so of what torch conjugates or negates lazily."""
+    """Whether the memory holds the values in C order without gaps. Lazy conjugation or negation makes it False."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -42,22 +42,25 @@ def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Waits until copies that were begun on the current streams of accelerators are done."""
+    """Wait until copies on the current streams of accelerators are done."""
     for device in set(devices):
         if device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()
 
 
 def host_buffer(size_bytes: int, *, pinned: bool) -> torch.Tensor:
-    """Host memory, page-locked if it is to be copied to or from an accelerator; every page of it is there already."""
-    if pinned or not size_bytes:  # an empty array of numpy's has no stride
+    """Host memory with all its pages allocated.
+
+    It is page-locked (`pinned`) for copies to or from an accelerator.
+    """
+    if pinned or not size_bytes:  # an empty numpy array has no stride
         return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=pinned)
-    return torch.from_numpy(np.empty(size_bytes, np.uint8)).zero_()  # numpy asks the system for huge pages
+    return torch.from_numpy(np.empty(size_bytes, np.uint8)).zero_()  # numpy requests huge pages from the system
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor that this rank is to write: all or some of what it holds."""
+    """A part of a tensor for this rank to write: all or some of its share."""
 
     held: Held
     part: Part
@@ -78,9 +81,9 @@ class Piece:
 
 
 def batches_of_bytes(pieces: Sequence[Piece], stage_bytes: int = STAGE_BYTES) -> Iterator[list[ShardTensor]]:
-    """The pieces as bytes, in one batch for what is in place, then in batches of at most `stage_bytes`.
+    """The pieces as bytes: one batch of those in place, then batches of at most `stage_bytes`.
 
-    Those use one buffer again and again: a batch is valid until the next is asked for.
+    The latter share one buffer: a batch is valid until the next one is requested.
     """
     direct = [piece for piece in pieces if is_in_place(piece.tensor)]
     if direct:
@@ -100,12 +103,12 @@ def batches_of_bytes(pieces: Sequence[Piece], stage_bytes: int = STAGE_BYTES) ->
 
 
 def snapshot_bytes(held: Sequence[Held]) -> int:
-    """The memory that a copy of what this rank holds needs."""
+    """Memory that a copy of this rank's share needs."""
     return _places([one.local.numel() * one.item_bytes if one.parts else 0 for one in held])[1]
 
 
 def carve(buffer: torch.Tensor, wanted: Sequence[tuple[str, Sequence[int]]]) -> list[torch.Tensor]:
-    """Tensors of these (dtype, shape) in the memory of a buffer of bytes, one after the other."""
+    """Tensors of these (dtype, shape) in a buffer of bytes, one after the other."""
     dtypes = [torch_dtype(dtype) for dtype, _ in wanted]
     sizes = [
         int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for dtype, (_, shape) in zip(dtypes, wanted, strict=True)
@@ -131,7 +134,7 @@ def cut(piece: Piece, most_bytes: int) -> list[Piece]:
 
 
 def in_batches(pieces: Sequence[Piece], most_bytes: int) -> Iterator[list[Piece]]:
-    """Consecutive pieces that together fit into `most_bytes`; a larger one alone."""
+    """Groups of consecutive pieces that together fit into `most_bytes`; a larger piece is alone."""
     batch: list[Piece] = []
     filled = 0
     for piece in pieces:
@@ -151,6 +154,6 @@ def space_for(pieces: Sequence[Piece]) -> int:
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """(where each begins, the length of all)."""
+    """The pair (begin of each, total length)."""
     ends = list(accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0))
     return ends[:-1], ends[-1]

@@ -1,10 +1,10 @@
-"""A nested state as named tensors and a tree: what the manifest keeps so that the nesting can be made again.
+"""Trees: a nested state as named tensors, and a tree in the manifest that restores the nesting.
 
 A tensor's name is its path joined by "." : {"model": {"w": tensor}} has the tensor `model.w`. The tree is JSON:
 
     {"tensor": NAME}                      a tensor
     {"value": V}                          None, a bool, a number, text
-    {"float": "inf" | "-inf" | "nan"}     what JSON has no number for
+    {"float": "inf" | "-inf" | "nan"}     a float that JSON cannot express
     {"bytes": TEXT}                       bytes, in base64 (RFC 4648)
     {"list": [TREE, ...]}, {"tuple": [TREE, ...]}
     {"dict": [[KEY, TREE], ...]}          in order; a key is text or a whole number
@@ -27,7 +27,7 @@ from raysharded.checkpoint.format.manifest import is_text, shown
 from raysharded.errors import CheckpointError, CorruptCheckpoint
 
 Tree = Any
-"""JSON as above."""
+"""A tree in the JSON form described above."""
 Key = str | int
 Path = tuple[Key, ...]
 
@@ -40,7 +40,7 @@ class Flat:
     """A state taken apart."""
 
     tensors: dict[str, torch.Tensor]
-    """By name, in the order of the state."""
+    """Tensors by name, in the order of the state."""
     tree: Tree
 
 
@@ -50,15 +50,15 @@ def name_of(path: Path) -> str:
 
 
 def where(path: Path) -> str:
-    """The path as it is spelt in errors: state['model'][0]."""
+    """The path as errors spell it: state['model'][0]."""
     return "state" + "".join(f"[{key!r}]" for key in path)
 
 
 def flatten(state: Any) -> Flat:
     """The state's tensors by name, and its tree. Nothing is copied.
 
-    Raises CheckpointError naming the path for leaves that are neither tensors nor JSON values, keys that are neither
-    text nor whole numbers, names and numbers that are too long, and two tensors whose paths give the same name.
+    Raises CheckpointError with the path for leaves that are neither tensors nor JSON values, and for keys that are
+    neither text nor whole numbers. Names and numbers that are too long, and two paths with the same name, raise it too.
     """
     tensors: dict[str, torch.Tensor] = {}
     paths: dict[str, Path] = {}
@@ -85,16 +85,16 @@ def flatten(state: Any) -> Flat:
 
 
 def unflatten(tree: Tree, tensor: Callable[[str], Any]) -> Any:
-    """The nested state again; `tensor` gives what stands for the tensor of a name.
+    """The nested state of a tree. `tensor` returns the object to use for a tensor's name.
 
-    Law: unflatten(flatten(s).tree, flatten(s).tensors.get) == s, with any Mapping as dict.
-    Raises CorruptCheckpoint if the tree is not one.
+    Law: unflatten(flatten(s).tree, flatten(s).tensors.get) == s, with any Mapping as dict. Raises CorruptCheckpoint if
+    the tree is invalid.
     """
     return _decode(tree, (), lambda _, name: tensor(name), lambda _, value: value)
 
 
 def leaves(tree: Tree) -> Iterator[tuple[Path, str | None, Any]]:
-    """Every leaf: (path, the tensor's name or None, the value if it is no tensor)."""
+    """Every leaf: (path, the tensor's name or None, the value if it is not a tensor)."""
     found: list[tuple[Path, str | None, Any]] = []
     _decode(
         tree, (), lambda path, name: found.append((path, name, None)), lambda path, v: found.append((path, None, v))
@@ -103,7 +103,7 @@ def leaves(tree: Tree) -> Iterator[tuple[Path, str | None, Any]]:
 
 
 def part_at(tree: Tree, path: Path) -> Tree | None:
-    """What is at the path; None if there is nothing. The tree must be one (`unflatten` tells)."""
+    """The subtree at the path; None if there is none. The tree must be valid (`unflatten` checks that)."""
     for key in path:
         part = _children(tree)[1].get(key)
         if part is None:
@@ -113,17 +113,17 @@ def part_at(tree: Tree, path: Path) -> Tree | None:
 
 
 def value_parts(wanted: Tree, stored: Tree) -> Iterator[tuple[Path, Tree | None]]:
-    """The largest parts of `wanted` in which neither tree has a tensor: (path, what `stored` has there).
+    """The largest parts of `wanted` in which neither tree has a tensor, as pairs (path, `stored`'s subtree).
 
-    Below them nothing is compared: a dict of settings is taken as it was stored. (path, None) for every single value
-    of `wanted` where `stored` has nothing, or tensors. Raises CorruptCheckpoint if `stored` is no tree.
+    Below them nothing is compared: a dict of settings is taken as it was stored. A single value of `wanted` where
+    `stored` has nothing, or tensors, is (path, None). Raises CorruptCheckpoint if `stored` is invalid.
     """
     unflatten(stored, lambda _: None)
     yield from _value_parts(wanted, stored, ())
 
 
 def replaced(tree: Tree, parts: Mapping[Path, Tree], path: Path = ()) -> Tree:
-    """The tree with the parts in the place of what is at their paths."""
+    """The tree with `parts` in place of the subtrees at their paths."""
     if path in parts:
         return parts[path]
     kind, children = _children(tree)
@@ -163,7 +163,7 @@ def _key(key: Any, path: Path) -> Key:
         raise CheckpointError(f"{where(path)}: key {key!r} is neither text nor a whole number.")
     if type(key) is int:
         _check_length(key, path)
-    return key  # type: ignore[no-any-return]  # just checked
+    return key  # type: ignore[no-any-return] # just checked
 
 
 def _check_length(number: int, path: Path) -> None:
@@ -220,7 +220,7 @@ def _value_parts(wanted: Tree, stored: Tree | None, path: Path) -> Iterator[tupl
 
 
 def _children(tree: Tree) -> tuple[str, dict[Key, Tree]]:
-    """(kind, what is under each key or place); ("", {}) for a leaf."""
+    """The pair (kind, children by key or index); ("", {}) for a leaf."""
     ((kind, content),) = tree.items()
     if kind == "dict":
         return kind, dict(content)
@@ -241,6 +241,6 @@ def _entries(path: Path, content: list[Any]) -> Iterator[tuple[Key, Tree]]:
 
 def _bad(path: Path, tree: Tree) -> CorruptCheckpoint:
     return CorruptCheckpoint(
-        f"the checkpoint's tree is malformed at {where(path)}: {reprlib.repr(tree)}. What wrote it does not follow "
+        f"the checkpoint's tree is malformed at {where(path)}: {reprlib.repr(tree)}. Its writer does not follow "
         "the format; read its tensors by name."
     )

@@ -1,11 +1,11 @@
-"""The seam to storage: a few methods over keys ("a/b/c") below one URL.
+"""The storage interface: a few methods over keys ("a/b/c") below one URL.
 
 A storage promises:
-* `write` is durable when it returns. A writer that died in it leaves nothing under the key, or half a file on backends
-  that can no better; what it leaves elsewhere is found by `unfinished`.
-* `put_if_absent` lets exactly one of many racing writers win (docs/storage.md says where that is best effort).
-* Every failure is a StorageError that names the URL, the operation, the cause and what to do.
-* What may pass by itself is tried again (`retry`), a bounded number of times; `retries` counts it.
+* `write` is durable when it returns. A writer that dies in it leaves nothing under the key, or half a file on backends
+  that cannot prevent it. `unfinished` finds what it leaves elsewhere.
+* `put_if_absent` lets exactly one of many racing writers win (docs/storage.md lists where that is best effort).
+* Every failure is a StorageError that names the URL, the operation, the cause and the remedy.
+* Transient failures are retried (`retry`) a bounded number of times; `retries` counts them.
 * It can be pickled and sent to workers, and used from several threads at once.
 """
 
@@ -27,28 +27,28 @@ Keys = list[str]  # an alias, because inside a class with a method `list` the bu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unfinished:
-    """A write that has not ended: it is still going on, or its writer died. A temporary file, a multipart upload."""
+    """A write that is in progress, or whose writer died: a temporary file, a multipart upload."""
 
     key: str
-    """What was to be written."""
+    """Key of the write."""
     token: str
-    """How the storage finds it: the temporary file's name, the upload's id."""
+    """Identity of the write in the storage: the temporary file's name, the upload's id."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """What a storage is like to use."""
+    """Performance traits of a storage."""
 
     span_bytes: int
-    """Bytes to ask for in one read: so many that its fixed cost does not matter."""
+    """Bytes to request in one read, so that its fixed cost does not matter."""
     num_readers: int
-    """Reads in flight at once that are worth it."""
+    """Number of concurrent reads that is worthwhile."""
     partitioned: bool
-    """Whether keys that begin alike share one server's throughput, as on S3: then keys of many writers must not."""
+    """Whether keys that begin alike share one server's throughput, as on S3: then those of many writers must not."""
 
 
 class NoSuchKey(StorageError):
-    """There is nothing under the key."""
+    """Nothing is stored under the key."""
 
 
 class Storage(Protocol):
@@ -56,24 +56,24 @@ class Storage(Protocol):
 
     @property
     def url(self) -> str:
-        """Where the keys live; absolute, without a trailing `/`."""
+        """Absolute URL above the keys, without a trailing `/`."""
         ...
 
     @property
     def traits(self) -> Traits:
-        """How much to read at once, and in how many requests."""
+        """Performance traits of this storage."""
         ...
 
     @property
     def retries(self) -> int:
-        """How many operations of this object were tried again, in this process."""
+        """Number of retries on this URL in this process."""
         ...
 
     def write(self, key: str, parts: Iterable[BytesLike]) -> None:
-        """The concatenation of `parts` under `key`, replacing what was there; durable on return.
+        """Store the concatenation of `parts` under `key`, replacing any older object; durable on return.
 
-        `parts` is iterated from its start by every attempt, and need not be held in memory as a whole: beyond the
-        part at hand, a storage holds a bounded number of bytes.
+        Every attempt iterates `parts` from its start. They need not fit in memory: beyond the current part, a storage
+        holds a bounded number of bytes.
         """
         ...
 
@@ -82,20 +82,21 @@ class Storage(Protocol):
         ...
 
     def read_into(self, key: str, offset: int, outs: Sequence[memoryview]) -> int:
-        """The bytes from `offset` on, in one request, straight into the `outs` (writable, of bytes, 1 or more), one
-        after the other; how many: fewer than they hold at the end of the file only. Raises NoSuchKey."""
+        """Read from `offset` on into the `outs`, one after the other; return the number of bytes.
+
+        The `outs` are one or more writable views of bytes. They are filled unless the file ends. Raises NoSuchKey.
+        """
         ...
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """True if `data` is now under `key`, False if something was there first; durable on return.
 
-        `data` should name its writer: after a failure in the middle, who wins is told by comparing.
+        `data` should name its writer: after a failure in the middle, a comparison shows who won.
         """
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove the keys, in any order; those that do not exist are passed over. What must be gone before the rest
-        is deleted by a call of its own."""
+        """Remove the keys, in any order; missing keys are ignored. Keys that must go first need a separate call."""
         ...
 
     def size(self, key: str) -> int:
@@ -107,19 +108,19 @@ class Storage(Protocol):
         ...
 
     def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
-        """The writes below the folder `prefix` that have not ended."""
+        """Unfinished writes below the folder `prefix`."""
         ...
 
     def discard(self, unfinished: Iterable[Unfinished]) -> None:
-        """Remove what unfinished writes left; their writers, if they live, fail. Those that ended are passed over."""
+        """Remove what unfinished writes left. Their writers, if alive, fail. Writes that have ended are ignored."""
         ...
 
 
 def open_storage(url: str) -> Storage:
     """The storage at a folder, a file:// URL, an s3:// URL, or any other fsspec URL. Touches nothing yet.
 
-    `fsspec+s3://...` and the like are opened by fsspec although there is a storage of our own. See docs/storage.md.
-    Raises as `local_path`, and StorageError for an s3:// URL that means nothing.
+    fsspec opens `fsspec+s3://...` and the like, although raysharded has an S3 storage. See docs/storage.md.
+    Raises as `local_path`, and StorageError for an invalid s3:// URL.
     """
     from raysharded.checkpoint.storage.local import LocalStorage
 
@@ -137,7 +138,7 @@ def open_storage(url: str) -> Storage:
 
 
 def check_writable(storage: Storage) -> None:
-    """Writes, reads and removes a small file; raises StorageError with the remedy if that fails."""
+    """Write, read and remove a small file. Raises StorageError with the remedy if that fails."""
     key, data = f".raysharded-probe-{secrets.token_hex(6)}", b"raysharded"
     try:
         storage.write(key, [data])
@@ -153,7 +154,7 @@ def check_writable(storage: Storage) -> None:
 
 
 def check_key(url: str, key: str) -> None:
-    """Raises StorageError unless `key` is relative and stays below the storage."""
+    """Raise StorageError unless `key` is relative and stays below the storage."""
     if not is_below(key):
         raise StorageError(
             f"{key!r} is not a key below {url}: use non-empty parts between single '/', none of them '.' or '..'."
@@ -163,8 +164,10 @@ def check_key(url: str, key: str) -> None:
 def storage_error(
     url: str, operation: str, key: str, cause: Exception, *, said: str | None = None, remedy: str | None = None
 ) -> StorageError:
-    """The StorageError for a failed operation: what, where, why (`said`, or the cause itself) and what to do (by the
-    cause, if no `remedy` is known). NoSuchKey if nothing was there."""
+    """The StorageError for a failed operation: operation, place, cause (or `said`) and remedy.
+
+    Without a `remedy`, the cause determines it. NoSuchKey if there was nothing to read.
+    """
     where = join_url(url, key) if key else url
     if isinstance(cause, FileNotFoundError) and operation in ("read", "size"):
         return NoSuchKey(f"{operation} {where} failed: there is no such file.")

@@ -1,6 +1,4 @@
-"""Folders right in a storage, without listing what is in them; which of them are elsewhere, by a link; and when files
-were written, as far as a listing tells it.
-"""
+"""Top-level folders of a storage without their contents, folders that are links, and write times from listings."""
 
 from __future__ import annotations
 
@@ -12,13 +10,13 @@ from raysharded.checkpoint.storage import Keys, Storage
 
 @runtime_checkable
 class HasFolders(Protocol):
-    """A storage that can tell its folders at a price that does not depend on what they hold. All of ours can."""
+    """A storage that lists its folders at a cost independent of their contents. All of raysharded's can."""
 
     def folders(self) -> Keys: ...
 
 
 def list_folders(storage: Storage) -> Keys:
-    """The names of the folders right in it, sorted; [] if there are none. Raises StorageError."""
+    """Names of the top-level folders, sorted; [] if there are none. Raises StorageError."""
     if isinstance(storage, HasFolders):
         return storage.folders()
     return sorted({key.partition("/")[0] for key in storage.list() if "/" in key})
@@ -26,29 +24,30 @@ def list_folders(storage: Storage) -> Keys:
 
 @runtime_checkable
 class HasLinks(Protocol):
-    """A storage whose folders may be links to folders elsewhere. Its listings do not follow those."""
+    """A storage whose folders may be links to folders elsewhere. Its listings do not follow links."""
 
     def links(self, prefix: str = "") -> Keys: ...
 
 
 def list_links(storage: Storage, prefix: str = "") -> Keys:
-    """The links to folders that are right in the folder `prefix`, sorted. To list what is in one, name it as prefix.
+    """Links to folders directly in the folder `prefix`, sorted. To list a link's contents, pass it as prefix.
 
-    Nothing behind one may be deleted for being in a listing: it may be another's. Raises StorageError.
+    Nothing behind a link may be deleted because it is listed: it may be another's. Raises StorageError.
     """
     return storage.links(prefix) if isinstance(storage, HasLinks) else []
 
 
 @runtime_checkable
 class HasTimes(Protocol):
-    """A storage that can tell with a listing when files were written, in no more requests. All of ours can."""
+    """A storage whose listings can include write times without more requests. All of raysharded's can."""
 
     def times(self, name: str | None, prefix: str = "") -> Mapping[str, float | None]: ...
 
 
 def list_times(storage: Storage, name: str | None, prefix: str = "") -> Mapping[str, float | None]:
-    """Every key below the folder `prefix` whose last part is `name` (None: any), sorted -> when it was written, in
-    seconds since the Unix epoch, by the storage's clock; None where the storage does not tell. Raises StorageError.
+    """Map from every key below the folder `prefix` whose last part is `name` (None: any), sorted, to its write time.
+
+    Times are in seconds since the Unix epoch, by the storage's clock; None where unknown. Raises StorageError.
     """
     if isinstance(storage, HasTimes):
         return storage.times(name, prefix)
@@ -56,10 +55,10 @@ def list_times(storage: Storage, name: str | None, prefix: str = "") -> Mapping[
 
 
 def is_called(key: str, name: str | None) -> bool:
-    """Whether the last part of a key is the name; None is any."""
+    """Whether the last part of a key is `name`; None matches any."""
     return name is None or last_part(key) == name
 
 
 def last_part(key: str) -> str:
-    """Of a key: what a file is called."""
+    """File name of a key."""
     return key.rpartition("/")[2]

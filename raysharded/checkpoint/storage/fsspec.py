@@ -1,10 +1,9 @@
 """Storage at any URL that fsspec can open (memory://, gs://, abfs://, sftp://, ...; s3:// as `fsspec+s3://`).
 
-`put_if_absent` is as strong as the backend's exclusive create (`pipe_file(mode="create")`). Whether the backend
-has one is found by trying, once per process and URL. Where creating over an existing file succeeds or is refused
-outright, the fallback checks, writes, and reads back: of writers that race within that window the last one wins,
-and an earlier one may have been told that it won. Within one process the calls are made one at a time, so that
-there exactly one wins on every backend.
+`put_if_absent` is as strong as the backend's exclusive create (`pipe_file(mode="create")`), which is probed once per
+process and URL. If creating over an existing file succeeds or is unsupported, the fallback checks, writes, and reads
+back. Of writers that race within that window the last one wins, and an earlier one may have reported success. Within
+one process the calls are made one at a time, so that exactly one wins there on every backend.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from raysharded.locations import THROUGH_FSSPEC
 
 T = TypeVar("T")
 
-_SLICE_BYTES = 8 << 20  # fsspec files copy each write into their buffer: no more than this at once
+_SLICE_BYTES = 8 << 20  # fsspec files copy each write into their buffer: this bounds the copy
 _STATUS_MAY_PASS = (429, 500, 502, 503, 504)
 _put_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class FsspecStorage:
-    """Keys are paths below `url` (without a trailing `/`). Credentials are found as the backend finds them."""
+    """Storage of keys as paths below `url` (without a trailing `/`). The backend finds its credentials."""
 
     url: str
 
@@ -69,7 +68,7 @@ class FsspecStorage:
             try:
                 return bytes(fs.cat_file(path, start=offset, end=None if size is None else offset + size))
             except OSError as error:
-                if _status(error) == 416:  # it ends before `offset`
+                if _status(error) == 416:  # the file ends before `offset`
                     return b""
                 raise
 
@@ -85,7 +84,7 @@ class FsspecStorage:
         return at
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        sent = False  # if so, what is found there may be our own, whose reply was lost
+        sent = False  # if so, the object there may be this call's, whose reply was lost
 
         def exclusively(fs: Any, path: str) -> bool:
             nonlocal sent
@@ -127,15 +126,15 @@ class FsspecStorage:
         return [*self.sizes(prefix)]
 
     def sizes(self, prefix: str = "") -> dict[str, int | None]:
-        """As `list`, each with its bytes, where the backend tells."""
+        """Keys as in `list`, each with its bytes if the backend provides them."""
         return {key: found.get("size") for key, found in self._find(prefix).items()}
 
     def times(self, name: str | None, prefix: str = "") -> dict[str, float | None]:
-        """As `list_times`."""
+        """Write times as in `list_times`."""
         return {key: _written_at(found) for key, found in self._find(prefix).items() if is_called(key, name)}
 
     def _find(self, prefix: str) -> dict[str, dict[str, Any]]:
-        """Every key below the folder, sorted -> what the backend tells of it."""
+        """Map from every key below the folder, sorted, to the backend's information."""
 
         def once(fs: Any, path: str) -> dict[str, dict[str, Any]]:
             fs.invalidate_cache()
@@ -150,11 +149,11 @@ class FsspecStorage:
         return self._call("list", prefix, once)
 
     def puts_atomically(self) -> bool:
-        """Whether the backend itself refuses to write over what is there, or only this class looks first."""
+        """Whether the backend itself refuses to overwrite; otherwise only this class checks first."""
         return self._call("put_if_absent", "", _creates_exclusively)
 
     def folders(self) -> Keys:
-        """The names of the folders right in it, sorted."""
+        """Names of the top-level folders, sorted."""
 
         def once(fs: Any, path: str) -> Keys:
             fs.invalidate_cache()
@@ -168,26 +167,29 @@ class FsspecStorage:
         return self._call("list", "", once)
 
     def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
-        return []  # fsspec has no word for them
+        return []  # fsspec does not list them
 
     def discard(self, unfinished: Iterable[Unfinished]) -> None:
         return None
 
     def _call(self, operation: str, key: str, once: Callable[[Any, str], T]) -> T:
-        """`once(file system, path of the key)` with retries; every failure becomes a StorageError."""
+        """Result of `once(file system, path of the key)` with retries; every failure becomes a StorageError."""
         if key:
             check_key(self.url, key)
         try:
             fs, root = _open(self.url)
             path = f"{root}/{key}" if key else root
             return with_retries(lambda: once(fs, path), url=self.url, transient=may_pass)
-        except Exception as error:  # the boundary to the backends, which raise whatever they like
+        except Exception as error:  # the boundary to the backends, which raise arbitrary errors
             raise storage_error(self.url, operation, key, error) from error
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same call may succeed a little later. Backends raise what they like, or hide it as a cause: it is
-    known by its HTTP status, or as what the libraries that are loaded raise for broken connections."""
+    """Whether the same call may succeed a little later.
+
+    Backends raise arbitrary errors, or hide them as a cause. The HTTP status shows it, or a class of error that the
+    loaded libraries raise for broken connections.
+    """
     if is_transient(error) or _status(error) in _STATUS_MAY_PASS:
         return True
     http_client = sys.modules.get("aiohttp")
@@ -197,11 +199,11 @@ def may_pass(error: BaseException) -> bool:
     return cause is not None and cause is not error and may_pass(cause)
 
 
-_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")  # as disks, s3fs, adlfs, gcsfs and memory say
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")  # of disks, s3fs, adlfs, gcsfs and memory
 
 
 def _written_at(found: dict[str, Any]) -> float | None:
-    """Seconds since the Unix epoch."""
+    """Write time in seconds since the Unix epoch."""
     at = next((found[name] for name in _TIMES if found.get(name)), None)
     with suppress(ValueError):
         at = datetime.fromisoformat(at) if isinstance(at, str) else at
@@ -211,7 +213,7 @@ def _written_at(found: dict[str, Any]) -> float | None:
 
 
 def _status(error: BaseException) -> int:
-    """The HTTP status, as gcsfs, adlfs, aiohttp and botocore name it, or of what caused it; 0 if there is none."""
+    """HTTP status of an error or its cause, as gcsfs, adlfs, aiohttp and botocore name it; 0 if there is none."""
     said: Any = getattr(error, "response", None)
     if isinstance(said, dict):
         return int(said.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
@@ -228,7 +230,7 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _create(fs: Any, path: str, data: bytes) -> None:
-    """Raises FileExistsError if something is there; s3fs says so only where the server words it as Amazon does."""
+    """Create a file. Raises FileExistsError if it exists, also where s3fs does not know the server's wording."""
     try:
         fs.pipe_file(path, data, mode="create")
     except OSError as error:
@@ -238,11 +240,11 @@ def _create(fs: Any, path: str, data: bytes) -> None:
 
 
 def _drop(fs: Any, path: str, file: Any) -> None:
-    """Ends a write that failed. Closing the file would put under its name what was written so far, for good."""
+    """End a write that failed. Closing the file would permanently store what was written so far under its name."""
     with suppress(Exception):
         if hasattr(file, "discard") and getattr(file, "autocommit", None) is not None:
             file.discard()
-            file.closed = True  # or else it is closed when it is garbage
+            file.closed = True  # otherwise garbage collection closes it
             return
     with suppress(Exception):
         file.close()
@@ -250,10 +252,10 @@ def _drop(fs: Any, path: str, file: Any) -> None:
 
 
 def _making_folders(once: Callable[[Any, str], T]) -> Callable[[Any, str], T]:
-    """`once`, and again after making the parent folder if that is what was missing.
+    """`once`, repeated after making the parent folder if that is missing.
 
-    Backends with asynchronous cores are the object stores: they have no folders, and making one there could
-    create a bucket that was merely misspelled.
+    Backends with asynchronous cores are object stores. They have no folders, and making one could create a bucket with
+    a misspelled name.
     """
 
     def call(fs: Any, path: str) -> T:
@@ -270,7 +272,7 @@ def _making_folders(once: Callable[[Any, str], T]) -> Callable[[Any, str], T]:
 
 @functools.lru_cache(maxsize=64)
 def _creates_exclusively(fs: Any, root: str) -> bool:
-    """Whether the backend refuses to create a file that exists: tried on a probe beside the keys."""
+    """Whether the backend refuses to create a file that exists, tried on a probe beside the keys."""
     probe = f"{root}/.raysharded-probe-{secrets.token_hex(6)}"
     create = _making_folders(lambda fs, path: _create(fs, path, b"raysharded"))
     try:
@@ -281,13 +283,13 @@ def _creates_exclusively(fs: Any, root: str) -> bool:
     except (TypeError, ValueError, NotImplementedError):
         return False
     finally:
-        with suppress(Exception):  # a probe that stays behind harms nothing
+        with suppress(Exception):  # a leftover probe is harmless
             fs.rm_file(probe)
     return False
 
 
 def _start_anew() -> None:
-    """A forked process must not wait for a lock that a thread of its parent held."""
+    """Renew the lock in a forked process: a thread of its parent may hold the old one."""
     global _put_lock
     _put_lock = threading.Lock()
 

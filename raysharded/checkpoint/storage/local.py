@@ -1,7 +1,7 @@
 """Storage in a folder of this machine or of a mounted file system.
 
-A file is written under a temporary name in its own folder, flushed to the disk, and then given its name in one
-step: by a rename (replacing), or by a hard link (which fails if the name is taken). A reader never sees half a file.
+A file is written under a temporary name in its own folder and flushed to the disk. Then it gets its name in one step:
+by a rename (replacing), or by a hard link (which fails if the name is taken). No reader sees half a file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REMOVED = "Someone removed the file while it was written: let no clean-up run w
 
 @dataclass(frozen=True, slots=True)
 class LocalStorage:
-    """Keys are paths below the folder `root` (absolute). The folder is made by the first write."""
+    """Storage of keys as paths below the folder `root` (absolute), which the first write makes."""
 
     root: str
 
@@ -49,7 +49,7 @@ class LocalStorage:
 
     @property
     def retries(self) -> int:
-        return 0  # the operating system tries again what can be
+        return 0  # the operating system retries
 
     def write(self, key: str, parts: Iterable[BytesLike]) -> None:
         with self._explained("write", key):
@@ -71,8 +71,10 @@ class LocalStorage:
             return done
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """As Storage says. Atomic wherever hard links exist; elsewhere by O_EXCL, where a writer that is killed in
-        the middle leaves a torn file that keeps the name."""
+        """True if `data` is now under `key`, as in Storage. Atomic wherever hard links exist.
+
+        Elsewhere it uses O_EXCL: a writer killed in the middle leaves a torn file that keeps the name.
+        """
         path = self._path(key)
         with self._explained("put_if_absent", key):
             temporary = _write_temporary(path, [data])
@@ -85,16 +87,19 @@ class LocalStorage:
             return won
 
     def swaps(self) -> bool:
-        """Wherever files can be locked; where they cannot, `swap` says so."""
+        """True: where files cannot be locked, `swap` raises StorageError."""
         return True
 
     def swap(self, key: str, expected: bytes, data: bytes) -> bool:
-        """As `swap` says. Whoever replaces the file holds a lock on it, which the operating system lets go of when its
-        holder dies, and which means nothing any more once the name is another file's."""
+        """True if the file was replaced, as in `swap`.
+
+        A writer replaces the file under a lock on it. The operating system releases the lock when its holder dies. The
+        lock is void once the name belongs to another file.
+        """
         path = self._path(key)
         with self._explained("swap", key):
             try:
-                older = open(path, "r+b")  # noqa: SIM115  # NFS gives no lock on what is opened for reading alone
+                older = open(path, "r+b")  # noqa: SIM115  # NFS locks no file that is opened for reading alone
             except FileNotFoundError:
                 return False
         with self._explained("swap", key), older:
@@ -119,11 +124,11 @@ class LocalStorage:
         return [key for key in self._walk(prefix) if _TEMPORARY.fullmatch(key) is None]
 
     def times(self, name: str | None, prefix: str = "") -> dict[str, float | None]:
-        """As `list_times`."""
+        """Write times as in `list_times`."""
         return {key: _written_at(self._path(key)) for key in self._walk(prefix) if is_called(key, name)}
 
     def folders(self) -> Keys:
-        """The names of the folders right in it, sorted."""
+        """Names of the top-level folders, sorted."""
         with self._explained("list", ""):
             try:
                 with os.scandir(self.root) as found:
@@ -132,7 +137,7 @@ class LocalStorage:
                 return []
 
     def links(self, prefix: str = "") -> Keys:
-        """The links to folders right in the folder `prefix`, sorted."""
+        """Links to folders directly in the folder `prefix`, sorted."""
         top = self._path(prefix) if prefix else self.root
         with self._explained("list", prefix):
             try:
@@ -150,7 +155,7 @@ class LocalStorage:
         self.delete(write.token for write in unfinished)
 
     def _replace(self, operation: str, key: str, parts: Iterable[BytesLike]) -> None:
-        """Give the key's name to a new file that holds `parts`, in one step."""
+        """Replace the key's file by a new one that holds `parts`, in one step."""
         path = self._path(key)
         temporary = _write_temporary(path, parts)
         try:
@@ -162,7 +167,7 @@ class LocalStorage:
         _sync_folder(os.path.dirname(path))
 
     def _walk(self, prefix: str) -> Keys:
-        """Every file, sorted, those that are being written too."""
+        """Every file, sorted, including those in progress."""
         top = self._path(prefix) if prefix else self.root
         keys: Keys = []
         with self._explained("list", prefix):
@@ -177,7 +182,7 @@ class LocalStorage:
         return os.path.join(self.root, *key.split("/"))
 
     def _remove_empty_folders(self, folder: str) -> None:
-        """Empty folders above a removed file go too, up to the root; a folder that is in use stays."""
+        """Remove empty folders above a removed file, up to the root; a folder in use stays."""
         with suppress(OSError):
             while len(folder) > len(self.root):
                 os.rmdir(folder)
@@ -194,7 +199,7 @@ class LocalStorage:
 
     @contextmanager
     def _still_there(self, operation: str, key: str, temporary: str) -> Iterator[None]:
-        """Tells who removed the temporary file, if someone did: its writer does not."""
+        """Report that someone removed the temporary file, if so: its writer does not."""
         try:
             yield
         except FileNotFoundError as error:
@@ -204,13 +209,13 @@ class LocalStorage:
 
 
 def _batches(outs: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """As many at a time as one call to the operating system takes."""
+    """Groups of views, as many as one call to the operating system takes."""
     for at in range(0, len(outs), _MOST_VIEWS):
         yield list(outs[at : at + _MOST_VIEWS])
 
 
 def _read_fully(handle: int, offset: int, outs: list[memoryview]) -> int:
-    """Bytes read into `outs`; a call may return before they are full, and the next goes on from there."""
+    """Bytes read into `outs`. A call may return before they are full; the next continues there."""
     done = 0
     while outs and (count := os.preadv(handle, outs, offset + done)):
         done += count
@@ -222,12 +227,12 @@ def _read_fully(handle: int, offset: int, outs: list[memoryview]) -> int:
 
 
 def _open_file(path: str, buffering: int) -> IO[bytes]:
-    """For reading. What is no file is an error: opening a pipe waits for somebody who writes into it."""
+    """A file opened for reading. Raises OSError for anything else: opening a pipe would wait for its writer."""
     file = open(path, "rb", buffering, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))  # noqa: SIM115
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
         file.close()
-        raise OSError(errno.EINVAL, "it is a pipe or a device, and no file: put the file back", path)
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file: put the file back", path)
     return file
 
 
@@ -237,7 +242,7 @@ def _require_no_dangling_link(folder: str) -> None:
 
 
 def _write_temporary(path: str, parts: Iterable[BytesLike]) -> str:
-    """The name of a new file beside `path` that holds `parts` and is on the disk."""
+    """Name of a new file beside `path` that holds `parts` and is on the disk."""
     temporary = f"{path}.tmp-{secrets.token_hex(6)}"
     try:
         with _create(temporary) as file:
@@ -252,7 +257,7 @@ def _write_temporary(path: str, parts: Iterable[BytesLike]) -> str:
 
 
 def _create(path: str) -> BufferedWriter:
-    """A new file, opened; its folder is made as often as a concurrent clean-up removes it again."""
+    """A new open file. Its folder is made again when a concurrent clean-up removes it."""
     for _ in range(8):
         try:
             return open(path, "xb")
@@ -262,7 +267,7 @@ def _create(path: str) -> BufferedWriter:
 
 
 def _make_folder(folder: str) -> None:
-    """The folder and those above it, each durable in the one above it."""
+    """Make the folder and those above it, each durable in the one above it."""
     if os.path.isdir(folder):
         return
     above = os.path.dirname(folder)
@@ -279,7 +284,7 @@ def _link(temporary: str, path: str, data: bytes) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # On NFS a link whose reply was lost is tried again and finds itself: then the file has two names.
+        # On NFS a link whose reply was lost is retried and finds itself: then the file has two names.
         return os.stat(temporary).st_nlink == 2
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
@@ -289,7 +294,7 @@ def _link(temporary: str, path: str, data: bytes) -> bool:
 
 
 def _lock(handle: int) -> None:
-    """Whoever holds it writes one small file."""
+    """Lock a file. Every holder writes one small file."""
     deadline = time.monotonic() + _LOCK_S
     while True:
         try:
@@ -302,7 +307,7 @@ def _lock(handle: int) -> None:
 
 
 def _is_at(path: str, file: IO[bytes]) -> bool:
-    """Whether the name is still this file's."""
+    """Whether the path still names this file."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -311,7 +316,7 @@ def _is_at(path: str, file: IO[bytes]) -> bool:
 
 def _create_exclusively(path: str, data: bytes) -> bool:
     try:
-        file = open(path, "xb")  # noqa: SIM115  # what fails within it must not be taken for what fails here
+        file = open(path, "xb")  # noqa: SIM115  # errors within `with` must not be taken for errors here
     except FileExistsError:
         return False
     try:
@@ -329,7 +334,7 @@ def _sync_folder(folder: str) -> None:
     try:
         handle = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
-        return  # removed since: nothing is left to make durable
+        return  # removed meanwhile: nothing is left to make durable
     try:
         os.fsync(handle)
     except OSError as error:
@@ -342,7 +347,7 @@ def _sync_folder(folder: str) -> None:
 def _written_at(path: str) -> float | None:
     try:
         return os.stat(path).st_mtime
-    except OSError:  # removed since, or not to be looked at: that it is there is known
+    except OSError:  # removed meanwhile or inaccessible: only its existence is known
         return None
 
 

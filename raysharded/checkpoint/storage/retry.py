@@ -1,8 +1,8 @@
-"""One policy for trying storage operations again: bounded, with full jitter, and only for what may pass by itself.
+"""One retry policy for storage operations: bounded, with full jitter, and only for transient errors.
 
-Before attempt `n + 1` it waits a time drawn uniformly from 0 to min(8 s, 0.2 s * 2**(n - 1)) ("full jitter": the
-writers of one group, which fail together, do not come back together). It gives up after 8 attempts or once 120 s
-have passed, whichever is first; a request that is under way then is bounded by its own timeout.
+Before attempt `n + 1` it waits a time drawn uniformly from 0 to min(8 s, 0.2 s * 2**(n - 1)). With this "full jitter",
+the writers of one group, which fail together, do not retry together. It stops after 8 attempts or once 120 s have
+passed, whichever is first. The timeout of a request in progress then bounds that request.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def retries_of(url: str) -> int:
-    """How many operations on the storage at `url` were tried again in this process."""
+    """Number of retries on the storage at `url` in this process."""
     with _counts_lock:
         return _counts[url]
 
@@ -58,7 +58,7 @@ def with_retries(
     transient: Callable[[BaseException], bool] = is_transient,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """`operation()`, tried again after transient errors, each counted for `url`; raises the last error."""
+    """Result of `operation()`, retried after transient errors, each counted for `url`. Raises the last error."""
     for attempt in Retrying(
         stop=stop_after_attempt(MAX_ATTEMPTS) | stop_after_delay(GIVE_UP_AFTER_S),
         wait=wait_random_exponential(multiplier=0.2, max=MAX_WAIT_S),
@@ -80,7 +80,7 @@ def _count(url: str, state: RetryCallState) -> None:
 
 
 def _start_anew() -> None:
-    """A forked process counts for itself, and must not wait for a lock that a thread of its parent held."""
+    """Renew counts and lock in a forked process: a thread of its parent may hold the old lock."""
     global _counts, _counts_lock
     _counts, _counts_lock = Counter(), threading.Lock()
 

@@ -1,4 +1,4 @@
-"""How large files are, where that costs no further request: some storages tell it in a listing, a disk when asked."""
+"""File sizes without further requests: from listings of some storages, or from a disk."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from raysharded.checkpoint.storage.local import LocalStorage
 
 @runtime_checkable
 class HasSizes(Protocol):
-    """A storage that can tell the sizes with the keys, in no more requests."""
+    """A storage whose listings can include sizes without more requests."""
 
     def sizes(self, prefix: str = "") -> Mapping[str, int | None]: ...
 
 
 def list_sizes(storage: Storage, prefix: str) -> Mapping[str, int | None]:
-    """Every key below the folder `prefix`, at any depth, sorted -> its bytes; None where listing does not tell them.
+    """Map from every key below the folder `prefix`, at any depth, sorted, to its bytes; None if not listed.
 
     Raises StorageError.
     """
@@ -25,7 +25,7 @@ def list_sizes(storage: Storage, prefix: str) -> Mapping[str, int | None]:
 
 
 def size_of_listed(storage: Storage, key: str, listed: int | None) -> int | None:
-    """Bytes of a file, as listed or as a disk says; None where it would have to be asked for. Raises StorageError."""
+    """Bytes of a file, as listed or from a disk; None if that needs a request. Raises StorageError."""
     if listed is not None or not isinstance(storage, LocalStorage):
         return listed
     try:

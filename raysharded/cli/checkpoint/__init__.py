@@ -1,6 +1,6 @@
-"""`raysharded checkpoint`: look at the checkpoints of a run, check them, keep some, delete others, convert them.
+"""`raysharded checkpoint`: show a run's checkpoints, verify, keep, delete and convert them.
 
-One module for each group of commands; `target` finds what their first argument names.
+One module for each group of commands; `target` resolves their first argument.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from raysharded.cli.suggestions import Suggesting
 
 app = typer.Typer(
     cls=Suggesting,
-    help="Look at checkpoints, check them, keep some, delete others, convert them.",
+    help="Show checkpoints, verify, keep, delete and convert them.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

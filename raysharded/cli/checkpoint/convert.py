@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Names = Annotated[
     list[str] | None,
-    typer.Option("--names", metavar="PATTERN", help="Only what matches, as 'model.*'. May be repeated."),
+    typer.Option("--names", metavar="PATTERN", help="Only tensors that match, as 'model.*'. May be repeated."),
 ]
 Map = Annotated[
     str | None,
@@ -31,20 +31,20 @@ Map = Annotated[
         metavar="FILE",
         help='JSON: {"our name": "their name" or null}, or [["pattern", "replacement" or null], ...]. Patterns are '
         r"regular expressions, as model\.(.*), and replacements may name groups, as \1; the first pattern that matches "
-        "a whole name of the source counts. What nothing matches is left out.",
+        "a whole name of the source is used. Names without a match are omitted.",
     ),
 ]
 
 
 def read_map(path: str | None) -> NameMap | None:
-    """The name map in a file, if one is given."""
+    """The name map in a file; None without a file."""
     from raysharded.checkpoint.interop.names import NameMap
 
     return None if path is None else NameMap.from_file(path)
 
 
 def say(done: dict[str, Any], as_json: bool) -> None:
-    """Prints what was done."""
+    """Print the result of a conversion."""
     from raysharded.quantities import size
 
     if as_json:
@@ -57,7 +57,7 @@ def say(done: dict[str, Any], as_json: bool) -> None:
 
 
 class To(StrEnum):
-    """What `export` writes."""
+    """Formats that `export` writes."""
 
     DCP = "dcp"
     SAFETENSORS = "safetensors"
@@ -116,7 +116,7 @@ def _content(path: str | None) -> bytes | None:
 
 
 class From(StrEnum):
-    """What `import` reads."""
+    """Formats that `import` reads."""
 
     AUTO = "auto"
     DCP = "dcp"
@@ -130,21 +130,21 @@ def import_(
     dest: Annotated[
         str, typer.Argument(metavar="DEST", help="The new checkpoint's folder or URL.", show_default=False)
     ],
-    kind: Annotated[From, typer.Option("--format", help="What SRC is.")] = From.AUTO,
+    kind: Annotated[From, typer.Option("--format", help="SRC's format.")] = From.AUTO,
     names: Names = None,
     skip: Annotated[
         list[str] | None,
-        typer.Option("--skip", metavar="PATTERN", help="dcp: leave out what matches. May be repeated."),
+        typer.Option("--skip", metavar="PATTERN", help="dcp: omit tensors that match. May be repeated."),
     ] = None,
     name_map: Map = None,
     step: Annotated[
         int | None,
-        typer.Option(metavar="N", min=0, help="The step that it is of. By default DEST's, if named after one, or 0."),
+        typer.Option(metavar="N", min=0, help="The checkpoint's step. By default DEST's, if named after one, or 0."),
     ] = None,
-    run: Annotated[str, typer.Option(metavar="NAME", help="The run that the new checkpoint is of.")] = "",
+    run: Annotated[str, typer.Option(metavar="NAME", help="The new checkpoint's run.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Make a checkpoint of what another library wrote. Nothing that is pickled there is run."""
+    """Convert another library's checkpoint. Pickled code in it is never run."""
     if kind is From.AUTO:
         kind = _kind_of(source)
     if kind is From.DCP and name_map:

@@ -25,7 +25,7 @@ def diff(
     names: Names = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which tensors differ between two checkpoints, and how much. Exits with 1 if any do."""
+    """Show the tensors that differ between two checkpoints, and by how much. Exits with 1 if any do."""
     from raysharded.checkpoint.interop.diff import diff as compare
 
     left, right = open_chosen(find_place(a), step_a), open_chosen(find_place(b), step_b)
@@ -88,7 +88,7 @@ def _show(found: Diff) -> None:
 
 
 def _equal(found: Diff) -> str:
-    """How many are equal, and how that is known: files with the same digests were not read."""
+    """The number of equal tensors, and the evidence: files with the same digests were not read."""
     if found.equal and len(found.by_digests) == len(found.equal):
         return f"{len(found.equal)} tensors are equal by their digests"
     some = f", {len(found.by_digests)} of them by their digests" if found.by_digests else ""

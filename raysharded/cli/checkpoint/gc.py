@@ -25,20 +25,18 @@ def collect(
         int | None, typer.Option(metavar="N", min=1, help="Keep the newest N. Without it all checkpoints are kept.")
     ] = None,
     keep_every: Annotated[
-        int | None, typer.Option(metavar="STEPS", min=1, help="Also keep the last of every so many steps.")
+        int | None, typer.Option(metavar="STEPS", min=1, help="Also keep the last of every STEPS steps.")
     ] = None,
     keep_best: Annotated[
         str | None, typer.Option(metavar="METRIC:min|max[:N]", help="Also keep the N (1) best by a metric.")
     ] = None,
-    now: Annotated[
-        bool, typer.Option("--now", help="Delete data at once, also that someone may just be reading.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Delete data at once, even if someone is reading it.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted; delete nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete what broken saves left, and, with --keep-last, checkpoints. Pinned ones and the newest always stay.
+    """Delete the files of broken saves and, with --keep-last, checkpoints. Pinned ones and the newest always stay.
 
-    Of checkpoints that belong to no run, only what broken saves left in their folders is deleted.
+    For checkpoints outside a run, only the files of broken saves in their folders are deleted.
     """
     keep = _rules(keep_last, keep_every, keep_best)
     with _working(f"gc of {run}"):
@@ -76,7 +74,7 @@ def _collect(url: str, keep: Keep | None, now: bool, dry_run: bool) -> Pruned:
 
 
 def _left_without_manifests(url: str) -> Pruned:
-    """What broken saves left where there is no checkpoint at all: nothing is deleted, but it is told."""
+    """The remains of broken saves in a place without checkpoints: reported, but not deleted."""
     from raysharded.checkpoint import open_storage
     from raysharded.checkpoint.retention.orphan_files import sweep
     from raysharded.checkpoint.sharded_io.checkpoint_uri import storage_above
@@ -88,7 +86,7 @@ def _left_without_manifests(url: str) -> Pruned:
 
 
 def _require_metric(place: RunPlace, metric: str) -> None:
-    """Raises CheckpointError if no checkpoint has such a number: the rule would keep nothing, and say nothing."""
+    """Raise CheckpointError if no checkpoint has the metric: the rule would silently keep nothing."""
     from raysharded.checkpoint import open_ref
 
     there: set[str] = set()
@@ -110,7 +108,7 @@ def _is_number(value: object) -> bool:
 
 @contextmanager
 def _working(what: str) -> Iterator[None]:
-    """A line on standard error while it lasts, where that is a terminal: how long it takes, storage alone knows."""
+    """A status line on standard error, if that is a terminal; the duration depends on storage and is unknown."""
     if not sys.stderr.isatty():
         yield
         return

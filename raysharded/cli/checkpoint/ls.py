@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def list_(run: Run, as_json: AsJson = False) -> None:
-    """List the checkpoints, oldest first, and a run's saves that are none, with the reason."""
+    """List the checkpoints, oldest first, and a run's invalid saves with the reason."""
     place = find_place(run)
     rows = _rows(place)
     if as_json:
@@ -53,7 +53,7 @@ def list_(run: Run, as_json: AsJson = False) -> None:
 
 
 def show(run: Run, step: Step = None, as_json: AsJson = False) -> None:
-    """Show what is in a checkpoint: when and how it was written, its fingerprint, its tensors."""
+    """Show the contents of a checkpoint: when and how it was written, its fingerprint, its tensors."""
     found = _facts(open_chosen(find_place(run), step))
     if as_json:
         print_json(found)
@@ -104,7 +104,7 @@ def _row(place: RunPlace, ref: CheckpointRef, pins: list[str]) -> dict[str, Any]
         "digest": ref.digest,
         "committed_at": ref.claim.created_at if ref.claim else None,
         "pins": pins,
-        "files": sum(key.endswith(".safetensors") for key in ref.keys),  # as `show` counts: data files alone
+        "files": sum(key.endswith(".safetensors") for key in ref.keys),  # as `show` counts: only data files
     }
 
 
@@ -115,7 +115,7 @@ def _parent(place: RunPlace, ref: CheckpointRef) -> str:
     try:
         found = read_reference(place.storage, ref.prefix)
     except (CheckpointError, NoSuchKey) as error:
-        return f"step {ref.step} under {ref.prefix} refers to a parent that cannot be told: {error}"
+        return f"step {ref.step} under {ref.prefix} refers to an unknown parent: {error}"
     return f"step {ref.step} under {ref.prefix} is that of the parent run {found.parent}, under {found.prefix} there."
 
 

@@ -14,7 +14,7 @@ Tag = Annotated[str, typer.Argument(metavar="TAG", help="A name: letters, digits
 
 
 def pin(run: RunOnly, tag: Tag, step: Step = None, as_json: AsJson = False) -> None:
-    """Keep a checkpoint under a name, whatever the rules say, until it is unpinned."""
+    """Keep a checkpoint under a name, regardless of the retention rules, until it is unpinned."""
     from raysharded.checkpoint import pin as make_pin
 
     place = find_run(run)
@@ -26,7 +26,7 @@ def pin(run: RunOnly, tag: Tag, step: Step = None, as_json: AsJson = False) -> N
 
 
 def unpin(run: RunOnly, tag: Tag, as_json: AsJson = False) -> None:
-    """Remove a name; its checkpoint may be deleted from now on."""
+    """Remove a name; its checkpoint may then be deleted."""
     from raysharded.checkpoint import unpin as remove_pin
 
     remove_pin(find_run(run).storage, tag)
@@ -38,11 +38,12 @@ def unpin(run: RunOnly, tag: Tag, as_json: AsJson = False) -> None:
 
 def fork(
     run: RunOnly,
-    new_run: Annotated[str, typer.Argument(metavar="NEW", help="The new run's folder or URL, still empty.")],
+    new_run: Annotated[str, typer.Argument(metavar="NEW", help="The new run's folder or URL, empty.")],
     step: Step = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a new run begin with a checkpoint of this one. Nothing is copied: it stays here while it is needed there."""
+    """Start a new run from a checkpoint of this one. Nothing is copied: the checkpoint stays here while the fork needs
+    it."""
     from raysharded.checkpoint import fork as make_fork, open_storage
 
     place = find_run(run)

@@ -1,4 +1,4 @@
-"""What the first argument of the commands names: a run, one checkpoint's folder, or a folder of such folders."""
+"""The target of the commands' first argument: a run, one checkpoint's folder, or a folder of such folders."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Run = Annotated[
     ),
 ]
 RunOnly = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder or URL: <storage_path>/<name>.")]
-Step = Annotated[int | None, typer.Option(metavar="N", help="Of this step. By default the newest.")]
+Step = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint's step. By default the newest.")]
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlace:
-    """A run: its storage, and the saves in it, oldest first."""
+    """A run: its storage and its saves, oldest first."""
 
     storage: Storage
     refs: list[CheckpointRef]
@@ -37,7 +37,7 @@ class RunPlace:
         return [ref for ref in self.refs if ref.complete]
 
     def choose(self, step: int | None) -> CheckpointRef:
-        """The committed checkpoint of a step, or the newest; of several of one step the newest save."""
+        """The committed checkpoint of a step, or the newest one. If a step has several, its newest save."""
         found = [ref for ref in self.committed if step in (None, ref.step)]
         if not found:
             steps = ", ".join(str(number) for number in sorted({ref.step for ref in self.committed})) or "none"
@@ -48,7 +48,7 @@ class RunPlace:
 
 @dataclass(frozen=True, slots=True)
 class FolderPlace:
-    """The folder of one checkpoint, which may have been written by anyone, in a run or not."""
+    """The folder of one checkpoint, from any writer, inside or outside a run."""
 
     storage: Storage
     prefix: str
@@ -56,13 +56,14 @@ class FolderPlace:
 
 @dataclass(frozen=True, slots=True)
 class BesidePlace:
-    """A folder that is no run, with folders of checkpoints right in it, in the order of the numbers in their names."""
+    """A folder that is not a run and directly contains checkpoint folders, ordered by the numbers in their names."""
 
     storage: Storage
     prefixes: list[str]
 
     def choose(self, step: int | None) -> Checkpoint:
-        """The newest, as `load` chooses it; or the newest of a step: those that cannot be opened are passed over."""
+        """The newest checkpoint, as `load` chooses it; or the newest of a step: those that cannot be opened are
+        skipped."""
         if step is None:
             from raysharded.checkpoint.retention.flat_folder import newest_beside
 
@@ -87,7 +88,8 @@ Place = RunPlace | FolderPlace | BesidePlace
 
 
 def find_place(url: str) -> Place:
-    """The run, the checkpoint or the checkpoints side by side at a folder or URL. CheckpointError if there are none."""
+    """The run, the checkpoint or the folder of checkpoints at a folder or URL. Raises CheckpointError if there are
+    none."""
     from raysharded.checkpoint import list_checkpoints, open_storage
     from raysharded.checkpoint.retention.flat_folder import side_by_side
 
@@ -135,7 +137,7 @@ def find_run(url: str) -> RunPlace:
 
 
 def open_chosen(place: Place, step: int | None) -> Checkpoint:
-    """The checkpoint of a step, or the newest, or the only one; with the key in the environment, if there is one."""
+    """The checkpoint of a step, the newest, or the only one; opened with the key in the environment, if set."""
     from raysharded.checkpoint import open_ref
 
     if isinstance(place, RunPlace):

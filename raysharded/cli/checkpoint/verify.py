@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from raysharded.checkpoint import Checkpoint, CheckpointRef
 
     _Suspect = tuple[int | None, str, Callable[[], Checkpoint]]
-    """(step, if it is known, folder, how to open it)."""
+    """(step, if known, folder, function that opens it)."""
 
 
 def verify(
@@ -54,7 +54,7 @@ def verify(
 
 
 def _suspects(place: Place, step: int | None, everything: bool) -> Iterator[_Suspect]:
-    """Every checkpoint to be read. A run's newest may be one that was committed and is lost."""
+    """Every checkpoint to read. A run's newest one may be a committed checkpoint that was lost."""
     if isinstance(place, FolderPlace):
         opened = open_chosen(place, step)
         yield opened.step, place.prefix, lambda: opened
@@ -81,7 +81,7 @@ def _open_ref(place: RunPlace, ref: CheckpointRef) -> Checkpoint:
 
 
 def _read(step: int | None, prefix: str, open_it: Callable[[], Checkpoint]) -> tuple[int | None, str, list[str]]:
-    """(step, folder, what is damaged)."""
+    """(step, folder, damage)."""
     try:
         checkpoint = open_it()
         total = sum(file.size_bytes for file in checkpoint.manifest.files)

@@ -1,1 +1,1 @@
-"""Commands on runs: list them, look at one, watch it, change it."""
+"""Commands on runs: list, inspect, watch and change them."""

@@ -11,9 +11,9 @@ from raysharded.cli.errors import AsJson, console, print_json_line
 
 _WAIT_S = 2.0
 _SHARE = 0.01
-"""Of a core, for one who watches: what a look took decides when the next is due."""
+"""Share of a core that watching may use: a refresh's cost determines the time of the next one."""
 _LEAST_S, _MOST_S = 0.5, 5.0
-"""Between two looks."""
+"""Shortest and longest time between two refreshes."""
 
 
 def attach(
@@ -21,14 +21,15 @@ def attach(
         str, typer.Argument(metavar="RUN", help="The run's name, or its folder or URL: <storage_path>/<name>.")
     ],
     address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Of the Ray cluster; by default the one that is found.")
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Address of the Ray cluster; by default the one that is found."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Watch a run while it goes on: progress, loss, workers, incidents, checkpoints, and what was asked for.
+    """Watch a run while it trains: progress, loss, workers, incidents, checkpoints, and requests.
 
-    Ctrl-C leaves the view, and not the run. Where the output is no terminal it prints a line for what happens; with
-    --json one value per line: where the run stands, then every journal entry.
+    Ctrl-C leaves the view, not the run. Without a terminal it prints a line per event; with --json one value per line:
+    the run's status, then every journal entry.
     """
     import raysharded
 
@@ -39,7 +40,7 @@ def attach(
         else:
             _show(handle)
     except KeyboardInterrupt:
-        typer.echo("left the view; the run goes on", err=True)
+        typer.echo("left the view; the run continues", err=True)
 
 
 def _show(handle: Any) -> None:
@@ -65,7 +66,7 @@ def _as_json(handle: Any) -> None:
 
 
 def _batches(handle: Any) -> Iterator[Sequence[dict[str, Any]]]:
-    """What was recorded so far, then what is new, again and again, also if that is nothing, until the run is over."""
+    """Batches of all entries so far, then of new ones, possibly empty, until the run is over."""
     import time
 
     after, over = 0, False
@@ -90,5 +91,5 @@ def _fields(entries: Sequence[tuple[int, str, dict[str, Any]]]) -> list[dict[str
 
 
 def _until_next(look_s: float) -> float:
-    """How long to wait after a look that took so much processor time, in seconds."""
+    """Seconds to wait after a refresh that took this much processor time."""
     return min(_MOST_S, max(_LEAST_S, look_s / _SHARE))

@@ -1,4 +1,4 @@
-"""Commands that change a run while it goes on: `raysharded pause`, `resize`, `stop` and the others."""
+"""Commands that change a running run: `raysharded pause`, `resize`, `stop` and others."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ RunName = Annotated[
 ]
 Address = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", help="Of the Ray cluster: by default RAY_ADDRESS, or the one on this machine."),
+    typer.Option(metavar="HOST:PORT", help="The Ray cluster: by default RAY_ADDRESS, or the one on this machine."),
 ]
 
 
 def pause(run: RunName, address: Address = None, as_json: AsJson = False) -> None:
-    """Have a run stop at the next step. Its workers keep what they hold."""
+    """Pause a run at the next step. Its workers keep their state in memory."""
     found = _attached(run, address)
     found.pause()
     _say(found, "pauses at the next step", as_json)
 
 
 def resume(run: RunName, address: Address = None, as_json: AsJson = False) -> None:
-    """Have a run that was paused go on, from its workers' memory."""
+    """Resume a paused run from its workers' memory."""
     found = _attached(run, address)
     found.resume()
-    _say(found, "goes on", as_json)
+    _say(found, "resumes", as_json)
 
 
 def resize(
@@ -42,7 +42,7 @@ def resize(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have a run go on with so many workers from the next step on."""
+    """Continue a run with N workers from the next step on."""
     found = _attached(run, address)
     found.resize(workers)
     _say(found, f"is to have {workers} workers", as_json)
@@ -52,12 +52,12 @@ def drain(
     run: RunName,
     node: Annotated[str, typer.Argument(metavar="NODE", help="Its Ray id, or its host name.")],
     within_s: Annotated[
-        float, typer.Option("--within", metavar="SECONDS", min=0, help="The workers are gone after that.")
+        float, typer.Option("--within", metavar="SECONDS", min=0, help="Time after which the workers have left.")
     ] = 300.0,
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have all workers of a run leave a node, and start none there."""
+    """Move all workers of a run off a node, and start none there."""
     found = _attached(run, address)
     found.drain(node, within_s=within_s)
     _say(found, f"leaves node {node} within {within_s:g} s", as_json)
@@ -65,40 +65,42 @@ def drain(
 
 def learning_rate(
     run: RunName,
-    factor: Annotated[float, typer.Argument(metavar="FACTOR", min=0, help="Of the task's own; 1 is that itself.")],
+    factor: Annotated[
+        float, typer.Argument(metavar="FACTOR", min=0, help="Factor of the task's learning rate; 1 is unchanged.")
+    ],
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have a run go on with the task's learning rates times a factor, from the next step on."""
+    """Multiply a run's learning rates by a factor from the next step on."""
     found = _attached(run, address)
     found.set_learning_rate(factor)
-    _say(found, f"goes on with the learning rate times {factor:g}", as_json)
+    _say(found, f"continues with the learning rate times {factor:g}", as_json)
 
 
 def rewind(
     run: RunName,
-    step: Annotated[int, typer.Argument(metavar="STEP", min=0, help="Of a committed checkpoint.")],
+    step: Annotated[int, typer.Argument(metavar="STEP", min=0, help="Step of a committed checkpoint.")],
     skip_data: Annotated[
-        bool, typer.Option("--skip-data", help="Pass over the samples that were read since, instead of again.")
+        bool, typer.Option("--skip-data", help="Skip the samples that were read since, instead of reading them again.")
     ] = False,
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have a run go back to a checkpoint and on from there. Newer checkpoints are deleted."""
+    """Return a run to a checkpoint, and continue from there. Newer checkpoints are deleted."""
     found = _attached(run, address)
     found.rewind(step, skip_data=skip_data)
-    _say(found, f"goes back to step {step}", as_json)
+    _say(found, f"returns to step {step}", as_json)
 
 
 def save(
     run: RunName,
     timeout_s: Annotated[
-        float | None, typer.Option("--timeout", metavar="SECONDS", min=0, help="Wait no longer for it.")
+        float | None, typer.Option("--timeout", metavar="SECONDS", min=0, help="Longest time to wait for it.")
     ] = None,
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have a run write a checkpoint of the next step now, and wait until it is committed."""
+    """Write a checkpoint of a run's next step now, and wait until it is committed."""
     found = _attached(run, address)
     try:
         written = found.checkpoint(timeout_s)
@@ -115,12 +117,13 @@ def stop(
     run: RunName,
     now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
     within_s: Annotated[
-        float | None, typer.Option("--within", metavar="SECONDS", min=0, help="Without a checkpoint after that.")
+        float | None,
+        typer.Option("--within", metavar="SECONDS", min=0, help="Time for the checkpoint; then end without it."),
     ] = None,
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """End a run after one more checkpoint. Started again, it goes on from there. Said twice, it ends at once."""
+    """End a run after one more checkpoint. Started again, it resumes from there. A second call ends it at once."""
     found = _attached(run, address)
     found.stop(checkpoint=not now, within_s=within_s)
     _say(found, "ends at once" if now else "ends after a checkpoint", as_json)
@@ -128,13 +131,17 @@ def stop(
 
 def fork(
     run: RunName,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the new run.")],
-    step: Annotated[int | None, typer.Option(metavar="STEP", min=0, help="Of the checkpoint; the newest.")] = None,
-    storage: Annotated[str | None, typer.Option(metavar="URL", help="Where the new run is; beside this one.")] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The new run's name.")],
+    step: Annotated[
+        int | None, typer.Option(metavar="STEP", min=0, help="The checkpoint's step; by default the newest.")
+    ] = None,
+    storage: Annotated[
+        str | None, typer.Option(metavar="URL", help="The new run's storage; by default this one's.")
+    ] = None,
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Start a run's trainer under another name, from a checkpoint of the run, which itself goes on."""
+    """Start a run's trainer under another name, from a checkpoint of the run. The run itself continues."""
     _say(_attached(run, address).fork(name, step, storage_path=storage), "begins", as_json)
 
 
@@ -149,7 +156,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "stop": stop,
     "fork": fork,
 }
-"""By name, as they are added to the root."""
+"""Commands by name, as they are added to the root."""
 
 
 def _attached(run: str, address: str | None) -> Run:
@@ -159,7 +166,7 @@ def _attached(run: str, address: str | None) -> Run:
 
 
 def _say(run: Run, what: str, as_json: bool) -> None:
-    """What was asked for, and where the run stands."""
+    """Print the request and the run's status."""
     status = run.status()
     if as_json:
         found: dict[str, Any] = asdict(status)

@@ -1,4 +1,4 @@
-"""`raysharded kill`: one worker of a run, to see the run recover."""
+"""`raysharded kill`: kill one worker of a run, to see the run recover."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from raysharded.checkpoint import Storage
 
 TITLE = "ray::Tenant"
-"""The beginning of the command line of every worker, as Ray sets it."""
+"""Start of every worker's command line, as Ray sets it."""
 
 
 def kill(
     run: RunStorage,
     worker: Annotated[
-        int, typer.Option("--worker", metavar="N", min=0, help="Its number, as `raysharded status` shows.")
+        int, typer.Option("--worker", metavar="N", min=0, help="The worker's number, as `raysharded status` shows.")
     ],
     as_json: AsJson = False,
 ) -> None:
     """Send SIGKILL to one worker of a run, on this machine. The run recovers without it.
 
-    The process is the one that the run's journal names; it is checked to be a worker before it is killed.
+    The process id comes from the run's journal; the command first checks that the process is a worker.
     """
     from raysharded.report.loader import open_run
 

@@ -14,14 +14,12 @@ if TYPE_CHECKING:
 
 
 def runs(
-    url: Annotated[
-        str, typer.Argument(metavar="URL", help="The folder or URL that has them: RunConfig.storage_path.")
-    ] = ".",
+    url: Annotated[str, typer.Argument(metavar="URL", help="The runs' folder or URL: RunConfig.storage_path.")] = ".",
     as_json: AsJson = False,
 ) -> None:
-    """List the runs below a folder or URL: who is at work on them, how far they are, their newest checkpoints.
+    """List the runs below a folder or URL: their drivers, their progress, their newest checkpoints.
 
-    Reads a few small files of each. A run whose driver, on another machine, gave no sign of life is looked at twice, a
+    Reads a few small files of each run. If a run's driver is on another machine and seems silent, it is read twice, a
     few seconds apart.
     """
     from raysharded.report.loader import advice

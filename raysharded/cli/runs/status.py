@@ -20,8 +20,8 @@ RunStorage = Annotated[
 
 
 def url_of(run: str) -> str:
-    """Where the run is stored. What may be a path is taken for one; a bare name is asked for on the cluster, if there
-    is one. Raises ConfigError for a name that the cluster does not know, with those that may be meant."""
+    """The URL of a run's storage. A string that may be a path is used as one; a plain name is looked up on the cluster,
+    if there is one. Raises ConfigError for a name unknown to the cluster, with similar names."""
     if os.sep in run or os.path.exists(run):
         return run
     from raysharded.errors import ClusterError
@@ -36,17 +36,15 @@ def url_of(run: str) -> str:
 def status(
     run: RunStorage,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Then print a line when something changes, until its driver ends.")
+        bool, typer.Option("--follow", help="Then print a line for each change, until the run's driver ends.")
     ] = False,
-    every_s: Annotated[
-        float, typer.Option("--every", metavar="SECONDS", min=0.1, help="How often --follow looks.")
-    ] = 2.0,
+    every_s: Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, help="Interval of --follow.")] = 2.0,
     as_json: AsJson = False,
 ) -> None:
-    """Where a run is: its state, its driver, its workers, and what happened to it last.
+    """Show a run: its state, its driver, its workers, and its latest incidents.
 
-    Reads its storage alone, of which a Ray cluster is asked where a name is given: it works from any machine that can
-    read it, and cannot disturb the run. With --follow and --json: one line of JSON for everything that changes.
+    Reads only the run's storage, after a query of the Ray cluster if RUN is a name. It works on any machine with access
+    to the storage, and cannot disturb the run. With --follow and --json: one line of JSON per change.
     """
     from raysharded.report.loader import open_run
     from raysharded.report.overview import look

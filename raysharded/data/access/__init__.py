@@ -1,1 +1,1 @@
-"""Reading of samples: in a process of its own, ahead of their use, the same at every reading."""
+"""Reading of samples: in a separate process, ahead of their use, and repeatably."""

@@ -1,6 +1,6 @@
-"""The three generators that a process has for all of its code: Python's `random`, NumPy's and torch's on the CPU.
+"""The three process-wide generators: Python's `random`, NumPy's, and torch's on the CPU.
 
-torch is not loaded here: where nobody has loaded it, nobody draws from it.
+torch is not loaded here: where no code has loaded it, no code draws from it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 from raysharded.ids import derive_seed
 
 States: TypeAlias = dict[str, Any]
-"""Generator -> its whole state, as that library has it; torch is missing where it is not loaded."""
+"""Whole state of each generator, in its library's form. torch is absent where it is not loaded."""
 Marks: TypeAlias = dict[str, object]
-"""Generator -> what differs once somebody has drawn from it."""
+"""Mark of each generator, which differs once any code has drawn from it."""
 
 _KEY_AND_PLACE_BYTES = 625 * 4
-"""Of the Mersenne Twister's state in C: 624 words, and the place among them."""
+"""Size of the Mersenne Twister's state in C: 624 words, and the index among them."""
 
 
 def seed(number: int, *, with_torch: bool = True) -> None:
-    """Put all three where this number says; `with_torch=False`: `random` and NumPy's alone. On CPUs: 30 us."""
+    """Seed all three from a number; with `with_torch=False` only `random` and NumPy's. Takes 30 us on a CPU."""
     random.seed(derive_seed(number, "random"))
     seed_numpy(derive_seed(number, "numpy"))
     torch = sys.modules.get("torch")
@@ -35,21 +35,21 @@ def seed(number: int, *, with_torch: bool = True) -> None:
 
 
 def seed_numpy(number: int) -> None:
-    """The same for NumPy's, also where somebody has given it another kind of generator."""
+    """Seed NumPy's generator, also where a program has replaced it by another kind."""
     bits = _bits()
     if isinstance(bits, np.random.MT19937):
-        np.random.seed(np.array([number & 0xFFFFFFFF, number >> 32], dtype=np.uint32))  # its cached normal is gone, too
+        np.random.seed(np.array([number & 0xFFFFFFFF, number >> 32], dtype=np.uint32))  # drops its cached normal
     else:
         bits.state = type(bits)(number).state
 
 
 def _bits() -> Any:
-    """NumPy's stubs do not have the function."""
+    """NumPy's bit generator, through a function that NumPy's stubs lack."""
     return vars(np.random)["get_bit_generator"]()
 
 
 def states(*, with_torch: bool = True) -> States:
-    """The whole state of each, for `restore`."""
+    """The whole state of each generator, for `restore`."""
     torch = sys.modules.get("torch")
     found: States = {"random": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     if with_torch and torch is not None:
@@ -58,7 +58,7 @@ def states(*, with_torch: bool = True) -> States:
 
 
 def restore(before: States) -> None:
-    """Put back those that it has."""
+    """Restore the generators whose state `before` has."""
     random.setstate(before["random"])
     np.random.set_state(before["numpy"])
     if "torch" in before:
@@ -66,7 +66,7 @@ def restore(before: States) -> None:
 
 
 def stand_at(before: States) -> bool:
-    """True if `random` and NumPy's are where they were."""
+    """True if `random` and NumPy's generator are in these states."""
     return random.getstate() == before["random"] and _same(np.random.get_state(legacy=False), before["numpy"])
 
 
@@ -78,7 +78,7 @@ def _same(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def kept(*, with_torch: bool = True) -> Iterator[None]:
-    """Put back at its end what was there at its beginning."""
+    """Restore at the end of the block the states at its beginning."""
     before = states(with_torch=with_torch)
     try:
         yield
@@ -87,9 +87,9 @@ def kept(*, with_torch: bool = True) -> Iterator[None]:
 
 
 def marks() -> Marks:
-    """Enough to see later who has moved, where nothing was left over of a pair of normals: say after `seed`.
+    """Marks that reveal later draws. They require that no normal of a pair is cached, such as after `seed`.
 
-    A quarter of the time of `states`: NumPy's words are read where they lie.
+    A quarter of the time of `states`: NumPy's words are read in place.
     """
     torch, bits = sys.modules.get("torch"), _bits()
     found: Marks = {"random": random.getstate()}
@@ -103,5 +103,5 @@ def marks() -> Marks:
 
 
 def moved(before: Marks, after: Marks) -> list[str]:
-    """The generators that stand elsewhere; one that was loaded in between does not count."""
+    """The generators that have moved. One that was loaded in between does not count."""
     return [name for name, mark in after.items() if name in before and before[name] != mark]

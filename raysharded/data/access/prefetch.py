@@ -1,4 +1,4 @@
-"""Reading ahead in one background thread, a bounded way."""
+"""Bounded reading ahead in one background thread."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[Value]):
-    """What reading gave: a value, or an error to raise where it is taken."""
+    """Result of a read: a value, or an error to raise where the value is taken."""
 
     value: Value | None = None
     error: BaseException | None = None
 
 
 class Prefetcher(Generic[Key, Value]):
-    """Reads planned keys in order, at most `depth` ahead of those that were taken. Any thread may call it.
+    """Read planned keys in order, at most `depth` ahead of those that were taken. Thread-safe.
 
     The thread starts with the first plan and ends with `close`. `read` runs in it, one key at a time.
     """
@@ -38,7 +38,7 @@ class Prefetcher(Generic[Key, Value]):
         self._thread: threading.Thread | None = None
 
     def plan(self, keys: Iterable[Key]) -> None:
-        """Read these next, in this order, in place of whatever was planned before and is not among them."""
+        """Read these keys next, in this order, instead of earlier planned keys that are not among them."""
         ordered = list(dict.fromkeys(keys))
         with self._changed:
             self._planned = frozenset(ordered)
@@ -50,7 +50,10 @@ class Prefetcher(Generic[Key, Value]):
             self._changed.notify_all()
 
     def take(self, key: Key) -> Outcome[Value] | None:
-        """What reading `key` gave, waiting for it if it is being read; None if it is not: then read it yourself."""
+        """The outcome of reading `key`, after waiting for a read in progress; None if it is not being read.
+
+        The caller then reads it.
+        """
         with self._changed:
             self._changed.wait_for(lambda: key in self._ready or key != self._in_flight or self._closed)
             outcome = self._ready.pop(key, None)
@@ -60,7 +63,7 @@ class Prefetcher(Generic[Key, Value]):
             return outcome
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the thread; waits for the read in progress, but no longer than `timeout_s`."""
+        """End the thread. Waits for the read in progress, but no longer than `timeout_s`."""
         with self._changed:
             self._closed = True
             self._queue.clear()
@@ -88,5 +91,5 @@ class Prefetcher(Generic[Key, Value]):
     def _attempt(self, key: Key) -> Outcome[Value]:
         try:
             return Outcome(value=self._read(key))
-        except BaseException as error:  # noqa: BLE001 - also SystemExit: who takes the key must not wait for ever
+        except BaseException as error:  # noqa: BLE001 - also SystemExit: the taker of the key must not wait forever
             return Outcome(error=error)

@@ -1,4 +1,4 @@
-"""The main program of the process in which one worker's data is read. It ends when the worker has, whatever it does."""
+"""Main program of the process that reads one worker's data. It always ends when the worker ends."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from raysharded.data.access.transport import Sender, load
 from raysharded.errors import RayshardedError
 
 SHOW_STACKS = signal.SIGRTMAX - 4
-"""The signal at which it writes where its threads are: from C, also where an extension holds the interpreter."""
+"""Signal that makes the process write its threads' stacks: from C, also while an extension holds the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What it begins with: one file of shared memory, of which each process of a worker has a view of its own."""
+    """Start-up data of the process: one file of shared memory, of which each process of a worker has its own view."""
 
     data_bytes: int
-    """The pickle of the datasets, at its beginning."""
+    """Size of the datasets' pickle, at the beginning of the file."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    """Of the arrays in them."""
+    """Sizes of the arrays in the datasets."""
     refuses: bool
-    """As `Draws.refuses`."""
+    """Value for `Draws.refuses`."""
     settings: bytes
     """A pickled function without arguments, called once torch is loaded."""
 
@@ -47,7 +47,7 @@ class Payload:
 
 
 class _Served:
-    """The calls that it carries out."""
+    """The calls that the process carries out."""
 
     def __init__(self, datasets: Sequence[Any], refuses: bool, settings: bytes) -> None:
         draws, lock = Draws(refuses=refuses, puts_back=False), threading.Lock()
@@ -67,13 +67,13 @@ class _Served:
         self._reader(which).validate()
 
     def settle(self, default_dtype: str) -> None:
-        """Give torch, once it is loaded, the worker's settings; what samples are made of may depend on them."""
+        """Apply the worker's settings to torch once it is loaded; the contents of samples may depend on them."""
         torch = sys.modules.get("torch")
         if torch is None:
             return
         if self._settings is not None:
             settings, self._settings = self._settings, None
-            pickle.loads(settings)()  # noqa: S301 - of this process's own worker
+            pickle.loads(settings)()  # noqa: S301 - from this process's own worker
         if default_dtype:
             torch.set_default_dtype(getattr(torch, default_dtype))
 
@@ -84,15 +84,17 @@ class _Served:
 
 
 def serve(connection: Connection, alive: Connection, stacks: Connection) -> None:
-    """Carry out the worker's calls until it has gone. `alive`: closed at its other end when it has; `stacks`: for what
-    is shown at `SHOW_STACKS`."""
+    """Carry out the worker's calls until it has ended.
+
+    `alive`: closed at its other end when the worker ends. `stacks`: receives what is written at `SHOW_STACKS`.
+    """
     _end_with(alive.fileno())
     faulthandler.register(SHOW_STACKS, file=stacks.fileno(), all_threads=True, chain=False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # those to a whole group are the worker's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # signals to a whole group are for the worker
     signal.signal(signal.SIGTERM, lambda *_: None)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # what the dataset prints is not lost when this process is killed
+            stream.reconfigure(line_buffering=True)  # keeps the dataset's prints when this process is killed
     sender, served = Sender(connection), None
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         payload: Payload = connection.recv()
@@ -113,13 +115,13 @@ def serve(connection: Connection, alive: Connection, stacks: Connection) -> None
 
 
 def serve_here(handles: Sequence[int]) -> None:
-    """As `serve`, in a fresh interpreter, with the handles that it was given."""
+    """Run `serve` in a fresh interpreter, with the handles that it was given."""
     connection, alive, stacks = (Connection(handle) for handle in handles)
     serve(connection, alive, stacks)
 
 
 def _unpacked(handle: int, payload: Payload) -> Any:
-    private = mmap.MAP_PRIVATE  # what is written stays this process's own; the rest is there once for all
+    private = mmap.MAP_PRIVATE  # writes stay private to this process; the rest exists once for all
     view = memoryview(mmap.mmap(handle, payload.length, flags=private, prot=mmap.PROT_READ | mmap.PROT_WRITE))
     parts = [view[at : at + size] for at, size in zip(payload.offsets, payload.sizes, strict=True)]
     return load(view[: payload.data_bytes], parts)
@@ -140,17 +142,19 @@ def _answer(sender: Sender, method: Callable[..., Any], args: Sequence[Any]) -> 
 
 
 def _converted(error: BaseException, what: str, where: str = "while it was read") -> BaseException:
-    """One that survives pickling."""
+    """The error in a form that survives pickling."""
     if isinstance(error, RayshardedError):
         with contextlib.suppress(Exception):
-            pickle.loads(pickle.dumps(error))  # noqa: S301 - what was just pickled
+            pickle.loads(pickle.dumps(error))  # noqa: S301 - just pickled here
             return error.with_traceback(None)
     return task_error(what, where, error)
 
 
 def _end_with(alive: int) -> None:
-    """Have this process killed when the other end of `alive` is closed, also while an extension holds the interpreter:
-    by the kernel, which sends a signal of one's choice for what happens to a pipe (fcntl(2), F_SETSIG)."""
+    """Have the kernel kill this process when the other end of `alive` is closed, also while an extension holds the GIL.
+
+    The kernel sends a chosen signal at an event of the pipe (fcntl(2), F_SETSIG).
+    """
     fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)

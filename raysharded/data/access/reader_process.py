@@ -1,7 +1,7 @@
-"""One worker's data, read in a process of its own: started, asked, looked at, and started again when it has died.
+"""One worker's data, read in a separate process: started, called, observed, and restarted when it has died.
 
-Nobody but the dataset draws from that process's generators, or runs in it at all. It is a fresh interpreter, or forked
-from the server that this process itself was forked from: never from a process that has threads.
+Only the dataset runs in that process and draws from its generators. It is a fresh interpreter, or a fork of the server
+that this process itself was forked from: never of a process that has threads.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class _Started:
         self.child = _start((theirs, alive, stacks))
         for end in (theirs, alive, stacks):
             end.close()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is dead: the first call will see that
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is dead: the first call will notice
             self.connection.send(payload)
             send_handle(self.connection, handle, self.child.pid)
 
     def ask(self, method: str, args: Sequence[Any]) -> Any:
-        """What it answered. Raises what it raised; EOFError or OSError if it has died."""
+        """The process's answer. Raises what it raised; EOFError or OSError if it has died."""
         if not self._answered_first:
             self._answer()
             self._answered_first = True
@@ -82,7 +82,7 @@ class _Started:
         return value
 
     def stacks(self) -> str:
-        """Where its threads are, as `faulthandler` writes it; empty if it does not say it soon."""
+        """Stacks of its threads as `faulthandler` writes them; empty if it does not write them soon."""
         found = bytearray()
         with contextlib.suppress(OSError, EOFError):
             os.kill(self.child.pid, SHOW_STACKS)
@@ -94,13 +94,13 @@ class _Started:
         return found.decode(errors="replace")
 
     def kill(self) -> None:
-        """Unless it has ended, and its number may be another's."""
+        """Kill the process unless it has ended, as its id may then belong to another."""
         with contextlib.suppress(ProcessLookupError):
             if self.child.poll() is None:
                 self.child.kill()
 
     def end(self, *, within_s: float = 0.0) -> str:
-        """How it has ended; it is killed if it does not end by itself within that time."""
+        """Text on how it ended. It is killed if it does not end by itself within that time."""
         deadline = time.monotonic() + within_s
         while self.child.poll() is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -115,12 +115,13 @@ class _Started:
 
 
 class DataProcess:
-    """The process that reads some datasets, which may share objects. Any thread; one call at a time is carried out."""
+    """The process that reads some datasets, which may share objects. Thread-safe; calls run one at a time."""
 
     def __init__(self, datasets: Sequence[Any], *, refuses: bool, settings: Callable[[], object]) -> None:
-        """Starts it, and does not wait. `refuses`: as in `Draws`; `settings`: called in it once torch is loaded.
+        """Start the process without waiting for it.
 
-        Raises TaskError for datasets that cannot be pickled.
+        `refuses`: as in `Draws`. `settings`: called in the process once torch is loaded. Raises TaskError for datasets
+        that cannot be pickled.
         """
         try:
             data, buffers = dump(list(datasets))
@@ -137,21 +138,21 @@ class DataProcess:
         self._handle = shared_file("raysharded-data")
         _write(self._handle, self._payload, data, buffers)
         self.lock = threading.Lock()
-        """Held by whoever asks it."""
+        """Held by the thread that calls the process."""
         self._changing = threading.Lock()
         self._closed = False
         self._started: _Started | None = _Started(self._payload, self._handle)
 
     @property
     def pid(self) -> int | None:
-        """Its id now; another one after it has died."""
+        """Current id of the process. It changes when the process has died and was restarted."""
         started = self._started
         return None if started is None else started.child.pid
 
     def ask(self, method: str, *args: Any) -> Any:
-        """What the process answers; one that has died is started again, and asked once more.
+        """The process's answer. If the process has died, it is restarted and the call is repeated once.
 
-        Raises what it raises; TaskError if it dies at that again, RuntimeError after `close`.
+        Raises what the process raises; TaskError if it dies at that call again, RuntimeError after `close`.
         """
         with self.lock:
             ends = []
@@ -180,13 +181,13 @@ class DataProcess:
             return self._started
 
     def stacks(self) -> str:
-        """Where the process is, if it is asked something now: as `faulthandler` writes it. Waits half a second."""
+        """Stacks of the process during a call, as `faulthandler` writes them. Waits half a second."""
         with self._changing:
             started = self._started
         return started.stacks() if started is not None and self.lock.locked() else ""
 
     def close(self) -> None:
-        """Kill the process. Wakes whoever waits for an answer."""
+        """Kill the process, and wake threads that wait for an answer."""
         with self._changing:
             if self._closed:
                 return
@@ -195,12 +196,12 @@ class DataProcess:
             os.close(self._handle)
         if started is not None:
             started.kill()
-            with self.lock:  # whoever asked has seen that
+            with self.lock:  # the calling thread has noticed that
                 started.end()
 
 
 class ProcessReader:
-    """Implements `Reader` with one of a process's datasets."""
+    """A `Reader` that uses one of a process's datasets."""
 
     def __init__(self, process: DataProcess, which: int, name: str) -> None:
         self.name = name
@@ -239,10 +240,10 @@ def _write(handle: int, payload: Payload, data: bytes, buffers: Sequence[memoryv
 
 def _start(ends: tuple[Connection, Connection, Connection]) -> _Child:
     if forkserver.get_inherited_fds() is not None:
-        with contextlib.suppress(OSError, EOFError, ValueError):  # that server is gone
+        with contextlib.suppress(OSError, EOFError, ValueError):  # that server has exited
             return _forked(ends)
     handles = [end.fileno() for end in ends]
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as multiprocessing does
     return subprocess.Popen(
         [sys.executable, *flags, "-c", _FRESH, json.dumps([handles, sys.path])],
         pass_fds=handles,
@@ -251,9 +252,11 @@ def _start(ends: tuple[Connection, Connection, Connection]) -> _Child:
 
 
 def _forked(ends: tuple[Connection, Connection, Connection]) -> _Child:
-    """From the server that this process was forked from: CPython hands its address on, and then starts another one all
-    the same. `Process.start` would refuse, as workers are daemons; this one ends with its worker without that, and may
-    have children of its own."""
+    """Fork the process from the server that this process was forked from.
+
+    CPython passes the server's address on, but would still start another server. `Process.start` would reject the call,
+    as workers are daemons. This process ends with its worker without that, and may have children.
+    """
     from multiprocessing.popen_forkserver import Popen
 
     process = multiprocessing.get_context("forkserver").Process(target=serve, args=ends, daemon=False)

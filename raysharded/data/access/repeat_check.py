@@ -1,4 +1,4 @@
-"""Whether two readings of a sample are the same, to the bit."""
+"""Bitwise comparison of two readings of a sample."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _NUMBERS = (bool, int, float, complex, str, bytes, bytearray, type(None))
 
 
 def differ(one: Any, other: Any) -> bool:
-    """True if two samples certainly have other bits somewhere; NaN is NaN.
+    """True if two samples certainly differ in some bit; NaN equals NaN.
 
-    What has no form in which it could be compared (an object that neither is a container nor pickles the same twice)
-    counts as the same.
+    Objects without a comparable form (neither containers nor pickled equally twice) count as equal.
     """
     if one is other:
         return False
@@ -62,9 +61,9 @@ def _arrays_differ(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bo
 
 
 def _objects_differ(one: Any, other: Any) -> bool:
-    """True if each pickles the same twice, and not as the other does."""
+    """True if each object pickles equally twice, and the two objects pickle differently."""
     try:
         forms = [pickle.dumps(value) for value in (one, one, other, other)]
-    except Exception:  # noqa: BLE001 - the boundary to the user's classes: it has no form
+    except Exception:  # noqa: BLE001 - the boundary to the user's classes: no comparable form
         return False
     return forms[0] == forms[1] and forms[2] == forms[3] and forms[0] != forms[2]

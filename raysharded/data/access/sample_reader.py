@@ -1,8 +1,8 @@
-"""Reading samples by their ids: the user's errors with words, and what is drawn from the process's generators settled.
+"""Reading of samples by their ids, with the user's errors explained and the process's generators seeded.
 
-A dataset of the user's own may draw from them, though it should not. Each microbatch begins where its number says; so
-`torch.manual_seed(index)` in `__getitem__`, or a number that does not show in a sample, are the same at every size. A
-sample that shows what was drawn is refused in exact mode: it would be another in each epoch.
+A user's dataset may draw from them, though it should not. Each microbatch begins at a seed of its number. Therefore
+`torch.manual_seed(index)` in `__getitem__`, and draws that do not show in a sample, behave alike at every size. A
+sample that shows a draw is rejected in exact mode: it would differ in each epoch.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ if TYPE_CHECKING:
     from raysharded.data.dataset import Dataset
 
 _LOOKED_AT = 8
-"""So many samples that move a generator are read again, and then those numbered 16, 32, 64, ..."""
+"""Number of samples that move a generator and are read twice; after these, only those numbered 16, 32, 64, ..."""
 _CHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What was read."""
+    """Samples that were read."""
 
     samples: list[Any]
     ids: list[int]
-    """Those that were really read, in order."""
+    """Ids of the samples actually read, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What is done about the process's generators while samples are read."""
+    """Treatment of the process's generators while samples are read."""
 
     refuses: bool
-    """Refuse a dataset whose samples show what it drew: in exact mode."""
+    """Whether to reject a dataset whose samples show its draws, as in exact mode."""
     puts_back: bool
-    """Leave them as they were: where others draw from them, too."""
+    """Whether to restore the generators, where other code draws from them, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
-    """One reading of a sample, and what it did to the process's generators."""
+    """One reading of a sample, and its effects on the process's generators."""
 
     sample: Any
     moved: list[str]
@@ -67,53 +67,60 @@ class _Looked:
 
 @runtime_checkable
 class Reader(Protocol):
-    """Reads one dataset, here or elsewhere; one call at a time reads."""
+    """Reader of one dataset, here or in another process. One call at a time reads."""
 
     name: str
-    """The dataset's class."""
+    """Class name of the dataset."""
 
     def num_samples(self) -> int:
-        """Its length. Raises DataError if it is empty, TaskError if asking for it fails."""
+        """Length of the dataset. Raises DataError if it is empty, TaskError if its `__len__` fails."""
         ...
 
     def read_samples(self, ids: Sequence[int], where: str, number: int) -> Reads:
-        """Those samples. `where`: when that is, for errors; `number`: where the generators begin, if they are settled.
+        """The samples with these ids.
 
-        Raises TaskError with the user's traceback if the dataset does, DataError for damaged files, InexactError for a
-        sample that shows what was drawn, RuntimeError after `close`.
+        `where`: the time of the read, for errors. `number`: seed for the generators, if they are seeded.
+
+        Raises TaskError with the user's traceback if the dataset fails, DataError for damaged files, InexactError for a
+        sample that shows a draw, RuntimeError after `close`.
         """
         ...
 
     def check(self, ids: Sequence[int]) -> None:
-        """Read the first once, and each twice more: what differs is an InexactError. Takes about a second at most."""
+        """Read the first id once, and each twice more.
+
+        Raises InexactError for differences. Takes at most about a second.
+        """
         ...
 
     def validate(self) -> None:
-        """Call the dataset's own `validate()`, if it has one."""
+        """Call the dataset's `validate()`, if it has one."""
         ...
 
     def close(self) -> None:
-        """End after the sample that is being read. Any thread."""
+        """End after the sample that is being read. Thread-safe."""
         ...
 
 
 class DatasetReader:
-    """Implements `Reader` in this process."""
+    """A `Reader` in this process."""
 
     def __init__(self, dataset: Dataset, *, lock: threading.Lock | None = None, draws: Draws | None = None) -> None:
-        """`lock`: of another reader, whose dataset may stand on the same things as this one. `draws`: None for one
-        that is known to draw nothing."""
+        """`lock`: the lock of another reader whose dataset may share objects with this one.
+
+        `draws`: None for a dataset that is known to draw nothing.
+        """
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
                 f"{type(dataset).__name__} is not a map-style dataset. Give one with __len__() and __getitem__(index)."
             )
         self.name = type(dataset).__name__
         self.lock = lock or threading.Lock()
-        """Held by whoever reads the dataset."""
+        """Held by the thread that reads the dataset."""
         self._dataset, self._draws = dataset, draws
         self._closing = threading.Event()
         self._moves = 0
-        """How many samples have moved a generator; from the first on each begins at a number of its own."""
+        """Number of samples that moved a generator. After the first, the generators are seeded for each sample."""
 
     def num_samples(self) -> int:
         with self.lock:
@@ -138,7 +145,7 @@ class DatasetReader:
 
     def check(self, ids: Sequence[int]) -> None:
         with self.lock, self._kept():
-            self._sample(self._dataset, ids[0], "at the start")  # a first read may set things up; the next only reads
+            self._sample(self._dataset, ids[0], "at the start")  # a first read may set things up; later ones only read
             began, first = time.monotonic(), []
             for index in ids:
                 first.append(self._looked_at(index, 0))
@@ -198,24 +205,24 @@ class DatasetReader:
 
     def _compare(self, index: int, one: _Looked, other: _Looked) -> None:
         drawn = [name for name in one.moved if name in other.moved and one.after[name] != other.after[name]]
-        if drawn:  # one that the dataset had seeded itself would stand at the same place both times
+        if drawn:  # a generator that the dataset seeds would be in the same state both times
             raise self._drawn(drawn[0], index, "at the start")
         if differ(one.sample, other.sample):
             raise InexactError(
                 f"{self.name}[{index}] gave other values when it was read a second time: the same index must give the "
                 "same sample every time. Look for the clock, for a generator that is made once and not seeded for each "
                 "sample, and for what reading changes. Draw from a generator that is made in __getitem__ and seeded "
-                'with the index; or give up identical bits with EngineConfig(reduction="fast").'
+                'with the index; or waive identical bits with EngineConfig(reduction="fast").'
             )
 
     def _drawn(self, generator: str, index: int, where: str) -> InexactError:
         return InexactError(
             f"{self.name}.__getitem__ draws from {generator}'s global generator, for sample {index} {where}: it would "
-            "give another sample each time. Draw from a generator of its own, seeded with the sample's index, or seed "
-            'that one with it; or give up identical bits with EngineConfig(reduction="fast").'
+            "give another sample each time. Draw from a separate generator, seeded with the sample's index, or seed "
+            'that one with it; or waive identical bits with EngineConfig(reduction="fast").'
         )
 
-    def _sample(self, dataset: Dataset, index: int, where: str) -> Any:  # a sample is whatever the user's dataset gives
+    def _sample(self, dataset: Dataset, index: int, where: str) -> Any:  # the user's dataset may return anything
         if self._closing.is_set():
             raise RuntimeError("this loader is closed")
         try:
@@ -228,11 +235,11 @@ class DatasetReader:
             raise task_error(f"{self.name}[{index}]", where, error, self._hint(error)) from error
 
     def _hint(self, error: BaseException) -> str:
-        """What else a user has to know; begins with a space unless it is empty."""
+        """Further advice for the user. It begins with a space unless it is empty."""
         if not isinstance(error, KeyError) or not isinstance(self._dataset, Mapping) or not self._dataset:
             return ""
         keys = ", ".join(repr(key) for key in list(self._dataset)[:4])
-        return f" A {self.name} of {keys} is no dataset: give one of them, [{next(iter(self._dataset))!r}]."
+        return f" A {self.name} of {keys} is not a dataset: give one of them, [{next(iter(self._dataset))!r}]."
 
 
 def _settle(number: int) -> generators.Marks:
@@ -241,7 +248,7 @@ def _settle(number: int) -> generators.Marks:
 
 
 def task_error(what: str, where: str, error: BaseException, hint: str = "") -> TaskError:
-    """What the user's dataset raised. `hint`: what else is to be said of it."""
+    """The TaskError for an error of the user's dataset. `hint`: further advice."""
     cause = "".join(traceback.format_exception_only(error)).strip()
     text = user_traceback(error)
     hint = hint or " Correct the dataset; its traceback is in user_traceback."

@@ -1,7 +1,7 @@
-"""Values between two processes of a machine: pickled, with the arrays and tensors in them laid into shared memory.
+"""Transfer of values between two processes of a machine: pickled, with their arrays and tensors in shared memory.
 
-The receiver gets arrays that lie where they were put. A segment is used again when nothing of what was in it is left.
-Segments have no names (memfd), so nothing is left of them when both processes are gone.
+The receiver's arrays lie in the sender's segment. A segment is reused when nothing refers to its contents any more.
+Segments have no names (memfd), so they vanish when both processes have exited.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ALIGNED_TO = 64
 _INLINE_BYTES = 64 << 10
 """Arrays of fewer bytes go through the pipe."""
 _SPARE = 4
-"""So many segments are kept that nobody uses."""
+"""Number of unused segments that are kept."""
 
 
 class _Pickler(pickle.Pickler):
@@ -34,7 +34,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _reduced(value: Any) -> Any:
-    """How a plain tensor is pickled: as an array of its bytes."""
+    """Pickled form of a plain tensor: an array of its bytes."""
     torch = sys.modules.get("torch")
     if torch is None or type(value) is not torch.Tensor:
         return NotImplemented
@@ -47,12 +47,12 @@ def _reduced(value: Any) -> Any:
 
 
 def _by_value() -> Any:
-    """Ray's pickler, where it is loaded: there classes may have come by value, as those of a notebook's cells."""
+    """Ray's pickler, where it is loaded: it handles classes that came by value, as those of a notebook's cells."""
     cloudpickle = sys.modules.get("ray.cloudpickle")
     if cloudpickle is None:
         return None
 
-    class ByValue(cloudpickle.CloudPickler):  # type: ignore[misc, name-defined]  # whatever Ray has
+    class ByValue(cloudpickle.CloudPickler):  # type: ignore[misc, name-defined] # of a type that Ray chooses
         def reducer_override(self, value: Any) -> Any:
             reduced = _reduced(value)
             return super().reducer_override(value) if reduced is NotImplemented else reduced
@@ -88,17 +88,17 @@ def dump(value: object) -> tuple[bytes, list[memoryview]]:
 
 
 def load(data: bytes | memoryview, buffers: Sequence[Any]) -> Any:
-    """What `dump` was given; its arrays lie in the buffers."""
-    return pickle.loads(data, buffers=buffers)  # noqa: S301 - of this worker's other process
+    """The value that `dump` was given. Its arrays lie in the buffers."""
+    return pickle.loads(data, buffers=buffers)  # noqa: S301 - from this worker's other process
 
 
 def shared_file(name: str) -> int:
-    """A file of memory without a place among files."""
+    """A file in memory, without a name in a file system."""
     return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
 def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where buffers of these sizes begin in one segment, and how long that is."""
+    """Offsets of buffers of these sizes in one segment, and its length."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -113,14 +113,14 @@ class _Message:
     inline: list[bytes] | None
     slot: int = -1
     capacity: int = 0
-    """Of a slot that the receiver has not seen: a handle follows."""
+    """Capacity of a slot that is new to the receiver: a handle follows."""
     dropped: tuple[int, ...] = ()
-    """Slots that are no more."""
+    """Slots that no longer exist."""
 
 
 @dataclass(slots=True)
 class Sender:
-    """Sends values to one receiver, which says with each of its calls which segments are free again."""
+    """Sender of values to one receiver. Each of the receiver's calls reports the segments that are free again."""
 
     connection: Connection
     _slots: dict[int, mmap.mmap] = field(default_factory=dict)
@@ -128,11 +128,11 @@ class Sender:
     _made: int = 0
 
     def freed(self, slots: Sequence[int]) -> None:
-        """The receiver has nothing left of these."""
+        """Record segments to which the receiver has no references left."""
         self._free += slots
 
     def send(self, value: object) -> None:
-        """Raises what pickling raises, before anything was sent."""
+        """Send a value. Raises what pickling raises, before anything is sent."""
         data, buffers = dump(value)
         sizes = [buffer.nbytes for buffer in buffers]
         offsets, length = offsets_of(sizes)
@@ -151,7 +151,7 @@ class Sender:
             os.close(handle)
 
     def _slot(self, length: int) -> tuple[int, int | None, tuple[int, ...]]:
-        """One that is free and long enough, the handle of it if it is new, and those that were given up."""
+        """A free slot that is long enough, its handle if it is new, and the slots that were dropped."""
         fitting = [slot for slot in self._free if len(self._slots[slot]) >= length]
         if fitting:
             slot = min(fitting, key=lambda slot: len(self._slots[slot]))
@@ -165,7 +165,7 @@ class Sender:
         return self._made, handle, dropped
 
     def _drop(self, spare: int) -> tuple[int, ...]:
-        """Give up the shortest of the free ones, but for so many."""
+        """Drop the shortest free segments, except for `spare` of them."""
         excess = sorted(self._free, key=lambda slot: len(self._slots[slot]))[: max(0, len(self._free) - spare)]
         for slot in excess:
             self._free.remove(slot)
@@ -174,7 +174,7 @@ class Sender:
 
 
 class Receiver:
-    """Receives what a `Sender` sends."""
+    """Receiver of the values that a `Sender` sends."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -182,7 +182,7 @@ class Receiver:
         self._freed: deque[int] = deque()
 
     def freed(self) -> list[int]:
-        """The segments of which nothing is left since the last time."""
+        """Segments without any references left, since the last call."""
         return [self._freed.popleft() for _ in range(len(self._freed))]
 
     def receive(self) -> Any:

@@ -1,4 +1,4 @@
-"""Documents out of text, JSON Lines and Parquet files, one at a time."""
+"""Documents from text, JSON Lines and Parquet files, one at a time."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _ROWS_AT_A_TIME = 256
 def documents(file: File, input_format: InputFormat | None, text_field: str) -> Iterator[Document]:
     """The file's documents in order: the whole of a text file, each line of JSON Lines, each row of Parquet.
 
-    A document's chunks must be used before the next document is asked for. Empty lines and empty texts are left out.
-    Raises ConfigError for an unknown format, DataError that names file and line (or row) for input that is
-    missing, malformed or without `text_field`.
+    A document's chunks must be used before the next document is requested. Empty lines and empty texts are left out.
+    Raises ConfigError for an unknown format. Raises DataError with file and line (or row) for input that is missing,
+    malformed or without `text_field`.
     """
     chosen = input_format or _FORMAT_OF_SUFFIX.get(file.suffix)
     match chosen:
@@ -44,7 +44,7 @@ def documents(file: File, input_format: InputFormat | None, text_field: str) -> 
         case "parquet":
             return _parquet(file, text_field)
     raise ConfigError(
-        f"{file.name}: input_format={input_format!r} with suffix {file.suffix!r} says nothing about what is in it. "
+        f"{file.name}: input_format={input_format!r} with suffix {file.suffix!r} does not determine the format. "
         f"Give input_format= one of {', '.join(map(repr, get_args(InputFormat)))}."
     )
 
@@ -71,7 +71,7 @@ def _json_lines(file: File, text_field: str) -> Iterator[Document]:
             continue
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError) as error:  # JSON or UTF-8; nested too deeply
+        except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8; nested too deeply
             raise DataError(f"{where}: not JSON: {error}. Correct or remove the line.") from error
         if not isinstance(record, dict) or text_field not in record:
             has = f"an object with {', '.join(map(repr, record))}" if isinstance(record, dict) else repr(record)[:80]

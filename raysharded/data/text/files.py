@@ -21,9 +21,9 @@ class File:
     """One file on one file system."""
 
     name: str
-    """For people: a local path, or a URL."""
+    """Name for display: a local path, or a URL."""
     path: str
-    """The name within `fs`."""
+    """Path within `fs`."""
     fs: Any  # an fsspec file system, which has no types
 
     @property
@@ -35,7 +35,7 @@ class File:
 def as_paths(paths: PathLike | Sequence[PathLike], what: str) -> tuple[str, ...]:
     """The paths as strings that mean the same in any process: local ones become absolute.
 
-    Raises ConfigError if there are none or one of them is not a path; `what` names the argument. Or as `local_path`.
+    Raises ConfigError for none and for values that are not paths, and as `local_path`. `what` names the argument.
     """
     many = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not many or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) != "" for path in many):
@@ -55,7 +55,7 @@ def file_system(path: str) -> tuple[Any, str]:
     """
     try:
         fs, within = fsspec.core.url_to_fs(path)
-    except Exception as error:  # the boundary to packages of every protocol
+    except Exception as error:  # the boundary to the packages of the protocols
         raise DataError(
             f"{path}: cannot open this kind of storage: {error}. Use a local path or a URL that fsspec knows, "
             "and install the package of its protocol (s3fs for s3://, gcsfs for gs://)."
@@ -64,15 +64,15 @@ def file_system(path: str) -> tuple[Any, str]:
 
 
 def is_local(fs: Any) -> bool:
-    """Whether the files are this machine's own."""
+    """Whether the files are on this machine's file system."""
     return "file" in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
 
 
 def find_files(pattern: str, *, suffix: str = "", recursive: bool = False) -> list[File]:
     """The files that a path, a folder or a glob stands for, sorted by name.
 
-    Of a folder: those that end with `suffix`, also in its folders if `recursive`, without hidden ones (names that
-    begin with '.' or '_', as Parquet tools have it). Raises DataError if there is none.
+    In a folder these are the files that end with `suffix`, also in its folders if `recursive`. Hidden files (names with
+    a leading '.' or '_', as in Parquet tools) are left out. Raises DataError if there is none.
     """
     fs, path = file_system(pattern)
     with reading(pattern, "list"):
@@ -99,20 +99,20 @@ def _name(fs: Any, path: str) -> str:
 
 
 def open_file(file: File) -> Any:
-    """The file, opened for reading bytes at random. Raises DataError if that is impossible."""
+    """The file, opened for random reads of bytes. Raises DataError if that is impossible."""
     with reading(file.name, "open"):
-        # Without a cache a remote read fetches the bytes that were asked for, not megabytes around them.
+        # Without a cache a remote read fetches the requested bytes, not megabytes around them.
         return file.fs.open(file.path, "rb", cache_type="none")
 
 
 @contextmanager
 def reading(name: str, verb: str) -> Iterator[None]:
-    """Turn whatever storage raises inside into a DataError that names the file."""
+    """Turn any error of storage inside the block into a DataError that names the file."""
     try:
         yield
     except DataError:
         raise
     except FileNotFoundError as error:
         raise DataError(f"{name}: the file is missing. Restore it, or correct the path.") from error
-    except Exception as error:  # the boundary to storage: every protocol has errors of its own
+    except Exception as error:  # the boundary to storage: every protocol has its own errors
         raise DataError(f"{name}: cannot {verb}: {type(error).__name__}: {error}. Check access to it.") from error

@@ -1,20 +1,19 @@
-"""One token file: the format, and reading it at random.
+"""Token files: the format, and random reads of one file.
 
 **Format `raysharded.tokens`, version 1.** A token file is a Parquet file.
-
 1. It MUST have a column `tokens` of type uint8, uint16 or uint32, without nulls: one token per row. It MAY
    have other columns; readers ignore them.
 2. Its key-value metadata MUST have `raysharded.format` = "raysharded.tokens", `raysharded.format_version` =
    "1", `raysharded.tokenizer` (an id: "bytes", or "sha256:" and the digest of the tokenizer's file),
    `raysharded.vocab_size` and `raysharded.num_tokens` (decimal numbers). It MAY have others.
 3. Every token MUST be less than the vocabulary's size. `num_tokens` MUST be the number of rows.
-4. Row groups SHOULD have 2^14 to 2^18 rows: one is what a reader fetches and decodes to get at any token in it.
+4. Row groups SHOULD have 2^14 to 2^18 rows: to read any token, a reader fetches and decodes its row group.
    Pages SHOULD have checksums. Any encoding and compression MAY be used; `pack` writes BYTE_STREAM_SPLIT with
    zstd, the smallest and fastest to decode of those that were measured (it needs a reader of Parquet 2.11).
 
-A data set is several files with the same tokenizer and vocabulary size; its token stream is the files' streams
-one after the other, in the order of their names. A document ends with an end-of-document token; it MAY go on in
-the next file.
+A data set is several files with the same tokenizer and vocabulary size. Its token stream is the files' streams one
+after the other, in the order of their names. A document ends with an end-of-document token; it MAY continue in the next
+file.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenHeader:
-    """What a token file's footer says about it."""
+    """Contents of a token file's footer."""
 
     tokenizer: str
     vocab_size: int
@@ -64,10 +63,10 @@ class TokenHeader:
 
 
 class TokenFile:
-    """An open token file. Opening reads and checks its footer alone. For one thread at a time.
+    """An open token file. Opening reads and checks only its footer. For one thread at a time.
 
-    Raises DataError, naming the file, the cause and the remedy, when it is missing, truncated, not Parquet, not of
-    this format, or of another schema; and from `read_row_group` when the damage shows only there.
+    Raises DataError, with the file, the cause and the remedy, if it is missing, truncated, not Parquet, not of this
+    format, or of another schema. `read_row_group` raises it for damage that shows only there.
     """
 
     def __init__(self, file: File) -> None:
@@ -79,7 +78,7 @@ class TokenFile:
         """Row group g has the tokens from `row_group_starts[g]` to `row_group_starts[g + 1]`."""
 
     def read_row_group(self, group: int) -> Tokens:
-        """The tokens of one row group, in the file's own integer type; read-only."""
+        """The tokens of one row group, in the file's integer type; read-only."""
         try:
             column = self._parquet.read_row_group(group, columns=[COLUMN], use_threads=False).column(0)
             tokens: Tokens = column.combine_chunks().to_numpy(zero_copy_only=column.null_count == 0)
@@ -97,7 +96,7 @@ class TokenFile:
         return tokens
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._parquet.close(force=True)
 
 

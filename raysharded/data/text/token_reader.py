@@ -17,20 +17,20 @@ _MAX_OPEN_FILES = 64
 
 
 class TokenReader:
-    """Reads tokens by (file, offset); keeps the latest used row groups decoded and the latest used files open.
+    """Reader of tokens by (file, offset). It keeps the last used row groups decoded and the last used files open.
 
     Any thread may call it; one reads at a time. Raises DataError as `TokenFile` does.
     """
 
     def __init__(self, files: Sequence[File], num_tokens: npt.NDArray[np.int64], cache_bytes: int) -> None:
-        """`num_tokens[f]` is what file f must have; at least one row group is kept, whatever `cache_bytes`."""
+        """`num_tokens[f]`: expected size of file f. At least one row group is kept, for any `cache_bytes`."""
         self._files = files
         self._num_tokens = num_tokens
         self._cache_bytes = cache_bytes
         self._open: OrderedDict[int, TokenFile] = OrderedDict()
         self._groups: OrderedDict[tuple[int, int], Tokens] = OrderedDict()
         self.cached_bytes = 0
-        """The size of the decoded row groups that are kept."""
+        """Size of the cached row groups."""
         self._lock = threading.Lock()
 
     def read(self, number: int, offset: int, out: npt.NDArray[np.int64]) -> None:

@@ -1,4 +1,4 @@
-"""Text to token ids: bytes as they are, or any tokenizer file of the `tokenizers` package."""
+"""Conversion of text to token ids: the bytes themselves, or any tokenizer file of the `tokenizers` package."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Document:
     """One document's text in UTF-8 (or, for bytes, any bytes), in chunks that may be cut anywhere."""
 
     where: str
-    """For people: the file, and the line or row in it."""
+    """Location for display: the file, and the line or row in it."""
     chunks: Iterable[bytes]
 
 
 class Tokenizer(Protocol):
-    """Turns documents into token ids below `vocab_size`; the same document always gives the same ids."""
+    """Converter of documents into token ids below `vocab_size`. A document always gives the same ids."""
 
     @property
     def id(self) -> str:
-        """Names the tokenizer; equal for equal ones alone."""
+        """Name of the tokenizer. Only equal tokenizers have equal names."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Every byte is a token, and 256 ends a document. Needs no memory for long documents."""
+    """A tokenizer in which every byte is a token, and 256 ends a document. Long documents need no memory."""
 
     id = "bytes"
     vocab_size = 257
@@ -62,7 +62,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer file (JSON) of the `tokenizers` package; holds one document at a time in memory."""
+    """A tokenizer file (JSON) of the `tokenizers` package. It holds one document at a time in memory."""
 
     def __init__(self, path: str, end_of_document: str | None = None) -> None:
         """`end_of_document`: the text of that token in the vocabulary; None: the first known name that it has.

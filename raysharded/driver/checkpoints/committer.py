@@ -1,4 +1,4 @@
-"""A run's checkpoints as its driver sees them: claimed, committed in order, the old ones deleted; beside the loop."""
+"""Commits a run's checkpoints in order and deletes old ones, in the background of the driver's loop."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ _log = logging.getLogger("raysharded.driver")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFiles:
-    """The run on its storage."""
+    """A run on its storage."""
 
     name: str
     storage: Storage
     keep: Keep
-    """Which checkpoints stay."""
+    """Retention rules."""
     metadata: Mapping[str, Any]
-    """Written into every checkpoint's manifest."""
+    """Metadata for every checkpoint's manifest."""
     global_batch_size: int
     """Samples that a step consumes."""
     key: SigningKey | None = None
-    """Signs every manifest; one that is not signed with it is refused."""
+    """Key that signs every manifest. A checkpoint without its signature is rejected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestContext:
-    """What the driver knows when a checkpoint is committed, and its manifest says."""
+    """The driver's knowledge at a commit, which the manifest records."""
 
     arithmetic: Mapping[str, str]
     num_samples: int | None
     decisions: Decisions = field(default_factory=Decisions)
     build_seed: int = 0
-    """Of the task's constructors."""
+    """Seed of the task's constructors."""
 
 
 class Committer:
-    """Commits a run's checkpoints, one after the other in a thread of its own; every outcome is told as an event."""
+    """Commits a run's checkpoints, one after the other in a separate thread, and reports every outcome as an event."""
 
     def __init__(
         self,
@@ -67,36 +67,39 @@ class Committer:
         tell: Callable[[Committed | CommitFailed | Overtaken | LeadershipLost | Deleted], None],
         spared: Callable[[], ProtectedCheckpoints],
     ) -> None:
-        """`driver` is this driver's own name: no other's is the same. `spared`: what retention must leave alone, asked
-        in another thread, of each checkpoint just before it goes, too."""
+        """`driver`: this driver's unique name.
+
+        `spared` returns the checkpoints that retention must not delete; it is called in another thread, and again just
+        before each deletion.
+        """
         self._files, self._driver, self._clock, self._tell, self._spared = files, driver, clock, tell, spared
         self.claims = Claims(files.storage, driver, wall=clock.wall)
         self._committing, self._pruning = _Lane("commit"), _Lane("prune")
         self._has_committed = False
 
     def owns(self) -> bool:
-        """Whether no other driver has claimed the run since; as far as storage can be asked."""
+        """Whether no other driver has claimed the run since, as far as storage answers."""
         return _newest_owner(self._files.storage) in (self._driver, None)
 
     def commit(self, command: CommitSave, known: ManifestContext, after: Callable[[], None] = lambda: None) -> None:
-        """Begin to make a checkpoint real; those before it come first, and `after` is waited for."""
+        """Start to commit a checkpoint, after earlier ones. `after` is called before it, and may block."""
         self._committing.do(lambda: self._commit(command, known, after))
 
     def distrust(self, prefixes: Collection[str]) -> None:
-        """Begin to delete checkpoints that may hold wrong numbers; a pinned one stays, and is said to."""
+        """Start to delete checkpoints that may hold wrong numbers. A pinned one stays, with a warning."""
         self._committing.do(lambda: self._distrust(prefixes))
 
     def _distrust(self, prefixes: Collection[str]) -> None:
         try:
             for prefix in distrust(self._files.storage, prefixes):
                 _log.warning("the checkpoint under %s may hold wrong numbers; it stays because it is pinned", prefix)
-        except Exception:  # noqa: BLE001 - the boundary of the thread: the next driver goes on with it
+        except Exception:  # noqa: BLE001 - thread boundary: the next driver continues
             _log.warning(
                 "checkpoints under %s could not be deleted: %s", self._files.storage.url, prefixes, exc_info=True
             )
 
     def close(self, timeout_s: float) -> None:
-        """Return when everything is done, or after so long."""
+        """Return when all work is done, or after `timeout_s`."""
         self._committing.close(timeout_s)
         self._pruning.close(timeout_s)
 
@@ -104,7 +107,7 @@ class Committer:
         try:
             after()
             committed = self._committed(command, known)
-        except Exception as error:  # noqa: BLE001 - the boundary of the thread: training goes on
+        except Exception as error:  # noqa: BLE001 - thread boundary: training continues
             if not isinstance(error, RayshardedError | OSError):
                 _log.exception("committing the checkpoint of step %d", command.step)
             self._tell(self._failure(command, error))
@@ -130,7 +133,7 @@ class Committer:
         )
 
     def _check_keep_best(self, command: CommitSave) -> None:
-        """Warn once of a number that the first checkpoint lacks."""
+        """Warn once if the first checkpoint lacks the number that `keep_best` names."""
         best, is_first, self._has_committed = self._files.keep.best, not self._has_committed, True
         if best is None or not is_first or best.metric in command.measured:
             return
@@ -144,7 +147,10 @@ class Committer:
         )
 
     def _failure(self, command: CommitSave, error: Exception) -> CommitFailed | Overtaken | LeadershipLost:
-        """Whether this one failed, or none will ever be committed again. (The heir deletes what this driver wrote.)"""
+        """The event of a failed commit: this one failed, or this driver can commit no more.
+
+        The driver that leads next deletes the files that this one wrote.
+        """
         why = f"{type(error).__name__}: {error}"
         if not isinstance(error, RunOwnedElsewhere) and self.owns():
             if isinstance(error, StaleGeneration):
@@ -169,12 +175,12 @@ class Committer:
             )
             if pruned.retired or pruned.references:
                 self._tell(Deleted(prefixes=pruned.retired, parents=bool(pruned.references)))
-        except Exception:  # noqa: BLE001 - the boundary of the thread: the next one goes on with it
+        except Exception:  # noqa: BLE001 - thread boundary: the next call continues
             _log.warning("old checkpoints under %s could not be deleted", self._files.storage.url, exc_info=True)
 
 
 def distrust(storage: Storage, prefixes: Collection[str]) -> list[str]:
-    """Make these checkpoints invisible; those that stay, since they are pinned."""
+    """Retire these checkpoints. Returns the folders of those that stay because they are pinned."""
     refs = [ref for ref in list_checkpoints(storage) if ref.complete and ref.prefix in prefixes]
     number = max(list_numbers(storage), default=0) if refs else 0
     return [ref.prefix for ref in refs if not retire(storage, ref, number=number)]
@@ -183,7 +189,7 @@ def distrust(storage: Storage, prefixes: Collection[str]) -> list[str]:
 def manifest_of(
     files: RunFiles, driver: str, clock: Clock, command: CommitSave, known: ManifestContext, fingerprint: str
 ) -> Manifest:
-    """The manifest of a checkpoint whose parts are all written."""
+    """Manifest of a checkpoint whose parts are all written."""
     spec = command.parts[0].spec
     assert spec is not None
     rates = rates_before(known.decisions.rates, command.step + 1)
@@ -211,14 +217,14 @@ def manifest_of(
 
 
 def fingerprint_of(parts: Sequence[Saved]) -> str:
-    """Of the whole state, from its workers' parts."""
+    """Fingerprint of the whole state, from the workers' parts."""
     spec = parts[0].spec
     assert spec is not None
     return digest(spec, combine([part.fingerprint for part in parts]))
 
 
 def data_position(step: int, global_batch_size: int, num_samples: int | None, skips: Skips = ()) -> dict[str, int]:
-    """Where the data of `step` ended: the samples consumed or passed over so far, and which epoch that is in."""
+    """Position in the data after `step`: the samples consumed or skipped so far, and the epoch."""
     consumed = step * global_batch_size + skipped_before(skips, step)
     if not num_samples:
         return {"samples": consumed}
@@ -233,7 +239,7 @@ def _newest_owner(storage: Storage) -> str | None:
 
 
 class _Lane:
-    """Does what it is given in order, in a thread that does not keep the process alive, from the first work on."""
+    """A daemon thread that runs work in order; it starts with the first piece of work."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -243,7 +249,7 @@ class _Lane:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits."""
+        """Whether no work is waiting."""
         return self._work.empty()
 
     def do(self, work: Callable[[], None]) -> None:
@@ -254,7 +260,7 @@ class _Lane:
                 self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Return when all is done, or after so long."""
+        """Return when all work is done, or after `timeout_s`."""
         with self._starting:
             thread = self._thread
         if thread is not None:

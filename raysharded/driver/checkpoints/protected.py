@@ -1,4 +1,4 @@
-"""Which checkpoints retention must leave alone, whatever its rules say. Pure."""
+"""Checkpoints that retention must not delete. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from raysharded.protocol.messages import FromCheckpoint, save_prefix
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProtectedCheckpoints:
-    """What must stay."""
+    """Checkpoints that must stay."""
 
     prefixes: frozenset[str] = frozenset()
-    """Folders that are being written, or that the run is formed from, or may go back to."""
+    """Folders that are being written, that the generation is formed from, or that the run may go back to."""
     parents: bool = False
-    """Whether that of the run that this one was forked from is among them."""
+    """Whether the parent run's checkpoint, from which this run was forked, must stay."""
 
 
 def protected_checkpoints(state: State) -> ProtectedCheckpoints:
-    """What must stay now."""
+    """Checkpoints that must stay now."""
     needed = list(_gone_back_to(state))
     went_back = state.checkpoint is not None and state.invalidated_after is not None
     if state.checkpoint is not None and (went_back or state.checkpoint.url == ""):
@@ -32,7 +32,7 @@ def protected_checkpoints(state: State) -> ProtectedCheckpoints:
 
 
 def _gone_back_to(state: State) -> Iterator[Checkpointed]:
-    """The checkpoints that somebody wants the run to go back to."""
+    """Targets of requested rewinds."""
     if state.wanted_rewind is not None:
         yield state.wanted_rewind.checkpoint
     if state.plan is not None and state.plan.rewind is not None:
@@ -40,6 +40,6 @@ def _gone_back_to(state: State) -> Iterator[Checkpointed]:
 
 
 def _verified(state: State) -> list[str]:
-    """The folder of the newest checkpoint that is verified, if audits are made: it is what the run may go back to."""
+    """Folder of the newest checkpoint up to the verified step, the target of a corruption rollback, if there is one."""
     known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
     return [checkpoint.prefix for checkpoint in known if 0 < checkpoint.step <= state.verified_step][-1:]

@@ -1,5 +1,6 @@
-"""Requests for a checkpoint now, each with a promise of the answer; and the calls to workers about their saves, a few
-at a time, for a worker has few threads to answer with. Thread-safe.
+"""Requests for a checkpoint now, each with a promise of the answer; and throttled calls to workers about their saves.
+
+A worker has few threads to answer with, so only a few such calls run at once. Thread-safe.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from raysharded.errors import CheckpointError, RunFailed
 from raysharded.ids import GenerationId, WorkerId
 
 Promise = Future[tuple[int, str]]
-"""(step, folder) of the checkpoint, once it is committed; or why it will not be."""
+"""(step, folder) of the checkpoint once it is committed, or the error."""
 
 
 class Requests:
-    """Those that are waiting for an answer."""
+    """Requests that wait for an answer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +29,7 @@ class Requests:
         self._over = ""
 
     def add(self) -> tuple[int, Promise]:
-        """A new request, by its number. Raises RunFailed if the run is over."""
+        """Number and promise of a new request. Raises RunFailed if the run is over."""
         with self._lock:
             if self._over:
                 raise RunFailed(self._over)
@@ -37,7 +38,7 @@ class Requests:
             return self._newest, promise
 
     def answer(self, answer: Answer) -> None:
-        """Keep the promises of these requests."""
+        """Fulfil the promises of these requests."""
         with self._lock:
             promises = [self._waiting.pop(request) for request in answer.requests if request in self._waiting]
         for promise in promises:
@@ -49,7 +50,7 @@ class Requests:
                 promise.set_result((answer.step, answer.prefix))
 
     def end(self, reason: str) -> None:
-        """The run is over: nobody gets an answer any more."""
+        """Fail all waiting requests: the run is over."""
         with self._lock:
             self._over = reason
             promises, self._waiting = list(self._waiting.values()), {}
@@ -58,11 +59,11 @@ class Requests:
 
 
 CALLS_AT_ONCE = 2
-"""Calls to one worker that may wait for a save; an interrupt must always find room beside them."""
+"""Calls to one worker that may wait for a save at once. An interrupt must always find a free thread."""
 
 
 class SaveCallThrottle:
-    """Calls that wait for a save: those of one worker that are too many wait here, oldest first."""
+    """Limits the calls that wait for a save: surplus calls to a worker wait here, oldest first."""
 
     def __init__(self, call: Callable[[WorkerId, GenerationId, int], None]) -> None:
         self._call = call
@@ -70,18 +71,18 @@ class SaveCallThrottle:
         self._waiting: defaultdict[WorkerId, deque[tuple[GenerationId, int]]] = defaultdict(deque)
 
     def ask(self, worker: WorkerId, generation: GenerationId, step: int) -> None:
-        """Ask a worker what became of its part of a save, now or when it has answered others."""
+        """Query a worker about its part of a save, now or after it has answered earlier calls."""
         self._waiting[worker].append((generation, step))
         self._send(worker)
 
     def answered(self, worker: WorkerId) -> None:
-        """The worker answered one of these calls."""
+        """Record that the worker answered one of these calls."""
         if worker in self._out:
             self._out[worker] -= 1
             self._send(worker)
 
     def forget(self, worker: WorkerId) -> None:
-        """The worker is gone."""
+        """Discard the calls of a lost worker."""
         self._out.pop(worker, None)
         self._waiting.pop(worker, None)
 

@@ -1,6 +1,6 @@
-"""Checkpoints by time: one is requested when the newest one began `DriverConfig.save_every_s` ago. Pure.
+"""Checkpoints by time: one is requested `DriverConfig.save_every_s` after the newest one began. Pure.
 
-A request that is lost with its generation is made again in the next one.
+A request that is lost with its generation is repeated in the next one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from raysharded.driver.state.state import Phase, State
 
 
 def begin(state: State, at: float) -> State:
-    """The state after a checkpoint has begun, or training has."""
+    """The state after a checkpoint, or training, has begun."""
     return state if state.limits.save_every_s is None else replace(state, save_began_at=at, save_requested_in=None)
 
 
 def request_if_due(state: State, at: float) -> Outcome:
-    """Request a checkpoint of the next step if it is time for one. To be called after every report of a step."""
+    """Request a checkpoint of the next step if one is due. Call it after every step report."""
     every_s = state.limits.save_every_s
     if every_s is None or state.phase is not Phase.TRAINING:
         return state, []

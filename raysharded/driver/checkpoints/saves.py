@@ -1,7 +1,7 @@
-"""Checkpoints that workers are writing: begun, put together, committed, left out or failed. Handlers of the machine.
+"""Checkpoints that workers are writing: begun, completed, committed, skipped or failed. Handlers of the machine.
 
-Training never waits for a checkpoint and never stops because one fails, unless it is told to; only the last one is
-tried again, and is worth failing for.
+Training never waits for a checkpoint, and stops for a failed one only if configured. Only the last checkpoint is
+retried; if it fails, the run fails.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from raysharded.protocol.messages import Saved, StepReport
 
 
 def on_report(state: State, report: StepReport, at: float) -> Outcome:
-    """What a step's report says of checkpoints: one was begun, or left out, or neither."""
+    """Handle what a step report states about checkpoints: one was begun, one was skipped, or neither."""
     state = replace(state, measured_step=report.step, measured=report.measured())
     if report.save_late:
         return state, [_late(state, report.step, at)]
@@ -68,11 +68,11 @@ def _late(state: State, step: int, at: float) -> Record:
     return Record(kind="checkpoint_late", fields=fields)
 
 
-# -- put together --
+# -- completed --
 
 
 def on_saved(state: State, worker: WorkerId, saved: Saved, at: float) -> Outcome:
-    """A worker has written its part, or failed to."""
+    """Handle a worker's part of a save: written, or failed."""
     saving = state.saves.get((saved.generation, saved.step))
     if saving is None or saving.committing:
         return state, []
@@ -97,7 +97,7 @@ def _with_save(state: State, saving: Saving) -> State:
 
 
 def owing(state: State) -> frozenset[WorkerId]:
-    """Who has not delivered its part of a checkpoint, or of the fingerprint."""
+    """Workers that have not delivered their part of a checkpoint or fingerprint."""
     return frozenset(worker for one in state.saves.values() for worker in one.members if worker not in one.parts)
 
 
@@ -106,15 +106,15 @@ def _without_save(state: State, generation: GenerationId, step: int) -> State:
 
 
 def on_committed(state: State, event: Committed, at: float) -> Outcome:
-    """A checkpoint became real."""
+    """Handle a committed checkpoint."""
     saving = state.saves.get((event.generation, event.step))
     state = replace(_without_save(state, event.generation, event.step), failed_saves=0)
     after = state.invalidated_after
     if after is not None and event.generation <= state.invalidated_up_to and event.step > after:
-        if state.unrecorded is not None:  # with the others, when it is on record that they are to go
+        if state.unrecorded is not None:  # deleted with the others, once the journal records the rollback
             return replace(state, rolled_back=(*state.rolled_back, event.prefix)), []
         return state, [DeleteCheckpoints(prefixes=(event.prefix,))]
-    if state.checkpoint is None or state.checkpoint.step <= event.step:  # of two of a step the newer one stays
+    if state.checkpoint is None or state.checkpoint.step <= event.step:  # of two of a step the newer stays
         checkpoint = Checkpointed(
             step=event.step, prefix=event.prefix, fingerprint=event.fingerprint, digest=event.digest
         )
@@ -122,14 +122,14 @@ def on_committed(state: State, event: Committed, at: float) -> Outcome:
         state = replace(state, checkpoint=checkpoint, older_checkpoints=older)
     commands: list[Command] = [_committed(event, saving, at)]
     answers = saving.answers if saving else ()
-    if event.step == state.limits.max_steps:  # nothing newer will come
+    if event.step == state.limits.max_steps:  # no newer checkpoint follows
         state, others = _without_requests(state)
         answers = (*answers, *others)
     if answers:
         commands.append(Answer(requests=answers, step=event.step, prefix=event.prefix))
     if state.phase is Phase.CLOSING and event.step == state.limits.max_steps:
         return prepend(finish(replace(state, result_fingerprint=event.fingerprint)), commands)
-    if NOBODY in answers and event.step < state.limits.max_steps:  # of the last step, the run is about to finish
+    if NOBODY in answers and event.step < state.limits.max_steps:  # at the last step the run finishes anyway
         return prepend(finish(state), commands)
     return state, commands
 
@@ -153,14 +153,16 @@ def _committed(event: Committed, saving: Saving | None, at: float) -> Record:
 
 
 def on_commit_failed(state: State, event: CommitFailed, at: float) -> Outcome:
-    """A checkpoint whose parts are written will not become real."""
+    """Handle a failed commit of a checkpoint whose parts are written."""
     saving = state.saves.get((event.generation, event.step))
     return (state, []) if saving is None else _on_storage_failure(state, saving, event.error, at)
 
 
 def on_overtaken(state: State, event: Overtaken, at: float) -> Outcome:
-    """Parts may arrive in another order than they were begun in: whoever asked for this one is served by the newer
-    one, if that is not of an older step."""
+    """Handle a checkpoint that a newer one has overtaken: parts may arrive in another order than they were begun.
+
+    Its requests are answered with the newer checkpoint, unless that is of an older step.
+    """
     saving = state.saves.get((event.generation, event.step))
     if saving is None:
         return state, []
@@ -177,7 +179,7 @@ def on_overtaken(state: State, event: Overtaken, at: float) -> Outcome:
 
 
 def _on_unknown(state: State, saving: Saving, error: str, at: float) -> Outcome:
-    """Nothing is wrong with storage: a next one is asked for, for those who asked for this one."""
+    """Abandon a save that failed without a storage error, and request another one for its requesters."""
     state = _without_save(state, saving.generation, saving.step)
     state = replace(state, asked=(*state.asked, *saving.answers))
     commands: list[Command] = [_given_up(saving.step, error)]
@@ -188,7 +190,10 @@ def _on_unknown(state: State, saving: Saving, error: str, at: float) -> Outcome:
 
 
 def _on_storage_failure(state: State, saving: Saving, error: str, at: float) -> Outcome:
-    """Whoever asked for it is told; the driver, which wants one before it stops or a worker leaves, asks again."""
+    """Report the failure to the requesters.
+
+    The driver repeats its own requests, made before it stops or a worker leaves.
+    """
     state, commands = _failed(_without_save(state, saving.generation, saving.step), saving.step, error)
     told = tuple(request for request in saving.answers if request > NOBODY)
     if told:
@@ -210,12 +215,12 @@ def _retry_the_last(state: State, error: str, at: float) -> Outcome:
 
 
 def cannot_write_the_last(state: State, error: str) -> RunFailed:
-    """What a run fails with that did all its steps."""
+    """Error of a run that did all its steps but could not write its last checkpoint."""
     return RunFailed(f"the last checkpoint (step {state.limits.max_steps}) could not be written: {error}")
 
 
 def abandon_those_of(state: State, worker: WorkerId) -> Outcome:
-    """A save whose member is lost before it delivered its part will never be complete; a next one is asked for."""
+    """Abandon saves that wait for a lost worker's part. Their requests pass to the next checkpoint."""
     commands: list[Command] = []
     for saving in state.saves.values():
         if not saving.committing and worker in saving.members and worker not in saving.parts:
@@ -231,15 +236,15 @@ def _lost_part(worker: WorkerId) -> str:
 
 
 def _given_up(step: int, error: str) -> Record:
-    """On record, but for another reason than a failure of storage: that it fails again and again does not follow."""
+    """Record of an abandoned save. It does not count towards repeated storage failures."""
     return Record(kind="checkpoint_failed", fields={"step": step, "error": error, "counted": False}, durable=True)
 
 
 def _failed(state: State, step: int, error: str) -> Outcome:
-    """On record; when it happens again and again, in a way that nobody overlooks."""
+    """Record a failed checkpoint, and report repeated failures prominently."""
     limits, newest = state.limits, state.checkpoint.step if state.checkpoint else 0
     commands: list[Command] = [Record(kind="checkpoint_failed", fields={"step": step, "error": error}, durable=True)]
-    if step <= newest:  # overtaken: nobody misses it
+    if step <= newest:  # a newer checkpoint exists: nothing is missing
         return state, commands
     state = replace(state, failed_saves=state.failed_saves + 1)
     if state.failed_saves < limits.max_failed_saves:
@@ -256,23 +261,23 @@ def _failed(state: State, step: int, error: str) -> Outcome:
     return prepend(finish(state, reason), commands)
 
 
-# -- asked for --
+# -- requested --
 
 
 def ask(state: State, request: int) -> Outcome:
-    """Have a checkpoint written of the next step, in this generation or in the next one."""
+    """Request a checkpoint of the next step, in this generation or the next one."""
     return request_save(replace(state, asked=(*state.asked, request)))
 
 
 def _without_requests(state: State) -> tuple[State, tuple[int, ...]]:
-    """All that are not answered yet, taken out of the state."""
+    """The state without its unanswered requests, and these requests."""
     requests = [*state.asked, *(request for saving in state.saves.values() for request in saving.answers)]
     saves = {key: replace(saving, answers=()) for key, saving in state.saves.items()}
     return replace(state, asked=(), saves=saves), tuple(requests)
 
 
 def request_save(state: State) -> Outcome:
-    """Pass on to the workers that a checkpoint is wanted; to be called when they begin to train, too."""
+    """Forward pending checkpoint requests to the workers. Call it also when they begin to train."""
     if not state.asked or state.phase is not Phase.TRAINING:
         return state, []
     return state, [RequestSave(worker=state.members[0], generation=state.generation)]
@@ -285,13 +290,13 @@ def save_held(state: State, at: float) -> Outcome:
 
 
 def join(state: State, step: int) -> State:
-    """Who asks for a checkpoint while this generation writes one of the step that is held gets that."""
+    """Answer pending requests with the checkpoint of the held step that this generation is writing."""
     saving = state.saves[state.generation, step]
     return replace(_with_save(state, replace(saving, answers=(*saving.answers, *state.asked))), asked=())
 
 
 def stop(state: State, event: StopRequested, at: float) -> Outcome:
-    """End the run: now, or after one more checkpoint if it is worth one."""
+    """End the run: now, or after one more checkpoint if there are new steps to save."""
     again, state = state.stop_requested, replace(state, stop_requested=True)
     newest = state.checkpoint.step if state.checkpoint else 0
     if again or event.checkpoint_within_s is None or state.step <= newest:
@@ -304,14 +309,14 @@ def stop(state: State, event: StopRequested, at: float) -> Outcome:
 
 
 def progress_timeout_s(state: State) -> float:
-    """How long training may make no progress: after the last step workers may wait for the checkpoint before."""
+    """Longest time without progress in training. After the last step, workers may wait for the previous checkpoint."""
     limits = state.limits
     waits = limits.save_at_end and state.step >= limits.max_steps
     return max(limits.progress_timeout_s, limits.save_timeout_s) if waits else limits.progress_timeout_s
 
 
 def close(state: State, at: float) -> Outcome:
-    """All members finished: wait for the last checkpoint, or for the fingerprint alone."""
+    """Wait for the last checkpoint, or for the fingerprint alone, after all members finished."""
     state = replace(state, phase=Phase.CLOSING, since=at, incident=None, last_save_at=None)
     last, members, generation = state.limits.max_steps, state.members, state.generation
     if state.checkpoint is not None and state.checkpoint.step == last:

@@ -1,1 +1,1 @@
-"""One generation after another: formed, prepared, paused, ended; and the steps that it reports."""
+"""Generations: formed, prepared, paused, ended; and the steps that they report."""

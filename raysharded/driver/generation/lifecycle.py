@@ -1,4 +1,4 @@
-"""A generation: formed from what is there, trained, stopped, and followed by the next. Handlers of the machine."""
+"""The lifecycle of a generation: formed, trained, stopped, followed by the next. Handlers of the machine."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ _BROKEN = (StopReason.ABORTED, StopReason.TASK_ERROR, StopReason.REFUSED, StopRe
 
 
 def maybe_request_change(state: State, at: float) -> Outcome:
-    """Take in workers that are ready: by a first generation, or at the next boundary of the current one, which lets
-    those go that must leave."""
+    """Form a first generation of the ready workers, or request a boundary at which they join.
+
+    Workers that must leave go at the same boundary.
+    """
     settled = not state.starting or at - state.last_ready_at >= state.limits.join_wait_s
     if state.phase is Phase.GATHERING:
         enough = len(state.ready) >= state.limits.min_workers
@@ -55,25 +57,27 @@ def maybe_request_change(state: State, at: float) -> Outcome:
     progressed = state.step > state.generation_start_step
     wanted = progressed and _has_room_for_joiners(state) and _is_worth_it(state)
     state = replace(state, resharding=_is_to_reshard(state))
-    if state.wanted_rewind is not None:  # nothing is moved from memory: there is nothing to prepare
+    if state.wanted_rewind is not None:  # no state moves in memory: nothing to prepare
         state = replace(state, boundary_requested=True, preparation=None)
         return state, [RequestBoundary(worker=state.members[0], generation=state.generation)]
     decides = pending_overrides.is_wanted(state)
     if not (wanted and settled) and not (state.resharding or decides) and not candidates.should_stop(state, at):
-        kept = state.preparation if wanted else None  # with its deadline: who comes and goes does not put it off
+        kept = state.preparation if wanted else None  # its deadline stays, whichever workers join or leave
         return (state if state.preparation is kept else replace(state, preparation=kept)), []
     return planned_change.prepare_then_request_boundary(state, at)
 
 
 def _has_room_for_joiners(state: State) -> bool:
-    """Whether somebody is ready who is no member, and may become one."""
+    """Whether a ready worker that is no member may become one."""
     joiners = state.staying.difference(state.members)
     return bool(joiners) and len(state.staying) - len(joiners) < state.limits.max_workers
 
 
 def _is_to_reshard(state: State) -> bool:
-    """Whether another mesh was asked for, and these workers would form one. Who asks for the one that there is has what
-    was asked for."""
+    """Whether another mesh was requested, and these workers would form one.
+
+    A request for the current mesh is already fulfilled.
+    """
     if not state.resharding or not state.staying:
         return False
     mesh = mesh_choice.possible_mesh(state.limits.grouping, _num_workers(state), _num_needed(state))
@@ -81,22 +85,22 @@ def _is_to_reshard(state: State) -> bool:
 
 
 def _is_worth_it(state: State) -> bool:
-    """Whether a mesh with those that are ready now is better than this one. They may be too few for one more group."""
+    """Whether a mesh of the workers that are ready now is better. They may be too few for one more group."""
     return mesh_choice.is_better(state.limits.grouping, _num_workers(state), state.mesh, _num_needed(state))
 
 
 def _num_workers(state: State) -> int:
-    """As many as the next generation can have, without those that must leave."""
+    """Largest possible size of the next generation, without workers that must leave."""
     return min(len(state.staying), state.limits.max_workers)
 
 
 def _num_needed(state: State) -> int:
-    """How many members cannot stand by in the next generation: all, if each holds what no other does."""
+    """Number of members that cannot stand by in the next generation: all, if each holds data that no other does."""
     return 0 if is_redundant(state) else len(state.members)
 
 
 def next_generation(state: State, at: float, *, resting: bool = False) -> Outcome:
-    """Form it of those who are there; in a pause only if it is to be one that does no step, a `resting` one."""
+    """Form the next generation of the ready workers. In a pause it must be a `resting` one, which does no step."""
     if paused_run.holds_back(state) and not resting:
         return paused_run.enter(state, at)
     if len(state.ready) < state.limits.min_workers:
@@ -105,7 +109,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
     composed = plan_generation(pending_overrides.as_wanted(state))
     plan = pending_overrides.plan(state, composed.source)
     source, members, mesh, prepared = composed.source, composed.members, composed.mesh, composed.preparation
-    step = state.step if plan and plan.rewind else source.step  # where somebody wants it is not decided yet
+    step = state.step if plan and plan.rewind else source.step  # a requested rewind is not decided yet
     generation = GenerationId(state.generation + 1)
     host, port, keys = state.rendezvous
     spec = GenerationSpec(
@@ -182,7 +186,7 @@ def gather(state: State, at: float) -> Outcome:
 def on_formed(state: State, worker: WorkerId, formed: GenerationReady, at: float) -> Outcome:
     if formed.generation != state.generation:
         return state, []
-    if state.phase is Phase.STOPPING:  # it formed before it heard that another did not
+    if state.phase is Phase.STOPPING:  # it formed before it learned that another one did not
         return state, [AskReport(worker=worker, generation=state.generation)]
     if state.phase is not Phase.FORMING:
         return state, []
@@ -208,7 +212,7 @@ def on_formed(state: State, worker: WorkerId, formed: GenerationReady, at: float
 
 
 def train(state: State, at: float) -> Outcome:
-    """All members hold the state, and what was decided is on record."""
+    """Start training: all members hold the state, and the journal has the decisions."""
     state, late = paused_run.too_late(state) if state.step >= state.limits.max_steps else (state, [])
     awaited, rest = frozenset(state.members), paused_run.holds_back(state)
     state = replace(state, phase=Phase.TRAINING, since=at, awaited=awaited, holdings={}, has_trained=True)
@@ -227,7 +231,7 @@ def on_prepared(state: State, worker: WorkerId, prepared: Prepared, at: float) -
 
 
 def stop_all(state: State, at: float) -> Outcome:
-    """Free every member that has not stopped yet; those that already formed are idle and are only asked."""
+    """Free every member that has not stopped. Members that have formed are idle, and only report."""
     waiting = [worker for worker in state.members if worker in state.ready and worker not in state.stops]
     commands: list[Command] = []
     for worker in waiting:
@@ -259,7 +263,7 @@ def on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> O
 
 
 def all_stopped(state: State, at: float) -> Outcome:
-    """Every member of the generation has said what it holds and which steps it did, or is lost: decide how to go on."""
+    """Decide how to continue: every member has reported its holdings and steps, or is lost."""
     state, commands = step_reports.apply_reports(state, step_reports.of_all(state.stops.values()), at)
     return (state, commands) if state.phase is Phase.OVER else prepend(after_all_stopped(state, at), commands)
 
@@ -287,7 +291,7 @@ def after_all_stopped(state: State, at: float) -> Outcome:
         state, commands = failure_budget.count_task_errors(state, errors)
         if state.phase is Phase.OVER:
             return state, commands
-    lost = not state.ready.issuperset(state.members)  # one that stopped first may be lost all the same
+    lost = not state.ready.issuperset(state.members)  # a member may be lost after it stopped
     if not lost and all(s.reason is StopReason.FINISHED for s in stops):
         state, undecided = pending_overrides.without_impossible(state)
         state, late = paused_run.too_late(state)
@@ -306,8 +310,10 @@ def after_all_stopped(state: State, at: float) -> Outcome:
 
 
 def _rewound_in_vain(state: State, stops: Sequence[Stopped]) -> str:
-    """Why a generation was not formed from the checkpoint that somebody wants to go back to, if that is to blame; empty
-    if not. What memory holds is as it was."""
+    """Reason why the generation could not be formed from the rewind's checkpoint; empty if that is not to blame.
+
+    Memory is unchanged.
+    """
     if state.plan is None or state.plan.rewind is None:
         return ""
     failed = next((stop.error for stop in stops if stop.reason in (StopReason.REFUSED, StopReason.TASK_ERROR)), None)
@@ -318,19 +324,19 @@ def _rewound_in_vain(state: State, stops: Sequence[Stopped]) -> str:
 
 
 def _began(state: State) -> str:
-    """What the driver itself saw first, if it was not told."""
+    """Sentence with the first sign that the driver itself observed; empty if there is none."""
     reasons = state.incident.reasons if state.incident else ()
     return f" It began with: {reasons[0]}." if reasons else ""
 
 
 def _why(stops: Sequence[Stopped]) -> str:
-    """What the member that stopped first says of it: the others' errors follow from that."""
+    """Error of the member that stopped first: the others' errors follow from it."""
     failed = [stop for stop in stops if stop.error is not None]
     return str(min(failed, key=lambda stop: stop.stopped_at).error) if failed else ""
 
 
 def _after_a_loss(state: State, at: float) -> Outcome:
-    """Wait for a replacement first, if that is wanted."""
+    """Wait for a replacement first, if configured."""
     waits = state.limits.replacement_wait_s > 0 and len(state.ready) < state.limits.max_workers
     return gather(state, at) if waits else next_generation(state, at)
 
@@ -341,7 +347,7 @@ def _evict(state: State, corruption: Corruption, at: float) -> Outcome:
 
 
 def _without_failed(state: State, corruption: Corruption, at: float) -> Outcome:
-    """The others were at work before the newcomers came: nobody is waited for."""
+    """Remove failed newcomers, and wait for no replacement: the others were at work before they came."""
     state, commands = proof_failures.failed(state, corruption, at)
     return (state, commands) if state.phase is Phase.OVER else prepend(next_generation(state, at), commands)
 
@@ -352,7 +358,7 @@ def _rewind(state: State, stopped: Stopped, at: float) -> Outcome:
 
 
 def _refused(state: State, error: BaseException | None, at: float) -> Outcome:
-    """Trying the same again would not help; but there may be another checkpoint than the one that is damaged."""
+    """Fail, since a retry would not help, or use another checkpoint in place of a damaged one."""
     damaged = isinstance(error, CorruptCheckpoint | IncompleteCheckpoint)
     other = without_its_source(state) if damaged else None
     if other is None:

@@ -1,7 +1,7 @@
-"""A paused run: its workers stand still between two steps, and the state stays in their memory. Pure.
+"""A paused run: its workers are idle between two steps, and the state stays in their memory. Pure.
 
-If one of them is lost, or must leave, the others form a generation that does no step: so that everything is held twice
-again, and who must leave has handed over what it held.
+If a worker is lost or must leave, the others form a generation that does no step. Everything is then held twice again,
+and a leaving worker has handed over what it held.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from raysharded.protocol.messages import FromMemory, StopReason
 
 
 def holds_back(state: State) -> bool:
-    """Whether no step is to be begun. After the last one there is none, and the run ends: `too_late` says so."""
+    """Whether a pause keeps the next step from beginning. After the last step the run ends: see `too_late`."""
     return state.pause is not None and state.phase is not Phase.CLOSING and state.step < state.limits.max_steps
 
 
 def enter(state: State, at: float) -> Outcome:
-    """Nobody computes: stay so."""
+    """Pause: no worker computes."""
     pause = state.pause
     assert pause is not None
     first = pause.reached_at is None
@@ -43,7 +43,7 @@ def enter(state: State, at: float) -> Outcome:
 
 
 def too_late(state: State) -> Outcome:
-    """The last step is done: there is nothing to be paused any more."""
+    """Refuse the pause: the last step is done."""
     if state.pause is None:
         return state, []
     fields = {"step": state.step, "reason": "the last step is done"}
@@ -51,14 +51,14 @@ def too_late(state: State) -> Outcome:
 
 
 def is_whole(state: State) -> bool:
-    """Whether all members of the generation are there, stopped between two steps."""
+    """Whether all members of the generation are alive, and stopped between two steps."""
     stops = [state.stops.get(member) for member in state.members if member in state.ready]
     there = [stop for stop in stops if stop is not None and stop.reason is StopReason.BOUNDARY]
     return bool(state.members) and len(there) == len(state.members)
 
 
 def look(state: State) -> tuple[State, bool]:
-    """Whether the workers are to form a generation that does no step; it is looked at once for the same workers."""
+    """Whether the workers should form a generation that does no step; checked once for the same workers."""
     key = (state.ready, frozenset(state.leaving))
     assert state.pause is not None
     if state.pause.tried == key or (is_whole(state) and not candidates.can_be_spared(state)):
@@ -69,8 +69,10 @@ def look(state: State) -> tuple[State, bool]:
 
 
 def answer(state: State, at: float) -> Outcome:
-    """Those who asked for a checkpoint get one of the step that is held, or hear why not. The driver itself goes on
-    asking."""
+    """Answer checkpoint requests with a checkpoint of the held step, or with the reason why not.
+
+    The driver's own requests stay pending.
+    """
     newest, step, asked = state.checkpoint, state.step, state.asked
     if newest is not None and newest.step >= step:
         told = Answer(requests=asked, step=newest.step, prefix=newest.prefix)
@@ -88,7 +90,7 @@ def answer(state: State, at: float) -> Outcome:
 
 
 def why_not_saved(state: State) -> str:
-    """Why no checkpoint can be written of what the workers of a paused run hold; empty if one can."""
+    """Reason why the held state of a paused run cannot be saved; empty if it can."""
     if state.step == 0:
         return "the run is paused, and no step is done"
     if not is_whole(state):

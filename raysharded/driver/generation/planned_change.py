@@ -1,8 +1,8 @@
-"""A planned change, prepared: the members of the next generation connect and build beside the training of this one.
+"""Preparation of a planned change: the next generation's members connect and build while this one trains.
 
-Which workers will be there, and in which order, is known before the boundary is asked for: it is what would be decided
-if all members stopped now. If something else comes of it, or somebody cannot prepare in time, the next generation is
-formed as after a loss: a preparation saves time, and nothing depends on it. Handlers of the machine.
+Its members and their order are known before the boundary is requested: they follow from the state as if all members
+stopped now. If the outcome differs, or a member cannot prepare in time, the generation is formed as after a loss. A
+preparation saves time; nothing depends on it. Handlers of the machine.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from raysharded.layout import Held, has_mirrors, mirror_of
 from raysharded.protocol.messages import FromMemory, FromStart, GenerationSpec, Prepared, Stopped, StopReason
 
 _SHARE_OF_NOTICE = 0.25
-"""Of the time that a member which must leave still has: so much of it may be spent on preparing."""
+"""Share of a leaving member's remaining time that may be spent on preparing."""
 
 
 def prepare_then_request_boundary(state: State, at: float) -> Outcome:
-    """Have this generation stop after a step, as soon as the next one is prepared, or cannot be."""
+    """Stop this generation after a step, as soon as the next one is prepared, or cannot be."""
     made, by = state.preparation, _deadline(state, at)
     if made is None or not _is_of_now(state, made):
         begun = _begin(state, at, by)
@@ -37,7 +37,7 @@ def prepare_then_request_boundary(state: State, at: float) -> Outcome:
 
 
 def _why_failed(state: State, made: Preparation, at: float) -> str:
-    """For people."""
+    """Reason for people."""
     if made.failed:
         return made.failed
     if not _is_of_now(state, made):
@@ -46,7 +46,7 @@ def _why_failed(state: State, made: Preparation, at: float) -> str:
 
 
 def on_prepared(state: State, worker: WorkerId, prepared: Prepared) -> State:
-    """A member is ready for the next generation, or could not prepare it."""
+    """Handle a member's answer: it prepared the next generation, or could not."""
     made = state.preparation
     if made is None or prepared.prefix != made.prefix or worker not in made.awaited:
         return state
@@ -56,7 +56,7 @@ def on_prepared(state: State, worker: WorkerId, prepared: Prepared) -> State:
 
 
 def _begin(state: State, at: float, by: float) -> Outcome | None:
-    """None if there is nothing to be prepared, or no time for it."""
+    """Start a preparation; None if there is nothing to prepare, or no time."""
     if by <= at or state.spec is None or state.mesh.tensor > 1 or (state.leaving and _has_parity(state)):
         return None
     expected = plan_generation(replace(as_if_stopped(state), preparation=None))
@@ -80,7 +80,7 @@ def _begin(state: State, at: float, by: float) -> Outcome | None:
     spec = GenerationSpec(
         generation=generation,
         members=made.members,
-        source=FromStart(),  # where the state comes from is known at the boundary
+        source=FromStart(),  # the source of the state is known at the boundary
         host=host,
         port=port,
         prefix=made.prefix,
@@ -96,15 +96,17 @@ def _begin(state: State, at: float, by: float) -> Outcome | None:
 
 
 def _deadline(state: State, at: float) -> float:
-    """Of what is begun now, and of what was begun: one that takes the place of another gets no more time than that, and
-    less if a member must leave sooner since."""
+    """Deadline of the preparation.
+
+    A preparation that replaces another gets no more time than that one, and less if a member must leave sooner.
+    """
     left = [state.leaving[worker].by - at for worker in state.members if worker in state.leaving]
     by = at + min([state.limits.prepare_within_s, *(_SHARE_OF_NOTICE * seconds for seconds in left)])
     return by if state.preparation is None else min(by, state.preparation.by)
 
 
 def _is_of_now(state: State, made: Preparation) -> bool:
-    """Whether the same workers are there, and the same is wanted of them, as when it was begun."""
+    """Whether the workers, and what is wanted of them, are still as when the preparation began."""
     return (made.ready, made.staying, made.grouping) == (state.ready, state.staying, state.limits.grouping)
 
 
@@ -114,7 +116,7 @@ def _has_parity(state: State) -> bool:
 
 
 def as_if_stopped(state: State) -> State:
-    """The state after a boundary now: every member holds its shard, and the mirror of another's."""
+    """The state after a boundary now: every member holds its shard and, with mirrors, the mirror of another's."""
     mesh, spec = state.mesh, state.spec
     mirrored = state.limits.mirrors and has_mirrors(mesh) and not _has_parity(state)
     assert spec is not None

@@ -15,12 +15,12 @@ from raysharded.protocol.messages import StepReport, Stopped
 
 
 def is_new(state: State, report: StepReport) -> bool:
-    """Whether `apply_reports` takes it in; the others change nothing."""
+    """Whether `apply_reports` uses this report; others change nothing."""
     return report.generation == state.generation and report.step > state.step
 
 
 def following(state: State, reports: tuple[StepReport, ...]) -> tuple[StepReport, ...]:
-    """Those of them, which are in order, that come without a gap after what is known."""
+    """The reports, given in order, that follow the known steps without a gap."""
     found: list[StepReport] = []
     for report in reports:
         if is_new(state, report):
@@ -31,7 +31,7 @@ def following(state: State, reports: tuple[StepReport, ...]) -> tuple[StepReport
 
 
 def of_all(stops: Iterable[Stopped]) -> tuple[StepReport, ...]:
-    """What any of these workers tells, in order: one may tell fewer steps than another."""
+    """The reports of all these workers, in step order: one may report fewer steps than another."""
     by_step = {report.step: report for stopped in stops for report in stopped.reports}
     return tuple(by_step[step] for step in sorted(by_step))
 
@@ -50,7 +50,7 @@ def apply_reports(state: State, reports: tuple[StepReport, ...], at: float) -> O
         if report.step >= state.failing_step:
             state = replace(state, task_errors=0)
         commands.append(Record(kind="step", fields=report.fields()))
-        if state.incident is not None and state.incident.formed_at is not None:  # or else this step was before the loss
+        if state.incident is not None and state.incident.formed_at is not None:  # else this step was before the loss
             commands.append(recovery_timeline.over(state.incident, state, report, at))
             state = replace(state, incident=None)
         state, more = non_finite.note_skipped(state, report)

@@ -1,1 +1,1 @@
-"""Handlers of events from outside: losses, notices, silence, and requests of people."""
+"""Handlers of events from outside: losses, notices, silence, and user requests."""

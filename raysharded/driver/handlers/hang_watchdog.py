@@ -1,4 +1,4 @@
-"""Generations that make no progress: their members are asked, and who is stuck is given up. Handlers of the machine."""
+"""Generations without progress: their members are probed, and stuck ones are killed. Handlers of the machine."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from raysharded.protocol.messages import ProbeReply
 from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
 _EVICTED_WITHIN_S = 600.0
-"""How long a slow worker may stay until it can be spared."""
+"""Longest time that a slow worker stays until it is no longer needed."""
 
 
 def on_tick(state: State, at: float) -> Outcome:
-    """Ask those whose answer the phase waits for where they are; give up who does not say so in time."""
+    """Probe the members that the phase waits for; kill those that do not answer in time."""
     patience, watch = _patience_s(state), state.watch
     waited = at - max(state.since, watch.excused_at)
     if waited < patience / 2:
         return state, []
-    if watch.asked_at is None or watch.asked_at <= state.since:  # or of the phase before
+    if watch.asked_at is None or watch.asked_at <= state.since:  # or the probe was in an earlier phase
         return _ask(state, at, again=False)
     if not watch.listened:
         return replace(state, watch=replace(watch, listened=True)), []
@@ -46,7 +46,7 @@ def on_tick(state: State, at: float) -> Outcome:
 
 
 def on_seen(state: State, worker: WorkerId, seen: ProbeReply, at: float) -> Outcome:
-    """A member said where it is. When all have, after the deadline, it is clear who is stuck."""
+    """Handle a probe reply. When all members have answered after the deadline, the stuck ones are known."""
     if seen.generation != state.generation:
         return state, []
     state, told = _compare(state, worker, seen, at)
@@ -70,7 +70,7 @@ def _conclude(state: State, worker: WorkerId, seen: ProbeReply, at: float) -> Ou
 
 
 def probe_all(state: State, at: float) -> Outcome:
-    """Now and then, while all is well, every member says how fast it is."""
+    """Probe all members for their speed from time to time, while all is well."""
     is_due = stragglers.is_due(state.step_times, len(state.members), state.limits.look_around_s, at)
     if not is_due or state.watch.asked_at is not None:
         return state, []
@@ -79,10 +79,10 @@ def probe_all(state: State, at: float) -> Outcome:
 
 
 def _compare(state: State, worker: WorkerId, seen: ProbeReply, at: float) -> Outcome:
-    """When all have said how fast they are, those who have been slow for long are on record, and may have to leave."""
+    """Judge the members' speed when all have replied: record those that have been slow for long, and evict some."""
     if not state.step_times.asking or state.phase is not Phase.TRAINING:
         return state, []
-    if worker not in state.awaited and worker not in state.members:  # the first is a set, of members
+    if worker not in state.awaited and worker not in state.members:  # `awaited` is a set, of members: checked first
         return state, []
     answers = with_entry(state.step_times.answers, worker, replace(seen, stack=""))
     if len(answers) < len(state.members) or not answers.keys() >= set(state.members):
@@ -98,7 +98,7 @@ def _compare(state: State, worker: WorkerId, seen: ProbeReply, at: float) -> Out
     reason = f"{limit:g} times slower than its peers"
     for slow in [worker for worker in evicted if worker not in state.leaving and worker in state.facts]:
         state, avoiding = admission.count_against_node(state, state.facts[slow].node_id, reason)
-        commands += avoiding  # or else the next one may be placed there again, for ever
+        commands += avoiding  # otherwise the next one may be placed there again, for ever
     notice = LeaveNotice(workers=evicted, reason=reason, within_s=_EVICTED_WITHIN_S)
     return prepend(leave_notice.on_noticed(state, notice, at), commands)
 
@@ -137,7 +137,7 @@ def _expected_to_answer(state: State) -> frozenset[WorkerId]:
 
 
 def _waits_for_a_checkpoint(state: State) -> bool:
-    """All have stopped, and the run goes back as soon as the checkpoint is there that they still write."""
+    """Whether all have stopped, and a rollback waits for the checkpoint that they still write."""
     return state.phase is Phase.STOPPING and not state.awaited
 
 
@@ -150,7 +150,7 @@ def _ask(state: State, at: float, *, again: bool) -> Outcome:
 
 
 def _give_up(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
-    """They are killed, and recovery does not wait for their death; unless what they hold would be lost with them."""
+    """Kill stuck members, unless their holdings would be lost. Recovery does not wait for their death."""
     goes_back = corruption_rollback.found(state) is not None or non_finite.cause(state) is not None
     if not goes_back and needs(state, stuck):
         return _wait_for(state, stuck, at)
@@ -166,8 +166,10 @@ def _give_up(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
 
 
 def _wait_for(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
-    """Who alone holds a part of the state may wake up: the others are freed, and it gets as long as any member that
-    does not answer. It is on record, once a phase."""
+    """Free the other members, and wait for stuck ones that alone hold a part of the state: they may wake up.
+
+    They get as long as any member that does not answer. The journal records it once per phase.
+    """
     watch, waited = state.watch, at - state.since
     commands: list[Command] = []
     stays = state.phase in (Phase.STOPPING, Phase.CLOSING)
@@ -184,7 +186,7 @@ def _wait_for(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
 
 
 def _break_up(state: State, at: float) -> Outcome:
-    """All wait for each other: the collective is broken, or somebody is in another one."""
+    """Stop members that all wait for each other: the collective is broken, or one of them is in another."""
     phases = sorted({one.phase for one in state.watch.seen.values()})
     reason = f"all workers wait for each other in {' and '.join(phases)} for {at - state.since:.1f} s"
     fields = {
@@ -225,5 +227,5 @@ def _stuck(state: State, watch: StepWatch, worker: WorkerId, waited: float, reas
 
 
 def _step(state: State) -> int:
-    """The one that is being done; the last one, while its checkpoint is written."""
+    """The current step; the last one while its checkpoint is written."""
     return min(state.step + 1, state.limits.max_steps)

@@ -1,4 +1,4 @@
-"""What the machine does on notice that workers must leave, and until they are gone. Handlers of the machine."""
+"""Leave notices, and the workers that got one until they have left. Handlers of the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
 
 def on_noticed(state: State, event: LeaveNotice, at: float) -> Outcome:
-    """Keep these workers out of the next generation; ask for others, at once if those stay for a while."""
+    """Exclude these workers from the next generation, and request others; at once if these stay for a while."""
     commands: list[Command] = []
     workers = _meant(state, event)
     for worker in sorted(workers):
@@ -27,18 +27,18 @@ def on_noticed(state: State, event: LeaveNotice, at: float) -> Outcome:
         commands += more
     doomed = dict.fromkeys(_machines(state, event), at + event.within_s)
     state = replace(state, terminating_nodes={**state.terminating_nodes, **doomed})
-    if doomed and workers.isdisjoint(state.members):  # who starts there again is told again: not at once
+    if doomed and workers.isdisjoint(state.members):  # a worker that starts there again gets a notice again: wait first
         state = replace(state, start_after=max(state.start_after, at + state.limits.start_backoff_s))
     soon = state.phase is Phase.TRAINING and candidates.should_stop(state, at)
     if soon and state.staying.intersection(
         state.members
-    ):  # the next generation forms first: starting a process beside would slow it down
+    ):  # the next generation forms first: starting a process meanwhile would slow it down
         return state, commands
     return prepend(admission.replace_missing(state, at), commands)
 
 
 def _meant(state: State, event: LeaveNotice) -> frozenset[WorkerId]:
-    """Those it names, as far as they are here; and all others on their machines if it is said of those."""
+    """The notice's workers that are known, and all others on their nodes if the whole node is affected."""
     named = frozenset(event.workers)
     doomed = _machines(state, event)
     there = {worker for worker in state.ready if state.facts[worker].node_id in doomed}
@@ -46,7 +46,7 @@ def _meant(state: State, event: LeaveNotice) -> frozenset[WorkerId]:
 
 
 def _machines(state: State, event: LeaveNotice) -> frozenset[str]:
-    """The nodes that it is said of."""
+    """Ids of the nodes that the notice affects as a whole."""
     if not event.whole_node:
         return frozenset()
     return frozenset(state.facts[w].node_id for w in event.workers if w in state.facts) - {""}
@@ -67,8 +67,10 @@ def _mark(state: State, worker: WorkerId, event: LeaveNotice, at: float) -> Outc
 
 
 def after_event(state: State, commands: list[Command], at: float) -> Outcome:
-    """After every event, as long as somebody must leave: let go who can go, stop for those who could, and have a
-    checkpoint written for those who cannot be spared."""
+    """Handle pending departures after every event.
+
+    Release workers that can go, request a boundary for those that could, and a checkpoint for those that are needed.
+    """
     if state.phase is Phase.OVER or not state.leaving:
         return state, commands
     state, gone = departures.let_go(state, at)
@@ -78,8 +80,10 @@ def after_event(state: State, commands: list[Command], at: float) -> Outcome:
 
 
 def _ask_for_checkpoint(state: State, at: float) -> Outcome:
-    """One at once; and another, after which it leaves, when the only worker has waited long enough for its
-    replacement."""
+    """Request a checkpoint at once, and another when the only worker has waited long enough for its replacement.
+
+    That worker leaves after the second one.
+    """
     told = [state.leaving[worker] for worker in state.members if worker in state.leaving]
     if not told or (candidates.can_be_spared(state) and len(state.members) > 1):
         return state, []
@@ -93,7 +97,7 @@ def _ask_for_checkpoint(state: State, at: float) -> Outcome:
 
 
 def after_checkpoint(state: State, step: int, at: float) -> Outcome:
-    """A checkpoint was committed: members that must leave and whose state nobody else holds need not stay longer."""
+    """Release members that must leave and alone hold their state: a checkpoint was committed."""
     commands: list[Command] = []
     if is_redundant(state) or candidates.awaits_successor(state, at):
         return state, commands

@@ -1,6 +1,4 @@
-"""Another learning rate, an older checkpoint or another mesh by choice, at the next step boundary. Handlers of the
-machine.
-"""
+"""Requested changes at the next step boundary: learning rate, rewind, mesh. Handlers of the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from raysharded.layout import possible_degree
 
 
 def rate_refusal(state: State, factor: float) -> str:
-    """Why the learning rate cannot be the task's times `factor`, in one sentence; empty if it can."""
+    """Reason why the learning rate cannot be the task's times `factor`, in one sentence; empty if it can."""
     if not math.isfinite(factor) or factor < 0:
         return f"the learning rate cannot be the task's times {factor}: give a finite factor of 0 or more."
     return (
@@ -44,7 +42,7 @@ def ask_rate(state: State, event: LearningRateRequested, at: float) -> Outcome:
 
 
 def ask_rewind(state: State, event: RewindRequested, at: float) -> Outcome:
-    """Go back to a checkpoint from the next boundary on."""
+    """Go back to a checkpoint at the next boundary."""
     why = rewind.refusal(state, event.step)
     if why:
         return state, [pending_overrides.refused_rewind(state, event.step, why)]
@@ -58,7 +56,7 @@ def _soon(state: State, at: float) -> Outcome:
 
 
 def on_recorded(state: State, event: Recorded, at: float) -> Outcome:
-    """What a generation decided is on record: it trains, and what was undone is deleted."""
+    """Start training and delete what was undone: the journal has the generation's decisions."""
     if state.unrecorded is None or event.generation < state.unrecorded:
         return state, []
     commands: list[Command] = [DeleteCheckpoints(prefixes=state.rolled_back)] if state.rolled_back else []
@@ -68,15 +66,17 @@ def on_recorded(state: State, event: Recorded, at: float) -> Outcome:
 
 
 def on_deleted(state: State, event: Deleted) -> State:
-    """Retention has deleted checkpoints: nobody can go back to them. The newest one that the driver knows of stays the
-    newest if there is no other: who reads it finds out."""
+    """The state without checkpoints that retention has deleted: no rewind can use them.
+
+    The newest known checkpoint stays if it is the only one; reading it then fails.
+    """
     known = rewind.known(state)
     left = tuple(one for one in known if one.prefix not in event.prefixes and not (event.parents and one.url))
     return replace(state, checkpoint=left[-1], older_checkpoints=left[:-1]) if left and left != known else state
 
 
 def ask_reshard(state: State, event: ReshardRequested, at: float) -> Outcome:
-    """Form shard groups as is wanted from the next generation on, and form that soon if it would be another mesh."""
+    """Form the requested shard groups from the next generation on, and soon if the mesh would change."""
     grouping, before = event.grouping, state.limits.tensor
     fields: dict[str, Any] = {"step": state.step, "shard_group_size": grouping.shards if grouping else None}
     reason = reshard_refusal(state, grouping)
@@ -92,8 +92,9 @@ def ask_reshard(state: State, event: ReshardRequested, at: float) -> Outcome:
 
 
 def asked_mesh(entries: Iterable[Mapping[str, Any]], scaling: Mapping[str, Any]) -> tuple[int | None, int] | None:
-    """(shard group size, tensor parallel degree) that somebody asked for last, by the run's journal, of drivers that
-    had this configuration of their workers, as this one has; None: nobody did, or it was configured otherwise since.
+    """(shard group size, tensor parallel degree) of the last request in the run's journal; None without one.
+
+    Only requests to drivers count that had the same worker configuration as this one, with no other since.
     """
     return persisted_requests.asked_last(entries, scaling, "reshard", _mesh_of)
 
@@ -103,7 +104,7 @@ def _mesh_of(entry: Mapping[str, Any]) -> tuple[int | None, int]:
 
 
 def reshard_refusal(state: State, grouping: Grouping | None) -> str:
-    """Why the run cannot go on with the tensor parallel degree that is asked for; empty if it can."""
+    """Reason why the run cannot continue with the requested tensor parallel degree; empty if it can."""
     degree, least = grouping.tensor if grouping else 1, state.limits.min_workers
     if degree > least:
         return (

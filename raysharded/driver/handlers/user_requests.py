@@ -1,5 +1,6 @@
-"""Requests of people while a run goes on: a pause, another number of workers, a node to be left. Handlers of the
-machine, which record each before it takes effect, and the reasons to refuse one, which any thread may ask for.
+"""User requests to a live run: a pause, another number of workers, a node to drain. Handlers of the machine.
+
+Each request is recorded in the journal before it takes effect. The reasons to refuse one may be queried by any thread.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 from raysharded.quantities import listing
 
 _LEAST_OF_AN_ID = 8
-"""So many characters of a node's id are enough to name it."""
+"""Length of a node id's beginning that is enough to name it."""
 
 
 def pause_refusal(state: State) -> str:
-    """Why the run cannot be paused."""
+    """Reason why the run cannot be paused."""
     if state.phase is Phase.OVER:
         return "the run is over"
     last = state.limits.max_steps
@@ -35,12 +36,12 @@ def pause_refusal(state: State) -> str:
 
 
 def resume_refusal(state: State) -> str:
-    """Why the run cannot be told to go on; one that is not paused just does."""
+    """Reason why the run cannot be resumed. A run that is not paused just continues."""
     return "the run is over" if state.phase is Phase.OVER else ""
 
 
 def resize_refusal(state: State, workers: int) -> str:
-    """Why the run cannot have so many workers."""
+    """Reason why the run cannot have this number of workers."""
     if state.phase is Phase.OVER:
         return "the run is over"
     least, most = state.limits.min_workers, state.limits.most_workers
@@ -53,7 +54,7 @@ def resize_refusal(state: State, workers: int) -> str:
 
 
 def drain_refusal(state: State, node: str, within_s: float) -> str:
-    """Why workers cannot be told to leave this node within this time."""
+    """Reason why the node's workers cannot be made to leave it within this time."""
     if state.phase is Phase.OVER:
         return "the run is over"
     if not (math.isfinite(within_s) and within_s >= 0):
@@ -68,7 +69,7 @@ def drain_refusal(state: State, node: str, within_s: float) -> str:
 
 
 def nodes_named(state: State, node: str) -> frozenset[str]:
-    """The ids of the nodes with workers that this id, or its beginning, or the name of a host means."""
+    """Ids of the nodes with workers that `node` means: an id, its beginning, or a host name."""
     found = set()
     for worker, facts in state.facts.items():
         begins = len(node) >= _LEAST_OF_AN_ID and facts.node_id.startswith(node)
@@ -78,7 +79,7 @@ def nodes_named(state: State, node: str) -> frozenset[str]:
 
 
 def pause(state: State, at: float) -> Outcome:
-    """Stop at the next step boundary. In a pause it changes nothing."""
+    """Stop at the next step boundary. No effect during a pause."""
     if state.pause is not None:
         return state, []
     reason = pause_refusal(state)
@@ -95,7 +96,7 @@ def pause(state: State, at: float) -> Outcome:
 
 
 def resume(state: State, at: float) -> Outcome:
-    """Go on from what the workers hold. Without a pause it changes nothing."""
+    """Continue from what the workers hold. No effect without a pause."""
     if state.pause is None:
         return state, []
     since = state.pause.reached_at
@@ -118,8 +119,11 @@ def _go_on(state: State, at: float) -> Outcome:
 
 
 def resize(state: State, event: ResizeRequested, at: float) -> Outcome:
-    """From now on the run wants so many workers. Those that are missing are started as after a loss; those that are too
-    many leave as those that are told to, and are neither losses nor preemptions."""
+    """Set the number of workers from now on.
+
+    Missing workers are started as after a loss. Surplus workers leave as after a notice, but count as neither losses
+    nor preemptions.
+    """
     wanted, limits = event.workers, state.limits
     reason = resize_refusal(state, wanted)
     if reason:
@@ -150,8 +154,10 @@ def resize(state: State, event: ResizeRequested, at: float) -> Outcome:
 
 
 def _too_many_members(state: State) -> Sequence[WorkerId]:
-    """Members beyond the number that is wanted: whole groups where there are groups, and those of whom the others hold
-    everything, so that they can go at one boundary."""
+    """Surplus members: whole groups where groups exist, and workers whose state the others hold.
+
+    All of them can leave at one boundary.
+    """
     members = state.staying.intersection(state.members)
     count = len(members) - state.limits.max_workers
     if count <= 0:
@@ -165,19 +171,21 @@ def _too_many_members(state: State) -> Sequence[WorkerId]:
 
 
 def _too_many_others(state: State) -> tuple[Sequence[WorkerId], Sequence[WorkerId]]:
-    """Workers that are starting, and then those that stand by, beyond the number and the spares that are wanted; the
-    newest first."""
+    """Surplus starting workers, then surplus workers that stand by, newest first.
+
+    They are beyond the wanted number and the spares.
+    """
     count = len(state.staying) + len(state.starting) - state.limits.max_workers - state.limits.spares
     cancelled = sorted(state.starting, reverse=True)[: max(0, count)]
     standing_by = sorted(state.staying.difference(state.members), reverse=True)
     return cancelled, standing_by[: max(0, count - len(cancelled))]
 
 
-# -- a node to be left --
+# -- draining a node --
 
 
 def drain(state: State, event: DrainRequested, at: float) -> Outcome:
-    """All workers of a node leave, as on a notice for their machine, and none starts there any more."""
+    """Have all workers of a node leave, as on a notice for their machine. No worker starts there any more."""
     reason = drain_refusal(state, event.node, event.within_s)
     if reason:
         return _refused(state, "drain", reason, node=event.node)
@@ -196,7 +204,7 @@ def drain(state: State, event: DrainRequested, at: float) -> Outcome:
 
 
 def _end_drained(state: State, at: float) -> Outcome:
-    """Who is still on a drained node when the time is over is ended."""
+    """End the workers that are still on a drained node when the time is over."""
     late = [
         worker
         for worker, departure in sorted(state.leaving.items())
@@ -215,8 +223,10 @@ def _end_drained(state: State, at: float) -> Outcome:
 
 
 def after_event(state: State, commands: list[Command], at: float) -> Outcome:
-    """End who has not left in time. In a pause: have the state held by others than those that are gone or must go, and
-    see to those who asked for a checkpoint."""
+    """End workers that have not left in time.
+
+    In a pause, have the state held by workers that stay, and answer checkpoint requests.
+    """
     if state.phase is not Phase.OVER and state.leaving:
         state, ended = _end_drained(state, at)
         commands = [*commands, *ended]

@@ -22,7 +22,7 @@ def on_lost(state: State, event: WorkerLost, at: float) -> Outcome:
 
 
 def all_lost(state: State, events: Sequence[WorkerLost], at: float) -> Outcome:
-    """Workers that were ready are gone: each is counted, and then the run goes on without all of them at once."""
+    """Count lost workers that were ready, one by one; then continue without all of them at once."""
     events = [event for event in events if event.worker in state.ready]
     members_before = state.ready.intersection(state.members)
     commands: list[Command] = []
@@ -58,9 +58,9 @@ def _without(state: State, event: WorkerLost, at: float) -> Outcome:
 
 
 def give_up_silent(state: State, at: float) -> Outcome:
-    """Members that were told to stop and do not answer are treated as lost.
+    """Treat interrupted members that do not answer as lost.
 
-    As long as they may hold what nobody else does, they get more time: they may be compiling, or reading.
+    As long as they may hold state that no other worker does, they get more time: they may be compiling or reading.
     """
     answered = state.ready - state.awaited
     in_memory = isinstance(newest_source(state, answered), FromMemory)

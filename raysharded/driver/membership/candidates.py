@@ -1,8 +1,8 @@
-"""Workers that were told to leave: who of them is still needed, and when each may go. Pure; below the generations.
+"""Workers that must leave: the ones still needed, and the time at which each may go. Pure; below the generations.
 
-A worker that leaves trains on until a boundary. The next generation is then formed from everybody's memory, without it;
-it stays alive beside until that is done, in case somebody else is lost meanwhile. Only when it holds what nobody else
-does, or when too few would be left, it is a member once more.
+A leaving worker trains until a boundary. The next generation is then formed from all workers' memory, without it. It
+stays alive until that is done, in case another worker is lost meanwhile. It becomes a member once more only if it holds
+data that no other does, or if too few workers would be left.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from raysharded.protocol.messages import FromMemory, Source
 
 
 def exclude_leavers(state: State) -> tuple[Source, frozenset[WorkerId]]:
-    """Where the next generation's state comes from, and who may take part in it: all who stay, and those who leave
-    only if the newest step cannot be put together without them, or fewer than the minimum would be left.
+    """Source of the next generation's state, and the workers that may take part in it.
 
-    Several at once go together if the others hold everything; if not, as many of them as can.
+    All workers that stay may take part. Leaving workers take part only if the newest step cannot be assembled without
+    them, or if fewer than the minimum would be left. Several leave together if the others hold everything; otherwise as
+    many as possible.
     """
     source = newest_source(state, state.ready)
     order = {worker: (worker in state.members, state.leaving[worker].by, worker) for worker in state.leaving}
@@ -50,9 +51,11 @@ def source_among(state: State, workers: frozenset[WorkerId], source: Source) -> 
 def fit_to_mesh(
     state: State, source: Source, workers: frozenset[WorkerId], mesh: Mesh
 ) -> tuple[Source, frozenset[WorkerId]]:
-    """Without those whom the mesh leaves over, but nobody whom the source needs: they may be more, then. Who must leave
-    goes first; then who is in no whole group on its node, since bytes are moved once, and groups talk in every step;
-    then who holds nothing, and who came last."""
+    """Drop surplus workers until the mesh fits, keeping every worker that the source needs, so that more may remain.
+
+    Workers that must leave go first. Next are workers in no whole group on their node, since bytes are moved once but
+    groups communicate in every step. Then workers that hold nothing, and the newest ones.
+    """
     count = mesh.world_size
     holders = {worker for worker in workers if worker in state.holdings and state.holdings[worker].held}
     nodes = {worker: state.facts[worker].node_id for worker in workers if worker in state.facts}
@@ -62,10 +65,10 @@ def fit_to_mesh(
     spared.sort(key=lambda worker: worker not in state.leaving)
     fewest = workers.difference(spared[: max(0, len(workers) - count)])
     found = source_among(state, fewest, source)
-    if found is not None:  # as a rule; one by one takes long with thousands of workers
+    if found is not None:  # the usual case; one by one is slow for thousands of workers
         return found, fewest
     left = _one_by_one(state, source, workers, spared, count)
-    if len(left[1]) > count:  # by rank as many can go as can be: those whose mirrors are with who stays
+    if len(left[1]) > count:  # by rank the most can go: those whose mirrors stay
         left = _one_by_one(state, source, workers, sorted(spared, key=lambda worker: _rank(state, worker)), count)
     return left
 
@@ -83,18 +86,18 @@ def _one_by_one(
 
 
 def _rank(state: State, worker: WorkerId) -> tuple[int, int]:
-    """Of the newest layout that it holds its own buffer of; behind all others if it holds none."""
+    """(layout, -rank) of the newest snapshot that a worker holds; the smallest value if it holds none."""
     held = state.holdings[worker].held if worker in state.holdings else ()
     return max(((one.layout_id, -one.rank) for one in held if one.medium == "snapshot"), default=(-1, 0))
 
 
 def most_members(state: State, chosen: frozenset[WorkerId]) -> int:
-    """How many members the next generation may have: those who must leave and are still needed come on top."""
+    """Largest size of the next generation: the maximum, plus leaving workers that are still needed."""
     return state.limits.max_workers + len(chosen & state.leaving.keys())
 
 
 def can_be_spared(state: State) -> bool:
-    """Whether a boundary now would let at least one member go that must leave."""
+    """Whether a boundary now would release at least one member that must leave."""
     if not state.leaving:
         return False
     members = [worker for worker in state.members if worker in state.leaving]
@@ -103,8 +106,10 @@ def can_be_spared(state: State) -> bool:
 
 
 def should_stop(state: State, at: float) -> bool:
-    """Whether it is time for a boundary: at once, or after waiting for replacements beside training, for as long as
-    the run would wait for them after a loss, but not for more than half of the notice."""
+    """Whether it is time for a boundary: at once, or after a wait for replacements in the background.
+
+    The wait is as long as after a loss, but at most half of the notice.
+    """
     if not can_be_spared(state):
         return False
     if len(state.staying) >= state.limits.max_workers:
@@ -115,8 +120,10 @@ def should_stop(state: State, at: float) -> bool:
 
 
 def awaits_successor(state: State, at: float) -> bool:
-    """Whether the only worker, which must leave, should stay for another that is being started: it hands its state
-    over then, and no step is lost. It waits for half of its notice at most."""
+    """Whether the only worker, which must leave, should wait for a replacement that is starting.
+
+    It then hands its state over, and no step is lost. It waits for at most half of its notice.
+    """
     told = [state.leaving[worker] for worker in state.members if worker in state.leaving]
     if len(state.members) != 1 or not told or not state.limits.mirrors:
         return False

@@ -1,4 +1,4 @@
-"""Who takes part in the next generation, as which mesh, and where its state comes from: pure decisions."""
+"""The next generation's members, mesh and state source: pure decisions."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from raysharded.protocol.messages import Source
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationPlan:
-    """What a generation is formed of."""
+    """The parts of a generation that is to be formed."""
 
     source: Source
     members: tuple[WorkerId, ...]
-    """By rank."""
+    """Members, by rank."""
     mesh: Mesh
     nodes: tuple[int, ...]
-    """As `GenerationSpec.nodes`."""
+    """Node numbers, as in `GenerationSpec.nodes`."""
     preparation: Preparation | None
-    """What its members have prepared for it beside training, if they did."""
+    """The members' preparation in the background, if they made one."""
     why: str
-    """This mesh, and this source if there is a newer one; empty if there was no choice."""
+    """Reason for this mesh, and for this source if a newer one exists; empty if there was no choice."""
 
 
 def plan_generation(state: State) -> GenerationPlan:
-    """The next generation. There must be as many workers as the run may go on with. An order that was prepared stays.
+    """Plan the next generation. At least the minimum of workers must be ready. A prepared order stays.
 
-    Those who must leave take part only if the newest step cannot be put together without them. Should even all workers
-    hold it only between more of them than whole tensor parallel groups can have at work, an older step is gone on from:
-    one that fewer hold, or a checkpoint.
+    Workers that must leave take part only if the newest step cannot be assembled without them. All workers together may
+    hold it spread over more of them than whole tensor parallel groups can have at work. The run then continues from an
+    older step: one that fewer workers hold, or a checkpoint.
     """
     newest, workers = candidates.exclude_leavers(state)
     found = _at_work(state, newest, workers)
@@ -45,7 +45,7 @@ def plan_generation(state: State) -> GenerationPlan:
         found = _at_work(state, newest_source(state, state.ready), state.ready)
     if found is None:
         found = _at_work(state, choose_source({}, workers, state.checkpoint), workers)
-    assert found is not None  # of what is not in memory nobody holds anything
+    assert found is not None  # a source that is not in memory needs no worker
     source, workers, choice = found
     chosen = choose_members(source, workers, choice.mesh)
     nodes = {worker: state.facts[worker].node_id for worker in chosen if worker in state.facts}
@@ -58,7 +58,7 @@ def plan_generation(state: State) -> GenerationPlan:
 
 
 def _prepared(state: State, chosen: Sequence[WorkerId], mesh: Mesh) -> Preparation | None:
-    """What was prepared, if it is this: the same members, in whichever order, and the same mesh."""
+    """The preparation, if it fits: the same members, in any order, and the same mesh."""
     made = state.preparation
     if made is None or made.awaited or made.failed:
         return None
@@ -66,7 +66,10 @@ def _prepared(state: State, chosen: Sequence[WorkerId], mesh: Mesh) -> Preparati
 
 
 def _passed_over(state: State, newest: Source, source: Source) -> list[str]:
-    """What workers hold that is newer, and why it is not gone on from. There is nothing without tensor parallelism."""
+    """Newer steps that workers hold, with the reason why the run does not continue from them.
+
+    The list is empty without tensor parallelism.
+    """
     tensor = state.limits.tensor
     notes = []
     if source.step < newest.step:
@@ -81,14 +84,14 @@ def _passed_over(state: State, newest: Source, source: Source) -> list[str]:
 def _at_work(
     state: State, source: Source, workers: frozenset[WorkerId]
 ) -> tuple[Source, frozenset[WorkerId], Choice] | None:
-    """The best mesh of these workers in which all are at work whom the source needs; None if there is none."""
+    """The best mesh of these workers in which all that the source needs are at work; None if there is none."""
     grouping = state.limits.grouping
     count = min(len(workers), candidates.most_members(state, workers))
     choice = mesh_choice.choose_mesh(grouping, count)
     if grouping is None:
         return source, workers, choice
     found, fewest = candidates.fit_to_mesh(state, source, workers, choice.mesh)
-    if len(fewest) > choice.mesh.world_size:  # each of them holds what no other does
+    if len(fewest) > choice.mesh.world_size:  # each of them holds data that no other does
         choice = mesh_choice.choose_mesh(grouping, count, needed=len(fewest))
         found, fewest = candidates.fit_to_mesh(state, source, workers, choice.mesh)
     return (found, fewest, choice) if len(fewest) <= choice.mesh.world_size else None

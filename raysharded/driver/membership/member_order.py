@@ -1,4 +1,4 @@
-"""The ranks of the next generation's members: pure decisions."""
+"""Ranks of the next generation's members: pure decisions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from raysharded.protocol.messages import FromMemory, Source
 Nodes = Mapping[WorkerId, str]
 """Worker -> node id."""
 _NOWHERE = FromMemory(step=0, spec=StateSpec(tensors=()), copies=())
-"""Nobody holds anything."""
+"""A source of which no worker holds anything."""
 
 
 def distance_of_mirrors(mesh: Mesh, nodes: Nodes) -> int:
-    """`Mesh.apart` for a mesh of these workers, where those of one node follow each other: as many as are on the
-    fullest one, in whole tensor parallel groups, so that a shard and its mirror are on different nodes.
+    """`Mesh.apart` for a mesh of these workers, in which those of one node follow each other.
+
+    It is the number of workers on the fullest node, in whole tensor parallel groups: a shard and its mirror are then on
+    different nodes.
     """
     if mesh.replicas > 1 or mesh.shards == mesh.tensor:
         return 1
@@ -29,8 +31,11 @@ def distance_of_mirrors(mesh: Mesh, nodes: Nodes) -> int:
 
 
 def number_nodes(members: Sequence[WorkerId], nodes: Nodes, mesh: Mesh) -> tuple[int, ...]:
-    """By rank a number of its node, if there is something to gain by it: several nodes, several workers on one of them,
-    and the workers of a node one after the other in each shard group. Otherwise nothing."""
+    """A node number for each rank; empty if the numbers would not help.
+
+    They help with several nodes, several workers on one of them, and each node's workers consecutive in each shard
+    group.
+    """
     names = [nodes.get(member, "") for member in members]
     if "" in names or not 1 < len(set(names)) < len(names):
         return ()
@@ -45,12 +50,12 @@ def number_nodes(members: Sequence[WorkerId], nodes: Nodes, mesh: Mesh) -> tuple
 def order_members(
     source: Source, workers: frozenset[WorkerId], limits: DriverConfig, nodes: Nodes | None, mesh: Mesh
 ) -> tuple[WorkerId, ...]:
-    """The members of the next generation, by rank: as many of the workers as the mesh has.
+    """Members of the next generation, by rank: as many of the workers as the mesh has.
 
-    Each tensor parallel group is on one node wherever that can be. Of several replicas, the workers of each are on one
-    node as far as that can be; of one, those of a node follow each other (with `Mesh.apart` mirrors are on others), and
-    with parity those who share a stripe are on as many nodes as can be. Among such orders it is the one that moves the
-    fewest bytes, or with parity near it.
+    Each tensor parallel group is on one node wherever possible. With several replicas, the workers of each are on one
+    node as far as possible. With one replica, the workers of a node follow each other; with `Mesh.apart`, mirrors are
+    on other nodes. With parity, the workers of a stripe are on as many nodes as possible. Among such orders the result
+    moves the fewest bytes, or with parity nearly so.
     """
     parity, tensor = limits.parity, mesh.tensor
     if parity is None or not parity.protects(mesh):
@@ -63,7 +68,7 @@ def order_members(
 
 
 def choose_members(source: Source, workers: frozenset[WorkerId], mesh: Mesh) -> list[WorkerId]:
-    """The members of the next generation, by id: who holds state goes before who does not."""
+    """Members of the next generation, by id: workers that hold state take precedence."""
     holders = _holders(source) if isinstance(source, FromMemory) else frozenset()
     return sorted(sorted(workers, key=lambda worker: (worker not in holders, worker))[: mesh.world_size])
 
@@ -95,7 +100,7 @@ def _ordered(
 
 
 def _placed(workers: Sequence[WorkerId], mesh: Mesh, nodes: Nodes) -> tuple[WorkerId, ...]:
-    """Of workers that hold nothing yet, in several replicas: by their nodes alone."""
+    """Order of workers that hold nothing yet, in several replicas: by their nodes alone."""
     ordered = sorted(workers, key=lambda worker: (nodes.get(worker, ""), worker))
     by_shard = [worker for shard in range(mesh.shards) for worker in ordered[shard :: mesh.shards]]
     return keep_together(by_shard, nodes, mesh.replicas)

@@ -1,4 +1,4 @@
-"""Where the next generation's state comes from, and who is needed for it: pure decisions."""
+"""Source of the next generation's state, and the workers that it needs: pure decisions."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def choose_source(
 ) -> Source:
     """The newest complete step that live workers hold, or else the newest checkpoint, or else the start.
 
-    Memory wins a tie with a checkpoint: nothing has to be read. With `rebuilding` what parity can give back is held.
-    Memory counts for nothing if it is cut so that it cannot be held with the tensor parallel degree `tensor`.
+    Memory wins a tie with a checkpoint: nothing has to be read. With `rebuilding`, state that parity can restore counts
+    as held. Memory is ignored if it is cut so that the tensor parallel degree `tensor` cannot hold it.
     """
     held = [item for worker in sorted(alive & holdings.keys()) for item in holdings[worker].held]
     specs = {step: spec for worker in sorted(alive & holdings.keys()) for step, spec in holdings[worker].specs.items()}
@@ -39,16 +39,15 @@ def choose_source(
 
 
 def newest_source(state: State, workers: frozenset[WorkerId]) -> Source:
-    """The newest that these workers, or the newest checkpoint, have for the tensor parallel degree that is wanted."""
+    """Newest source from these workers or the newest checkpoint, for the wanted tensor parallel degree."""
     return choose_source(state.holdings, workers, state.checkpoint, tensor=state.limits.tensor)
 
 
 def needs(state: State, workers: Collection[WorkerId]) -> bool:
-    """Whether something that is there now would be lost with these workers: they hold, or may hold, a part of the
-    newest complete step that nobody else has.
+    """Whether state would be lost with these workers: they alone hold, or may hold, a part of the newest complete step.
 
-    Of a generation that trains, every step that was committed is held by each rank, and by the keeper of its mirror or
-    the same rank of another replica, or can be computed from the parity blocks of others.
+    In a generation that trains, each rank holds its shard of every committed step. Another worker holds it too: the
+    mirror holder, or the same rank of another replica. With parity it can be computed from the blocks of others.
     """
     others = state.ready.difference(workers)
     found = newest_source(state, others)
@@ -73,24 +72,24 @@ def _has_all_shards(state: State, workers: frozenset[WorkerId]) -> bool:
 
 
 def is_redundant(state: State) -> bool:
-    """Whether each member's shard is held by another one, too."""
+    """Whether another member holds each member's shard too."""
     return state.replicas > 1 or (state.limits.mirrors and len(state.members) > 1)
 
 
 def trusted(state: State, stopped: Stopped) -> Stopped:
-    """What a worker holds, without what a generation left behind whose steps were taken back."""
+    """A worker's holdings, without those of generations whose steps were taken back."""
     return replace(stopped, held=tuple(held for held in stopped.held if held.layout_id > state.invalidated_up_to))
 
 
 def clamp_leave_steps(leaving: Mapping[WorkerId, Departure], step: int) -> Mapping[WorkerId, Departure]:
-    """Who must leave, in a run that goes on from `step`: what comes after it was not done when they were told."""
+    """The departures of a run that continues from `step`: later steps were not done at the time of the notice."""
     if all(departure.step <= step for departure in leaving.values()):
         return leaving
     return {worker: replace(departure, step=min(departure.step, step)) for worker, departure in leaving.items()}
 
 
 def describe_redundancy(limits: DriverConfig, mesh: Mesh) -> str | None:
-    """Of a run with parity, for people and the journal: how the state of a generation is held more than once."""
+    """Redundancy of a generation's state, for people and the journal; None for a run without parity."""
     parity = limits.parity
     if parity is None:
         return None
@@ -102,7 +101,7 @@ def describe_redundancy(limits: DriverConfig, mesh: Mesh) -> str | None:
 
 
 def without_its_source(state: State) -> State | None:
-    """The state without the checkpoint that its generation was to be formed from; None if that leaves none."""
+    """The state without the checkpoint of its generation's source; None if no checkpoint is left."""
     if not isinstance(state.source, FromCheckpoint):
         return None
     known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))

@@ -1,4 +1,4 @@
-"""A recorded run once more: `load` reads one, and what its drivers were told goes through the machine again."""
+"""Replay of a recorded run: `load` reads one, and its drivers' events go through the machine again."""
 
 from __future__ import annotations
 

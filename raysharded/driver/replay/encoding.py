@@ -1,8 +1,8 @@
-"""What the state machine is told, and the state that it began with, as JSON values and back. Pure.
+"""The state machine's events and first state as JSON values, and back. Pure.
 
-cattrs follows the annotations of events, messages and state; said here is only what it cannot know. What is long and
-comes again and again (the state's spec, a worker's stack) is written once, and is a number from then on. Left out is
-what the machine only passes on: of a part of a checkpoint its digests, boxes and fingerprint.
+cattrs follows the annotations of events, messages and state; this module states only what it cannot know. A long value
+that recurs (the state's spec, a worker's stack) is written once, and is a number from then on. Values that the machine
+only forwards are omitted: the digests, boxes and fingerprint of a part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from raysharded.protocol.messages import ProbeReply, Saved
 Json: TypeAlias = Any
 """A value that `json` reads or writes. Floats may be NaN or infinite; they may also come as strings."""
 _ONCE = "once"
-"""The key of the long values that an entry is the first to name, in the order of their numbers."""
+"""Key of the long values that an entry is the first to name, in the order of their numbers."""
 
 
 class RecordedError(Exception):
-    """An error that is not raysharded's own, as it was recorded: a subclass of this has the name that its class had."""
+    """A recorded error of a class outside raysharded. Its type is a subclass with the original class's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenFile:
-    """A file of a checkpoint: what the machine looks at of it."""
+    """A checkpoint's file, reduced to what the machine reads."""
 
     size_bytes: int
 
 
 class Encoder:
-    """Of one recording, from its beginning on. Used by one thread at a time."""
+    """Encodes one recording, from its beginning on. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -52,11 +52,14 @@ class Encoder:
         self._of_state: Callable[[State], Json] = converter.get_unstructure_hook(State)
 
     def event(self, event: Event) -> dict[str, Json]:
-        """The fields of a journal entry: `event`, and what it names for the first time."""
+        """Fields of a journal entry: `event`, and the long values that it is the first to name."""
         return {"event": self._of_event(event), **self._newly_named()}
 
     def state(self, state: State) -> dict[str, Json]:
-        """The same, `state`: of one in which no generation has been formed yet, without its `source` and `saves`."""
+        """Fields of a journal entry: `state`, and the long values that it is the first to name.
+
+        No generation may have been formed in this state. Its `source` and `saves` are omitted.
+        """
         return {"state": self._of_state(state), **self._newly_named()}
 
     def _number(self, value: StateSpec | str) -> int:
@@ -72,10 +75,12 @@ class Encoder:
 
 
 class Decoder:
-    """Of one recording, whose entries it must be given in order. Raises LookupError, TypeError or ValueError for what
-    no encoder wrote."""
+    """Decodes one recording; takes its entries in order.
 
-    def __init__(self, format: object = FORMAT) -> None:  # noqa: A002 - as the entry has it
+    Raises LookupError, TypeError or ValueError for values that no encoder wrote.
+    """
+
+    def __init__(self, format: object = FORMAT) -> None:  # noqa: A002 - the entry's name
         """`format`: one of `FORMATS`."""
         self._values: list[Json] = []
         converter = _converter(_not_here, self._value, FORMATS[format])
@@ -103,7 +108,7 @@ def _not_here(*_: Any) -> Any:
 
 
 def _converter(number: Callable[[Any], int], value: Callable[[Json, Any], Any], names: Names) -> Converter:
-    """`number` and `value`: how what is written once gets its number, and comes back."""
+    """Converter in which `number` encodes, and `value` decodes, the long values that are written once."""
     converter = make_converter(omit_if_default=True, detailed_validation=False)
     converter.register_unstructure_hook(StateSpec, number)
     converter.register_structure_hook(StateSpec, value)
@@ -125,7 +130,7 @@ def _converter(number: Callable[[Any], int], value: Callable[[Json, Any], Any], 
 
 
 def _except(converter: Converter, cls: type, **overrides: Any) -> None:
-    """Treat the fields of a class as usual, but for these."""
+    """Convert a class as usual, with these overrides for its fields."""
     converter.register_unstructure_hook(
         cls, make_dict_unstructure_fn(cls, converter, _cattrs_omit_if_default=True, **overrides)
     )
@@ -146,7 +151,7 @@ def _to_tuple(values: list[Json], _: Any) -> tuple[Json, ...]:
     return tuple(values)
 
 
-# -- errors: the machine asks for their class, its name, and their text --
+# -- errors: the machine uses their class, its name, and their text --
 
 
 def _is_error(cls: Any) -> bool:
@@ -157,7 +162,7 @@ def _from_error(error: BaseException) -> dict[str, str]:
     ours = next((cls.__name__ for cls in type(error).__mro__ if _of_ours(cls.__name__) is cls), "")
     fields = {"type": type(error).__name__, "ours": ours, "text": str(error)}
     if isinstance(error, TaskError):
-        fields["traceback"] = getattr(error, "user_traceback", "")  # a subclass may not call ours' __init__
+        fields["traceback"] = getattr(error, "user_traceback", "")  # a subclass may not call our __init__
     return fields
 
 
@@ -171,6 +176,6 @@ def _to_error(fields: dict[str, str], _: Any) -> BaseException:
 
 
 def _of_ours(name: str) -> type[RayshardedError] | None:
-    """The nearest class that the machine may ask for."""
+    """The raysharded error of this name, which the machine may test for; None if there is none."""
     found = getattr(errors, name, None)
     return found if isinstance(found, type) and issubclass(found, RayshardedError) else None

@@ -1,4 +1,4 @@
-"""What the machine was told, what it decided and where it then stood, as short lines for people. Pure."""
+"""Events, decisions and the resulting state as short lines for people. Pure."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from raysharded.quantities import count, duration
 
 
 def of_event(event: Event) -> str:
-    """What happened, on one line."""
+    """An event, on one line."""
     return " ".join(_of_event(event).split())
 
 
@@ -152,7 +152,7 @@ def _said(said: WorkerReply) -> str:
 
 
 def of_commands(commands: Sequence[Command]) -> str:
-    """What was decided, on one line; calls of one kind together."""
+    """The decisions, on one line; commands of one kind together."""
     parts = []
     for _, group in groupby(commands, key=lambda command: (type(command), getattr(command, "kind", ""))):
         same = list(group)
@@ -161,7 +161,7 @@ def of_commands(commands: Sequence[Command]) -> str:
 
 
 def _of_command(command: Command, workers: Sequence[int]) -> str:
-    """`workers`: of all the commands of its kind that follow each other."""
+    """Text of consecutive commands of one kind; `workers`: those of all of them."""
     match command:
         case StartWorker():
             return f"start {_workers(workers)}"
@@ -211,7 +211,7 @@ def _of_command(command: Command, workers: Sequence[int]) -> str:
 
 
 def of_state(state: State) -> str:
-    """Where the run stands, on one line."""
+    """The state of the run, on one line."""
     parts = [state.phase.value]
     if state.members:
         parts.append(f"generation {state.generation} of {_workers(state.members)}{_as_mesh(state.mesh)}")

@@ -1,7 +1,7 @@
-"""The names in a recording, which stay when classes and fields of the code get others. Pure.
+"""The names in a recording, which stay when classes and fields of the code are renamed. Pure.
 
-Whoever renames an event, a message that workers send, or a field of what these and the state are made of, leaves the
-name in `NAMES` or adds the field to `FIELDS`: recordings of both formats are read by them.
+Recordings of both formats are read by these names. To rename an event or a worker's message, keep its old name in
+`NAMES`. To rename a field of these or of the state, add its recorded name to `FORMATS`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from raysharded.protocol import messages
 from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
 FORMAT = 3
-"""Of the recordings that are written."""
+"""Format of the recordings that are written."""
 OLDER = 2
-"""It named classes and fields as the code of raysharded 0.1 did."""
+"""Format that named classes and fields as the code of raysharded 0.1 did."""
 
 NAMES: Mapping[type, tuple[str, str]] = {
     events.Ready: ("Ready", "worker_ready"),
@@ -54,11 +54,11 @@ NAMES: Mapping[type, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Those of one format."""
+    """The names of one format."""
 
     classes: Mapping[type, str]
     fields: Mapping[type, Mapping[str, str]] = field(default_factory=dict)
-    """Class -> today's name of a field -> the recorded one, where that is another."""
+    """Class -> current field name -> recorded field name, where they differ."""
 
 
 FORMATS: Mapping[object, Names] = {

@@ -1,4 +1,4 @@
-"""The state machine, with a journal entry of all that it is told: so that it can be told again (`driver.replay`)."""
+"""The state machine with a journal entry for every event, so that the run can be replayed (`driver.replay`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from raysharded.journal.writer import Recorder
 from raysharded.protocol.messages import Stopped
 
 BEGINNING = "recording"
-"""The kind of the entry that a recording begins with: the first state."""
+"""Kind of the entry that a recording begins with: the first state."""
 EVENT = "event"
 
 
 class Machine(Protocol):
-    """What the driver's loop asks: `driver.machine`, or a `Transcript` of it."""
+    """The interface that the driver's loop uses: `driver.machine`, or a `Transcript` of it."""
 
     def begin(self, state: State, at: float) -> Outcome: ...
 
@@ -29,8 +29,10 @@ class Machine(Protocol):
 
 
 class Transcript:
-    """Decides as `driver.machine` does, and records each event that led to a command or to another state. Used by the
-    driver's thread; the journal's thread turns what it records into JSON."""
+    """Decides as `driver.machine` does, and records each event that led to a command or another state.
+
+    Used by the driver's thread; the journal's thread turns the records into JSON.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         from raysharded.driver.replay.encoding import Encoder  # cattrs is loaded by those alone who record or replay
@@ -73,7 +75,7 @@ class Transcript:
 
 
 def _news(state: State, event: Event) -> Event:
-    """Without what is long and changes nothing: each member that stops says its newest steps once more, in case."""
+    """The event without long parts that change nothing: a stopping member repeats its newest steps as a precaution."""
     match event:
         case WorkerReply(message=Stopped() as stopped):
             new = tuple(report for report in stopped.reports if step_reports.is_new(state, report))
@@ -82,5 +84,5 @@ def _news(state: State, event: Event) -> Event:
 
 
 def _without_reports(state: State) -> State:
-    """The same for workers that were taken over: nobody asks what they hold for the steps that they said."""
+    """The state without the reports of adopted workers, which the machine does not read."""
     return replace(state, holdings={worker: replace(held, reports=()) for worker, held in state.holdings.items()})

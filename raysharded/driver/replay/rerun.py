@@ -1,5 +1,7 @@
-"""A recorded run once more: what its drivers were told goes through the state machine again, and what that writes to
-the journal is compared with what is there. Pure, but for `load`, which reads a run's storage."""
+"""Replay of a recorded run: its events go through the state machine again.
+
+The resulting journal entries are compared with the recorded ones. Pure, except for `load`, which reads a run's storage.
+"""
 
 from __future__ import annotations
 
@@ -26,33 +28,33 @@ from raysharded.journal.log import Placed
 from raysharded.quantities import count, moment as moment_text
 
 _NOT_DECIDED = frozenset({"data", "waiting"})
-"""Entries that the driver makes without asking the machine, after it has begun."""
+"""Entries that the driver makes without the machine, after it has begun."""
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError)
-"""What JSON that no encoder wrote leads to."""
+"""Errors raised by JSON that no encoder wrote."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """One event, and what came of it."""
+    """One event, and its result."""
 
     number: int
-    """Of the event, from 1; 0: the beginning."""
+    """Number of the event, from 1; 0 is the beginning."""
     place: str
-    """Of its entry: file and line, below the run's folder."""
+    """Place of the entry: file and line, below the run's folder."""
     after_s: float = 0.0
-    """Since the driver's beginning."""
+    """Seconds since the driver's beginning."""
     event: Event | None = None
-    """None: the beginning, or what cannot be read."""
+    """The event; None for the beginning, or if it cannot be read."""
     commands: tuple[Command, ...] = ()
     state: State | None = None
-    """After it; None if it cannot be known."""
+    """State after the event; None if it cannot be known."""
     raised: str = ""
-    """What the machine raised, instead of deciding something."""
+    """Error that the machine raised instead of deciding."""
     differences: tuple[str, ...] = ()
-    """Between what the machine decides now and what the journal says."""
+    """Differences between the machine's decisions now and the journal."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The moment for JSON."""
         return {
             "number": self.number,
             "place": self.place,
@@ -64,11 +66,11 @@ class Moment:
         }
 
     def decided(self) -> str:
-        """What the machine decides, for people."""
+        """The machine's decision, for people."""
         return f"raises {brief(self.raised)}" if self.raised else event_text.of_commands(self.commands)
 
     def line(self) -> str:
-        """For people: when, what happened, what was decided."""
+        """One line for people: time, event, decision."""
         if self.state is None:
             return f"{'?':>10}  event {self.number} cannot be read"
         told = event_text.of_event(self.event) if self.event is not None else "the driver begins"
@@ -77,22 +79,22 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """What one driver of a run was told and decided, from its beginning to its end."""
+    """The events and decisions of one driver of a run, from its beginning to its end."""
 
     driver: str
     began_at: float
-    """Wall clock."""
+    """Wall clock at the beginning."""
     version: str
-    """Of the raysharded that it was recorded with: another one may decide otherwise."""
+    """Version of raysharded that made the recording; another one may decide otherwise."""
     moments: tuple[Moment, ...]
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """Each with its place; none if the machine decides as it did."""
+        """All differences, each with its place; none if the machine decides as it did."""
         return tuple(difference for moment in self.moments for difference in moment.differences)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The replay for JSON."""
         return {
             "driver": self.driver,
             "began_at": self.began_at,
@@ -102,7 +104,7 @@ class Replay:
         }
 
     def lines(self) -> Iterator[str]:
-        """For people: one for every event, one for every difference, and the verdict."""
+        """Lines for people: one for every event, one for every difference, and the verdict."""
         yield f"driver {self.driver}, {moment_text(self.began_at)}, raysharded {self.version}"
         for moment in self.moments:
             yield moment.line()
@@ -115,8 +117,8 @@ class Replay:
 def load(run_url: str) -> list[Replay]:
     """Replay the recorded drivers of the run in a folder or under a URL, in the order in which they began.
 
-    Works while the run goes on. Raises StorageError if there is no run, if its journal is damaged or cannot be read, or
-    if none of its drivers was recorded.
+    Works on a run that is still training. Raises StorageError if there is no run, if its journal is damaged or cannot
+    be read, or if none of its drivers was recorded.
     """
     storage = open_storage(run_url)
     try:
@@ -141,7 +143,7 @@ def load(run_url: str) -> list[Replay]:
 
 
 def replay(entries: Iterable[Placed]) -> list[Replay]:
-    """Of each driver that was recorded. Raises StorageError for a recording of another format."""
+    """Replays of all recorded drivers. Raises StorageError for a recording of another format."""
     recorded: dict[str, list[Placed]] = {}
     for placed in entries:
         kind = placed.entry["kind"]
@@ -167,12 +169,12 @@ def _of_driver(driver: str, entries: Sequence[Placed]) -> Replay:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Told:
-    """An event's entry, and those that were written because of it."""
+    """An event's entry, and the entries written because of it."""
 
     entry: Placed
     written: list[Placed]
     last: bool
-    """Nothing follows: what it led to may not have reached storage."""
+    """Whether nothing follows: its results may not have reached storage."""
 
 
 def _told(entries: Sequence[Placed]) -> list[_Told]:
@@ -185,18 +187,18 @@ def _told(entries: Sequence[Placed]) -> list[_Told]:
 
 
 class _Stage:
-    """One driver's machine, which is told one thing after the other."""
+    """One driver's machine, which gets one event after the other."""
 
-    def __init__(self, format: object) -> None:  # noqa: A002 - of the recording
+    def __init__(self, format: object) -> None:  # noqa: A002 - the recording's name
         self._decoder = Decoder(format)
         self._state: State | None = None
-        """None: before the beginning."""
+        """State of the machine; None before the beginning."""
         self._began = 0.0
         self._next = 0
-        """The number of the next event."""
+        """Number of the next event."""
 
     def moments(self, told: Iterable[_Told]) -> Iterator[Moment]:
-        """Until something cannot be read, or the machine raises."""
+        """The moments until one cannot be read, or the machine raises."""
         for each in told:
             moment = self._play(each)
             yield moment
@@ -236,16 +238,16 @@ class _Stage:
 
 
 def _decide(state: State, event: Event | None, at: float) -> tuple[str, State, Sequence[Command]]:
-    """What the machine raises, or the next state and the commands."""
+    """The machine's error, the next state and the commands."""
     try:
         after, commands = machine.begin(state, at) if event is None else machine.step(state, event, at)
-    except Exception as error:  # noqa: BLE001 - what it raises is what is looked for
+    except Exception as error:  # noqa: BLE001 - the error is the result
         return f"{type(error).__name__}: {error}", state, ()
     return "", after, commands
 
 
 def _compare(told: _Told, raised: str, commands: Iterable[Command]) -> list[str]:
-    """What the journal says that the machine does not, and the other way round."""
+    """Differences between the journal and the machine, in both directions."""
     before = str(told.entry.entry.get("raised", ""))
     if before != raised:
         return [
@@ -269,7 +271,7 @@ def _compare(told: _Told, raised: str, commands: Iterable[Command]) -> list[str]
 
 
 def _without_last_words(written: Sequence[Placed], expected: int) -> Sequence[Placed]:
-    """Without what workers wrote in the name of a driver that was dead: `orphans.orphan_checkpoint`."""
+    """The entries without those that workers wrote for a dead driver: `orphans.orphan_checkpoint`."""
     words = next((number for number, placed in enumerate(written) if placed.entry["kind"] == "orphaned"), None)
     if words is None:
         return written

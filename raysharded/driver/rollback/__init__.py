@@ -1,1 +1,1 @@
-"""Going back: because of a number that is not finite, of wrong results, or by request."""
+"""Rollback: after a number that is not finite, after wrong results, or by request."""

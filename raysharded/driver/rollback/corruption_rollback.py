@@ -1,4 +1,4 @@
-"""What an audit found: who computed wrong numbers is removed, and what may be wrong since is computed again. Pure."""
+"""The response to an audit's finding: culprits are removed, and possibly wrong steps are computed again. Pure."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from raysharded.protocol.messages import Corruption, StepReport, save_prefix
 
 
 def note(state: State, report: StepReport) -> Outcome:
-    """Take in a step that was reported: one whose audit found nothing is verified."""
+    """Handle a reported step: one whose audit found nothing is verified."""
     if report.audit_s is None:
         return state, []
     fields = {"step": report.step, "seconds": report.audit_s, "workers": report.world_size, "ok": True}
-    if state.corrupted is not None and report.step >= state.corrupted[0]:  # computed again, and right: it is over
+    if state.corrupted is not None and report.step >= state.corrupted[0]:  # computed again, and correct: it is over
         state = replace(state, corrupted=None)
     return replace(state, verified_step=report.step), [Record(kind="audit", fields=fields)]
 
 
 def found(state: State) -> Corruption | None:
-    """What the members of the generation that stopped have found, if they have."""
+    """The corruption that members of the stopped generation found; None if there is none."""
     return next((stop.corruption for stop in state.stops.values() if stop.corruption is not None), None)
 
 
 def evict(state: State, corruption: Corruption, at: float) -> Outcome:
-    """The state without the culprits, and without what was computed since the newest verified step.
+    """The state without the culprits, and without results since the newest verified step.
 
-    The end, if a worker that came in a culprit's place does not get the same either.
+    Ends the run if the repeated step fails its audit again, with another worker in the culprit's place.
     """
     verified = state.verified_step
     fields = {
@@ -57,13 +57,13 @@ def _again(before: str, corruption: Corruption) -> InexactError:
 
 
 def _distrusted(state: State) -> Sequence[Checkpointed]:
-    """Checkpoints of steps that nobody has verified."""
+    """Checkpoints of unverified steps."""
     known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
     return [checkpoint for checkpoint in known if checkpoint.step > state.verified_step]
 
 
 def _being_written(state: State) -> list[str]:
-    """The folders of checkpoints of such steps that may be committed any moment, also when this driver is gone."""
+    """Folders of unverified checkpoints that may still be committed at any moment, even after this driver has ended."""
     return [
         save_prefix(saving.step, saving.generation, state.driver)
         for saving in state.saves.values()
@@ -72,7 +72,7 @@ def _being_written(state: State) -> list[str]:
 
 
 def _without_distrusted(state: State) -> Outcome:
-    """Nothing in memory, and no checkpoint, of a step that nobody has verified is gone on from."""
+    """The state without memory contents and checkpoints of unverified steps."""
     gone = _distrusted(state)
     known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
     left = tuple(checkpoint for checkpoint in known if checkpoint not in gone)

@@ -1,7 +1,8 @@
-"""A number that is not finite: its step is left out, recorded and bounded, or the run goes back to a checkpoint and on
-past the data of the steps since. Handlers of the machine.
+"""Response to a number that is not finite. Handlers of the machine.
 
-A rewind is decided once for a checkpoint: what goes wrong again before a newer one is written is not the data.
+Either the step is skipped, recorded and counted against a limit; or the run goes back to a checkpoint and skips the
+data of the steps since. The run goes back once for a checkpoint: if a step fails again before a newer one is written,
+the data is not the cause.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from raysharded.protocol.messages import StepReport, Stopped, StopReason
 
 
 def cause(state: State) -> Stopped | None:
-    """The member whose step was not finite, if that is to be answered by going back."""
+    """The member whose step was not finite, if the run responds by going back."""
     if not state.limits.rewind:
         return None
     errors = [stop for stop in state.stops.values() if stop.reason is StopReason.TASK_ERROR]
@@ -25,12 +26,12 @@ def cause(state: State) -> Stopped | None:
 
 
 def must_wait(state: State) -> bool:
-    """Whether a checkpoint is still being written: it is of a step before the one that went wrong."""
+    """Whether a checkpoint of a step before the failed one is still being written."""
     return any(not saving.fingerprint_only for saving in state.saves.values())
 
 
 def rewind(state: State, stopped: Stopped, at: float) -> Outcome:
-    """The state from which the next generation begins at the newest checkpoint; the end, the second time."""
+    """The state from which the next generation begins at the newest checkpoint; ends the run the second time."""
     bad = stopped.step + 1
     to_step = state.checkpoint.step if state.checkpoint else 0
     reason = str(stopped.error)
@@ -68,7 +69,7 @@ def rewind(state: State, stopped: Stopped, at: float) -> Outcome:
 
 
 def note_skipped(state: State, report: StepReport) -> Outcome:
-    """Take in a step that was reported: one that was left out is on record, and too many in a row end the run."""
+    """Handle a reported step: a skipped one is recorded, and too many in a row end the run."""
     if report.skipped is None:
         return replace(state, skipped_steps=None, first_skip=""), []
     fields = {
@@ -79,7 +80,7 @@ def note_skipped(state: State, report: StepReport) -> Outcome:
     }
     commands: list[Command] = [Record(kind="step_skipped", fields=fields)]
     first, last = state.skipped_steps or (report.step, report.step)
-    if not first <= report.step <= last + 1:  # one that is computed again is the same one
+    if not first <= report.step <= last + 1:  # a repeated step counts once
         first = report.step
     text = f"step {report.step}: {report.skipped.text()}" if first == report.step else state.first_skip
     state = replace(state, skipped_steps=(first, report.step), first_skip=text)

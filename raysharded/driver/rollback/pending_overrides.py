@@ -1,8 +1,8 @@
-"""What people decide while the run trains: at a step boundary, on record before it takes effect. Pure.
+"""User decisions during training: made at a step boundary, recorded before they take effect. Pure.
 
-A decision is asked for; the next generation is formed as if it held; when all members have their state it is written to
-the journal; and when it is there for good, the generation trains. So every step that was ever computed with it follows
-from the journal, and a decision that is lost with its driver was never taken.
+After a request, the next generation is formed as if the decision held. When all members have their state, the decision
+is written to the journal; when the entry is durable, the generation trains. So the journal determines every step that
+was ever computed with it, and a decision that is lost with its driver was never made.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from raysharded.protocol.messages import Source
 
 
 def is_wanted(state: State) -> bool:
-    """Whether something was asked for that is not decided yet."""
+    """Whether a request is not decided yet."""
     return state.wanted_rate is not None or state.wanted_rewind is not None
 
 
 def first_step(state: State) -> int:
-    """The first step that a learning rate would hold for that is decided at the next boundary."""
+    """First step to which a learning rate would apply that is decided at the next boundary."""
     if state.wanted_rewind is not None:
         return state.wanted_rewind.checkpoint.step + 1
     return max(state.step, state.reached) + 1
 
 
 def without_impossible(state: State) -> Outcome:
-    """Without what was asked for and cannot be had any more."""
+    """The state without requests that have become impossible."""
     commands: list[Command] = []
     rewinding = state.wanted_rewind
     if rewinding is not None:
@@ -48,7 +48,7 @@ def without_impossible(state: State) -> Outcome:
 
 
 def at_the_end(state: State) -> list[Command]:
-    """What the journal says of what was asked for, when the run ends before it is decided."""
+    """Refusals for the journal of requests that the run's end leaves undecided."""
     why = "the run ended before it was decided."
     commands: list[Command] = []
     if state.wanted_rate is not None:
@@ -59,7 +59,7 @@ def at_the_end(state: State) -> list[Command]:
 
 
 def without_planned_rewind(state: State, why: str) -> Outcome:
-    """Without the checkpoint that the generation was to be formed from; somebody may want another one by now."""
+    """The state without the rewind that the generation was to be formed with; a newer request stays."""
     assert state.plan is not None
     assert state.plan.rewind is not None
     rewinding, wanted = state.plan.rewind, state.wanted_rewind
@@ -69,7 +69,7 @@ def without_planned_rewind(state: State, why: str) -> Outcome:
 
 
 def why_not_decided(state: State) -> str:
-    """Why what was planned cannot be had any more, though all members hold its state; empty if it can."""
+    """Reason why the plan has become impossible although all members hold its state; empty if it has not."""
     rewinding = state.plan.rewind if state.plan is not None else None
     if rewinding is None or rewinding.checkpoint in rewind.known(state):
         return ""
@@ -77,8 +77,7 @@ def why_not_decided(state: State) -> str:
 
 
 def as_wanted(state: State) -> State:
-    """The state as it decides where its next generation comes from: one that is to go back has nothing but the
-    checkpoint."""
+    """The state from which the next generation's source is chosen: for a rewind, nothing but its checkpoint."""
     if state.wanted_rewind is None:
         return state
     return replace(
@@ -87,7 +86,7 @@ def as_wanted(state: State) -> State:
 
 
 def plan(state: State, source: Source) -> PendingOverrides | None:
-    """What the next generation decides, which is formed from `source`; None if nothing was asked for."""
+    """Decisions of the next generation, which is formed from `source`; None without a request."""
     if not is_wanted(state):
         return None
     decisions, done = state.decisions, max(state.reached, source.step)
@@ -101,12 +100,12 @@ def plan(state: State, source: Source) -> PendingOverrides | None:
 
 
 def _is_undone(state: State, wanted: WantedRate) -> bool:
-    """Whether going back was asked for after it."""
+    """Whether a later rewind request undoes this learning rate."""
     return state.wanted_rewind is not None and wanted.number < state.wanted_rewind.number
 
 
 def decide(state: State) -> Outcome:
-    """All members hold the state that the plan was made for: it holds, and is put on record."""
+    """Make the planned decisions and record them: all members hold their state."""
     made = state.plan
     if made is None:
         return state, []
@@ -135,17 +134,17 @@ def decide(state: State) -> Outcome:
 
 
 def last_step_is_done(state: State) -> str:
-    """Why nothing can be changed any more."""
+    """Reason why nothing can be changed after the last step."""
     return f"the run has done its last step, {state.step}: nothing is computed any more."
 
 
 def refused_rate(state: State, factor: float, why: str) -> Record:
-    """The journal's word to who asked for another learning rate."""
+    """Journal entry that refuses a learning rate."""
     fields = {"step": state.step, "factor": factor, "reason": why}
     return Record(kind="learning_rate_refused", fields=fields, durable=True)
 
 
 def refused_rewind(state: State, to_step: int, why: str) -> Record:
-    """The journal's word to who wanted to go back."""
+    """Journal entry that refuses a rewind."""
     fields = {"step": state.step, "to_step": to_step, "reason": why}
     return Record(kind="rewind_refused", fields=fields, durable=True)

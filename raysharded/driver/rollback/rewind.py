@@ -1,8 +1,7 @@
-"""Going back to a checkpoint because somebody wants it, and on from there. Pure.
+"""Requested rewind: the run goes back to a checkpoint and continues from there. Pure.
 
-What was computed since is undone: its checkpoints are deleted as soon as that is on record, and nothing that is left of
-it in memory is gone on from. Until then, nothing is changed: if the checkpoint cannot be read, the run goes on as it
-was.
+Later steps are undone: their checkpoints are deleted once the journal records the rewind, and their state in memory is
+not used. Until then nothing changes: if the checkpoint cannot be read, the run continues as before.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from raysharded.overrides import Decisions, passed_over, rates_before, skipped_b
 from raysharded.protocol.messages import save_prefix
 
 _NAMED = 12
-"""So many of the checkpoints that there are, at most, are named to who asks for another one."""
+"""Largest number of existing checkpoints that a refusal names."""
 
 
 def refusal(state: State, step: int) -> str:
-    """Why the run cannot go back to its checkpoint of a step, in one sentence; empty if it can."""
+    """Reason why the run cannot go back to its checkpoint of a step, in one sentence; empty if it can."""
     if state.step >= state.limits.max_steps:
         return f"the run has done its last step, {state.step}: fork it from the checkpoint of step {step}."
     steps = sorted({checkpoint.step for checkpoint in known(state)})
@@ -40,14 +39,13 @@ def known(state: State) -> tuple[Checkpointed, ...]:
 
 
 def wanted(state: State, step: int, *, skip_data: bool, number: int) -> Rewinding:
-    """The newest checkpoint of a step that is not refused, for the request of this number."""
+    """The rewind to the newest checkpoint of a step that is not refused; `number`: the request's."""
     of_step = [checkpoint for checkpoint in known(state) if checkpoint.step == step]
     return Rewinding(checkpoint=of_step[-1], skip_data=skip_data, number=number)
 
 
 def decisions_after(state: State, rewinding: Rewinding) -> Decisions:
-    """Those of a run that went back: of the steps that are undone no decision stays, but for the data that is passed
-    over."""
+    """The decisions after a rewind: those of undone steps are dropped, except for skipped data."""
     before, to_step = state.decisions, rewinding.checkpoint.step
     skips = tuple(skip for skip in before.skips if skip[0] <= to_step)
     if rewinding.skip_data and state.reached > to_step:
@@ -57,7 +55,7 @@ def decisions_after(state: State, rewinding: Rewinding) -> Decisions:
 
 
 def undo(state: State, plan: PendingOverrides, rewinding: Rewinding) -> tuple[State, dict[str, Any]]:
-    """The state that went back, its generation formed from the checkpoint, and the fields of the entry `rewind`."""
+    """The state after the rewind, with its generation formed from the checkpoint; and the fields of entry `rewind`."""
     target, to_step = rewinding.checkpoint, rewinding.checkpoint.step
     gone = [checkpoint.prefix for checkpoint in known(state) if checkpoint.step > to_step]
     late = [saving for saving in state.saves.values() if saving.step > to_step]
@@ -99,6 +97,6 @@ def undo(state: State, plan: PendingOverrides, rewinding: Rewinding) -> tuple[St
         failing_step=min(state.failing_step, to_step),
         losing_step=min(state.losing_step, to_step),
     )
-    if state.incident is not None:  # what is undone is not computed again
+    if state.incident is not None:  # undone steps are not computed again
         state = replace(state, incident=replace(state.incident, step_before=to_step))
     return replace(state, holdings={w: trusted(state, held) for w, held in state.holdings.items()}), fields

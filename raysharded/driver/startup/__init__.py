@@ -1,1 +1,1 @@
-"""The beginning of a driver: alone, after others, or in another's place."""
+"""The start of a driver: alone, after others, or in place of another."""

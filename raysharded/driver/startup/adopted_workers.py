@@ -1,4 +1,4 @@
-"""Workers of the driver before that were still alive: the run goes on with what they hold. Handlers of the machine."""
+"""Live workers of the driver before: the run continues with what they hold. Handlers of the machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from raysharded.protocol.messages import FromMemory, Source
 from raysharded.protocol.session import AdoptedWorker, FoundWorkers, believed
 
 ADOPT_S = 30.0
-"""How long workers may take to be freed from what they do, all together."""
+"""Time within which workers must be free of their current work, all together."""
 ADOPT_AT_MOST_S = 300.0
-"""The same, as long as those that are free do not hold a whole state."""
+"""Time within which workers must be free while the free ones do not hold a whole state."""
 
 
 def taken_over(state: State, adopted: Sequence[AdoptedWorker]) -> State:
-    """The state of a driver that has these workers from the beginning: they are ready, and hold what they say."""
+    """The state of a driver that adopts these workers: they are ready, and hold what they report."""
     if not adopted:
         return state
     first, seen = adopted[0].facts, state.nodes
@@ -51,10 +51,11 @@ def taken_over(state: State, adopted: Sequence[AdoptedWorker]) -> State:
 
 
 def without_differing(state: State, entered: FoundWorkers, *, anew: bool) -> tuple[State, FoundWorkers, list[Command]]:
-    """Without those that would compute other bits than the run, which are ended: the driver before had them wait until
-    the others were there. And the state in which no new worker has the number of one that was there.
+    """Exclude and end adopted workers that would compute other bits than the run.
 
-    `anew`: the run begins at the start under other rules than they had, so that none of them holds what it needs.
+    The driver before had them wait until the others were ready. In the returned state no new worker gets the number of
+    an adopted one. `anew`: the run begins at the start under rules other than theirs, so that none of them holds what
+    it needs.
     """
     differing = [one for one in entered.adopted if anew or not arithmetic.fits(state, one.facts)]
     if entered.adopted:
@@ -70,8 +71,10 @@ def without_differing(state: State, entered: FoundWorkers, *, anew: bool) -> tup
 
 
 def as_decided(state: State, entries: Sequence[Mapping[str, Any]], at: float) -> State:
-    """With what people asked of the drivers before, which these workers keep to: a pause, and nodes to be left. Of the
-    others, those that are too many for this driver have to leave, when the rest hold all."""
+    """The state with earlier user requests that these workers keep to: a pause, and nodes to drain.
+
+    Of the other workers, those beyond this driver's maximum have to leave once the rest hold everything.
+    """
     drained = persisted_requests.drained(entries)
     there = {worker: state.facts[worker].node_id for worker in state.ready}
     told = {
@@ -90,8 +93,10 @@ def as_decided(state: State, entries: Sequence[Mapping[str, Any]], at: float) ->
 
 
 def resized(state: State, entries: Sequence[Mapping[str, Any]], scaling: object) -> State:
-    """With the number of workers that people asked the drivers before for, if they had this configuration, and if it
-    is within its limits."""
+    """The state with the number of workers last requested from earlier drivers.
+
+    The request counts only if they had this configuration, and if it is within this driver's limits.
+    """
     limits = state.limits
     wanted = persisted_requests.asked_last(entries, scaling, "resize", lambda entry: int(entry["workers"]))
     if wanted is None or not limits.min_workers <= wanted < limits.max_workers:
@@ -100,7 +105,7 @@ def resized(state: State, entries: Sequence[Mapping[str, Any]], scaling: object)
 
 
 def _surplus(state: State) -> list[WorkerId]:
-    """Those that are more than the run may have. Only who holds nothing is a spare."""
+    """Workers beyond the maximum. Only a worker that holds nothing is a spare."""
     holders = {worker for worker, stopped in state.holdings.items() if stopped.held}
     extra = sorted(state.staying, key=lambda worker: (worker not in holders, worker))[state.limits.max_workers :]
     spares = [worker for worker in extra if worker not in holders][: state.limits.spares]
@@ -108,7 +113,7 @@ def _surplus(state: State) -> list[WorkerId]:
 
 
 def first_source(state: State) -> Source:
-    """Where a run goes on from: the newest step that its workers or its checkpoint have."""
+    """Source from which a run continues: the newest step of its workers or its checkpoint."""
     return newest_source(state, state.ready)
 
 
@@ -119,20 +124,22 @@ def are_whole(answers: Sequence[AdoptedWorker]) -> bool:
 
 
 def may_go_on(answers: Sequence[AdoptedWorker], waited_s: float) -> bool:
-    """Whether those that have not answered yet are to be left behind: they may compute, or write a checkpoint. Not as
-    soon if they may hold what nobody else does."""
+    """Whether to proceed without workers that have not answered: they may compute, or write a checkpoint.
+
+    The wait is longer if they may hold data that no other worker does.
+    """
     return waited_s >= (ADOPT_S if are_whole(answers) else ADOPT_AT_MOST_S)
 
 
 def go_on(state: State, at: float) -> Outcome:
-    """The first commands of a driver that has workers: the next generation now, if they are enough."""
+    """The first commands of a driver that has adopted workers: the next generation at once, if they are enough."""
     if len(state.ready) < state.limits.min_workers:
         return lifecycle.gather(state, at)
     return lifecycle.next_generation(state, at)
 
 
 def entry(state: State, entered: FoundWorkers, *, before: str) -> Record:
-    """The journal's entry of a takeover."""
+    """Journal entry of a takeover."""
     workers = sorted(one.worker for one in entered.adopted)
     fields = {"workers": workers, "step": state.step, "ended": entered.ended, "before": before}
     return Record(kind="taken_over", fields=fields, durable=True)

@@ -1,4 +1,4 @@
-"""Workers of the run that another version of raysharded left: a driver waits until they have written what they hold."""
+"""Workers that another version of raysharded left: a driver waits until they have written what they hold."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from raysharded.errors import ClusterError, RunOwnedElsewhere
 from raysharded.protocol.worker_launcher import WorkersOfAnotherVersion
 
 WAIT_S = 300.0
-"""How long workers that cannot be asked wait for a driver of theirs, unless theirs said otherwise."""
+"""Time that workers which cannot be queried wait for a new driver, unless their driver set another one."""
 _WRITE_S = 900.0
-"""How long their checkpoint, and their end, may take after the time that they said."""
+"""Time that their checkpoint, and their end, may take after the time that they reported."""
 _LOOK_UP_S = 1.0
 _LOOKS_SHARE = 10.0
-"""A pause is so many times as long as a look at least: there may be thousands of workers."""
+"""Smallest ratio of a pause to the query before it: there may be thousands of workers."""
 _SAY_AGAIN_S = 60.0
 
 
@@ -29,13 +29,14 @@ def wait_for_their_checkpoint(
     *,
     take_over: bool,
 ) -> None:
-    """Return when the run has no workers of another protocol; nothing of the run is touched before.
+    """Return when the run has no workers of another protocol; touches nothing of the run before.
 
-    Workers without a driver write a checkpoint of what they hold after a while, and end. `say` hears every minute what
-    is waited for, while they are without one. Raises RunOwnedElsewhere if they have a driver that lives, or if this one
-    is to take over: workers of another protocol cannot be. Raises ClusterError if they do not end long after the time
-    that they said; those that cannot be asked may have a long one, and are waited for.
-    `require_free` and `pause` are those of `RunLeadership`, and raise as they do.
+    Workers without a driver write a checkpoint of what they hold after a while, and end. During that time `say` is
+    called every minute with a report of the wait. Workers that cannot be queried may have a long wait; it has no limit.
+
+    Raises RunOwnedElsewhere if they have a live driver, or if this one is to take over: workers of another protocol
+    cannot be taken over. Raises ClusterError if they do not end long after the time that they reported. `require_free`
+    and `pause` are those of `RunLeadership`, and raise as they do.
     """
     orphaned_at = said_at = bound = math.inf
     while True:

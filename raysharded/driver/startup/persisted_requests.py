@@ -1,4 +1,4 @@
-"""What people asked of a run last, by its journal: so that a later driver keeps to it. Pure."""
+"""The latest user requests in a run's journal, which a later driver keeps to. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ T = TypeVar("T")
 def asked_last(
     entries: Iterable[Mapping[str, Any]], scaling: object, kind: str, what: Callable[[Mapping[str, Any]], T]
 ) -> T | None:
-    """`what` the newest entry of this kind says, of drivers that had this configuration of their workers, as this one
-    has; None: nobody asked, or it was configured otherwise since.
+    """`what` of the newest entry of this kind; None without a request, or if the configuration changed since.
 
-    One after which the run failed before it did a step does not count, but what was asked for before it: every driver
-    would fail in the same way.
+    Only entries of drivers count that had the same worker configuration as this one. An entry after which the run
+    failed before it did a step does not count, because every driver would fail in the same way; the one before it does.
     """
     asked: T | None = None
     proven: T | None = None
@@ -39,9 +38,11 @@ def asked_last(
 
 
 def is_paused(entries: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the last word on it is that the run is to be paused. A generation that was formed to train, and the
-    run's end, are other words; so is a driver that has started its workers anew: the first one that is ready then, with
-    none taken over, says so."""
+    """Whether the run is to be paused, according to the newest entry that decides it.
+
+    A generation formed to train, and the run's end, end a pause. So does a driver that started its workers anew: its
+    first ready worker, with none taken over, shows that.
+    """
     paused = since_started = workers_are_known = False
     for entry in entries:
         match entry["kind"]:
@@ -61,8 +62,7 @@ def is_paused(entries: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def drained(entries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Node id -> within how many seconds its workers were to leave; of the nodes that were drained since workers were
-    last started anew."""
+    """Node id -> seconds in which its workers were to leave: nodes drained since workers were last started anew."""
     found: dict[str, float] = {}
     since_started: dict[str, float] = {}
     are_the_same = True

@@ -1,4 +1,4 @@
-"""What a new driver of a run goes on from: its newest checkpoint, and those before it in case that one is damaged."""
+"""The point from which a new driver resumes: the newest checkpoint, and older ones in case it is damaged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raysharded.errors import CheckpointError, CorruptCheckpoint, RefusedCheckpo
 from raysharded.overrides import Decisions, after, rates_of, rates_resumed, skips_resumed
 
 _OLDER_OPENED = 4
-"""So many of the checkpoints before the newest are opened where their claims alone do not say what they must be."""
+"""Number of older checkpoints that are opened when their claims alone do not state their digests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,21 +26,22 @@ class ResumePoint:
 
     newest: Newest
     older: tuple[Checkpointed, ...]
-    """Before the newest, oldest first."""
+    """Checkpoints before the newest, oldest first."""
 
     @property
     def damaged(self) -> list[tuple[int, str]]:
-        """(step, why) of those that were committed and cannot be used."""
+        """(step, reason) of committed checkpoints that cannot be used."""
         return [(skipped.ref.step, skipped.reason) for skipped in self.newest.skipped if skipped.damaged]
 
 
 def find(files: RunFiles, without: Collection[str] = ()) -> ResumePoint:
-    """The newest usable checkpoint, opened, and those before it; `without` these folders: they were to be deleted, and
-    may be there still if they are pinned.
+    """The newest usable checkpoint, opened, and those before it.
 
-    Raises CorruptCheckpoint if there are checkpoints and none can be used: to begin again at the start would lose the
-    run without a word. Raises RefusedCheckpoint if the newest one is not signed with the run's key, or is signed and
-    the run has none. Raises StorageError.
+    The folders `without` are ignored: they were to be deleted, and may still exist if they are pinned.
+
+    Raises CorruptCheckpoint if there are checkpoints and none can be used: a start from scratch would silently lose the
+    run. Raises RefusedCheckpoint if the newest one is not signed with the run's key, or is signed and the run has no
+    key. Raises StorageError.
     """
     newest = newest_complete(files.storage, skip_damaged=True, key=files.key, without=without)
     if newest.checkpoint is None:
@@ -64,16 +65,18 @@ def find(files: RunFiles, without: Collection[str] = ()) -> ResumePoint:
 
 
 def resumed(state: State, files: RunFiles, found: ResumePoint, entries: Sequence[Mapping[str, Any]] = ()) -> State:
-    """The state of a driver that goes on from what was found, and from what the journal says was decided: the same
-    data, the same kind of machines."""
+    """The state of a driver that resumes from the checkpoint and from the journal's decisions.
+
+    The data and the kind of machines stay the same.
+    """
     checkpoint = found.newest.checkpoint
     state = _with_decisions(state, entries)
-    if checkpoint is None:  # it begins anew, by the rules that it had if this version still has them
+    if checkpoint is None:  # it begins at the start, by its earlier rules if this version still has them
         rules = rules_on_record(entries)
         return state if rules is None else replace(state, numerics=numerics.kept(rules))
     if any(entry["kind"] == "audit" for entry in entries):
         state = replace(state, verified_step=min(state.verified_step, checkpoint.step))
-    else:  # what a run began with before there were audits is what there is
+    else:  # the checkpoint of a run without audits so far counts as verified
         state = replace(state, verified_step=checkpoint.step)
     metadata = dict(checkpoint.manifest.metadata)
     arithmetic, rules = _arithmetic_at(checkpoint, entries)
@@ -93,15 +96,19 @@ def resumed(state: State, files: RunFiles, found: ResumePoint, entries: Sequence
 
 
 def distrusted(entries: Iterable[Mapping[str, Any]]) -> frozenset[str]:
-    """The folders of checkpoints that were to be deleted, because an audit found wrong numbers or because somebody took
-    their steps back: a driver that died may have left them."""
+    """Folders of checkpoints that were to be deleted, which a driver that died may have left.
+
+    An audit found wrong numbers, or a rewind undid their steps.
+    """
     told = [entry for entry in entries if entry["kind"] in ("corruption", "rewind")]
     return frozenset(prefix for entry in told for prefix in entry.get("distrusted", ()))
 
 
 def _with_decisions(state: State, entries: Iterable[Mapping[str, Any]]) -> State:
-    """With what was decided (once: it holds whatever is computed again), the newest step that was done since the run
-    last went back, and the newest that was verified."""
+    """The state with the journal's decisions, the newest step since the last rollback, and the newest verified step.
+
+    Decisions are made once, and hold for repeated steps.
+    """
     for entry in entries:
         state = replace(state, decisions=after(state.decisions, entry))
         match entry["kind"]:
@@ -120,7 +127,7 @@ def _with_decisions(state: State, entries: Iterable[Mapping[str, Any]]) -> State
 
 
 def _decisions_at(decisions: Decisions, checkpoint: Checkpoint, global_batch_size: int) -> Decisions:
-    """Those of a run that goes on from a checkpoint, which says with which it was computed."""
+    """Decisions of a run that resumes from a checkpoint, which records those that it was computed with."""
     step, samples = checkpoint.step, checkpoint.manifest.data.get("samples")
     skips = decisions.skips
     if isinstance(samples, int):
@@ -136,8 +143,7 @@ def _decisions_at(decisions: Decisions, checkpoint: Checkpoint, global_batch_siz
 
 
 def _arithmetic_at(checkpoint: Checkpoint, entries: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str] | None, str]:
-    """The run's arithmetic, None if it is not known, and its rules: what was accepted last, or else what the checkpoint
-    was computed with."""
+    """The run's arithmetic (None if unknown) and its rules: those accepted last, or else the checkpoint's."""
     told = accepted(entries) or checkpoint.manifest.metadata.get("arithmetic")
     try:
         rules = numerics.recorded(told)
@@ -157,7 +163,7 @@ def _usable(files: RunFiles, refs: list[CheckpointRef]) -> Iterator[Checkpointed
             try:
                 yield _checkpointed(files.storage, open_ref(files.storage, ref, key=files.key))
             except CheckpointError:
-                continue  # it is not the newest: nothing is lost by it, and `raysharded checkpoint ls` shows it
+                continue  # not the newest: nothing is lost, and `raysharded checkpoint ls` shows it
 
 
 def _checkpointed(storage: Storage, checkpoint: Checkpoint) -> Checkpointed:

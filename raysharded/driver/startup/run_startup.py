@@ -1,4 +1,4 @@
-"""How a driver comes to its run: it takes hold of it, finds where to go on, and takes over workers that are left."""
+"""A driver's start: it acquires the run, finds the point to resume from, and takes over workers that are left."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from raysharded.protocol.session import DriverSession, FoundWorkers, last_record
 from raysharded.protocol.worker_launcher import LeadershipCheck
 
 _LET_GO_S = 1.0
-"""How long it may take to say that the run is free."""
+"""Time limit for releasing the run."""
 
 
 class RunStartup:
-    """One driver's way into its run: `own`, then `resume` if there is something to resume, then `take_over`."""
+    """Starts one driver on its run: `own`, then `resume` if there is something to resume, then `take_over`."""
 
     def __init__(
         self,
@@ -49,32 +49,32 @@ class RunStartup:
         orphan_wait_s: float,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """`enter` is the launcher's; `before` is called before the run is touched."""
+        """`enter`: the launcher's method; `before` is called before the run is touched."""
         self._files, self._leadership, self._enter = files, leadership, enter
         self._claims, self._journal = claims, journal
         self._clock, self._lease_s, self._orphan_wait_s = clock, lease_s, orphan_wait_s
         self._before = before
         self._acquired: AcquiredLease | None = None
         self._dropped: arithmetic.Differing = {}
-        """The rules that are not the run's any more, as somebody accepted."""
+        """Rules that the run no longer uses, as a user accepted."""
         self.entries: list[Mapping[str, Any]] = []
-        """The run's journal as it was when it was taken."""
+        """The run's journal at the time when the run was acquired."""
 
     def own(self, state: State) -> State:
-        """From here on no driver that began before can commit anything. Called again, it does nothing."""
+        """Acquire the run: no earlier driver can commit from here on. A second call does nothing."""
         if self._acquired is not None:
             return state
         self._before()
         self._acquired = self._leadership.acquire()
         if self._acquired.before:
             self._journal.fence()
-        self.entries = list(read(self._files.storage))  # not before: somebody may have written to the end
+        self.entries = list(read(self._files.storage))  # not earlier: the driver before may have written until now
         first = max(self._acquired.first, newest_generation(self.entries) + 1)
         state = resized(state, self.entries, self._files.metadata.get("scaling"))
         return replace(state, generation=GenerationId(first - 1), invalidated_up_to=taken_back(self.entries))
 
     def resume(self, state: State) -> tuple[State, ResumePoint]:
-        """The state that goes on from the newest checkpoint, if there is one. Lets go of the run if that fails.
+        """The state that resumes from the newest checkpoint, if one exists. Releases the run on failure.
 
         Raises InexactError if this version has dropped a rule that the run uses, unless that is accepted.
         """
@@ -88,7 +88,7 @@ class RunStartup:
             raise
 
     def _with_rules(self, state: State) -> State:
-        """The state by rules that this version has. Raises InexactError as `resume` does."""
+        """The state with rules that this version has. Raises InexactError as `resume` does."""
         dropped, rules = arithmetic.dropped(state.limits, state.numerics), numerics.kept(state.numerics)
         if dropped and not state.limits.accept_arithmetic:
             raise arithmetic.rules_refusal(state.step, dropped)
@@ -99,8 +99,10 @@ class RunStartup:
         return replace(state, numerics=rules)
 
     def take_over(self, state: State) -> tuple[State, list[Command], tuple[WorkerId, ...]]:
-        """Take the workers of the driver before, if there are any: the state with them, what the journal must say of
-        it, and who they are."""
+        """Adopt the workers of the driver before, if there are any.
+
+        Returns the state with them, the journal entries about it, and their ids.
+        """
         acquired = self._owned()
         entered = self._enter(self._terms(acquired), self._leadership)
         rules = arithmetic.rules_on_record(self.entries) if state.checkpoint is None else None
@@ -123,7 +125,7 @@ class RunStartup:
         return state, [*records, *accepted, *refused], tuple(one.worker for one in entered.adopted)
 
     def about(self, state: State) -> dict[str, Any]:
-        """What the journal's first entry of this driver says of how it began."""
+        """Fields of this driver's first journal entry: how it began."""
         acquired, source = self._owned(), first_source(state)
         about: dict[str, Any] = {
             "driver": self._claims.writer,
@@ -139,7 +141,7 @@ class RunStartup:
         return {**about, **self._files.metadata}
 
     def let_go(self) -> None:
-        """Say that the run is free, if it was taken."""
+        """Release the run, if it was acquired."""
         self._leadership.end(_LET_GO_S)
 
     def _owned(self) -> AcquiredLease:

@@ -1,1 +1,1 @@
-"""The driver's state, events and commands: frozen values, and pure questions about them."""
+"""The driver's state, events and commands: frozen values, and pure functions of them."""

@@ -1,4 +1,4 @@
-"""The bits that workers would compute beside those that the run has so far, and the words where they differ. Pure."""
+"""Comparison of the bits that workers would compute with the run's bits so far, and the texts for differences. Pure."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from raysharded.protocol.messages import WorkerInfo
 from raysharded.quantities import count, listing
 
 KIND = "arithmetic"
-"""Of the journal's entry that says from which step on the run has other bits than it would have had."""
+"""Kind of the journal entry that states from which step on the run has other bits than it would have had."""
 BUILD_SEED = "build_seed"
-"""Of what a checkpoint, and a driver's first entry of the journal, say of the run."""
+"""Key of the build seed in checkpoints' metadata and in a driver's first journal entry."""
 Differing = Mapping[str, tuple[str, str]]
-"""Name -> (the run's, the other)."""
+"""Name -> (the run's value, the other value)."""
 
 
 def lacks(state: State, facts: WorkerInfo) -> Differing:
-    """The rules of the run that a worker cannot compute under, of those that the program uses."""
+    """The run's rules that the program uses and the worker cannot compute under."""
     return _lacking(state.limits, state.numerics, facts.arithmetic.get(numerics.KEY, ""))
 
 
 def differs(state: State, facts: WorkerInfo) -> Differing:
-    """The facts of a worker's machine that are not as the run's, where that matters."""
+    """Facts of a worker's machine that differ from the run's, where that matters."""
     if not state.limits.exact or state.arithmetic is None:
         return {}
     return numerics.changes(state.arithmetic, numerics.of_machine(facts.arithmetic))
@@ -41,7 +41,7 @@ def fits(state: State, facts: WorkerInfo) -> bool:
 
 
 def most_common(held: Mapping[WorkerId, WorkerInfo]) -> tuple[dict[str, str], int]:
-    """The machine that most of these workers run on, and how many do; of several the one of the first."""
+    """The machine that most of these workers run on, and their number; in a tie the first worker's machine."""
     machines = [numerics.of_machine(held[worker].arithmetic) for worker in sorted(held)]
     counts = Counter(tuple(sorted(machine.items())) for machine in machines)
     (machine, number), *_ = counts.most_common(1)
@@ -49,7 +49,7 @@ def most_common(held: Mapping[WorkerId, WorkerInfo]) -> tuple[dict[str, str], in
 
 
 def refusal(state: State, held: Mapping[WorkerId, WorkerInfo]) -> InexactError:
-    """The error that ends a run whose workers would compute other bits than it has so far."""
+    """Error that ends a run whose workers would compute other bits than it has so far."""
     machine, number = most_common(held)
     differing = numerics.changes(state.arithmetic or {}, machine)
     nodes = sorted({facts.node for facts in held.values()})
@@ -62,12 +62,12 @@ def refusal(state: State, held: Mapping[WorkerId, WorkerInfo]) -> InexactError:
 
 
 def dropped(limits: DriverConfig, numbers: str) -> Differing:
-    """The rules of a run that this version does not compute under any more, of those that the program uses."""
+    """The run's rules that the program uses and this version no longer computes under."""
     return _lacking(limits, numbers, numerics.listed())
 
 
 def raised(before: str, after: str) -> Differing:
-    """The rules whose number is another one after something was accepted, of those that were refused in part."""
+    """Partly refused rules whose number changed after something was accepted."""
     numbers = {
         name: (str(numerics.number_of(before, name)), str(numerics.number_of(after, name)))
         for name, rule in numerics.RULES.items()
@@ -77,7 +77,7 @@ def raised(before: str, after: str) -> Differing:
 
 
 def rules_refusal(step: int, found: Differing) -> InexactError:
-    """The error of a driver that is to go on with a run under rules that its version has dropped."""
+    """Error of a driver that is to resume a run under rules that its version has dropped."""
     return InexactError(
         f"the run was computed up to step {step} under {_values(found, 0)}, and this version of raysharded computes "
         f"under {_values(found, 1)}: it would have other bits from step {step + 1} on. "
@@ -86,7 +86,7 @@ def rules_refusal(step: int, found: Differing) -> InexactError:
 
 
 def way_out(first: str) -> str:
-    """The last sentence of a refusal; `first`: how to have the same bits."""
+    """Last sentence of a refusal; `first`: how to get the same bits."""
     return (
         f"{first}, or let it go on with other bits, which its report then says: RunConfig(accept_arithmetic=True), or "
         "`raysharded run --accept-arithmetic`."
@@ -94,7 +94,7 @@ def way_out(first: str) -> str:
 
 
 def entry(from_step: int, differing: Differing, machine: Mapping[str, str], rules: str) -> Record:
-    """The journal's entry of what somebody accepted: `machine` and `rules` are the run's from `from_step` on."""
+    """Journal entry of an accepted change: `machine` and `rules` are the run's from `from_step` on."""
     fields = {
         "step": from_step - 1,
         "from_step": from_step,
@@ -105,8 +105,10 @@ def entry(from_step: int, differing: Differing, machine: Mapping[str, str], rule
 
 
 def accepted(entries: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The arithmetic that was accepted last: whatever is computed from then on has it, also from an older checkpoint.
-    None if none was since the run last began at the start."""
+    """The arithmetic accepted last; None if none was accepted since the run last began at the start.
+
+    It holds for all later computation, also from an older checkpoint.
+    """
     found: Mapping[str, Any] | None = None
     for entry in entries:
         if entry["kind"] == KIND:
@@ -117,21 +119,23 @@ def accepted(entries: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 def rules_on_record(entries: Sequence[Mapping[str, Any]]) -> str | None:
-    """Those that the newest driver's steps were computed under, as the journal says; None if there was no driver."""
+    """Rules of the newest driver's steps, according to the journal; None if there was no driver."""
     starts = [entry for entry in entries if entry["kind"] == "started"]
     return numerics.recorded(starts[-1]) if starts else None
 
 
 def build_seed_of(about: Mapping[str, Any]) -> int:
-    """The seed of the task's constructors that a run's settings, a checkpoint or a driver's first entry give: the run's
-    own where they say no other, as those that are older than it."""
+    """Seed of the task's constructors in a run's settings, a checkpoint or a driver's first entry.
+
+    Records that are older than this key have none; the run's own seed counts then.
+    """
     batch = about.get("batch")
     seed = about.get(BUILD_SEED, batch.get("seed", 0) if isinstance(batch, Mapping) else 0)
     return seed if isinstance(seed, int) else 0
 
 
 def own_build_seed(build_seed: int, about: Mapping[str, Any]) -> dict[str, int]:
-    """What is to be written beside a run's settings for `build_seed_of`: nothing where they say the same."""
+    """Entry to add to a run's settings for `build_seed_of`; empty if the settings already give this seed."""
     return {} if build_seed == build_seed_of(about) else {BUILD_SEED: build_seed}
 
 

@@ -1,5 +1,6 @@
-"""What the driver does about what happens: the commands of the state machine, as calls to workers where they are some;
-and the outcome of a handler, which is the next state with the commands that lead there.
+"""Commands of the state machine, with the calls to workers that carry them out; and the outcome of a handler.
+
+An outcome is the next state with the commands that lead there.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from raysharded.protocol.messages import GenerationSpec, Saved
 class StartWorker:
     worker: WorkerId
     avoid: tuple[str, ...] = ()
-    """The ids of the nodes that it must not be placed on."""
+    """Ids of nodes on which the worker must not be placed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KillWorker:
     worker: WorkerId
     at_once: bool = True
-    """False for one that is well and has nothing to do any more: its process ends in order."""
+    """False for a healthy worker with nothing left to do: its process exits in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,7 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepare:
-    """Have every member of the next generation prepare it, beside what it does."""
+    """Have every member of the next generation prepare it in the background."""
 
     spec: GenerationSpec
 
@@ -46,7 +47,7 @@ class Train:
     generation: GenerationId
     members: tuple[WorkerId, ...]
     rest: bool = False
-    """Do no step, but stop at once and say what is held: the run is paused."""
+    """Do no step, but stop at once and report what is held: the run is paused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,7 @@ class Interrupt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskReport:
-    """Have an idle member of a generation that failed say what it holds."""
+    """Have an idle member of a failed generation report what it holds."""
 
     worker: WorkerId
     generation: GenerationId
@@ -73,7 +74,7 @@ class RequestBoundary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestSave:
-    """Have the whole generation save the step that it is in."""
+    """Have the whole generation save its current step."""
 
     worker: WorkerId
     generation: GenerationId
@@ -88,7 +89,7 @@ class Poll:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """Have a member say where it is."""
+    """Have a member report where it is."""
 
     worker: WorkerId
     generation: GenerationId
@@ -96,7 +97,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveSnapshot:
-    """Have all members of a generation that has stopped write the step that they hold."""
+    """Have all members of a stopped generation write the step that they hold."""
 
     generation: GenerationId
     members: tuple[WorkerId, ...]
@@ -111,7 +112,7 @@ class CollectSave:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskFingerprint:
-    """Have every member sum up its part of the state."""
+    """Have every member compute its part of the state's fingerprint."""
 
     generation: GenerationId
     members: tuple[WorkerId, ...]
@@ -119,14 +120,14 @@ class AskFingerprint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SumFingerprint:
-    """Put the members' parts of the fingerprint together."""
+    """Combine the members' parts of the fingerprint."""
 
     parts: tuple[Saved, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitSave:
-    """Write the manifest of a checkpoint whose parts are all there."""
+    """Write the manifest of a checkpoint whose parts are all written."""
 
     generation: GenerationId
     step: int
@@ -137,14 +138,14 @@ class CommitSave:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeleteCheckpoints:
-    """Delete checkpoints whose state may be wrong, or was taken back."""
+    """Delete checkpoints whose state may be wrong, or was undone."""
 
     prefixes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """Tell those who asked for a checkpoint that it is committed, or why it will not be."""
+    """Notify the requesters of a checkpoint that it is committed, or why it will not be."""
 
     requests: tuple[int, ...]
     step: int
@@ -161,12 +162,12 @@ class Record:
     durable: bool = False
     """Flush to storage now, not with the next batch."""
     awaited_by: GenerationId | None = None
-    """The generation that does not train before it is told `Recorded`."""
+    """The generation that does not train before it receives `Recorded`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """The run is over; `error` says why if it failed."""
+    """End the run; `error` is its failure, if it failed."""
 
     error: BaseException | None = None
 
@@ -202,7 +203,7 @@ Call = tuple[WorkerId, str, tuple[Any, ...]]
 
 
 def calls_of(command: Command) -> list[Call]:
-    """The calls that carry a command out; none if it is not of that kind."""
+    """Worker calls that carry a command out; none if it needs no calls."""
     match command:
         case Form(spec=spec):
             return [(member, "form", (spec,)) for member in spec.members]

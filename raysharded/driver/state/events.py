@@ -1,4 +1,4 @@
-"""What happens to a run: the events that the state machine is told."""
+"""Occurrences in a run: the events of the state machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, 
 from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
 LEAVERS = -1
-"""The request for a checkpoint that the driver itself makes for workers that must leave and cannot be spared."""
+"""Request number of checkpoints that the driver itself requests for leaving workers that are still needed."""
 NOBODY = 0
-"""The request for a checkpoint that the driver itself makes before it stops."""
+"""Request number of the checkpoint that the driver itself requests before it stops."""
 
 ASKED = "asked"
-"""Who had the run go back, if it was a person: the field `who` of the entry `rewind`."""
+"""Field `who` of the entry `rewind`, if a person requested it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,22 +38,22 @@ class WorkerReply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Committed:
-    """A checkpoint became real."""
+    """A checkpoint was committed."""
 
     generation: GenerationId
-    """Which wrote it."""
+    """Generation that wrote it."""
     step: int
     prefix: str
     digest: str
-    """Of its manifest."""
+    """Digest of the manifest."""
     fingerprint: str
     retries: int = 0
-    """How many of the driver's operations on storage were tried again."""
+    """Retried storage operations of the driver."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitFailed:
-    """A checkpoint could not be committed; training goes on."""
+    """A checkpoint could not be committed; training continues."""
 
     generation: GenerationId
     step: int
@@ -62,7 +62,7 @@ class CommitFailed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overtaken:
-    """A checkpoint will not become real: a newer one was committed before it."""
+    """A checkpoint will not be committed: a newer one was committed first."""
 
     generation: GenerationId
     step: int
@@ -85,88 +85,88 @@ class Fingerprinted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRequested:
-    """Somebody wants a checkpoint of the next step, and to know when it is committed."""
+    """A user requests a checkpoint of the next step, and an answer when it is committed."""
 
     request: int
-    """Told back in `Answer`; above NOBODY, and new for every request."""
+    """Number returned in `Answer`: above NOBODY, and new for every request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopRequested:
-    """Somebody wants the run to end now, to be resumed later. Said again, it ends at once."""
+    """A user requests the end of the run, to be resumed later. A second request ends it at once."""
 
     checkpoint_within_s: float | None = None
-    """End after one more checkpoint, or after so long without."""
+    """End after one more checkpoint, or after this time without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReshardRequested:
-    """Somebody wants the workers to form other shard groups or tensor parallel groups, or none."""
+    """A user requests other shard groups or tensor parallel groups, or none."""
 
     grouping: Grouping | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearningRateRequested:
-    """Somebody wants every learning rate to be the task's times a factor, from the next step boundary on."""
+    """A user requests that every learning rate is the task's times a factor, from the next step boundary on."""
 
     factor: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewindRequested:
-    """Somebody wants the run to go back to its checkpoint of a step, and on from there."""
+    """A user requests that the run goes back to its checkpoint of a step, and continues from there."""
 
     step: int
     skip_data: bool = False
-    """Pass over the data that was read since."""
+    """Skip the data that was read since."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """What was decided when this generation was formed is in the journal, for good."""
+    """The decisions made when this generation was formed are durable in the journal."""
 
     generation: GenerationId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deleted:
-    """Checkpoints in these folders are there no more."""
+    """Checkpoints in these folders were deleted."""
 
     prefixes: tuple[str, ...]
     parents: bool = False
-    """Nor are those of the run that this one was forked from: it lets go of them."""
+    """Whether the run released its parent's checkpoints too, from which it was forked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PauseRequested:
-    """Somebody wants the workers to stop at the next step boundary, and to keep the state in memory."""
+    """A user requests that the workers stop at the next step boundary, with the state in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeRequested:
-    """Somebody wants the run to go on after a pause."""
+    """A user requests the end of a pause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResizeRequested:
-    """Somebody wants the run to have so many workers."""
+    """A user requests another number of workers."""
 
     workers: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrainRequested:
-    """Somebody wants all workers to leave a node, and none to start there."""
+    """A user requests that all workers leave a node, and that none starts there."""
 
     node: str
-    """Its id, the first eight or more characters of it, or its host's name."""
+    """Id of the node, the first eight or more characters of the id, or the host name."""
     within_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Annotation:
-    """Something that somebody else knows, for the journal; it changes nothing."""
+    """An observation from outside, for the journal; it changes nothing."""
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)

@@ -1,10 +1,10 @@
-"""Which mesh so many workers form: shard groups of the size asked for, of another size, or one flat group. Pure.
+"""Choice of the mesh for a number of workers: shard groups of the requested size, of another size, or one flat group.
 
-With tensor parallelism a shard group is made of whole tensor parallel groups; workers beyond these stand by.
+With tensor parallelism a shard group consists of whole tensor parallel groups; workers beyond these stand by. Pure.
 
-Chosen among all that fit by the predicted time of a step. Both are as the run was planned, where it was. Otherwise what
-counts is the number of rounds in which every worker has a microbatch, and whether a round's collectives stay within as
-many workers as were said to be well connected.
+Among all meshes that fit, the one with the shortest predicted step time is chosen. Fit and time are the plan's, if the
+run was planned. Otherwise two things count. One is the number of rounds in which every worker has a microbatch. The
+other is whether a round's collectives stay within the number of workers that were declared well connected.
 """
 
 from __future__ import annotations
@@ -17,53 +17,56 @@ from raysharded.layout import Mesh
 from raysharded.quantities import duration
 
 _ACROSS = 1.5
-"""What a round takes when its collectives leave the well-connected workers, in microbatches' computations: weights and
-gradients then take longer than the computation beside which they travel."""
+"""Time of a round whose collectives leave the well-connected workers, in computations of a microbatch.
+
+Weights and gradients then take longer than the computation that overlaps them.
+"""
 _EXCHANGE = 0.25
-"""What replicas take to exchange their sums once a step, in the same unit, for shards of the size asked for."""
+"""Time in which replicas exchange their sums once a step, in the same unit, for shards of the requested size."""
 T = TypeVar("T")
 _SIMILAR = 1.02
-"""Planned steps that differ by less are of one length."""
+"""Planned steps whose times differ by less than this factor count as equal."""
 
 Table = tuple[tuple[float, ...], ...]
-"""Of `S` shards and `R` replicas at [S-1][R-1]."""
+"""Table whose entry [S-1][R-1] is for `S` shards and `R` replicas."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grouping:
-    """What is known of shard groups, and of tensor parallel groups, beforehand."""
+    """Facts about shard groups and tensor parallel groups that are known beforehand."""
 
     shards: int | None
-    """Workers per shard group, as was asked for: so many are well connected; None: one group of all workers."""
+    """Requested workers per shard group, which are well connected; None: one group of all workers."""
     least_shards: int
-    """Over fewer the state does not fit."""
+    """Smallest number of shards over which the state fits."""
     num_microbatches: int
-    """Of a step, over all workers."""
+    """Microbatches of a step, over all workers."""
     tensor: int = 1
-    """The tensor parallel degree: so many workers compute a microbatch together."""
+    """The tensor parallel degree: this many workers compute a microbatch together."""
     least_workers: int = 1
-    """The run is to have so many at work, if they are there."""
+    """Smallest number of workers that should be at work, if available."""
     step_s: Table = ()
-    """As planned, for every mesh of the run's workers; empty: not planned."""
+    """Planned step times, for every mesh of the run's workers; empty: not planned."""
     fits: tuple[tuple[bool, ...], ...] = ()
-    """Whether the mesh fits the workers' memory, in the order of `step_s`; empty: not known, and not looked at."""
+    """Whether each mesh fits the workers' memory, in the order of `step_s`; empty: unknown, and not checked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A mesh, and why."""
+    """A mesh, and the reason for it."""
 
     mesh: Mesh
     reason: str
 
 
 def choose_mesh(grouping: Grouping | None, num_workers: int, needed: int = 0) -> Choice:
-    """The best mesh for so many workers, the tensor parallel degree or more, with as many groups as they make; some may
-    be left over, to stand by, but no more than leave `needed` ones at work, or as many as whole tensor parallel groups
-    can have. Flat if no groups were asked for.
+    """The best mesh for `num_workers`, at least the tensor parallel degree, with as many groups as they make.
 
-    If not even all of them as one group are enough, it is that: they are what there is. A mesh that does not fit the
-    memory is taken only if no other does that has the `needed` ones at work.
+    Some workers may stand by; but at least `needed` ones are at work, or as many as whole tensor parallel groups can
+    have. The mesh is flat if no groups were requested.
+
+    If even one group of all workers is too small, that group is the mesh. A mesh that does not fit the memory is chosen
+    only if no fitting mesh has the `needed` ones at work.
     """
     if grouping is None:
         return Choice(mesh=Mesh(shards=num_workers), reason="")
@@ -90,8 +93,10 @@ def fits(grouping: Grouping, mesh: Mesh) -> bool:
 
 
 def predicted(grouping: Grouping, mesh: Mesh) -> float:
-    """The time of a step with groups of a size: in seconds if the run was planned, infinite for a mesh that was not;
-    otherwise in computations of a microbatch."""
+    """Time of a step with this mesh: in seconds if the run was planned, otherwise in computations of a microbatch.
+
+    For a planned run it is infinite for a mesh that was not planned.
+    """
     if grouping.step_s:
         step_s = _at(grouping.step_s, mesh)
         return math.inf if step_s is None else step_s
@@ -104,8 +109,11 @@ def predicted(grouping: Grouping, mesh: Mesh) -> float:
 
 
 def is_better(grouping: Grouping | None, num_workers: int, mesh: Mesh, needed: int = 0) -> bool:
-    """Whether so many workers, `needed` of which cannot stand by, would make a faster mesh than this one, one that fits
-    where this does not, or one of the tensor parallel degree that is wanted where this is not."""
+    """Whether this number of workers, of which `needed` cannot stand by, would make a better mesh than the current one.
+
+    A better mesh is faster, fits where the current one does not, or has the wanted tensor parallel degree where the
+    current one does not.
+    """
     if grouping is None:
         return True
     other = possible_mesh(grouping, num_workers, needed)
@@ -122,7 +130,7 @@ def is_better(grouping: Grouping | None, num_workers: int, mesh: Mesh, needed: i
 
 
 def possible_mesh(grouping: Grouping | None, num_workers: int, needed: int = 0) -> Mesh | None:
-    """The best mesh for so many workers that has the `needed` ones at work; None if there is none."""
+    """The best mesh for this number of workers with the `needed` ones at work; None if there is none."""
     if num_workers < (grouping.tensor if grouping else 1):
         return None
     mesh = choose_mesh(grouping, num_workers, needed).mesh
@@ -140,7 +148,7 @@ def _at(table: tuple[tuple[T, ...], ...], mesh: Mesh) -> T | None:
 
 
 def _ranked(grouping: Grouping, meshes: list[Mesh]) -> list[Mesh]:
-    """Best first. Of planned steps of one length the one goes first whose groups are most like those asked for."""
+    """Meshes, best first. Among equal planned times, group sizes closest to the requested size come first."""
     times = {mesh: predicted(grouping, mesh) for mesh in meshes}
     short = min(times.values()) * (_SIMILAR if grouping.step_s else 1.0)
 
@@ -151,7 +159,7 @@ def _ranked(grouping: Grouping, meshes: list[Mesh]) -> list[Mesh]:
 
 
 def _shortage(grouping: Grouping, chosen: Mesh, wanted: list[Mesh]) -> list[str]:
-    """What the workers' memory has to do with the choice."""
+    """The effect of the workers' memory on the choice."""
     if not fits(grouping, chosen):
         return [f"{chosen} does not fit the workers' memory, and no other mesh does"]
     best = _ranked(grouping, wanted)[0]
@@ -159,7 +167,7 @@ def _shortage(grouping: Grouping, chosen: Mesh, wanted: list[Mesh]) -> list[str]
 
 
 def _reason(grouping: Grouping, ranked: list[Mesh], num_workers: int) -> str:
-    """For people: the first two of the ranking, and who stands by."""
+    """Reason for people: the first two of the ranking, and the number of workers that stand by."""
 
     def about(mesh: Mesh) -> str:
         time = predicted(grouping, mesh)

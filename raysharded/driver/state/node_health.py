@@ -1,4 +1,4 @@
-"""Which nodes fail again and again, and are therefore avoided. Pure."""
+"""Nodes that fail repeatedly, and are therefore avoided. Pure."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ _REASONS_KEPT = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRecord:
-    """What a run has seen of a node."""
+    """The run's observations of a node."""
 
     host: str = ""
-    """Its name for people; empty if no worker was ever ready there."""
+    """Host name for people; empty if no worker was ever ready there."""
     failures: int = 0
-    """Workers lost there or failed to start there; the whole node's death is one."""
+    """Workers lost there or failed to start there; the death of the whole node counts once."""
     reasons: tuple[str, ...] = ()
-    """Of the last few."""
+    """Reasons of the last few failures."""
     dead: bool = False
     avoided: bool = False
-    """No new worker is placed there."""
+    """Whether no new worker is placed there because of failures."""
     drained: bool = False
-    """Nor there: somebody wants it to be left."""
+    """Whether no new worker is placed there because a user drains it."""
 
 
 Nodes: TypeAlias = Mapping[str, NodeRecord]
-"""By node id. A node that comes back after it died has a new id, and a clean record."""
+"""Records by node id. A node that returns after its death has a new id, and a clean record."""
 
 
 def seen(nodes: Nodes, node_id: str, host: str) -> Nodes:
-    """A worker is ready on a node."""
+    """Record that a worker is ready on a node."""
     known = nodes.get(node_id, NodeRecord())
     if not node_id or (known.host == host and node_id in nodes):
         return nodes
@@ -41,10 +41,10 @@ def seen(nodes: Nodes, node_id: str, host: str) -> Nodes:
 def failed(
     nodes: Nodes, node_id: str, reason: str, *, died: bool, limit: int | None
 ) -> tuple[Nodes, NodeRecord | None]:
-    """A worker was lost on a node, or failed to start there; `died`: because the whole node did.
+    """Record that a worker was lost on a node, or failed to start there; `died`: because the whole node did.
 
-    Returns the node's record as well if it is avoided from now on: after `limit` failures, unless it is the only node
-    that is left. `node_id` is empty if nobody knows where the worker was.
+    Also returns the node's record if it is avoided from now on: after `limit` failures, unless it is the only node that
+    is left. `node_id` is empty if the worker's node is unknown.
     """
     record = nodes.get(node_id, NodeRecord())
     if not node_id or record.dead:  # the other workers of a node that died are not further failures
@@ -59,7 +59,7 @@ def failed(
 
 
 def drained(nodes: Nodes, node_ids: AbstractSet[str]) -> Nodes:
-    """These nodes are to be left, and get no new workers."""
+    """Record that these nodes are drained: their workers leave, and none starts there."""
     return {**nodes, **{node_id: replace(nodes.get(node_id, NodeRecord()), drained=True) for node_id in node_ids}}
 
 
@@ -68,12 +68,12 @@ def is_drained(nodes: Nodes, node_id: str) -> bool:
 
 
 def is_avoided(nodes: Nodes, node_id: str) -> bool:
-    """Whether `avoided` names it."""
+    """Whether `avoided` includes the node."""
     return node_id in nodes and (nodes[node_id].avoided or nodes[node_id].drained)
 
 
 def avoided(nodes: Nodes, doomed: AbstractSet[str] = frozenset()) -> tuple[str, ...]:
-    """The ids of the nodes that get no new workers; those that are `doomed` too, unless no others are known."""
+    """Ids of the nodes that get no new workers; `doomed` ones too, unless no others are known."""
     failing = {node_id for node_id, record in nodes.items() if record.avoided or record.drained}
     others = any(not record.dead and node_id not in failing | doomed for node_id, record in nodes.items())
     return tuple(sorted(failing | doomed if others else failing))

@@ -1,4 +1,4 @@
-"""Mappings that never change, and of which one with another entry is had without copying all of them.
+"""Persistent (immutable) mappings with cheap single-entry updates.
 
 Thousands of workers answer one after the other, and each answer makes a new state.
 """
@@ -13,16 +13,19 @@ V = TypeVar("V")
 
 
 class Table(Mapping[K, V], Generic[K, V]):
-    """In the order of a `dict`. With n entries, one more or less costs as much as copying some sqrt(n)."""
+    """A persistent mapping in the order of a `dict`.
+
+    With n entries, an update costs about a copy of sqrt(n) entries.
+    """
 
     __slots__ = ("_gone", "_newest", "_rest", "_size")
 
     def __init__(self, entries: Mapping[K, V]) -> None:
         self._rest: Mapping[K, V] = entries
         self._newest: dict[K, V] = {}
-        """Entries that count before those of the rest; few."""
+        """Entries that override those of the rest; few."""
         self._gone: frozenset[K] = frozenset()
-        """Of the keys of the rest, those that are no more; few, and none of the newest."""
+        """Keys of the rest that were removed; few, and none of the newest."""
         self._size = len(entries)
 
     def __getitem__(self, key: K) -> V:
@@ -50,13 +53,13 @@ class Table(Mapping[K, V], Generic[K, V]):
         return repr(dict(self))
 
     def with_entry(self, key: K, value: V) -> Table[K, V]:
-        """Another one that has this entry, too."""
-        if key in self._gone:  # it is the last one then, as in a dict
+        """A mapping that has this entry, too."""
+        if key in self._gone:  # it is last then, as in a dict
             return Table({**self, key: value})
         return self._changed({**self._newest, key: value}, self._gone, self._size + (key not in self))
 
     def without(self, key: K) -> Table[K, V]:
-        """Another one that does not have this key; this one if it has not, either."""
+        """A mapping without this key; this one if the key is missing."""
         if key not in self:
             return self
         newest = {other: value for other, value in self._newest.items() if other != key}
@@ -72,12 +75,12 @@ class Table(Mapping[K, V], Generic[K, V]):
 
 
 def with_entry(entries: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
-    """As `{**entries, key: value}`; neither may be changed in place."""
+    """`{**entries, key: value}`; neither mapping may be changed in place."""
     return _table(entries).with_entry(key, value)
 
 
 def without(entries: Mapping[K, V], key: K) -> Mapping[K, V]:
-    """The entries but for this key, if there is one; neither may be changed in place."""
+    """The entries except for this key, if it exists; neither mapping may be changed in place."""
     return _table(entries).without(key)
 
 

@@ -11,7 +11,7 @@ from raysharded.protocol.messages import StepReport
 
 
 def found(state: State, at: float, *, lost: WorkerId | None = None, reason: str = "") -> Incident:
-    """The incident that this is the first, or a further, sign of."""
+    """The incident after its first, or a further, sign."""
     incident = state.incident or Incident(
         found_at=at,
         lost=(),
@@ -27,29 +27,29 @@ def found(state: State, at: float, *, lost: WorkerId | None = None, reason: str 
 
 
 def stopped(incident: Incident | None, step: int, at: float) -> Incident | None:
-    """Every survivor is free and has said what it holds, and that `step` was done."""
+    """Record that every survivor is free and has reported its holdings, and that `step` was done."""
     if incident is None:
         return None
     return replace(incident, stopped_at=at, step_before=max(incident.step_before, step))
 
 
 def resumed(incident: Incident | None, step: int, source: str) -> Incident | None:
-    """Where the next generation goes on from."""
+    """Record the step and source from which the next generation continues."""
     return None if incident is None else replace(incident, resume_step=step, source=source)
 
 
 def formed(incident: Incident | None, at: float) -> Incident | None:
-    """The next generation holds its state."""
+    """Record that the next generation holds its state."""
     return None if incident is None else replace(incident, formed_at=at)
 
 
 def after_pause(incident: Incident | None, at: float) -> Incident | None:
-    """A paused run goes on: nobody waited for it before."""
+    """Restart the times of an incident when a paused run continues: the pause does not count."""
     return None if incident is None else replace(incident, found_at=at, stopped_at=at, formed_at=None)
 
 
 def over(incident: Incident, state: State, first: StepReport, at: float) -> Record:
-    """The journal's entry of a recovery; times are monotonic seconds of the driver."""
+    """Journal entry of a recovery; times are monotonic seconds of the driver."""
     stopped_at = incident.stopped_at or incident.found_at
     formed_at = incident.formed_at or stopped_at
     return Record(

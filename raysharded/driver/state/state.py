@@ -22,7 +22,7 @@ _FIRST_WORKER = WorkerId(0)
 
 
 class Phase(Enum):
-    """What the run is doing."""
+    """The current activity of the run."""
 
     GATHERING = "waiting for workers"
     FORMING = "forming a generation"
@@ -35,15 +35,15 @@ class Phase(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpointed:
-    """The newest committed checkpoint."""
+    """A committed checkpoint."""
 
     step: int
     prefix: str
     fingerprint: str = ""
     digest: str | None = None
-    """Of its manifest, if it is known."""
+    """Manifest digest, if known."""
     url: str = ""
-    """Of the storage that it is in, if that is not the run's own: a fork begins with its parent's checkpoint."""
+    """URL of the storage, if it is not the run's own: a fork begins with its parent's checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +56,12 @@ class Saving:
     since: float
     measured: Mapping[str, float] = field(default_factory=dict)
     answers: tuple[int, ...] = ()
-    """The requests that it answers."""
+    """Requests that this checkpoint answers."""
     parts: Mapping[WorkerId, Saved] = field(default_factory=dict)
     committing: bool = False
-    """All parts are there, and are being put together."""
+    """Whether all parts are written, and are being committed."""
     fingerprint_only: bool = False
-    """Nothing is written: the run ends without a checkpoint."""
+    """Whether nothing is written: the run ends without a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ class Incident:
     reasons: tuple[str, ...]
     workers_before: int
     step_before: int
-    """The newest step that was reported before."""
+    """Newest step reported before the incident."""
     stopped_at: float | None = None
     formed_at: float | None = None
     source: str = ""
@@ -82,66 +82,66 @@ class Incident:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Departure:
-    """A worker that was told to leave. Times are the driver's monotonic seconds."""
+    """The departure of a worker that must leave. Times are the driver's monotonic seconds."""
 
     reason: str
     since: float
     by: float
-    """When it will be gone, whether or not anybody is ready for that."""
+    """Time at which it will be taken away, prepared or not."""
     step: int
-    """The newest step that was reported when it was told."""
+    """Newest step reported at the time of the notice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparation:
-    """The next generation, as its members make it ready beside training. Times are the driver's monotonic seconds."""
+    """The next generation's preparation by its members in the background. Times are the driver's monotonic seconds."""
 
     members: tuple[WorkerId, ...]
-    """By rank."""
+    """Members by rank."""
     mesh: Mesh
     prefix: str
-    """Of the rendezvous at which they meet."""
+    """Key prefix of the rendezvous at which they meet."""
     since: float
     by: float
-    """It is not waited for any longer."""
+    """Deadline of the preparation."""
     ready: frozenset[WorkerId]
     staying: frozenset[WorkerId]
     grouping: Grouping | None
-    """What it was decided from."""
+    """The values of `ready`, `staying` and `grouping` from which it was decided."""
     awaited: frozenset[WorkerId]
-    """Members that have not said that they are done."""
+    """Members that have not reported completion."""
     failed: str = ""
-    """Why one of them could not."""
+    """Reason why a member could not prepare."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewinding:
-    """A checkpoint that the run is to go back to, because somebody wants it."""
+    """A checkpoint that the run is to go back to, by request."""
 
     checkpoint: Checkpointed
     skip_data: bool
-    """Pass over the data that was read since."""
+    """Skip the data that was read since."""
     number: int
-    """Of the request, among all changes that were asked for."""
+    """Number of the request, among all requested changes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WantedRate:
-    """Another learning rate, because somebody wants it."""
+    """A requested learning rate."""
 
     factor: float
     number: int
-    """As that of a rewind."""
+    """Number of the request, among all requested changes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingOverrides:
-    """What is decided as soon as the generation that is being formed holds its state."""
+    """Decisions made as soon as the generation that is being formed holds its state."""
 
     decisions: Decisions
-    """All of the run, with these."""
+    """All of the run's decisions, including these."""
     answers: int
-    """The number of the newest request that it answers, and with it all that came before."""
+    """Number of the newest request that this answers; all earlier requests are answered too."""
     rate: tuple[int, float] | None = None
     """(first step, factor)"""
     rewind: Rewinding | None = None
@@ -149,163 +149,161 @@ class PendingOverrides:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pause:
-    """Somebody asked for a pause, and has not ended it. Times are the driver's monotonic seconds."""
+    """A pause that a user requested and has not ended. Times are the driver's monotonic seconds."""
 
     asked_at: float
     reached_at: float | None = None
-    """When the workers stood still for the first time."""
+    """Time at which the workers first stood still."""
     tried: tuple[frozenset[WorkerId], frozenset[WorkerId]] | None = None
-    """(ready, leaving): the workers for which it was last looked at whether the state should be held by others."""
+    """(ready, leaving): the workers last checked for whether others should hold the state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """Everything the driver knows. Changed by `machine.step` alone."""
+    """Everything that the driver knows. Changed by `machine.step` alone."""
 
     limits: DriverConfig
     phase: Phase = Phase.GATHERING
     since: float = 0.0
-    """When this phase began, or last made progress."""
+    """Time at which this phase began, or last made progress."""
     generation: GenerationId = _BEFORE_THE_FIRST
     members: tuple[WorkerId, ...] = ()
-    """Of the current generation, by rank."""
+    """Members of the current generation, by rank."""
     replicas: int = 1
     tensor: int = 1
     apart: int = 1
-    """Of the current generation's mesh."""
+    """Mirror distance of the current generation's mesh; `replicas` and `tensor` are of that mesh too."""
     spec: StateSpec | None = None
-    """Of the state, as the newest generation that trained has it."""
+    """Spec of the state, as in the newest generation that trained."""
     ready: frozenset[WorkerId] = frozenset()
     starting: Mapping[WorkerId, float] = field(default_factory=dict)
-    """Worker -> when it was asked for."""
+    """Worker -> time at which its start was requested."""
     leaving: Mapping[WorkerId, Departure] = field(default_factory=dict)
-    """Of the workers that are ready, those that were told to leave."""
+    """Ready workers that must leave."""
     terminating_nodes: Mapping[str, float] = field(default_factory=dict)
-    """Node id -> when its machine will be taken away, as was said of it."""
+    """Node id -> announced time at which its machine will be taken away."""
     preemptions: int = 0
-    """Workers that were told to leave so far; they are not losses."""
+    """Workers that got a leave notice so far; they are not losses."""
     last_ready_at: float = 0.0
     next_worker: WorkerId = _FIRST_WORKER
     awaited: frozenset[WorkerId] = frozenset()
     """Members whose answer the phase waits for."""
     stops: Mapping[WorkerId, Stopped] = field(default_factory=dict)
-    """What members said when they stopped, of this generation."""
+    """Reports of this generation's members when they stopped."""
     holdings: Mapping[WorkerId, Stopped] = field(default_factory=dict)
     """The newest report of every live worker about what it holds."""
     step: int = 0
-    """The newest step that was reported."""
+    """Newest reported step."""
     watch: StepWatch = field(default_factory=StepWatch)
     step_times: StepTimes = field(default_factory=StepTimes)
     measured_step: int = 0
     measured: Mapping[str, float] = field(default_factory=dict)
-    """The numbers of that step, as a checkpoint keeps them."""
+    """Numbers of step `measured_step`, as a checkpoint keeps them."""
     generation_start_step: int = 0
     has_trained: bool = False
-    """Whether the current generation has begun to: its members hold more than `holdings` says."""
+    """Whether the current generation has begun to train: its members hold more than `holdings` shows."""
     source: Source | None = None
-    """Where the current generation's state came from."""
+    """Source of the current generation's state."""
     bytes_received: int = 0
     bytes_read: int = 0
-    """Of all members that formed it: from each other, from storage."""
+    """Bytes that all members read from storage to form it; `bytes_received` came from each other."""
     facts: Mapping[WorkerId, WorkerInfo] = field(default_factory=dict)
     nodes: Nodes = field(default_factory=dict)
-    """What was seen of the nodes that workers ran on."""
+    """Observations of the nodes that workers ran on."""
     arithmetic: Mapping[str, str] | None = None
-    """What the bits of the run's workers depend on, without the rules; None until it is known."""
+    """Facts that the bits of the run's workers depend on, without the rules; None until they are known."""
     arithmetic_unmet: bool = False
-    """It is that of the drivers before, and no worker of this one has had it yet."""
+    """Whether `arithmetic` is that of earlier drivers, and no worker of this one has had it yet."""
     differing: Mapping[WorkerId, WorkerInfo] = field(default_factory=dict)
-    """Of the workers that are starting, those that are ready and have another: they are decided on together."""
+    """Starting workers that are ready with another arithmetic: they are decided on together."""
     numerics: str = ""
     """The rules that the run computes under, as `raysharded.numerics` writes them."""
     build_seed: int = 0
-    """Of the task's constructors: the seed that the run, or the one that it was forked from, began with."""
+    """Seed of the task's constructors, with which the run, or the one it was forked from, began."""
     boundary_requested: bool = False
     resharding: bool = False
-    """Another mesh is wanted than before."""
+    """Whether another mesh is wanted than before."""
     preparation: Preparation | None = None
-    """Of the generation after this one."""
+    """Preparation of the generation after this one."""
     num_preparations: int = 0
     checkpoint: Checkpointed | None = None
-    """The newest that is committed and not known to be damaged."""
+    """Newest checkpoint that is committed and not known to be damaged."""
     older_checkpoints: tuple[Checkpointed, ...] = ()
-    """Those before it, oldest first."""
+    """Checkpoints before the newest, oldest first."""
     saves: Mapping[tuple[GenerationId, int], Saving] = field(default_factory=dict)
-    """(generation, step) -> the checkpoint that it writes of it."""
+    """(generation, step) -> the checkpoint being written."""
     newest_save: tuple[GenerationId, int] = (_BEFORE_THE_FIRST, 0)
     """(generation, step) of the newest checkpoint that was begun: a generation saves a step once."""
     save_began_at: float | None = None
-    """With `save_every_s`: when the newest checkpoint of this driver began, or its training; None before that."""
+    """With `save_every_s`: time at which this driver's newest checkpoint, or its training, began; None before."""
     save_requested_in: GenerationId | None = None
-    """With `save_every_s`: the generation in which a checkpoint was requested that has not begun."""
+    """With `save_every_s`: generation in which a checkpoint was requested that has not begun."""
     asked: tuple[int, ...] = ()
-    """Requests for a checkpoint that none that was begun answers yet."""
+    """Requests for a checkpoint that no begun checkpoint answers yet."""
     failed_saves: int = 0
-    """In a row."""
+    """Failed checkpoints in a row."""
     last_save_failures: int = 0
     last_save_at: float | None = None
-    """When the last checkpoint is tried again."""
+    """Time at which the last checkpoint is retried."""
     incident: Incident | None = None
     losses: int = 0
     losses_without_step: int = 0
-    """How often in a row workers were lost before a step or a checkpoint was done that had not been done before; those
-    of one generation, as many as they are, are once."""
+    """Consecutive losses before a new step or checkpoint; losses of one generation count once."""
     losing_step: int = 0
-    """The newest step that they were lost in."""
+    """Newest step in which these losses happened."""
     losing_generation: GenerationId = _BEFORE_THE_FIRST
-    """The newest that lost workers."""
+    """Newest generation that lost workers without notice."""
     first_loss: str = ""
-    """The first of the losses, and the first of those in a row: who, when and why."""
+    """Worker, step and reason of the first loss; `first_loss_without_step` is the first of those in a row."""
     first_loss_without_step: str = ""
     start_failures: int = 0
-    """In a row."""
+    """Failed starts in a row."""
     first_start_failure: str = ""
-    """Why the first of them did not start."""
+    """Reason of the first failed start in a row."""
     start_after: float = 0.0
-    """No worker is asked for before."""
+    """Time before which no worker is requested."""
     task_errors: int = 0
-    """At or before the failing step, since it was last done."""
+    """Task errors at or before the failing step, since it was last done."""
     first_task_error: BaseException | None = None
-    """What the first of these errors was."""
+    """The first of these task errors."""
     failing_step: int = 0
-    """The step that the task last failed in."""
+    """Step in which the task last failed."""
     idle_generations: int = 0
-    """In a row."""
+    """Consecutive generations without a step and without a loss."""
     first_idle: str = ""
-    """Why the first of them failed."""
+    """Reason of the first of these failures."""
     skipped_steps: tuple[int, int] | None = None
-    """(first, last) of the newest steps in a row that were left out."""
+    """(first, last) of the newest consecutive steps that were skipped."""
     first_skip: str = ""
-    """What was wrong with the first of them."""
+    """Reason for the first of these skips."""
     decisions: Decisions = field(default_factory=Decisions)
-    """What steps are computed with: all that is on record, or about to be."""
+    """Decisions that steps are computed with: recorded in the journal, or about to be."""
     reached: int = 0
-    """The newest step that was done since the run last went back: up to it, nothing is decided any more."""
+    """Newest step done since the last rollback: no decision applies up to it."""
     changes_asked: int = 0
-    """How many changes of what is computed were asked for, and not refused at once: they are numbered from 1."""
+    """Requested changes of the computation that were not refused at once; numbered from 1."""
     wanted_rate: WantedRate | None = None
-    """The learning rate that somebody asked for, as long as that is not decided."""
+    """Requested learning rate, until it is decided."""
     wanted_rewind: Rewinding | None = None
-    """Where somebody wants the run to go back to, as long as that is not decided. It undoes what was asked for before
-    it."""
+    """Requested rewind, until it is decided. It undoes earlier requests."""
     plan: PendingOverrides | None = None
-    """Of the generation that is being formed, if it decides anything."""
+    """Decisions of the generation that is being formed, if there are any."""
     unrecorded: GenerationId | None = None
-    """The newest generation that decided something which may not be on record yet: nothing is trained until it is."""
+    """Newest generation with a decision that may not be recorded yet: nothing is trained until it is."""
     rolled_back: tuple[str, ...] = ()
-    """The folders of checkpoints that are deleted then."""
+    """Folders of checkpoints that are deleted once it is recorded."""
     rewound: tuple[int, str] | None = None
-    """(checkpoint's step, why): where the run went back to last, because a number was not finite."""
+    """(checkpoint's step, reason) of the last rollback for a number that was not finite."""
     invalidated_up_to: GenerationId = _BEFORE_THE_FIRST
-    """What this generation and older ones left in memory is not to be gone on from."""
+    """In-memory state of this and older generations must not be used for recovery."""
     invalidated_after: int | None = None
-    """Nor are the checkpoints that they write of later steps than this one, if it is set."""
+    """Their checkpoints of later steps than this must not be used either; None: all may be used."""
     verified_step: int = 0
-    """The newest step whose audit found nothing."""
+    """Newest step whose audit found nothing."""
     corrupted: tuple[int, str] | None = None
-    """(step, what) of the newest audit that found something."""
+    """(step, finding) of the newest audit that found something."""
     proven: frozenset[WorkerId] = frozenset()
-    """Workers of generations whose first step was proven, if that is asked of them."""
+    """Workers of generations whose first step was proven, if a proof is required."""
     num_samples: int | None = None
     driver: str = ""
     """The driver's name, in what its workers write."""
@@ -315,20 +313,20 @@ class State:
     pause: Pause | None = None
     stop_requested: bool = False
     stop_by: float | None = None
-    """When the run ends, with or without the checkpoint that it waits for."""
+    """Time at which the run ends, with or without the checkpoint that it waits for."""
 
     @property
     def mesh(self) -> Mesh:
-        """Of the current generation; there must have been one."""
+        """Mesh of the current generation; there must have been one."""
         shards = len(self.members) // self.replicas
         return Mesh(replicas=self.replicas, shards=shards, tensor=self.tensor, apart=self.apart)
 
     @property
     def staying(self) -> frozenset[WorkerId]:
-        """The workers that are ready and were not told to leave."""
+        """Ready workers that need not leave."""
         return self.ready - self.leaving.keys() if self.leaving else self.ready
 
     @property
     def is_last_step_being_saved(self) -> bool:
-        """Whether a checkpoint of the run's last step, or its fingerprint alone, is on its way."""
+        """Whether a checkpoint of the run's last step, or its fingerprint alone, is being written."""
         return any(step == self.limits.max_steps for _, step in self.saves)

@@ -1,4 +1,4 @@
-"""Who slows the others down: every member's seconds per step that it does not wait, against its peers'. Pure."""
+"""Detection of stragglers: every member's seconds per step without waiting, compared with its peers. Pure."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from raysharded.ids import WorkerId
 from raysharded.protocol.messages import ProbeReply
 
 SLOW = 1.25
-"""Who takes so many times as long as its peers is slow."""
+"""A worker that takes this many times as long as its peers is slow."""
 _LEAST_S = 0.005
-"""Less than so much per step is noise."""
+"""Smaller differences per step are noise."""
 _STEPS = 5
-"""Of how many an average must be."""
+"""Smallest number of steps in an average."""
 _TIMES = 3
-"""How often in a row somebody must be found slow."""
+"""Consecutive findings before a slow worker is reported."""
 _EVERY_S_PER_WORKER = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """How fast one member is."""
+    """The speed of one member."""
 
     score: float
-    """Its seconds per step over its peers' median; 1 is like them, more is slower."""
+    """Seconds per step over the peers' median; 1 is like them, more is slower."""
     phase: str
-    """In which it loses the most."""
+    """Phase in which it loses the most."""
     lost_s: float
-    """Seconds per step that it takes longer than they."""
+    """Seconds per step that it takes longer than its peers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """What is known of the members' speed."""
+    """The members' speed, as far as known."""
 
     asked_at: float = 0.0
     asking: bool = False
-    """Whether answers are waited for: what members say for another reason says nothing new of their speed."""
+    """Whether answers are expected. Probe replies for another reason carry no new information about speed."""
     answers: Mapping[WorkerId, ProbeReply] = field(default_factory=dict)
-    """Since then."""
+    """Answers since then."""
     slow: Mapping[WorkerId, int] = field(default_factory=dict)
-    """How often in a row each was found slow."""
+    """Worker -> times in a row that it was found slow."""
     newest: Mapping[WorkerId, ProbeReply] = field(default_factory=dict)
-    """What all members answered last; without their stacks. For people."""
+    """The newest answers of all members, without their stacks. For people."""
 
 
 def is_due(paces: StepTimes, num_members: int, every_s: float, at: float) -> bool:
-    """Whether the members are to be asked again; seldom enough that thousands cost the driver little."""
+    """Whether another probe is due; rarely enough that thousands of members cost the driver little."""
     return num_members > 1 and at - paces.asked_at >= max(every_s, _EVERY_S_PER_WORKER * num_members)
 
 
 def paces_of(answers: Mapping[WorkerId, ProbeReply]) -> dict[WorkerId, StepTime]:
-    """Of all who have answered; of none if one has not trained long enough to say."""
+    """Step times of all members; empty if one has not trained long enough."""
     if len(answers) < 2 or any(seen.num_steps < _STEPS for seen in answers.values()):
         return {}
     phases = sorted({phase for seen in answers.values() for phase in seen.busy})
@@ -70,7 +70,7 @@ def paces_of(answers: Mapping[WorkerId, ProbeReply]) -> dict[WorkerId, StepTime]
 
 
 def judged(paces: StepTimes, found: Mapping[WorkerId, StepTime]) -> tuple[StepTimes, list[WorkerId]]:
-    """After a look at everybody: and who has now been slow so often in a row that it is worth saying."""
+    """The step times after a comparison, and the workers now slow so often in a row that they are reported."""
     slow = {
         worker: paces.slow.get(worker, 0) + 1
         for worker, pace in found.items()

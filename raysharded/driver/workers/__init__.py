@@ -1,1 +1,1 @@
-"""Workers that come, fail and go."""
+"""Workers that join, fail and leave."""

@@ -1,4 +1,4 @@
-"""Workers that are asked for: started, admitted, refused, or failing to start. Handlers of the state machine."""
+"""Workers that are requested: started, admitted, refused, or failing to start. Handlers of the state machine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.worker_launcher import WorkerLost
 
 _DOOMED_S = 60.0
-"""How long after it should have been taken away a machine is believed to be gone soon."""
+"""Time past its deadline for which a machine is still expected to disappear soon."""
 
 
 def start_workers(state: State, count: int, at: float) -> Outcome:
-    """Ask for so many more workers."""
+    """Request more workers."""
     commands: list[Command] = []
     starting = dict(state.starting)
     avoid = node_health.avoided(
@@ -35,7 +35,7 @@ def start_workers(state: State, count: int, at: float) -> Outcome:
 
 
 def replace_missing(state: State, at: float) -> Outcome:
-    """Ask for as many workers as are missing to the maximum and its spares, unless one just failed to start."""
+    """Request as many workers as are missing to the maximum and its spares, unless one just failed to start."""
     if at < state.start_after:
         return state, []
     missing = state.limits.max_workers + state.limits.spares - len(state.staying) - len(state.starting)
@@ -43,11 +43,11 @@ def replace_missing(state: State, at: float) -> Outcome:
 
 
 def admit(state: State, event: Ready, at: float) -> Outcome:
-    """Take in a worker that has started, unless it would compute other bits than the run."""
+    """Admit a worker that has started, unless it would compute other bits than the run."""
     if event.worker not in state.starting:
         return state, [KillWorker(worker=event.worker, at_once=False)]
     starting = without(state.starting, event.worker)
-    if node_health.is_avoided(state.nodes, event.facts.node_id):  # it was asked for before its node was to be avoided
+    if node_health.is_avoided(state.nodes, event.facts.node_id):  # requested before its node was avoided
         drained = node_health.is_drained(state.nodes, event.facts.node_id)
         reason = "its node is drained" if drained else "its node failed too often"
         fields = {"worker": event.worker, "node": event.facts.node, "reason": reason}
@@ -94,14 +94,16 @@ def _other_data(state: State, event: Ready) -> ConfigError:
 
 
 def _hold(state: State, event: Ready, at: float) -> Outcome:
-    """Keep a worker that is not as the run was, as long as no other is: all of them are decided on together."""
+    """Hold a worker whose machine differs from the run's, as long as no other matches: all are decided on together."""
     held = {**state.differing, event.worker: event.facts}
     return decide_on_differing(replace(state, differing=held, last_ready_at=at), at)
 
 
 def decide_on_differing(state: State, at: float) -> Outcome:
-    """End the run once for all workers, or let it go on with other bits, as soon as it could begin with those that are
-    not as it was. Nobody's node is at fault: the run is elsewhere than before."""
+    """Decide on all workers that differ from the run, as soon as it could begin with them.
+
+    The run ends, or continues with other bits. No node is at fault: the run is in another place than before.
+    """
     held = {worker: facts for worker, facts in state.differing.items() if worker in state.starting}
     settled = len(held) == len(state.starting) or at - state.last_ready_at >= state.limits.join_wait_s
     if not held or len(held) < state.limits.min_workers or not settled:
@@ -109,15 +111,17 @@ def decide_on_differing(state: State, at: float) -> Outcome:
     if not state.limits.accept_arithmetic:
         return finish(state, arithmetic.refusal(state, held))
     machine, number = arithmetic.most_common(held)
-    if number < state.limits.min_workers:  # it could not go on with them, and what is accepted cannot be taken back
+    if number < state.limits.min_workers:  # too few to continue, and an acceptance cannot be withdrawn
         return state, []
     entry = arithmetic.entry(state.step + 1, numerics.changes(state.arithmetic or {}, machine), machine, state.numerics)
     return prepend(_admit_held(replace(state, arithmetic=machine, arithmetic_unmet=False), held, at), [entry])
 
 
 def _admit_held(state: State, held: Mapping[WorkerId, WorkerInfo], at: float) -> Outcome:
-    """Take those in that are as the run is by now, and then refuse the others: they do not fail in a row, as there is
-    one that did not."""
+    """Admit held workers that match the run by now, then refuse the others.
+
+    The refusals do not count as failures in a row, because one worker did not fail.
+    """
     state, commands = replace(state, differing={}), list[Command]()
     for worker in sorted(held, key=lambda worker: (not arithmetic.fits(state, held[worker]), worker)):
         if worker in state.starting and state.phase is not Phase.OVER:
@@ -149,7 +153,7 @@ def _refuse(state: State, event: Ready, differing: arithmetic.Differing, at: flo
 
 
 def failed_to_start(state: State, event: WorkerLost, at: float) -> Outcome:
-    """A worker never became ready: try again later, or give up when there are too few without it."""
+    """Handle a worker that never became ready: retry later, or end the run when there are too few without it."""
     starting = without(state.starting, event.worker)
     state = _count_start_failure(replace(state, starting=starting), event.reason, at)
     commands: list[Command] = [
@@ -171,7 +175,7 @@ def failed_to_start(state: State, event: WorkerLost, at: float) -> Outcome:
 
 
 def count_against_node(state: State, node_id: str, reason: str, *, died: bool = False) -> Outcome:
-    """A worker was lost on a node, or failed to start there: after too many of these no new one is placed there."""
+    """Count a lost worker, or a failed start, against a node. After too many, no new worker is placed there."""
     limit = state.limits.max_node_failures
     known, newly = node_health.failed(state.nodes, node_id, reason, died=died, limit=limit)
     state = replace(state, nodes=known)
@@ -184,12 +188,12 @@ def count_against_node(state: State, node_id: str, reason: str, *, died: bool = 
         "failures": newly.failures,
         "reasons": list(newly.reasons),
     }
-    state = replace(state, start_failures=0)  # what fails elsewhere from now on is another matter
+    state = replace(state, start_failures=0)  # later failures are on other nodes
     return state, [Record(kind="node_avoided", fields=fields, durable=True)]
 
 
 def _count_start_failure(state: State, reason: str, at: float) -> State:
-    """The next attempts wait, for twice as long after every failure in a row."""
+    """Count a failed start. The next attempts wait, twice as long after every failure in a row."""
     wait_s = min(state.limits.start_backoff_s * 2**state.start_failures, state.limits.max_start_backoff_s)
     first = state.first_start_failure if state.start_failures else reason
     failures = state.start_failures + 1
@@ -201,12 +205,12 @@ def _is_short_of_workers(state: State) -> bool:
 
 
 def _cannot_start(state: State) -> bool:
-    """Whether the run must give up; one that has enough workers goes on without the others."""
+    """Whether the run must end; one that has enough workers continues without the others."""
     return _is_short_of_workers(state) and state.start_failures >= state.limits.max_start_failures
 
 
 def too_few(state: State) -> ClusterError:
-    """What a run ends with whose workers do not come."""
+    """Error of a run whose workers do not start."""
     limits, held = state.limits, state.differing.keys() & state.starting.keys()
     would_differ = f" and {len(held)} would compute other bits than the run has so far" if held else ""
     return ClusterError(

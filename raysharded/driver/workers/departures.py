@@ -1,4 +1,4 @@
-"""Workers that leave a run, or are gone from it: what of them stays in the state. Pure; below the generations."""
+"""Workers that leave a run or have left it, and their effect on the state. Pure; below the generations."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from raysharded.driver.state.state import Phase, State
 from raysharded.ids import WorkerId
 
 _LAST_MOMENT_S = 1.0
-"""Before its deadline a worker is not waited for any more."""
+"""Time before the deadline from which a worker is no longer waited for."""
 
 
 def let_go(state: State, at: float) -> Outcome:
-    """End those that must leave and that nobody needs any more."""
+    """End workers that must leave and are no longer needed."""
     commands: list[Command] = []
     going = state.leaving.keys() - set(state.members)
     if state.phase not in (Phase.TRAINING, Phase.CLOSING) and state.holdings:
         newest = newest_source(state, state.ready) if state.phase is Phase.PAUSED and going else None
         if newest is None or source_among(state, state.ready.difference(going), newest) is None:
-            return state, commands  # what they hold may be asked for
+            return state, commands  # their holdings may be needed
     for worker in sorted(going):
         owes = any(
             worker in saving.members and worker not in saving.parts and not saving.committing
@@ -36,7 +36,7 @@ def let_go(state: State, at: float) -> Outcome:
 
 
 def leave(state: State, worker: WorkerId, at: float) -> Outcome:
-    """A worker that must leave is gone, and is no member: nothing is lost with it."""
+    """Remove a worker that left and is no member: nothing is lost with it."""
     departure = state.leaving[worker]
     state, abandoned = saves.abandon_those_of(forget(state, worker), worker)
     fields = {"worker": worker, "step": state.step, "reason": departure.reason, "seconds": at - departure.since}
@@ -44,7 +44,7 @@ def leave(state: State, worker: WorkerId, at: float) -> Outcome:
 
 
 def forget(state: State, worker: WorkerId) -> State:
-    """The state without a worker that is gone."""
+    """The state without a worker that has exited."""
     return replace(
         state,
         ready=state.ready - {worker},

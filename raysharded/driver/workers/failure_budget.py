@@ -1,6 +1,6 @@
-"""How much may go wrong: losses and task errors are counted, each against its own limit. Handlers of the machine.
+"""Failure budgets: losses and task errors are counted, each against its own limit. Handlers of the machine.
 
-What a run ends with names the first cause: what comes later is often its consequence.
+The final error names the first cause: later ones are often its consequence.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from raysharded.protocol.worker_launcher import WorkerLost
 
 
 def count_loss(state: State, event: WorkerLost) -> Outcome:
-    """The state without a worker that was ready; the end, if too many were lost. One that was told to leave counts for
-    none of it."""
+    """The state without a lost worker that was ready; ends the run if too many were lost.
+
+    A worker that got a leave notice does not count.
+    """
     worker, told = event.worker, event.worker in state.leaving
     again = not told and state.generation != state.losing_generation
     first = "" if told else _told(state, worker, event.reason)
@@ -67,7 +69,7 @@ def _too_many_losses(state: State, last: str) -> RunFailed | None:
 
 
 def got_further(state: State) -> State:
-    """After a step, or a checkpoint, that had not been done before: losses are counted anew."""
+    """The state after a new step or checkpoint: losses are counted anew."""
     return replace(state, losses_without_step=0, losing_step=0, first_loss_without_step="")
 
 
@@ -76,7 +78,10 @@ def _first_and_last(first: str, last: str) -> str:
 
 
 def count_task_errors(state: State, errors: Sequence[Stopped]) -> Outcome:
-    """One more attempt at a step in which members raised, all for the same reason; the end, if those were too many."""
+    """Count one attempt at a step in which members raised; ends the run after too many.
+
+    All of their errors count as one.
+    """
     newest = min(errors, key=lambda stop: stop.stopped_at).error
     first = state.first_task_error if state.task_errors else newest
     failing = max(stop.step for stop in errors) + 1
@@ -87,7 +92,7 @@ def count_task_errors(state: State, errors: Sequence[Stopped]) -> Outcome:
 
 
 def _of_all_attempts(first: BaseException | None, last: BaseException | None, attempts: int) -> BaseException | None:
-    """The first error; with a word about the last one, if that was another."""
+    """The first error; its message also mentions the last one, if that differs."""
     if not isinstance(first, RayshardedError) or _is_same(first, last):
         return first
     message = f"{first}\n(Attempt {attempts} ended with another error, {type(last).__name__}: {last})"
@@ -97,7 +102,7 @@ def _of_all_attempts(first: BaseException | None, last: BaseException | None, at
 
 
 def _is_same(one: BaseException, other: BaseException | None) -> bool:
-    """Which microbatch or worker met a bug of the task first is chance."""
+    """Whether both errors have the same cause: the microbatch or worker that met a bug first is chance."""
     if isinstance(one, TaskError) and isinstance(other, TaskError) and one.user_traceback:
         return one.user_traceback == other.user_traceback
     return (type(one), str(one)) == (type(other), str(other))

@@ -1,4 +1,4 @@
-"""Workers that come to a run prove themselves in its first step; who computes wrong numbers is removed. Pure."""
+"""Proof of the first step by workers that join a run; culprits are removed. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from raysharded.protocol.worker_launcher import WorkerLost
 
 
 def newcomers(state: State, members: Sequence[WorkerId]) -> tuple[WorkerId, ...]:
-    """Those of a generation that have not proven any step, if they have to."""
+    """Members that have not proven any step, if a proof is required."""
     return tuple(worker for worker in members if worker not in state.proven) if state.limits.proves_first_step else ()
 
 
 def note(state: State, report: StepReport) -> State:
-    """Take in a step that was reported: all members of its generation have proven themselves."""
+    """Handle a reported step: all members of its generation have proven themselves."""
     if not state.limits.proves_first_step or report.generation != state.generation:
         return state
     proven = state.proven.union(state.members)
@@ -29,9 +29,11 @@ def note(state: State, report: StepReport) -> State:
 
 
 def failed(state: State, corruption: Corruption, at: float) -> Outcome:
-    """The state without the culprits, in which the step is computed again; the end at the start of a run, as nobody
-    knows who is right, and if a step fails twice because of others than newcomers among those who have proven
-    themselves."""
+    """The state without the culprits, in which the step is computed again.
+
+    At the start of a run it ends, because the correct result is unknown. It also ends if a step fails twice, unless
+    only newcomers among proven workers are to blame.
+    """
     at_start = not state.proven
     old = state.proven.intersection(state.members)
     is_of_newcomers = bool(old) and not old.intersection(corruption.culprits)
@@ -48,8 +50,7 @@ def failed(state: State, corruption: Corruption, at: float) -> Outcome:
 
 
 def without_culprits(state: State, corruption: Corruption, at: float) -> Outcome:
-    """The state without those that compute wrong numbers, each of which counts as lost; the end, if those were too
-    many."""
+    """The state without culprits, each of which counts as lost; ends the run if those were too many."""
     commands: list[Command] = []
     for worker in corruption.culprits:
         if worker not in state.ready:
@@ -85,7 +86,7 @@ def _error(state: State, corruption: Corruption, *, again: bool) -> InexactError
 
 
 def _named(state: State, workers: Iterable[WorkerId]) -> str:
-    """For people: each with its node and, if it has one, its GPU."""
+    """Names for people: each worker with its node and, if it has one, its GPU."""
     return " and ".join(f"worker {worker} on {_node_of(state, worker)}" for worker in workers)
 
 

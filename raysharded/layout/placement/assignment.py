@@ -1,4 +1,4 @@
-"""The assignment of workers to places that is worth the most."""
+"""The assignment of workers to places with the largest sum of gains."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import heapq
 from collections.abc import Sequence
 
 Gains = Sequence[Sequence[tuple[int, int]]]
-"""Per worker (place, gain): what it is worth to have the worker there, above 0; each place at most once."""
+"""Per worker (place, gain): the value, above 0, of the worker in that place; each place at most once."""
 
 NOWHERE = -1
-"""The place of a worker for which there is nothing to gain."""
+"""The place of a worker with nothing to gain."""
 
 
 def assign(gains: Gains, capacities: Sequence[int], max_looks: int) -> list[int] | None:
-    """Per worker a place, at most `capacities[place]` workers in one, so that the sum of the gains is the largest.
+    """A place for each worker, at most `capacities[place]` workers in one, so that the sum of the gains is the largest.
 
-    None if that takes more than `max_looks` looks at an entry of `gains` (deterministic, unlike a time).
+    None if that takes more than `max_looks` reads of an entry of `gains` (deterministic, unlike a time).
 
-    Workers come one after the other; each takes the shortest augmenting path by Dijkstra's algorithm, with prices that
-    keep reduced costs above 0 (Kuhn, "The Hungarian method", 1955; Tomizawa, 1971; Edmonds and Karp, 1972). Prices only
-    rise, and a place that is not full has none: so the result is optimal, in integers.
+    Workers are added one after the other. Each takes the shortest augmenting path by Dijkstra's algorithm, with prices
+    that keep reduced costs at 0 or more (Kuhn, "The Hungarian method", 1955; Tomizawa, 1971; Edmonds and Karp, 1972).
+    Prices only rise, and a place that is not full has none. So the result is optimal, in integers.
     """
     state = _Assignment(gains, capacities)
     for worker in range(len(gains)):
@@ -30,10 +30,10 @@ def assign(gains: Gains, capacities: Sequence[int], max_looks: int) -> list[int]
 
 
 class _Assignment:
-    """Workers with the same gains are of one *kind*, which is searched once.
+    """State of the search. Workers with the same gains are of one kind, which is searched once.
 
-    Laws between calls: `profit[k] + price[p] >= gain(k, p)`, with equality where a worker of kind `k` is at `p`; all
-    are 0 or more; `profit` is 0 if one of the kind is nowhere, `price` for a place that is not full.
+    Laws between calls: `profit[k] + price[p] >= gain(k, p)`, with equality where a worker of kind `k` is at `p`. All
+    are 0 or more. `profit` is 0 if one of the kind is nowhere, `price` for a place that is not full.
     """
 
     def __init__(self, gains: Gains, capacities: Sequence[int]) -> None:
@@ -48,17 +48,17 @@ class _Assignment:
         self.looks = 0
 
     def place(self, worker: int) -> None:
-        """Find room for one more worker, moving others where that is worth it."""
+        """Find a place for one more worker, moving others where that gains."""
         kind = self.kind_of[worker]
         if self.profit[kind] == 0:
             return
         distance = {kind: 0}
         leaves: dict[int, int] = {}  # kind -> the place that one of it would leave
         closed: dict[int, int] = {}  # place -> distance
-        goes: dict[int, int] = {}  # place -> the kind of who would go there
+        goes: dict[int, int] = {}  # place -> the kind of the worker that would go there
         nearest: dict[int, int] = {}
         queue: list[tuple[int, int]] = []
-        out, leaver = self.profit[kind], kind  # the cheapest way to leave somebody nowhere
+        out, leaver = self.profit[kind], kind  # the cheapest way to leave a worker nowhere
         found = NOWHERE
         reached = [kind]
         while True:
@@ -92,7 +92,7 @@ class _Assignment:
         self._move(worker, leaver if found == NOWHERE else goes[found], found, leaves, goes)
 
     def _move(self, worker: int, kind: int, place: int, leaves: dict[int, int], goes: dict[int, int]) -> None:
-        """Move one worker after the other along a path, from its end to its start, which is `worker`."""
+        """Move workers along a path, from its end to its start, which is `worker`."""
         if place != NOWHERE:
             self.free[place] -= 1
         while True:

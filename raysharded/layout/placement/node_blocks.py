@@ -1,8 +1,7 @@
-"""Workers of one node at ranks that follow each other: whole tensor parallel groups, whose workers talk within every
-layer, or all workers of the node.
+"""Consecutive ranks for the workers of one node: of whole tensor parallel groups, or of the whole node.
 
-The workers are first divided into blocks; these get the places that are worth the most, and then the workers of each
-block the ranks within it that are.
+The workers of a tensor parallel group communicate within every layer. Workers are first divided into blocks. These get
+the places that are worth the most, and then the workers of each block the ranks within it that are.
 """
 
 from __future__ import annotations
@@ -31,13 +30,14 @@ def in_blocks(
     runs: bool,
     max_looks: int,
 ) -> tuple[WorkerId, ...]:
-    """The ranks of `mesh`, by rank, from orders by shard (see `keep_together`), of which the first is worth the most of
-    `gains`, in which workers are numbered as in `workers`.
+    """Workers by rank of `mesh`, in blocks of workers of one node.
 
-    Laws: as many tensor parallel groups are within one node as can be. With `runs` (and one replica) all of a node's
-    workers follow each other, but for those that are too many for whole groups. With several replicas each is on as few
-    nodes as `place_together` finds. Workers that `nodes` does not name are on one node together. `max_looks` is for
-    each search, as in `assign`.
+    `orders`: orders by shard (see `keep_together`), of which the first is worth the most of `gains`. `workers`: the
+    numbering of workers in `gains`. `max_looks`: the limit of each search, as in `assign`.
+
+    Laws: as many tensor parallel groups as possible are within one node. With `runs` (and one replica) all of a node's
+    workers follow each other, except those beyond whole groups. With several replicas each is on as few nodes as
+    `place_together` finds. Workers that `nodes` does not name are on one node together.
     """
     blocks = _divided(orders[0], nodes, mesh, runs)
     search = _Search(workers, gains, mesh, max_looks)
@@ -58,7 +58,7 @@ def in_blocks(
 
 
 class _Search:
-    """Who goes where, by what it is worth."""
+    """Search for places by their value."""
 
     def __init__(self, workers: Sequence[WorkerId], gains: Gains, mesh: Mesh, max_looks: int) -> None:
         self._number = {worker: number for number, worker in enumerate(workers)}
@@ -66,8 +66,9 @@ class _Search:
         self._of_worker = gains.by_worker(len(workers))
 
     def placed(self, blocks: Sequence[Block], lengths: Sequence[int]) -> list[Block]:
-        """The blocks by place, as many for each as there are replicas; place `i` has `lengths[i]` shards, as every
-        block that comes there has workers. A block stays where the order given has it if nothing is to be gained.
+        """The blocks by place, one for each replica; place `i` has `lengths[i]` shards.
+
+        A block has as many workers as its place has shards. It stays in its given place if nothing is to be gained.
         """
         replicas = self._mesh.replicas
         worth = self._worth(blocks, lengths)
@@ -87,7 +88,7 @@ class _Search:
         return [block for here in at for block in here]
 
     def worth(self, placed: Sequence[Block]) -> int:
-        """What blocks are worth where they are, for one replica, if the workers of each get the best of its ranks."""
+        """Value of blocks in their places, for one replica, if the workers of each get the best of its ranks."""
         rows = self._worth(placed, [len(block) for block in placed])
         return sum(dict(row).get(place, 0) for place, row in enumerate(rows))
 
@@ -107,7 +108,7 @@ class _Search:
         return tuple(at[place] if place in at else next(rest) for place in range(len(block)))
 
     def replicated(self, blocks: Sequence[Block], nodes: Mapping[WorkerId, str]) -> tuple[WorkerId, ...]:
-        """By rank: of the orders of tensor parallel groups the one whose replicas are on the fewest nodes."""
+        """Workers by rank: the order of tensor parallel groups whose replicas are on the fewest nodes."""
         replicas, tensor = self._mesh.replicas, self._mesh.tensor
         shards = len(blocks) // replicas
         by_node = sorted(blocks, key=lambda block: (nodes.get(block[0], ""), block))
@@ -126,7 +127,7 @@ class _Search:
     def _assigned(
         self, worth: Sequence[Sequence[tuple[int, int]]], given: Sequence[int], places: Sized, capacity: int
     ) -> Sequence[int]:
-        """The places that are worth the most, or those given if no others are worth more."""
+        """The places that are worth the most, or the given ones if no others are worth more."""
         found = assign(worth, [capacity] * len(places), self._max_looks)
         if found is None:
             return given
@@ -136,8 +137,7 @@ class _Search:
         return found if value > now else given
 
     def _worth(self, blocks: Sequence[Block], lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
-        """For each block its (place, bytes), if each of its workers gets the best of the place's ranks: no less than it
-        can be."""
+        """(place, bytes) of each block, if each of its workers gets the best of the place's ranks: an upper bound."""
         block_of = np.zeros(len(self._number), np.int64)
         for number, block in enumerate(blocks):
             block_of[[self._number[worker] for worker in block]] = number
@@ -154,7 +154,7 @@ class _Search:
 
 
 def _divided(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], mesh: Mesh, runs: bool) -> list[Block]:
-    """Blocks of whole tensor parallel groups: one for each, or with `runs` all of a node."""
+    """Blocks of whole tensor parallel groups: one for each, or with `runs` one for all of a node."""
     shard_of = {worker: number // mesh.replicas for number, worker in enumerate(order)}
     on_node: dict[str, list[WorkerId]] = {}
     for worker in order:
@@ -171,13 +171,15 @@ def _divided(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], mesh: Mes
 def _groups(
     members: Iterable[WorkerId], shard_of: Mapping[WorkerId, int], tensor: int
 ) -> tuple[list[Block], list[WorkerId]]:
-    """Groups of so many workers, and who is left: those are together whose shards are of one group, as far as that can
-    be."""
+    """Groups of `tensor` workers, and the workers left over.
+
+    Workers whose shards are of one group are together, as far as possible.
+    """
     of_group: dict[int, list[tuple[int, int, WorkerId]]] = {}
     nth: dict[int, int] = {}
     for worker in members:
         shard = shard_of[worker]
-        nth[shard] = nth.get(shard, -1) + 1  # of several replicas' workers one of each shard makes a group
+        nth[shard] = nth.get(shard, -1) + 1  # with several replicas a group has one worker of each shard
         of_group.setdefault(shard // tensor, []).append((nth[shard], shard, worker))
     whole: list[WorkerId] = []
     rest: list[tuple[int, WorkerId]] = []
@@ -193,7 +195,7 @@ def _groups(
 
 
 def _sequences(blocks: Sequence[Block], orders: Sequence[tuple[WorkerId, ...]]) -> list[list[Block]]:
-    """The blocks by where their workers are in each order; one of several that put equally long ones at each place."""
+    """The blocks by their workers' places in each order; only one of several with the same lengths at each place."""
     found: dict[tuple[int, ...], list[Block]] = {}
     for order in orders:
         rank = {worker: number for number, worker in enumerate(order)}
@@ -204,6 +206,6 @@ def _sequences(blocks: Sequence[Block], orders: Sequence[tuple[WorkerId, ...]]) 
 
 
 def _mirrors_at_home(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], apart: int) -> int:
-    """How many workers are on one node with whom they keep the mirror of."""
+    """Number of workers on one node with the worker whose mirror they hold."""
     where = [nodes.get(worker, "") for worker in order]
     return sum(node == where[(rank - apart) % len(where)] for rank, node in enumerate(where))

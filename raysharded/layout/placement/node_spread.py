@@ -1,5 +1,7 @@
-"""Which workers are on one node: a node's death must not take a shard and its mirror along, and shard groups, whose
-workers talk most, are to be together. Neighbours are separated by exchanging two at a time, for the smallest loss.
+"""Placement by node: a lost node must not take a shard and its mirror along, and shard groups stay together.
+
+The workers of a shard group communicate most. Neighbours are separated by exchanging two at a time, for the smallest
+loss.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ from raysharded.layout.placement.overlaps import Gains
 
 
 def keep_apart(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str]) -> tuple[WorkerId, ...]:
-    """The workers of `order` in an order with as few neighbours on the same node as there can be, the last being the
-    neighbour of the first; workers that `nodes` does not name are on one node together.
+    """The workers of `order`, with as few neighbours on one node as possible; last and first are neighbours.
+
+    Workers that `nodes` does not name are on one node together.
 
     Law: `count_neighbours` of the result is `max(0, 2 * largest - W)`, where `largest` is the number of workers on the
-    node with most of them. `order` is kept if it has no more; otherwise the first worker stays the first, and each
-    further one is the earliest in `order` that still allows for the fewest.
+    fullest node. `order` is kept if it has no more. Otherwise the first worker stays the first, and each further one is
+    the earliest in `order` that still allows for the fewest.
     """
     if count_neighbours(order, nodes) == fewest_neighbours(order, nodes):
         return tuple(order)
@@ -53,12 +56,12 @@ def keep_apart(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str]) -> tupl
 
 
 def keep_together(by_shard: Sequence[WorkerId], nodes: Mapping[WorkerId, str], replicas: int) -> tuple[WorkerId, ...]:
-    """The ranks of a mesh of `replicas` groups, by rank, from its workers by shard: `by_shard` has the holders of shard
-    0, as many as there are replicas, then those of shard 1, and so on.
+    """Workers by rank of a mesh of `replicas` groups, from its workers by shard.
 
-    Each group gets a holder of each shard. Groups are filled one after the other, each from the node with the most
-    holders left, then from the next, so that workers of one node are in one group as far as that can be; workers that
-    `nodes` does not name are on one node together. Ties are broken by the order given.
+    `by_shard` has the holders of shard 0, as many as there are replicas, then those of shard 1, and so on. Each group
+    gets a holder of each shard. Groups are filled one after the other, each from the node with the most holders left,
+    then from the next. So workers of one node are in one group as far as possible. Workers that `nodes` does not name
+    are on one node together. Ties are broken by the given order.
     """
     left = [list(by_shard[i : i + replicas]) for i in range(0, len(by_shard), replicas)]
     groups: list[list[WorkerId]] = []
@@ -81,8 +84,10 @@ def keep_together(by_shard: Sequence[WorkerId], nodes: Mapping[WorkerId, str], r
 def place_together(
     orders: Sequence[tuple[WorkerId, ...]], nodes: Mapping[WorkerId, str], replicas: int
 ) -> tuple[WorkerId, ...]:
-    """By rank, from orders by shard as for `keep_together`: that whose groups are then on the fewest nodes, the first
-    of several; none is tried behind one that is as good as can be."""
+    """Workers by rank, from the one of `orders` whose groups are then on the fewest nodes, the first of several.
+
+    Orders are by shard, as for `keep_together`. None is tried after one that cannot be improved.
+    """
     best: tuple[int, tuple[WorkerId, ...]] | None = None
     for order in dict.fromkeys(orders):
         placed = keep_together(order, nodes, replicas)
@@ -96,8 +101,11 @@ def place_together(
 
 
 def spared_first(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], shards: int) -> list[WorkerId]:
-    """The workers of `order`, those first that groups of `shards` can best do without: who is too many for whole groups
-    on its node, where these are fewest, and then the others; in both cases the last of `order` first."""
+    """The workers of `order`, those first that groups of `shards` can best do without.
+
+    First come workers beyond whole groups on their node, from nodes with the fewest of them, and then the others. In
+    both cases the last of `order` comes first.
+    """
     on_node: dict[str, list[WorkerId]] = {}
     for worker in order:
         on_node.setdefault(nodes.get(worker, ""), []).append(worker)
@@ -111,22 +119,23 @@ def spared_first(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], shard
 
 
 def fewest_splits(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], replicas: int) -> int:
-    """No fewer than `count_splits` can be for these workers: each group on as many of the largest nodes as it fills."""
+    """A lower bound of `count_splits` for these workers: each group is on as many of the largest nodes as it fills."""
     largest = max(Counter(nodes.get(worker, "") for worker in order).values())
     return replicas * (-(-len(order) // replicas // largest) - 1) if replicas > 1 else 0
 
 
 def count_splits(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], replicas: int) -> int:
-    """In how many pieces the groups of a mesh of `replicas` lie on nodes, beyond one each; 0 for a single group."""
+    """Number of pieces of the groups of a mesh of `replicas` on nodes, beyond one each; 0 for a single group."""
     shards = len(order) // replicas
     groups = [order[first : first + shards] for first in range(0, len(order), shards)] if replicas > 1 else []
     return sum(len({nodes.get(worker, "") for worker in group}) - 1 for group in groups)
 
 
 def spread_out(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], window: int) -> tuple[WorkerId, ...]:
-    """The workers of `order` so that few of any `window` that follow each other, round about, are on one node: the
-    order given, or the one that deals every node's workers out evenly if that has fewer; workers that `nodes` does not
-    name are on one node together.
+    """The workers of `order`, with few of any `window` consecutive ones on one node; the order wraps around.
+
+    It is the given order, or the one that deals every node's workers out evenly if that has fewer. Workers that `nodes`
+    does not name are on one node together.
 
     Law: with `n` nodes of as many workers each, no more than `ceil(window / n)`.
     """
@@ -144,7 +153,7 @@ def spread_out(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], window:
 
 
 def most_together(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], window: int) -> int:
-    """The largest number of workers on one node among any `window` that follow each other, round about."""
+    """Largest number of workers on one node among any `window` consecutive ones; the order wraps around."""
     where = [nodes.get(worker, "") for worker in order]
     length = min(window, len(where))
     counts = Counter(where[:length])
@@ -158,19 +167,19 @@ def most_together(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], wind
 
 
 def count_neighbours(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str]) -> int:
-    """How many workers are on the same node as the next one, the last being followed by the first."""
+    """Number of workers on the same node as the next one; the last is followed by the first."""
     where = [nodes.get(worker, "") for worker in order]
     return sum(a == b for a, b in zip(where, [*where[1:], *where[:1]], strict=True))
 
 
 def fewest_neighbours(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str]) -> int:
-    """The least that `count_neighbours` can be for these workers."""
+    """Least possible `count_neighbours` of these workers."""
     largest = max(Counter(nodes.get(worker, "") for worker in order).values(), default=0)
     return max(0, 2 * largest - len(order))
 
 
 class _Left:
-    """How many workers of each node are yet to be placed, in a row that ends beside one of node `first`."""
+    """Numbers of workers of each node that are yet to be placed, in a row that ends beside one of node `first`."""
 
     def __init__(self, first: str, counts: Mapping[str, int]) -> None:
         self._first = first
@@ -180,7 +189,7 @@ class _Left:
         self._most = max(self._nodes_with, default=0)
 
     def take(self, node: str) -> None:
-        """One of a node is placed."""
+        """Record that a worker of a node is placed."""
         count = self._counts[node]
         self._counts[node] -= 1
         self._total -= 1
@@ -190,7 +199,7 @@ class _Left:
             self._most -= self._nodes_with[self._most] == 0
 
     def fewest_from(self, node: str) -> int:
-        """The fewest neighbours on one node in a row of those left that begins with one of `node`.
+        """Fewest neighbours on one node in a row of the remaining workers that begins with one of `node`.
 
         Of `n` workers of a node those that are at no end stand in `n - 1` gaps of others; at an end they need one gap
         less. A gap that the others cannot fill is a pair of neighbours.
@@ -204,10 +213,10 @@ class _Left:
 def swap_apart(
     order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], workers: Sequence[WorkerId], gains: Gains
 ) -> tuple[WorkerId, ...]:
-    """`order` with neighbours on one node (the last is the first's) separated, as far as single exchanges can.
+    """`order` with neighbours on one node separated, as far as single exchanges can; last and first are neighbours.
 
-    One neighbour after the other changes places with whoever costs the least of `gains`, in which workers are numbered
-    as in `workers`. Workers that `nodes` does not name are on one node together.
+    One neighbour after the other changes places with the worker that costs the least of `gains`, in which workers are
+    numbered as in `workers`. Workers that `nodes` does not name are on one node together.
     """
     number = {worker: i for i, worker in enumerate(workers)}
     names = {name: i for i, name in enumerate(sorted({nodes.get(worker, "") for worker in workers}))}
@@ -222,9 +231,9 @@ def swap_apart(
 
 
 def _separate(at: NDArray[np.int64], node: NDArray[np.int64], pair: tuple[int, int], gains: Gains) -> bool:
-    """Exchange one of a pair for who costs the least of those that make no new pair; whether there is one.
+    """Exchange one of a pair for the worker that costs the least of those that make no new pair; True if there is one.
 
-    Both `at` and `node`, by rank, are changed.
+    Changes both `at` and `node`, which are by rank.
     """
     size, every = len(at), np.arange(len(at))
     before, behind = np.roll(node, 1), np.roll(node, -1)

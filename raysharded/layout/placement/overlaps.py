@@ -1,4 +1,4 @@
-"""What each worker has of each shard of a new layout: what need not be moved if it gets that shard."""
+"""Bytes that each worker has of each shard of a new layout: they need not be moved if it gets that shard."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from raysharded.layout.state import StateSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Overlaps:
-    """Entry `i`: worker number `worker[i]` (of `holdings`) has `nbytes[i]` bytes of shard `shard[i]`; by worker, then
-    by shard, those above 0. Replicated tensors are left out: who has any buffer has them."""
+    """Bytes that workers have of shards.
+
+    Entry `i`: worker number `worker[i]` (of `holdings`) has `nbytes[i]` bytes, above 0, of shard `shard[i]`. Entries
+    are by worker, then by shard. Replicated tensors are left out: the holder of any buffer has them.
+    """
 
     holdings: Holdings
     worker: NDArray[np.int64]
     shard: NDArray[np.int64]
     nbytes: NDArray[np.int64]
     in_memory: NDArray[np.int64]
-    """Per shard the bytes that any worker has."""
+    """Bytes of each shard that any worker has."""
     replicated_bytes: int
-    """Of the replicated tensors, if any worker has them."""
+    """Bytes of the replicated tensors, if any worker has them."""
 
     def wire_bytes(self, target: Target) -> int:
-        """The bytes that go from worker to worker to fill the buffers of a target with as many shards."""
+        """Bytes that go from worker to worker to fill the buffers of a target with as many shards."""
         shards = len(self.in_memory)
         workers = np.asarray(target.workers, np.int64).reshape(target.replicas, shards)
         key = self.worker * shards + self.shard
@@ -48,15 +51,17 @@ class Overlaps:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Gains:
-    """What each worker need not get if it has a certain shard. Entry `i`: worker `key[i] // shards`, shard `key[i] %
-    shards`, so many bytes; ascending, those above 0."""
+    """Bytes that each worker need not receive if it has a certain shard.
+
+    Entry `i`: worker `key[i] // shards`, shard `key[i] % shards`, `nbytes[i]` bytes, above 0. Keys are ascending.
+    """
 
     shards: int
     key: NDArray[np.int64]
     nbytes: NDArray[np.int64]
 
     def of(self, worker: NDArray[np.int64], shard: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Per pair of a worker and a shard the bytes."""
+        """Bytes of each pair of a worker and a shard."""
         if len(self.key) == 0:
             return np.zeros(len(worker), np.int64)
         wanted = worker * self.shards + shard
@@ -64,7 +69,7 @@ class Gains:
         return np.where(self.key[at] == wanted, self.nbytes[at], 0)
 
     def by_worker(self, num: int) -> list[list[tuple[int, int]]]:
-        """For each of so many workers its (shard, bytes)."""
+        """(shard, bytes) of each of `num` workers."""
         rows: list[list[tuple[int, int]]] = [[] for _ in range(num)]
         columns = (self.key // self.shards, self.key % self.shards, self.nbytes)
         for worker, shard, nbytes in zip(*(column.tolist() for column in columns), strict=True):
@@ -73,7 +78,7 @@ class Gains:
 
 
 def find_overlaps(spec: StateSpec, copies: Sequence[Copy], layout: Layout) -> Overlaps:
-    """The overlaps of what the holders of `copies` have in memory with the shards of a layout."""
+    """Overlaps of the memory of the holders of `copies` with the shards of a layout."""
     layouts = list(dict.fromkeys([layout, *map(layout_of, copies)]))
     segments = cut(spec, layouts)
     holdings = holdings_of(copies, layouts, [layouts.index(layout_of(copy)) for copy in copies])
@@ -94,16 +99,16 @@ def find_overlaps(spec: StateSpec, copies: Sequence[Copy], layout: Layout) -> Ov
 
 
 def count_wire_bytes(spec: StateSpec, copies: Sequence[Copy], target: Target) -> int:
-    """What `make_plan(...).wire_bytes` would be, for a fraction of the time; missing bytes count as none.
+    """Value of `make_plan(...).wire_bytes` in a fraction of the time; missing bytes count as none.
 
-    Laws: equal to the plan's number whenever there is a plan; the least that any plan for this target can have: each
-    worker gets what it has not, once.
+    Laws: equal to the plan's number whenever there is a plan; the least of any plan for this target: each worker gets
+    what it lacks, once.
     """
     return find_overlaps(spec, copies, layout_of(target.mesh)).wire_bytes(target)
 
 
 def find_gains(overlaps: Overlaps, workers: Sequence[WorkerId], apart: int | None) -> Gains:
-    """The gains of these workers; `apart`: a worker keeps a mirror of the shard so many before its own as well."""
+    """Gains of these workers. `apart`: a worker also keeps a mirror of the shard so many before its own."""
     shards = len(overlaps.in_memory)
     number = overlaps.holdings.numbers(workers)
     place = np.full(len(overlaps.holdings.workers) + 1, NOBODY, np.int64)

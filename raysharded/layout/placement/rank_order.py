@@ -1,4 +1,4 @@
-"""Which worker becomes which rank: the order that leaves most bytes where they are."""
+"""Ranks of workers: the order that leaves most bytes where they are."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from raysharded.layout.reshard.segments import layout_of
 from raysharded.layout.state import StateSpec
 
 _SHIFTS = (0.0, -0.5, 0.5, -1.0, 1.0)
-"""Ranks by which survivors are moved; with mirrors a worker holds the rank before its own as well."""
+"""Ranks by which survivors are moved; with mirrors a worker also holds the rank before its own."""
 _MAX_LOOKS = 8_000_000
-"""A few seconds, for thousands of workers whose every shard has moved."""
+"""Limit of a search: a few seconds, for thousands of workers whose every shard has moved."""
 
 
 def order_workers(
@@ -35,23 +35,25 @@ def order_workers(
 ) -> tuple[WorkerId, ...]:
     """The new ranks of `survivors` and `joiners`, in order, for a `Target` with these `mirrors` and `replicas`.
 
-    It is the order with the fewest bytes on the wire of all there are: each worker's place is worth the bytes of it
-    that the worker has, whoever is at the others, so this is an assignment problem, which `assign` solves. On a tie a
-    simple order wins (survivors near their old places and joiners between them, by id; joiners first or last; a
-    rotation), the earlier of several. When the number of workers is unchanged, the first is that survivors keep their
-    ranks. The order of the arguments' elements does not matter. Should the search take more than `_MAX_LOOKS`, the best
-    of the simple ones is taken.
+    No order has fewer bytes on the wire. A place is worth the bytes of it that the worker has, regardless of the other
+    workers. So this is an assignment problem, which `assign` solves. On a tie a simple order wins, the earlier of
+    several: survivors near their old places and joiners between them, by id; joiners first or last; a rotation. If the
+    number of workers is unchanged, the first of these keeps the survivors' ranks. The order of the arguments' elements
+    does not matter. If the search takes more than `_MAX_LOOKS`, the best simple order is taken.
 
-    With `nodes` (worker -> node id) each order is first changed: with mirrors so that neighbours are on different nodes
-    wherever that can be (by exchanges of two, else by `keep_apart`), after which it need not be the best of all such
-    orders; and with several replicas so that workers of one node are in one group, as `keep_together` does, which moves
-    no bytes. There the order with the fewest groups apart wins first: bytes are moved once, and groups talk in every
-    step. With a tensor parallel degree of `tensor` as many tensor parallel groups as can be are within a node, before
-    all else; and with `apart` above 1 and one replica all workers of a node follow each other, as the caller who chose
-    it wants (see `in_blocks`).
+    With `nodes` (worker -> node id) each order is changed first:
 
-    A survivor that is in no copy counts as a joiner. Raises ConfigError when a worker is given twice or nobody is, and
-    for workers that cannot be such a mesh.
+    - With mirrors, neighbours are put on different nodes wherever possible, by exchanges of two, else by `keep_apart`.
+      The result need not be the best of all such orders.
+    - With several replicas, workers of one node are put in one group, as by `keep_together`, which moves no bytes. The
+      order with the fewest groups apart wins first: bytes are moved once, and groups communicate in every step.
+    - With a tensor parallel degree of `tensor`, as many tensor parallel groups as possible are within a node, before
+      all else.
+    - With `apart` above 1 and one replica, all workers of a node follow each other, as the caller chose (see
+      `in_blocks`).
+
+    A survivor that is in no copy counts as a joiner. Raises ConfigError if a worker is given twice or none is given,
+    and for workers that cannot be such a mesh.
     """
     workers = [*survivors, *joiners]
     if not workers or len(set(workers)) != len(workers):
@@ -86,7 +88,7 @@ def order_workers(
 def _best(
     overlaps: Overlaps, holders: Sequence[WorkerId], workers: Sequence[WorkerId], replicas: int, apart: int | None
 ) -> Iterator[tuple[WorkerId, ...]]:
-    """The order that keeps most where it is; who has nothing to keep fills the gaps, by id."""
+    """The order that keeps most in place, if it is found; workers with nothing to keep fill the gaps, by id."""
     shards = len(overlaps.in_memory)
     places = assign(find_gains(overlaps, holders, apart).by_worker(len(holders)), [replicas] * shards, _MAX_LOOKS)
     if places is None:
@@ -102,7 +104,7 @@ def _best(
 def _orders(
     old: Sequence[WorkerId], new: Sequence[WorkerId], place: dict[WorkerId, float]
 ) -> Iterator[tuple[WorkerId, ...]]:
-    """By place on the line; with several replicas: all holders of the first shard, then of the second."""
+    """Simple orders by place on the line; with several replicas: all holders of the first shard, then of the second."""
     for shift in _SHIFTS:
         yield _spread(old, new, place, shift)
     for order in ((*old, *new), (*new, *old)):
@@ -116,9 +118,9 @@ def _group_by_group(workers: Sequence[WorkerId], shards: int) -> list[WorkerId]:
 
 
 def _places(copies: Sequence[Copy]) -> dict[WorkerId, float]:
-    """Where on the line (0 to 1) the middle of each worker's old rank is, by the first copy it is in."""
+    """Place of each worker on the line (0 to 1): the middle of its old rank, by the first copy it is in."""
     place: dict[WorkerId, float] = {}
-    for medium, shift in (("snapshot", 0), ("mirror", 1)):  # who keeps a mirror of a rank is the rank behind it
+    for medium, shift in (("snapshot", 0), ("mirror", 1)):  # the mirror holder of a rank is the next rank
         for copy in copies:
             if copy.medium == medium:
                 for rank, holder in enumerate(copy.holders):

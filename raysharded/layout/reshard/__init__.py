@@ -1,1 +1,1 @@
-"""From the copies of the state that are left to a new layout: the plan of transfers."""
+"""The plan of transfers from the remaining copies of the state to a new layout."""

@@ -1,4 +1,4 @@
-"""How much each of several senders contributes to what only they have, so that the largest load is small."""
+"""Shares of several senders in bytes that only they have, so that the largest load is small."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from numpy.typing import NDArray
 _SWEEPS = 400
 _MIN_SWEEPS = 10
 _WORK = 8_000_000
-"""Sweeps times options: a second or so. Thousands of groups come to `_SWEEPS`, a hundred thousand do not."""
+"""Limit of sweeps times options: about a second. Thousands of groups reach `_SWEEPS`, a hundred thousand do not."""
 _MAX_BLOCKS = 64
 _TOLERANCE = 1000
-"""Done when a sweep changes no share by more than this part of the mean load."""
+"""The search ends when a sweep changes no share by more than this part of the mean load."""
 _FULL = 1 << 50
-"""A load of bytes that no sender has."""
+"""A load in bytes that no sender has."""
 
 
 def balance(demand: NDArray[np.int64], options: NDArray[np.int64], load: NDArray[np.int64]) -> NDArray[np.int64]:
     """(groups, options): the bytes of each group that each of its options sends.
 
     `options[g]` are the senders that have the `demand[g]` bytes of group `g`, each once; -1 for none. Sender `s` sends
-    `load[s]` bytes besides.
+    `load[s]` bytes in addition.
 
-    Laws: the shares of a group with an option add up to its demand; none is negative; the largest load of a sender is
-    within 10% of the least possible (tested against it), but for what a share is rounded to.
+    Laws: the shares of a group with an option add up to its demand. None is negative. The largest load of a sender is
+    within 10% of the least possible (tested against it), except for the rounding of a share.
 
     One block of groups after the other gets what is best for each group if the others stay as they are: the loads of
-    its options are filled up like vessels. This lowers the sum of the squares of the loads, whose least value has the
-    least maximum too. The groups of a block have few senders in common; where they do, each takes that part of the step
+    its options are filled up like vessels. This lowers the sum of the squares of the loads, whose minimum also has the
+    least maximum. The groups of a block have few senders in common. Where they do, each takes that part of the step
     (Richtárik and Takáč, "Parallel coordinate descent methods for big data optimization", 2016). An excess moves from
-    neighbour to neighbour; none need go far, for a sender passes on at most what it has. In integers: every worker must
-    come to the same.
+    neighbour to neighbour. None need go far, as a sender passes on at most what it has. All numbers are integers: every
+    worker must get the same result.
     """
     if options.size == 0:
         return np.zeros(options.shape, np.int64)
@@ -61,13 +61,13 @@ class _Block:
         self.rows, self.share = rows, share
         self._demand, self._num_senders = demand, num_senders
         self._valid = options >= 0
-        self._sender = np.where(self._valid, options, num_senders)  # one more than there are, which is full
+        self._sender = np.where(self._valid, options, num_senders)  # an index beyond all senders, whose load is full
         in_common = np.bincount(self._sender[self._valid], minlength=num_senders + 1)
         self._damping = in_common[self._sender].max(axis=1, initial=1)[:, None]
         self._groups = np.arange(len(rows))
 
     def fill(self, total: NDArray[np.int64]) -> int:
-        """Improve the shares; `total`, the loads of all senders, follows. The largest change that is left to make."""
+        """Improve the shares and update `total`, the loads of all senders. Returns the largest change left to make."""
         others = np.where(self._valid, total[self._sender] - self.share, _FULL)
         wanted = _filled(others, self._demand) - self.share
         change = wanted // self._damping
@@ -84,7 +84,7 @@ def _blocks(
     rows: NDArray[np.intp],
     num_senders: int,
 ) -> list[_Block]:
-    """The groups of `rows`, dealt out to as many blocks as one sender has groups: those of neighbours differ."""
+    """The groups of `rows`, dealt out to as many blocks as one sender has groups: neighbours are separated."""
     who = options[rows]
     num = min(_MAX_BLOCKS, int(np.bincount(who[who >= 0], minlength=1).max()))
     dealt = [rows[i::num] for i in range(num)]
@@ -92,7 +92,7 @@ def _blocks(
 
 
 def _even_shares(demand: NDArray[np.int64], options: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each of a group's options has the same, the first what does not divide."""
+    """Equal shares of each group's options; the first also has the remainder."""
     valid = options >= 0
     count = valid.sum(axis=1)
     shares = np.where(valid, (demand // np.maximum(count, 1))[:, None], 0)
@@ -101,15 +101,15 @@ def _even_shares(demand: NDArray[np.int64], options: NDArray[np.int64]) -> NDArr
 
 
 def _loads(sender: NDArray[np.int64], share: NDArray[np.int64], num_senders: int) -> NDArray[np.int64]:
-    """(senders + 1,): float64 adds integers of this size exactly."""
+    """(senders + 1,): the load of each sender; float64 adds integers of this size exactly."""
     of_all = np.where(sender >= 0, sender, num_senders).ravel()
     total: NDArray[np.int64] = np.bincount(of_all, share.ravel(), num_senders + 1).astype(np.int64)
     return total
 
 
 def _filled(load: NDArray[np.int64], amount: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(groups, options) what flows into vessels filled to `load` until all that got any are equally high."""
-    if load.shape[1] == 2:  # a snapshot and its mirror: by far the most usual
+    """(groups, options): amounts that flow into vessels filled to `load` until all that got any are equally high."""
+    if load.shape[1] == 2:  # a snapshot and its mirror: by far the most usual case
         first = np.clip((amount + load[:, 1] - load[:, 0]) // 2, 0, amount)
         return np.stack([first, amount - first], axis=1)
     ordered = np.sort(load, axis=1)

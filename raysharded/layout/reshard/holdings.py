@@ -1,7 +1,7 @@
-"""Who has which bytes in memory: the holders of the copies, by the cut of the state that they lie in.
+"""Holders of all bytes in memory: the workers that hold the copies, by the cut of the state that they lie in.
 
-Copies of one layout are cut alike, whatever their medium, so they are one *family*: a part of it is held by all the
-workers that any of its copies names for a rank that has it.
+Copies of one layout are cut alike in any medium, so they are one family. A part of it is held by all the workers that
+any of its copies names for a rank that has it.
 """
 
 from __future__ import annotations
@@ -17,46 +17,47 @@ from raysharded.layout.reshard.plan import Copy
 from raysharded.layout.reshard.segments import Layout
 
 NOBODY = -1
-"""In `Family.holder` and `Family.held`: lost, or fewer than others."""
+"""In `Family.holder` and `Family.held`: lost, or no further part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Family:
     """The copies in memory of one layout. Workers are numbered as in `Holdings.workers`.
 
-    There is a column per copy and tensor rank: those of a copy follow each other, by tensor rank. What one rank alone
-    has is in the first of them."""
+    There is a column per copy and tensor rank; those of a copy follow each other, by tensor rank. Parts that one rank
+    alone has are in the first of them.
+    """
 
     layout: Layout
     row: int
-    """The row of `Segments.owner` that says which part of this layout a segment is in."""
+    """Row of `Segments.owner` for this layout: the part that each segment is in."""
     copy: NDArray[np.int64]
-    """(columns,): the place of the copy among all copies, ascending."""
+    """(columns,): index of the copy among all copies, ascending."""
     holder: NDArray[np.int64]
-    """(parts, columns): a worker; `NOBODY` if that is lost, or if the worker has the part by an earlier column."""
+    """(parts, columns): a worker; `NOBODY` if the part is lost, or if the worker has it by an earlier column."""
     held: NDArray[np.int64]
-    """(workers + 1, most parts that one has): the parts that each worker has; `NOBODY` for no more. The last row is
-    that of `NOBODY`, who has none."""
+    """(workers + 1, most parts of one): the parts that each worker has; `NOBODY` for no more. The last row is that of
+    `NOBODY`, without parts."""
     held_by: NDArray[np.int64]
-    """As `held`: the first of all copies by which it has that part."""
+    """For each entry of `held`: the first of all copies by which the worker has that part."""
     held_as: NDArray[np.int64]
-    """As `held`: the rank in that copy."""
+    """For each entry of `held`: the rank in that copy."""
 
     def rank_of(self, part: NDArray[np.int64], column: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rank by which whom `holder[part, column]` names has the part."""
+        """Rank by which the worker in `holder[part, column]` has the part."""
         return self.layout.rank_of(part, column % self.layout.tensor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Holdings:
-    """The families of some copies, by the first of their copies."""
+    """Families of copies, by the first of their copies."""
 
     workers: NDArray[np.int64]
-    """The ids of all holders, ascending."""
+    """Ids of all holders, ascending."""
     families: tuple[Family, ...]
 
     def numbers(self, ids: Sequence[WorkerId] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Per id the number of the worker; `NOBODY` for one that has nothing."""
+        """Number of each worker by its id; `NOBODY` for one that has nothing."""
         wanted = np.asarray(ids, np.int64)
         if len(self.workers) == 0:
             return np.full(len(wanted), NOBODY, np.int64)
@@ -65,7 +66,7 @@ class Holdings:
 
 
 def holdings_of(copies: Sequence[Copy], layouts: Sequence[Layout], layout_index: Sequence[int]) -> Holdings:
-    """The holders of all copies but those in storage; copy `c` is laid out as `layouts[layout_index[c]]`."""
+    """Holders of all copies except those in storage; copy `c` is laid out as `layouts[layout_index[c]]`."""
     columns = {c: _column(copy) for c, copy in enumerate(copies) if copy.medium != "storage"}
     everyone = np.unique(np.concatenate([np.zeros(0, np.int64), *columns.values()]))
     workers = everyone[everyone >= 0]
@@ -79,7 +80,7 @@ def holdings_of(copies: Sequence[Copy], layouts: Sequence[Layout], layout_index:
 
 
 def without_repeats(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same rows, each number but its first occurrence in a row replaced by `NOBODY`."""
+    """The rows, with `NOBODY` for each number after its first occurrence in a row."""
     order = np.argsort(rows, axis=1, kind="stable")
     ordered = np.take_along_axis(rows, order, axis=1)
     repeated = np.zeros(rows.shape, np.bool_)
@@ -88,7 +89,7 @@ def without_repeats(rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _family(layout: Layout, row: int, copy: NDArray[np.int64], by_rank: NDArray[np.int64], num_workers: int) -> Family:
-    """`by_rank`: (ranks, copies) the workers."""
+    """The family of a layout. `by_rank`: (ranks, copies), the workers."""
     copy = np.repeat(copy, layout.tensor)
     holder = without_repeats(by_rank if layout.tensor == 1 else _by_part(layout, by_rank))
     part, column = np.nonzero(holder != NOBODY)
@@ -105,7 +106,7 @@ def _family(layout: Layout, row: int, copy: NDArray[np.int64], by_rank: NDArray[
 
 
 def _by_part(layout: Layout, by_rank: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(parts, copies * tensor ranks) the workers."""
+    """(parts, copies * tensor ranks): the workers."""
     alone = np.full((*by_rank.shape, layout.tensor), NOBODY, np.int64)
     alone[:, :, 0] = by_rank
     common = by_rank.reshape(-1, layout.tensor, by_rank.shape[1]).transpose(0, 2, 1)

@@ -1,4 +1,4 @@
-"""What the planner takes and gives: copies of the state, a target layout, and the plan between them."""
+"""Input and output of the planner: copies of the state, a target layout, and the plan between them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from raysharded.layout.sharding import require_rank
 Medium = Literal["snapshot", "mirror", "storage"]
 
 STORAGE = -1
-"""`Plan.src_worker` of bytes that come from storage."""
+"""Value of `Plan.src_worker` for bytes that come from storage."""
 SNAPSHOT_BUFFER = 0
-"""`Plan.dst_kind` of the buffer of a rank's own shard."""
+"""Value of `Plan.dst_kind` for the buffer of a rank's own shard."""
 MIRROR_BUFFER = 1
-"""`Plan.dst_kind` of the buffer that keeps a copy of another rank's."""
+"""Value of `Plan.dst_kind` for the buffer that holds a copy of another rank's."""
 
 
 def mirror_of(rank: int, world_size: int, apart: int = 1) -> int:
-    """The rank whose buffer `rank` keeps a mirror of: `Mesh.apart` before it, round about.
+    """The rank whose buffer `rank` mirrors: `apart` (see `Mesh`) before it; ranks wrap around.
 
-    Laws: a permutation of the ranks; never `rank` itself, which is why one worker alone has no mirror.
-    Raises ConfigError for a world size below 2, or one that divides `apart`.
+    Laws: a permutation of the ranks; never `rank` itself, which is why one worker alone has no mirror. Raises
+    ConfigError for a world size below 2, or one that divides `apart`.
     """
     require_rank(world_size, rank)
     if world_size < 2:
@@ -39,19 +39,19 @@ def mirror_of(rank: int, world_size: int, apart: int = 1) -> int:
 
 
 def keeper_of(rank: int, world_size: int, apart: int = 1) -> int:
-    """The rank that keeps a mirror of `rank`'s buffer: the inverse of `mirror_of`, with its errors."""
+    """The rank that holds the mirror of `rank`'s buffer: the inverse of `mirror_of`, with its errors."""
     mirror_of(rank, world_size, apart)
     return (rank + apart) % world_size
 
 
 def has_mirrors(mesh: Mesh) -> bool:
-    """Whether workers keep mirrors of each other, if that is wanted: not where a replica holds the same anyway."""
+    """True if workers hold mirrors of each other, where mirrors are wanted: not if another replica holds the same."""
     return mesh.replicas == 1 and mesh.shards > 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """The state laid out flat over `world_size` ranks, and who holds the buffer of each rank now (None: lost).
+    """The state laid out flat over `world_size` ranks, and the current holder of each rank's buffer (None: lost).
 
     A "mirror" copy has the same buffers as a "snapshot" of its world size; `holders[r]` is the worker whose mirror
     buffer has rank `r`'s bytes. In one copy a worker holds one buffer. A "storage" copy is complete, and its holders
@@ -62,9 +62,9 @@ class Copy:
     world_size: int
     holders: tuple[WorkerId | None, ...] = ()
     tensor: int = 1
-    """The tensor parallel degree: buffer `r` is that of tensor rank `r % tensor`, as in `Mesh`."""
+    """Tensor parallel degree: buffer `r` is that of tensor rank `r % tensor`, as in `Mesh`."""
     layout_id: int = 0
-    """Which layout the buffers belong to, for those who look them up; means nothing to the planner."""
+    """Id of the layout that the buffers belong to; means nothing to the planner."""
 
     def __post_init__(self) -> None:
         require_rank(self.world_size, 0)
@@ -77,9 +77,10 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """Who shall hold the state: `workers[r]` as rank `r` of a mesh of so many replicas, with this tensor parallel
-    degree. With `mirrors`, one replica and more than one worker, it also keeps the mirror of the rank `apart` before
-    it; where there are more replicas each is the others' mirror.
+    """Intended holders of the state: `workers[r]` is rank `r` of a mesh of `replicas` and degree `tensor`.
+
+    With `mirrors`, one replica and more than one worker, each also holds the mirror of the rank `apart` before it.
+    Several replicas are each other's mirrors.
 
     Raises ConfigError for workers that cannot be such a mesh, or mirrors.
     """
@@ -96,13 +97,13 @@ class Target:
         if self.replicas < 1 or len(self.workers) % self.replicas:
             raise ConfigError(f"Target: {len(self.workers)} workers cannot be {self.replicas} replicas of one size.")
         _require_ids(self.workers)
-        mesh = self.mesh  # raises for workers that cannot be one
+        mesh = self.mesh  # raises for workers that cannot form one
         if self.mirrors and has_mirrors(mesh):
             mirror_of(0, self.world_size, self.apart)
 
     @classmethod
     def of(cls, workers: tuple[WorkerId, ...], mesh: Mesh, *, mirrors: bool) -> Target:
-        """The workers by rank of a mesh."""
+        """Target of a mesh with these workers, by rank."""
         return cls(workers=workers, mirrors=mirrors, replicas=mesh.replicas, tensor=mesh.tensor, apart=mesh.apart)
 
     @property
@@ -116,32 +117,31 @@ class Target:
 
     @property
     def buffers(self) -> tuple[tuple[int, int], ...]:
-        """The buffers that the workers of each replica need, as (kind, replica); by kind."""
+        """Buffers that the workers of each replica need, as (kind, replica), by kind."""
         own = tuple((SNAPSHOT_BUFFER, replica) for replica in range(self.replicas))
         return (*own, (MIRROR_BUFFER, 0)) if self.mirrors and has_mirrors(self.mesh) else own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Missing:
-    """The state cannot be put together: bytes that nobody holds."""
+    """Result if the state cannot be put together: bytes that no worker holds."""
 
     ranges: tuple[tuple[str, int, int], ...]
-    """The first few, as (tensor name, first row, row behind the last), in the spec's order."""
+    """The first few ranges, as (tensor name, first row, row behind the last), in the spec's order."""
     total_bytes: int
-    """All of them, each counted once."""
+    """Number of all missing bytes, each counted once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
-    """Transfers of bytes, one per row of the columns, in canonical order: (buffer of the target, content rank,
-    dst_offset).
+    """Transfers of bytes, one per row of the columns, in canonical order: (target buffer, content rank, dst_offset).
 
     Row `i`: `nbytes[i]` bytes at `src_offset[i]` of the buffer of rank `src_rank[i]` in `copies[copy[i]]`, held by
     `src_worker[i]` (`STORAGE`: read from storage), go to `dst_offset[i]` of buffer `dst_kind[i]` of `dst_worker[i]`,
-    the target's rank `dst_rank[i]`. `line_start[i]` is the place of the first byte on the state's line.
+    the target's rank `dst_rank[i]`. `line_start[i]` is the position of the first byte on the state's line.
 
-    The rows for one pair of workers have the same order in the sender's `sends` and the receiver's `receives`, so
-    that bytes packed in this order need no header.
+    The rows for one pair of workers have the same order in the sender's `sends` and the receiver's `receives`. So bytes
+    packed in this order need no header.
     """
 
     src_worker: NDArray[np.int64]
@@ -174,21 +174,21 @@ class Plan:
         )
 
     def sends(self, worker: WorkerId) -> Plan:
-        """What `worker` sends to others, by receiver's id, then in canonical order."""
+        """Rows that `worker` sends to others, by receiver's id, then in canonical order."""
         rows = np.flatnonzero((self.src_worker == worker) & (self.dst_worker != worker))
         return self.take(rows[np.argsort(self.dst_worker[rows], kind="stable")])
 
     def receives(self, worker: WorkerId) -> Plan:
-        """What `worker` gets from others, by sender's id, then in canonical order."""
+        """Rows that `worker` receives from others, by sender's id, then in canonical order."""
         rows = np.flatnonzero((self.dst_worker == worker) & (self.src_worker != worker) & (self.src_worker != STORAGE))
         return self.take(rows[np.argsort(self.src_worker[rows], kind="stable")])
 
     def local(self, worker: WorkerId) -> Plan:
-        """What `worker` copies from its own old buffers."""
+        """Rows that `worker` copies from its own old buffers."""
         return self.take(np.flatnonzero((self.dst_worker == worker) & (self.src_worker == worker)))
 
     def reads(self, worker: WorkerId) -> Plan:
-        """What `worker` reads from storage."""
+        """Rows that `worker` reads from storage."""
         return self.take(np.flatnonzero((self.dst_worker == worker) & (self.src_worker == STORAGE)))
 
     @property
@@ -198,17 +198,17 @@ class Plan:
 
     @property
     def bytes_from_storage(self) -> int:
-        """Bytes that are read from storage."""
+        """Bytes read from storage."""
         return int(self.nbytes[self.src_worker == STORAGE].sum())
 
     @property
     def total_bytes(self) -> int:
-        """All bytes, those that stay with their worker included."""
+        """All bytes, including those that stay with their worker."""
         return int(self.nbytes.sum())
 
 
 def _require_ids(workers: Iterable[WorkerId]) -> None:
-    """Numbers below 0 stand for storage and for nobody."""
+    """Raise ConfigError for numbers below 0: they stand for storage and for no worker."""
     lowest = min(workers, default=0)
     if lowest < 0:
         raise ConfigError(f"worker {lowest}: the number of a worker is 0 or more.")

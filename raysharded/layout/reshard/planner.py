@@ -1,9 +1,9 @@
-"""The planner: from the copies of the state that are left to a new layout, as columns of transfers.
+"""The planner: from the remaining copies of the state to a new layout, as columns of transfers.
 
-Sources are chosen once per segment of a class of equal tensors (see `segments`), then expanded to one row per
-transfer with a few gathers; no Python object or loop per transfer. Everything is a function of the arguments alone,
-in fixed orders and in integers: workers that plan from the same inputs agree without talking, and each expands its own
-part only.
+Sources are chosen once per segment of a class of equal tensors (see `segments`). A few gathers then expand them to one
+row per transfer, without a Python object or loop per transfer. Everything is a function of the arguments alone, in
+fixed orders and in integers. So workers that plan from the same inputs agree without communicating, and each expands
+its own part only.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _RANGES_SHOWN = 8
 def make_plan(
     spec: StateSpec, copies: Sequence[Copy], target: Target, *, worker: WorkerId | None = None
 ) -> Plan | Missing:
-    """How every buffer of `target` is filled from `copies`, or what is missing for it.
+    """Plan that fills every buffer of `target` from `copies`, or the bytes that are missing for it.
 
-    Each byte comes from the receiving worker's own buffers if they have it (the earliest copy of several), else from a
-    peer (the load is spread over the peers that have it), else from storage (the earliest copy again). Neighbouring
-    transfers that are contiguous on both sides are one row. `worker`: only the rows that this worker sends, receives,
-    reads or copies, for a fraction of the time.
+    Each byte comes from the receiving worker's own buffers if they have it (the earliest copy of several). Otherwise it
+    comes from a peer (the load is spread over the peers that have it), else from storage (the earliest copy again).
+    Neighbouring transfers that are contiguous on both sides are one row. `worker`: only the rows that this worker
+    sends, receives, reads or copies, in a fraction of the time.
 
-    Laws: every byte of every piece of every buffer of the target is written once; the rows for `worker` are those
-    of the whole plan; what goes over the wire is what `count_wire_bytes` says, the least there can be.
+    Laws: every byte of every piece of every buffer of the target is written once. The rows for `worker` are those of
+    the whole plan. The bytes on the wire are those of `count_wire_bytes`, the least possible.
     """
     layouts = list(dict.fromkeys([layout_of(target.mesh), *map(layout_of, copies)]))
     layout_index = [layouts.index(layout_of(copy)) for copy in copies]
@@ -59,9 +59,9 @@ def _expand(
     layouts: Sequence[Layout],
     layout_index: NDArray[np.int64],
 ) -> Plan:
-    """The rows of all pieces, by (buffer, content rank, tensor, position).
+    """Rows of all pieces, by (buffer, content rank, tensor, position).
 
-    Small tables have an entry per piece; `piece` has one per row and looks up in them.
+    Small tables have an entry per piece; `piece` has one per row, to index them.
     """
     shards = target.mesh.shards
     buffer, slot = np.divmod(pieces.column, max(len(segments.slot), 1))
@@ -77,7 +77,7 @@ def _expand(
         rows = np.flatnonzero(of_layout[piece] == k)
         src_offset[rows] += _origins(spec, layout, pieces.rank[piece[rows]], tensor[rows])
     nbytes = pieces.nbytes[piece]
-    # The first row of a target's buffer has offset 0, so it never continues the one before it.
+    # The first row of a target's buffer has offset 0, so it never continues the previous one.
     source = (pieces.copy * max(layout.world_size for layout in layouts) + pieces.rank)[piece]
     joined = (np.diff(src_offset) == nbytes[:-1]) & (np.diff(dst_offset) == nbytes[:-1]) & (np.diff(source) == 0)
     if joined.any():
@@ -101,7 +101,7 @@ def _expand(
 def _rows(
     segments: Segments, pieces: Pieces, content: NDArray[np.int64], cls: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Per row its piece and its tensor; `content` numbers the contents of all buffers."""
+    """Piece and tensor of each row; `content` numbers the contents of all buffers."""
     tensors = np.argsort(segments.class_of, kind="stable")[np.count_nonzero(segments.class_of < 0) :]
     of_class = np.cumsum(segments.members) - segments.members
     by_place = np.lexsort((pieces.start, content))
@@ -115,7 +115,7 @@ def _rows(
 
 
 def _origins(spec: StateSpec, layout: Layout, rank: NDArray[np.int64], tensor: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Per row where that tensor would begin in that rank's buffer."""
+    """For each row, the offset at which that tensor would begin in that rank's buffer."""
     needed = np.zeros(layout.world_size, np.bool_)
     needed[rank] = True
     table = buffer_origins(spec, layout.world_size, np.flatnonzero(needed), layout.tensor)
@@ -124,7 +124,7 @@ def _origins(spec: StateSpec, layout: Layout, rank: NDArray[np.int64], tensor: N
 
 
 def _missing(spec: StateSpec, segments: Segments, holdings: Holdings, copies: Sequence[Copy]) -> Missing | None:
-    """Replicated tensors have a segment per rank of the target: each counts once."""
+    """The missing bytes, or None. Replicated tensors have a segment per rank of the target: each counts once."""
     missing = ~in_memory(segments, holdings)
     if not missing.any() or any(copy.medium == "storage" for copy in copies):
         return None
@@ -143,7 +143,7 @@ def _missing(spec: StateSpec, segments: Segments, holdings: Holdings, copies: Se
 
 
 def _rows_of(spec: StateSpec, segments: Segments, counted: NDArray[np.bool_], t: int) -> Iterator[tuple[int, int]]:
-    """The rows of a tensor, or a strip, that these segments are in: from, to."""
+    """Rows of a tensor, or a strip, that these segments are in: start, stop."""
     of_tensor = counted & (segments.cls == segments.class_of[t])
     row_bytes = spec.tensors[t].row_bytes
     for start, nbytes in zip(segments.start[of_tensor].tolist(), segments.nbytes[of_tensor].tolist(), strict=True):

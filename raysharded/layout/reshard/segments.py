@@ -1,8 +1,8 @@
-"""Where the pieces of several layouts meet: the state cut so fine that every cut lies in one piece of each.
+"""Segments: the state cut so fine that every segment lies in one piece of each of several layouts.
 
-Tensors of one geometry (rows, bytes per row) are cut alike, so the cuts are made once per *class* of such tensors and
-counted as often as the class has tensors. A large model has thousands of tensors and a handful of geometries; where
-there is tensor parallelism, strips that are with the same tensor rank in every layout are of one class, too.
+Tensors of one geometry (rows, bytes per row) are cut alike. So the cuts are made once per class of such tensors and
+counted as often as the class has tensors. A large model has thousands of tensors and a handful of geometries. With
+tensor parallelism strips are of one class only if they are with the same tensor rank in every layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raysharded.layout.state import StateSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """So many ranks with a tensor parallel degree, and the *parts* of the state that they hold.
+    """A number of ranks with a tensor parallel degree, and the parts of the state that they hold.
 
     Part `r` is what rank `r` alone has. With tensor parallelism part `world_size + s` is what all tensor ranks of data
     shard `s` have in common.
@@ -32,17 +32,17 @@ class Layout:
 
     @property
     def num_parts(self) -> int:
-        """The parts that are held by one rank, and the others."""
+        """Number of parts: those of one rank, and common ones."""
         return self.world_size + (self.world_size // self.tensor if self.tensor > 1 else 0)
 
     def rank_of(self, part: NDArray[np.int64], tensor_rank: NDArray[np.int64] | int) -> NDArray[np.int64]:
-        """Who has the part; of a common one the given tensor rank."""
+        """Rank that has the part; for a common one, that of the given tensor rank."""
         common = (part - self.world_size) * self.tensor + tensor_rank
         return np.where(part < self.world_size, part, common)
 
 
 def layout_of(held: Copy | Mesh) -> Layout:
-    """How a copy is laid out, or each group of a mesh."""
+    """Layout of a copy, or of each group of a mesh."""
     return Layout(world_size=held.shards if isinstance(held, Mesh) else held.world_size, tensor=held.tensor)
 
 
@@ -50,36 +50,36 @@ def layout_of(held: Copy | Mesh) -> Layout:
 class Segments:
     """Intervals of bytes of each class of tensors, by class and then by position.
 
-    Segment `i` is the bytes `start[i] <= byte < start[i] + nbytes[i]` of every tensor of class `cls[i]`. For a
-    cut class, `owner[k, i]` is the part that it is in when the state lies as `layouts[k]`.
-    Replicated classes (the last ones, from `first_replicated` on) have one segment per rank of `layouts[0]`,
-    which all stand for the whole tensor: `owner[0, i]` is that rank, and the other owners mean nothing.
+    Segment `i` is the bytes `start[i] <= byte < start[i] + nbytes[i]` of every tensor of class `cls[i]`. For a cut
+    class, `owner[k, i]` is the part that it is in under `layouts[k]`. Replicated classes (the last ones, from
+    `first_replicated` on) have one segment per rank of `layouts[0]`, which all stand for the whole tensor. Their
+    `owner[0, i]` is that rank, and the other owners mean nothing.
     """
 
     class_of: NDArray[np.int64]
-    """Per tensor of the spec its class; -1 for a tensor without bytes."""
+    """Class of each tensor of the spec; -1 for a tensor without bytes."""
     members: NDArray[np.int64]
-    """Per class the number of its tensors."""
+    """Number of tensors of each class."""
     first_replicated: int
-    """The segments from this one on belong to replicated classes."""
+    """Index of the first segment of the replicated classes, which come last."""
     cls: NDArray[np.int64]
     start: NDArray[np.int64]
     nbytes: NDArray[np.int64]
     owner: NDArray[np.int64]
     slot: NDArray[np.int64]
-    """A slot is a segment in the buffer of one rank of `layouts[0]`: the segment of each, ascending. Common segments
+    """Segment of each slot, ascending. A slot is a segment in the buffer of one rank of `layouts[0]`; common segments
     have as many slots as there are tensor ranks."""
     slot_rank: NDArray[np.int64]
-    """The rank of each slot."""
+    """Rank of each slot."""
 
     @property
     def weight(self) -> NDArray[np.int64]:
-        """Per segment its bytes over all tensors of its class."""
+        """Bytes of each segment over all tensors of its class."""
         return self.nbytes * self.members[self.cls]
 
     @property
     def cut_slots(self) -> int:
-        """The number of slots of cut classes, which are the first."""
+        """Number of slots of cut classes, which come first."""
         return len(self.slot) - (len(self.cls) - self.first_replicated)
 
 
@@ -123,18 +123,18 @@ def cut(spec: StateSpec, layouts: Sequence[Layout]) -> Segments:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Classes:
-    """Per tensor its class; per class its rows, bytes per row, members and what tensor parallelism does to it."""
+    """Class of each tensor; rows, bytes per row, members of each class, and the effect of tensor parallelism on it."""
 
     class_of: NDArray[np.int64]
     members: NDArray[np.int64]
     num_cut: int
-    """The classes from this one on are replicated."""
+    """Number of cut classes, which come first; the others are replicated."""
     rows: NDArray[np.int64]
     row_bytes: NDArray[np.int64]
     nested: NDArray[np.bool_]
-    """Whether tensor parallelism cuts the rows, before they are cut again."""
+    """True for a class whose rows tensor parallelism cuts, before they are cut again."""
     tensor_rank: NDArray[np.int64]
-    """(layouts, classes): who has a strip; -1 for what is not listed in strips."""
+    """(layouts, classes): the tensor rank that has a strip; -1 for tensors that are not listed in strips."""
 
 
 def _classes(spec: StateSpec, layouts: Sequence[Layout]) -> _Classes:
@@ -184,7 +184,7 @@ def _bounds(classes: _Classes, layout: Layout) -> list[tuple[NDArray[np.intp], N
 def _part(
     classes: _Classes, k: int, layout: Layout, cls: NDArray[np.int64], start: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The parts of layout number `k` that segments of cut classes are in."""
+    """Parts of layout number `k` that segments of cut classes are in."""
     shards = layout.world_size // layout.tensor
     rows, row_bytes = classes.rows, classes.row_bytes
     shard = start // (-(-rows // shards) * row_bytes)[cls]

@@ -1,4 +1,4 @@
-"""Who sends what: the sources of every segment of every buffer of the target."""
+"""Sources of every segment of every buffer of the target."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _NO_COPY = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pieces:
-    """What goes where, in bulk. Piece `i`: the bytes `start[i] <= byte < start[i] + nbytes[i]` of the tensors
-    `first[i] .. behind[i]` of a class (counted within it, behind excluded) go from the buffer of rank `rank[i]` in copy
-    `copy[i]`, which `sender[i]` has (`STORAGE`: storage), to the buffer of column `column[i]`, which `receiver[i]` has.
+    """Transfers, in bulk.
+
+    Piece `i`: the bytes `start[i] <= byte < start[i] + nbytes[i]` of the tensors `first[i] .. behind[i]` of a class
+    (counted within it, behind excluded). They go from the buffer of rank `rank[i]` in copy `copy[i]`, which `sender[i]`
+    has (`STORAGE`: storage), to the buffer of column `column[i]`, which `receiver[i]` has.
 
     Columns are all slots (see `Segments`) for the first of the target's `buffers`, then all for the next.
     """
@@ -42,7 +44,7 @@ class Pieces:
 
 
 def in_memory(segments: Segments, holdings: Holdings) -> NDArray[np.bool_]:
-    """Per segment whether any worker has it. What is replicated is in every buffer."""
+    """Whether any worker has each segment. Replicated tensors are in every buffer."""
     found = np.zeros(len(segments.cls), np.bool_)
     for family in holdings.families:
         alive = (family.holder != NOBODY).any(axis=1)
@@ -62,7 +64,7 @@ def choose_sources(
 ) -> Pieces:
     """The pieces that fill every column: from the receiver's own buffers, else from peers, else from storage.
 
-    Each segment must be in memory or in storage. Of several copies the earliest serves, but peers share the bytes that
+    Each segment must be in memory or in storage. The earliest of several copies is used, but peers share the bytes that
     they have in common. The copies are laid out as in `holdings_of`, and `segments` cut at these layouts.
     """
     table = np.stack([_receivers(target, kind, replica) for kind, replica in target.buffers])
@@ -112,7 +114,7 @@ def choose_sources(
 def _own(
     segments: Segments, holdings: Holdings, segment: NDArray[np.int64], number: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Per column the first copy by which the receiver has it (`_NO_COPY`: it has not), and the rank."""
+    """For each column the first copy by which the receiver has it (`_NO_COPY`: it has not), and the rank."""
     copy, rank = np.full(len(segment), _NO_COPY), np.zeros(len(segment), np.int64)
     replicated = segment >= segments.first_replicated
     for family in holdings.families:
@@ -125,7 +127,7 @@ def _own(
 
 
 def _deal(holdings: Holdings, num: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """(worker's number, copy, rank) of so many sources of what is replicated: the holders in turn."""
+    """(worker's number, copy, rank) of `num` sources of replicated tensors: the holders in turn."""
     found = [np.nonzero(family.holder.T != NOBODY) for family in holdings.families]
     families = list(zip(holdings.families, found, strict=True))
     worker = np.concatenate([family.holder[part, column] for family, (column, part) in families])
@@ -144,9 +146,9 @@ def _share(
     receiver: NDArray[np.int64],
     load: NDArray[np.int64],
 ) -> Pieces:
-    """The columns that only peers have, divided between them; `load`: what they send anyway.
+    """The columns that only peers have, divided between them; `load`: bytes that they send anyway.
 
-    Columns that the same peers have are one *group*, a run of bytes that is divided once.
+    Columns that the same peers have are one group, a run of bytes that is divided once.
     """
     group_of, options = _groups(segments, holdings)
     weight = segments.weight[segment]
@@ -174,7 +176,7 @@ def _share(
 def _ranks(
     segments: Segments, holdings: Holdings, segment: NDArray[np.int64], option: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Whose buffer has a segment in an option: the columns of all families, one after the other."""
+    """Rank whose buffer has a segment in an option; options are the columns of all families, one after the other."""
     rank = np.zeros(len(segment), np.int64)
     before = 0
     for family in holdings.families:
@@ -185,8 +187,7 @@ def _ranks(
 
 
 def _groups(segments: Segments, holdings: Holdings) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Per segment of a cut class its group, and (groups, columns of all families) the numbers of the workers that have
-    it."""
+    """Group of each segment of a cut class, and its workers' numbers: (groups, columns of all families)."""
     owners = [segments.owner[family.row, : segments.first_replicated] for family in holdings.families]
     if len(owners) == 1:
         return owners[0], holdings.families[0].holder
@@ -198,6 +199,6 @@ def _groups(segments: Segments, holdings: Holdings) -> tuple[NDArray[np.int64], 
 
 
 def _receivers(target: Target, kind: int, replica: int) -> NDArray[np.int64]:
-    """Per shard the worker of the replica that keeps it in its buffer `kind` (the inverse of `mirror_of`)."""
+    """For each shard the worker of the replica that holds it in its buffer `kind` (the inverse of `mirror_of`)."""
     workers = np.asarray(target.workers, np.int64)[list(target.mesh.group(replica))]
     return np.roll(workers, -target.apart) if kind == MIRROR_BUFFER else workers

@@ -1,4 +1,4 @@
-"""The bytes that several senders have, divided between them at few places."""
+"""Division of bytes between several senders that have them, at few places."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from raysharded.layout.sharding import ALIGNMENT
 
 MIN_PIECE_BYTES = 64 * 1024
-"""The bytes of one tensor that a receiver needs are not cut nearer to their ends."""
+"""Least distance of a cut from the ends of one tensor's bytes that a receiver needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -27,8 +27,11 @@ class Stripes:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Parts:
-    """Parts of stripes: of stripe `stripe[i]` the tensors `first[i] .. behind[i]` (behind excluded), of each the
-    `nbytes[i]` bytes from `start[i]` on, are for option `option[i]`."""
+    """Parts of stripes.
+
+    Of stripe `stripe[i]` the tensors `first[i] .. behind[i]` (behind excluded), of each the `nbytes[i]` bytes from
+    `start[i]` on, are for option `option[i]`.
+    """
 
     stripe: NDArray[np.int64]
     option: NDArray[np.int64]
@@ -39,10 +42,11 @@ class Parts:
 
 
 def split(stripes: Stripes, shares: NDArray[np.int64]) -> Parts:
-    """The stripes, laid end to end, divided into runs of the lengths `shares` (groups, options), one after the other.
+    """Divide the stripes, laid end to end, into consecutive runs of the lengths `shares` (groups, options).
 
-    The runs of a group cover whole stripes together. A run ends at the end of a tensor's bytes near by, or at a
-    multiple of `ALIGNMENT` that is `MIN_PIECE_BYTES` or more from both ends of those: nowhere within an element.
+    The runs of a group cover whole stripes together. A run ends at the nearby end of a tensor's bytes, or at a multiple
+    of `ALIGNMENT`. The multiple is `MIN_PIECE_BYTES` or more from both ends of those bytes, and never within an
+    element.
 
     Laws: the parts cover each byte of each tensor of each stripe once; an option's run is `MIN_PIECE_BYTES` off its
     share at each end, at most.
@@ -72,7 +76,7 @@ def split(stripes: Stripes, shares: NDArray[np.int64]) -> Parts:
 def _snapped(
     stripes: Stripes, begin: NDArray[np.int64], cuts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where to cut instead, and both ends of the tensors that are cut within."""
+    """Adjusted cuts, and both ends of the tensors that are cut within."""
     stripe = np.searchsorted(begin, cuts, side="right") - 1
     whole, start = stripes.nbytes[stripe], stripes.start[stripe]
     tensor, within = np.divmod(cuts - begin[stripe], whole)

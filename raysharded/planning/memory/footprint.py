@@ -1,7 +1,7 @@
-"""Bytes of one worker by kind, for a layout. Pure, and fast enough for a policy that asks for thousands of layouts.
+"""Bytes of one worker by kind, for a layout. Pure, and fast enough for a policy that evaluates thousands of layouts.
 
-What is counted is what `actors` allocates as tensors: see docs/planning.md. A worker's device holds all but snapshots
-and mirrors; those are in host memory, which on CPU workers is the same memory.
+Counts the tensors that `actors` allocates: see docs/planning.md. A worker's device holds all but snapshots and mirrors.
+Those are in host memory, which on CPU workers is the same memory.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ KINDS = (
     "snapshots",
     "mirrors",
 )
-"""gathered: whole parameters and the all-gather's buffers; exchange: gradients on their way and the reducer's buffers;
-activations: with whole gradients of the unit at hand; accumulators: partial sums of the step's gradient."""
+"""Kinds of memory. gathered: whole parameters and the all-gather's buffers. exchange: gradients in transfer and the
+reducer's buffers. activations: including whole gradients of the current unit. accumulators: partial sums of the step's
+gradient."""
 HOST_KINDS = ("snapshots", "mirrors")
 _SQUARE_BYTES = 8  # a float64
 _DIGIT_BYTES = 24  # a float64 and two int64
@@ -47,38 +48,38 @@ _DIGIT_BYTES = 24  # a float64 and two int64
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Setting:
-    """What does not depend on the layout."""
+    """Inputs of the plan that do not depend on the layout."""
 
     shapes: ModelShapes
     num_microbatches: int
     engine: EngineConfig = field(default_factory=EngineConfig)
     trace: Trace | None = None
-    """Of one microbatch; None: no activations."""
+    """Trace of one microbatch; None: no activations."""
     on_gpu: bool = False
     spare_snapshot: bool = False
-    """Whether checkpoints are written beside training, which may take a snapshot more."""
+    """Whether checkpoints are written in the background, which may need one more snapshot."""
     degree: int = 1
-    """Of tensor parallelism, with which the trace was measured: only meshes of it can be planned."""
+    """Tensor parallel degree with which the trace was measured: only meshes with this degree can be planned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerMemory:
-    """Of the worker that needs most: one that holds first chunks."""
+    """Memory of the worker that needs most: one that holds first chunks."""
 
     kinds: Mapping[str, int]
-    """Kind -> bytes at the moment of the device's peak."""
+    """Kind -> bytes at the device's peak."""
     moment: str
-    """When that is."""
+    """The moment of the peak."""
     on_gpu: bool
 
     @property
     def host(self) -> int:
-        """Bytes in host memory; on a CPU worker all of them."""
+        """Bytes in host memory; on a CPU worker all bytes."""
         return sum(self.kinds[kind] for kind in HOST_KINDS) if self.on_gpu else self.total
 
     @property
     def device(self) -> int:
-        """Bytes on the device, at most; on a CPU worker the same memory as the host's."""
+        """Peak bytes on the device; on a CPU worker the same memory as the host's."""
         return self.total - self.host if self.on_gpu else self.total
 
     @property
@@ -87,11 +88,11 @@ class WorkerMemory:
 
 
 def worker_memory(setting: Setting, layout: Mesh, *, rank: int | None = None) -> WorkerMemory:
-    """What one worker needs while it trains; `rank`: in the mesh, None for the one that needs most.
+    """Memory of one worker while it trains; `rank`: in the mesh, None for the worker that needs most.
 
-    A step of a run that has taken a few: all snapshots are there. What a step takes beside the state is that of the
-    busiest worker, whatever `rank` is. Law: the peak does not grow with `layout.shards` but for padding. Raises
-    ConfigError for a mesh of another tensor parallel degree than the setting's.
+    Holds for a step after the first few, when all snapshots exist. A step's memory besides the state is that of the
+    busiest worker, for any `rank`. Law: the peak does not grow with `layout.shards`, except for padding. Raises
+    ConfigError for a mesh whose tensor parallel degree differs from the setting's.
     """
     require_degree(setting, layout)
     if rank is None:
@@ -105,7 +106,7 @@ def worker_memory(setting: Setting, layout: Mesh, *, rank: int | None = None) ->
 
 
 def require_degree(setting: Setting, layout: Mesh) -> None:
-    """Raise ConfigError for a mesh of another tensor parallel degree than the setting was measured with."""
+    """Raise ConfigError for a mesh whose tensor parallel degree differs from the setting's."""
     if layout.tensor != setting.degree:
         raise ConfigError(
             f"layout {layout} has a tensor parallel degree of {layout.tensor}, but the model was measured with "
@@ -115,20 +116,20 @@ def require_degree(setting: Setting, layout: Mesh) -> None:
 
 @lru_cache(maxsize=64)
 def local_setting(setting: Setting, tensor_rank: int) -> Setting:
-    """As FSDP2 sees it on one worker of each tensor parallel group: with that one's parts of the parameters, to be laid
-    out over `Mesh.data`."""
+    """The setting as FSDP2 sees it on one worker of each tensor parallel group: with that worker's parts of the
+    parameters, laid out over `Mesh.data`."""
     if setting.degree == 1:
         return setting
     return replace(setting, shapes=setting.shapes.local(setting.degree, tensor_rank), degree=1)
 
 
 def snapshot_bytes(shapes: ModelShapes, shards: int, rank: int, degree: int = 1) -> int:
-    """One host copy of a shard, of a tensor parallel degree: pieces at multiples of 64 bytes."""
+    """Bytes of one host copy of a shard at a tensor parallel degree: pieces at multiples of 64 bytes."""
     return shard_map(shapes.state_at(degree), shards, rank, degree).size_bytes
 
 
 def optimizer_bytes(shapes: ModelShapes, shards: int, rank: int) -> int:
-    """What the optimizer keeps for a shard, as tensors; without FSDP2's padding."""
+    """Bytes of the optimizer's tensors for a shard; without FSDP2's padding."""
     c = shapes.columns
     return int((c.held(shards, rank) * c.state_per_element + c.state_once).sum())
 
@@ -167,7 +168,7 @@ def _steady(setting: Setting, layout: Mesh, shard: int) -> dict[str, int]:
 
 
 def _peak(setting: Setting, layout: Mesh) -> tuple[str, dict[str, int]]:
-    """(when, kind -> bytes beyond what is always there) at the worst moment of a step."""
+    """(moment, kind -> bytes beyond the steady ones) at a step's peak."""
     view = _View(setting, layout)
     best = (-1, "", dict[str, int]())
     always = _always(setting, layout, view.units)
@@ -179,12 +180,12 @@ def _peak(setting: Setting, layout: Mesh) -> tuple[str, dict[str, int]]:
 
 
 def _keeps_whole_sums(engine: EngineConfig, shards: int) -> bool:
-    """Whether sums are of whole gradients, each worker its own, until the last round."""
+    """True if each worker keeps sums of whole gradients until the last round."""
     return engine.accumulation == "local" and shards > 1
 
 
 def _rounds(setting: Setting, layout: Mesh, units: UnitBytes) -> set[tuple[Round, Round]]:
-    """The different rounds of all workers: as they are for units that are cut, and for those that all have whole."""
+    """The distinct rounds of all workers, as (of sharded units, of replicated units)."""
     if setting.engine.reduction == "fast":
         received = 0 if setting.on_gpu or layout.data.shards == 1 else layout.data.shards
         of_cut, of_whole = (Round(before=0, after=0, moments=(Within(sums=0, chunks=n),)) for n in (received, 0))
@@ -201,7 +202,7 @@ def _rounds(setting: Setting, layout: Mesh, units: UnitBytes) -> set[tuple[Round
 
 
 def _always(setting: Setting, layout: Mesh, units: UnitBytes) -> dict[str, int]:
-    """What the backend's own reduction keeps from round to round: FSDP2 accumulates."""
+    """Memory that the backend's reduction keeps from round to round: FSDP2 accumulates."""
     if setting.engine.reduction == "exact" or rounds_per_step(layout, setting.num_microbatches) == 1:
         return {}
     if setting.engine.accumulation == "local":
@@ -224,7 +225,7 @@ class _View:
         self._shard_sum = np.where(m.own > 0, self.units.sum_chunk[m.unit], 0)
 
     def worst(self, cut: Round, whole: Round, always: dict[str, int]) -> tuple[int, str, dict[str, int]]:
-        """(bytes, when, kind -> bytes) at the round's worst moment. `whole`: of units that every worker has whole."""
+        """(bytes, moment, kind -> bytes) at the round's peak. `whole`: the round of units that are replicated."""
         m = self._moments
         aliased = 0 if self._whole_sums else cut.aliased
         carried = (cut.after - aliased) * m.done + cut.before * m.rest
@@ -271,7 +272,7 @@ def _moments(shapes: ModelShapes, engine: EngineConfig, trace: Trace | None, sha
 
 
 def _after_backward(setting: Setting, layout: Mesh, view: _View) -> list[tuple[str, dict[str, int]]]:
-    """(when, kind -> bytes) between backward and the snapshot."""
+    """(moment, kind -> bytes) between backward and the snapshot."""
     c = setting.shapes.columns
     learning = c.chunk(layout.shards) * c.trainable
     largest, everything = int(learning.max()), int(learning.sum())
@@ -287,12 +288,12 @@ def _after_backward(setting: Setting, layout: Mesh, view: _View) -> list[tuple[s
 
 @lru_cache(maxsize=64)
 def _folds(shapes: ModelShapes) -> NDArray[np.int64]:
-    """How often the rows of each parameter's gradient are folded for the norm."""
+    """The number of folds of each parameter's gradient rows for the norm."""
     return np.array([num_folds(row_length(int(numel))) for numel in shapes.columns.row_numel], np.int64)
 
 
 def _norm_bytes(numel: NDArray[np.int64], folds: NDArray[np.int64], block: int) -> int:
-    """Bytes of `grad_norm` for gradients of so many elements: squares of a block, folded ones gathered, digits."""
+    """Bytes of `grad_norm` for gradients of these sizes: squares of a block, gathered folded ones, digits."""
     folded, small = np.minimum(numel, block) >> folds, block // SMALL
     gathered = min(int((numel >> folds)[folded < small].sum()), 2 * small)
     squares = min(block, int(numel.max())) + gathered

@@ -1,7 +1,7 @@
-"""How many partial sums of the gradient are alive while a step's microbatches are reduced. Pure.
+"""The number of live partial sums of the gradient while a step's microbatches are reduced. Pure.
 
-Follows `actors.reduction` with the tree of `actors.numerics.summation_tree`: with sharded accumulation a round's
-leaves arrive in one buffer, are added to what was carried, and what waits for its sibling is copied out of that buffer.
+Follows `actors.reduction` with the tree of `actors.numerics.summation_tree`. With sharded accumulation a round's leaves
+arrive in one buffer and are added to the carried sums. Sums that wait for their sibling are copied out of that buffer.
 In a group's last round its sums are exchanged with those of the other holders, unit by unit.
 """
 
@@ -18,29 +18,29 @@ from raysharded.layout import Mesh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Within:
-    """What a reducer holds for the unit at hand, at a moment when that may be most."""
+    """A reducer's memory for the current unit, at a moment that may be the peak."""
 
     sums: int
-    """Sums as they are carried: of shard size, or of whole units with local accumulation."""
+    """Carried sums: of shard size, or of whole units with local accumulation."""
     chunks: float = 0
-    """Of shard size, in the dtype that travels."""
+    """Chunks of shard size, in the dtype of the exchange."""
     exchanged: float = 0
-    """Of shard size, in the dtype of sums: what goes to other holders and comes from them."""
+    """Sums of shard size, in the sums' dtype, sent to and received from other holders."""
     filled: int = 0
-    """As many more if the shard cannot be cut evenly for its holders: it is copied to fill it up."""
+    """Additional such sums if the holders' parts of the shard are uneven: a copy is padded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """What one reducer holds in one round. Sums are of shard size, and of whole units with local accumulation."""
+    """A reducer's memory in one round. Sums are of shard size; with local accumulation, of whole units."""
 
     before: int
-    """Sums carried into it."""
+    """Sums carried into the round."""
     after: int
-    """Sums carried out of it."""
+    """Sums carried out of the round."""
     moments: tuple[Within, ...]
     aliased: int = 0
-    """Of those carried out, how many lie in memory that is counted elsewhere: the gradient or the reducer's input."""
+    """Sums carried out whose memory is counted elsewhere: the gradient or the reducer's input."""
 
 
 def schedule_of(mesh: Mesh, num_microbatches: int, mode: Accumulation) -> Schedule:
@@ -51,8 +51,8 @@ def schedule_of(mesh: Mesh, num_microbatches: int, mode: Accumulation) -> Schedu
 def rounds_of(
     mesh: Mesh, num_microbatches: int, mode: Accumulation, copied: bool, rank: int, replicated: bool = False
 ) -> tuple[Round, ...]:
-    """The rounds of one rank in order, for units that are cut over its group, or that every worker has whole.
-    `copied`: leaves are converted to the sum's dtype, which takes memory."""
+    """The rounds of one rank in order, for units that are sharded over its group, or for replicated ones. `copied`:
+    leaves are converted to the sum's dtype, which takes memory."""
     schedule = schedule_of(mesh, num_microbatches, mode)
     exchange = _exchange(schedule, rank, copied, replicated)
     if replicated or mesh.shards == 1:
@@ -63,14 +63,14 @@ def rounds_of(
 
 
 def own_sums(mesh: Mesh, num_microbatches: int, mode: Accumulation, rank: int, replicated: bool = False) -> int:
-    """The partial sums that a rank has of its shard, or of what it has whole, when it exchanges them with the other
-    holders."""
+    """The number of partial sums of its shard, or of replicated units, that a rank has when it exchanges them with the
+    other holders."""
     schedule = schedule_of(mesh, num_microbatches, mode)
     return len(schedule.sums_of_rank(rank) if replicated else schedule.sums_of_replica(mesh.replica_of(rank)))
 
 
 def _exchange(schedule: Schedule, rank: int, copied: bool, replicated: bool) -> tuple[Within, ...]:
-    """What `sum_over_replicas` takes beside the rank's own sums; nothing where nobody else holds them."""
+    """Memory of `sum_over_replicas` besides the rank's sums; empty if there are no other holders."""
     mesh = schedule.mesh
     holders = mesh.world_size if replicated else mesh.replicas
     if holders == 1:
@@ -90,7 +90,7 @@ def _sums_of_all(mesh: Mesh, num_microbatches: int, mode: Accumulation, replicat
 
 
 def _beside(exchange: tuple[Within, ...], sums: int, chunks: float = 0) -> list[Within]:
-    """The exchange, while the rank's own sums take so much."""
+    """The exchange's memory plus the rank's sums."""
     return [
         Within(sums=sums + e.sums, chunks=chunks + e.chunks, exchanged=e.exchanged, filled=e.filled) for e in exchange
     ]
@@ -111,9 +111,9 @@ def _sharded(schedule: Schedule, rank: int, copied: bool, exchange: tuple[Within
             most = max(most, len(_waiting(sums)) + 1)
             sums.add((0, leaf), index)
         ages = _waiting(sums)
-        held = len(ages) if copied else sum(age < index for age in ages)  # the others are views of what arrived
+        held = len(ages) if copied else sum(age < index for age in ages)  # the others are views of received data
         moments = [Within(sums=most if copied else before, chunks=len(arriving))]
-        if index < rounds - 1:  # copies of all that wait, beside what they are copies of
+        if index < rounds - 1:  # copies of all waiting sums, besides their originals
             moments.append(Within(sums=held + len(ages), chunks=len(arriving)))
             found.append(Round(before=before, after=len(ages), moments=tuple(moments)))
         else:
@@ -123,7 +123,7 @@ def _sharded(schedule: Schedule, rank: int, copied: bool, exchange: tuple[Within
 
 
 def _alone(schedule: Schedule, rank: int, copied: bool, exchange: tuple[Within, ...]) -> list[Round]:
-    """The leaf is the reducer's output, which the gradient keeps until the next round."""
+    """Rounds of a single shard: the leaf is the reducer's output, which the gradient keeps until the next round."""
     rounds = schedule.num_rounds(schedule.mesh.replica_of(rank))
     sums: TreeSum[int] = TreeSum(schedule.num_microbatches, lambda newer, _: newer)
     found = []
@@ -171,7 +171,7 @@ def _local(schedule: Schedule, rank: int, copied: bool, exchange: tuple[Within, 
 
 
 def _waiting(sums: TreeSum[int]) -> list[int]:
-    """The rounds in which the waiting sums were last added to."""
+    """The round in which each waiting sum was last updated."""
     ages: list[int] = []
 
     def note(age: int) -> int:

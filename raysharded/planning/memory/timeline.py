@@ -1,8 +1,8 @@
-"""The moments of one round at which a worker's memory may be at its most. Pure.
+"""The moments of one round at which a worker's memory may peak. Pure.
 
-Follows FSDP2's order (torch 2.13, `_fsdp_param_group.py`): in forward a unit's all-gather buffer lives until the next
-unit has gathered; in backward the unit before is gathered beside the computation, a unit's gradients are copied into
-the reducer's input, which lives until the next unit reduces; the root is gathered from forward to the end of backward.
+Follows FSDP2's order (torch 2.13, `_fsdp_param_group.py`). In forward a unit's all-gather buffer lives until the next
+unit has gathered. In backward the preceding unit is gathered during the computation. A unit's gradients are copied into
+the reducer's input, which lives until the next unit reduces. The root is gathered from forward to the end of backward.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ from raysharded.planning.trace import OUTSIDE, Trace
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Moments:
-    """Columns of bytes, one entry per moment. Sums come on top: `done` and `rest` say of which units they are."""
+    """Columns of bytes, one entry per moment. Sums are added on top: `done` and `rest` give their units."""
 
     labels: tuple[tuple[str, int], ...]
-    """(what happens, the unit)"""
+    """(event, unit)"""
     activations: NDArray[np.int64]
     gathered: NDArray[np.int64]
     exchange: NDArray[np.int64]
     gradients: NDArray[np.int64]
     done: NDArray[np.int64]
-    """One sum of every unit that this round has reduced already."""
+    """One sum of every unit that this round has already reduced."""
     rest: NDArray[np.int64]
-    """One sum of every unit that it has not, the one at hand left out."""
+    """One sum of every unit that it has not reduced, except the current one."""
     own: NDArray[np.int64]
-    """One sum of the unit at hand, while it is reduced; otherwise 0."""
+    """One sum of the current unit, while it is reduced; otherwise 0."""
     arriving: NDArray[np.int64]
-    """One chunk of the unit at hand as it arrives; otherwise 0."""
+    """One chunk of the current unit as it arrives; otherwise 0."""
     done_whole: NDArray[np.int64]
-    """As `done`, of units that every worker has whole, which are not in `done`."""
+    """As `done`, for replicated units, which `done` excludes."""
     rest_whole: NDArray[np.int64]
-    """As `rest`, of such units."""
+    """As `rest`, for replicated units."""
     retained: NDArray[np.int64]
-    """Of `exchange`: the input of the reducer of a unit that is done."""
+    """The part of `exchange` that is the reducer's input of a finished unit."""
     unit: NDArray[np.int64]
-    """The unit at hand."""
+    """The current unit."""
 
 
 def moments_of(trace: Trace, units: UnitBytes, sums: NDArray[np.int64], *, kept: frozenset[int]) -> Moments:
-    """`sums`: bytes of one sum per unit. `kept`: the units that forward leaves gathered, beside the root."""
+    """Build the moments. `sums`: bytes of one sum per unit. `kept`: units that forward leaves gathered, besides the
+    root."""
     walk = _Walk(units, sums, kept=kept, order=_forward_order(trace))
     for phase in trace.phases:
         if phase.backward:
@@ -67,7 +68,7 @@ def _forward_order(trace: Trace) -> list[int]:
 
 
 class _Walk:
-    """Goes through one round with running totals: a model has hundreds of units, and a policy asks often."""
+    """One pass through a round with running totals: a model has hundreds of units, and a policy plans often."""
 
     def __init__(
         self, units: UnitBytes, sums: NDArray[np.int64], *, kept: frozenset[int], order: Sequence[int]
@@ -81,7 +82,7 @@ class _Walk:
         self._is_whole: list[bool] = units.is_replicated.tolist()
         self._sums: list[int] = sums.tolist()
         self._rest = _by_kind(self._sums, self._is_whole)
-        """Bytes of one sum of every unit that is not reduced: of those that are cut, and of those that are not."""
+        """Bytes of one sum of every unit that is not reduced: of sharded units, and of replicated ones."""
         self._gathered_bytes: list[int] = units.gathered.tolist()
         self._ahead_bytes: list[int] = units.all_gather.tolist()
         self._cast: list[int] = units.cast.tolist()
@@ -92,7 +93,7 @@ class _Walk:
         self._gradient: list[int] = units.gradient.tolist()
         self._is_cast_back = units.is_cast_back
         self._gathered: dict[int, int] = {}
-        """Unit -> bytes of its whole parameters, while they are there."""
+        """Unit -> bytes of its whole parameters, while they exist."""
         self._gathered_total = 0
         self._reduced: set[int] = set()
         self._begun: set[int] = set()
@@ -100,7 +101,7 @@ class _Walk:
         self._done = [0, 0]
         self._gradients = 0
         self._in_flight = self._input_alive = 0
-        """Bytes of the all-gather's output and of the reducer's input that are alive."""
+        """Live bytes of the all-gather's output and of the reducer's input."""
 
     def forward(self, unit: int, start: int, peak: int) -> None:
         if unit == OUTSIDE:
@@ -132,7 +133,7 @@ class _Walk:
             self._reduce(unit, end)
 
     def finish(self, end: int) -> None:
-        """What FSDP2 does when backward has ended: the root, and units that no gradient passed through."""
+        """FSDP2's work after backward: the root, and units that no gradient passed through."""
         for unit in (self._root, *self._order):
             if unit not in self._reduced:
                 self._reduce(unit, end)
@@ -152,7 +153,7 @@ class _Walk:
             self._free(unit)
 
     def _gather_ahead(self, unit: int, act: int) -> None:
-        """The unit before this one, beside its computation."""
+        """Gather the preceding unit during this one's computation."""
         before = self._order[-1] if unit == self._root else self._order[self._place[unit] - 1]
         if before == self._root or before in self._gathered:
             return

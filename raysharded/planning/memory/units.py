@@ -1,4 +1,4 @@
-"""What FSDP2 allocates and sends for each unit, with its real padding: ceil(rows / shards) rows on every worker. Pure.
+"""FSDP2's allocations and traffic for each unit, with its real padding: ceil(rows / shards) rows on every worker. Pure.
 
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_param.py` (`_init_sharded_param`, padding),
 `_fsdp_collectives.py` (`foreach_all_gather`, `foreach_reduce`).
@@ -27,33 +27,33 @@ class UnitBytes:
     gathered: NDArray[np.int64]
     """The parameters as forward sees them: whole, padded."""
     all_gather: NDArray[np.int64]
-    """The all-gather's output; nothing at one shard."""
+    """The all-gather's output; 0 at one shard."""
     cast: NDArray[np.int64]
-    """The copy in the compute dtype that is gathered from."""
+    """The copy in the compute dtype, which is the all-gather's input."""
     whole_gradient: NDArray[np.int64]
-    """As backward leaves it: whole, in the compute dtype."""
+    """The gradient after backward: whole, in the compute dtype."""
     last_gradient: NDArray[np.int64]
-    """Of the last parameter alone, which torch keeps until the unit is reduced."""
+    """The gradient of the last parameter alone, which torch keeps until the unit is reduced."""
     reduce_input: NDArray[np.int64]
-    """The whole gradient on its way, padded, in the dtype that travels."""
+    """The whole gradient for the exchange, padded, in the dtype of the exchange."""
     chunk: NDArray[np.int64]
     """One worker's part of `reduce_input`."""
     sum_chunk: NDArray[np.int64]
-    """A sum of that size: float32 at least."""
+    """A sum of the size of `chunk`: in float32 or wider."""
     gradient: NDArray[np.int64]
     """One worker's part of the gradient in the parameters' dtype, padded."""
     sum_numel: NDArray[np.int64]
     """Elements of one sum."""
     is_replicated: NDArray[np.bool_]
-    """Whether every worker has the unit whole: to FSDP2 it is a group of one."""
+    """Whether the unit is replicated: FSDP2 treats it as a group of one."""
     is_cast_back: bool
-    """Whether the gradient travels in another dtype than the parameters have."""
+    """Whether the dtype of the exchange differs from that of the parameters."""
     sums_are_copies: bool
-    """Whether sums are kept in a wider dtype than gradients travel in."""
+    """Whether sums have a wider dtype than exchanged gradients."""
 
 
 def unit_bytes(shapes: ModelShapes, shards: int, engine: EngineConfig) -> UnitBytes:
-    """For a group of so many workers."""
+    """The bytes of all units in a group of this many workers."""
     c = shapes.columns
     count = len(shapes.units)
     chunk = c.chunk(shards)
@@ -71,7 +71,7 @@ def unit_bytes(shapes: ModelShapes, shards: int, engine: EngineConfig) -> UnitBy
     gathered = total(padded * compute)
     shard_cast = np.where(is_cast, chunk * compute, 0)
     last = np.zeros(count, np.int64)
-    last[c.unit] = whole * compute * learns  # the last one wins
+    last[c.unit] = whole * compute * learns  # the last assignment wins
     return UnitBytes(
         shard=total(chunk * c.itemsize),
         gathered=gathered,
@@ -91,8 +91,8 @@ def unit_bytes(shapes: ModelShapes, shards: int, engine: EngineConfig) -> UnitBy
 
 
 def kept_units(shapes: ModelShapes, engine: EngineConfig) -> frozenset[int]:
-    """The units that stay gathered from forward to backward, beside the root; those that every worker has whole do,
-    too, to FSDP2, where it gathers copies of them in another dtype."""
+    """The units, besides the root, that stay gathered from forward to backward. Replicated units also do: FSDP2 gathers
+    copies of them if the dtype differs."""
     usual = "full" if engine.reshard_after_forward else "gradients"
     return frozenset(i for i, unit in enumerate(shapes.units) if (unit.strategy or usual) != "full")
 

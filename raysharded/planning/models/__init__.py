@@ -1,1 +1,1 @@
-"""Models as the planner sees them."""
+"""The planner's view of models."""

@@ -16,12 +16,12 @@ from raysharded.errors import ConfigError
 from raysharded.planning.models.shapes import ADAMW, ModelShapes, ParameterShape, UnitShape
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")
-"""The values of `model_type` that are understood."""
+"""The supported values of `model_type`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaShape:
-    """What such a config says of shapes."""
+    """The shapes in such a config."""
 
     vocabulary: int
     width: int
@@ -31,7 +31,7 @@ class LlamaShape:
     head_width: int
     hidden: int
     tied: bool
-    """Whether the head is the embedding."""
+    """Whether the head and the embedding share weights."""
     query_key_value_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -57,7 +57,7 @@ class LlamaShape:
         return tuple(_parameter(*each) for each in shapes)
 
     def model(self) -> ModelShapes:
-        """Every block a unit, with AdamW's state; parameters and state in float32."""
+        """The model's shapes: every block is a unit, with AdamW's state; parameters and state in float32."""
         units = [
             UnitShape(name=name, parameters=self.block(name))
             for name in (f"model.layers.{index}" for index in range(self.layers))
@@ -70,7 +70,7 @@ class LlamaShape:
 
 
 def read_config(path: Path) -> LlamaShape:
-    """The config in a file. Raises ConfigError for one that is none, or of another kind of model."""
+    """The config in a file. Raises ConfigError if it is invalid, or for another kind of model."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -81,7 +81,7 @@ def read_config(path: Path) -> LlamaShape:
 
 
 def parse_config(config: object, where: str) -> LlamaShape:
-    """From a config as JSON has it; `where` is for messages."""
+    """The shapes of a parsed JSON config; `where` is for messages."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"{where}: a Hugging Face config is a JSON object, this is a {type(config).__name__}.")
     kind = config.get("model_type")

@@ -1,6 +1,6 @@
-"""The model that a Hugging Face config describes, to find what it keeps alive: same parameters, same operations.
+"""The model that a Hugging Face config describes, for the measurement of its memory: same parameters, same operations.
 
-Not for training: weights have no values of their own here.
+Not for training: the weights have no trained values.
 """
 
 from __future__ import annotations

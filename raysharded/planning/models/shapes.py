@@ -1,4 +1,4 @@
-"""A model as the planner sees it: FSDP2 units of named parameters, buffers, and what the optimizer keeps. Pure."""
+"""The planner's view of a model: FSDP2 units of named parameters, buffers, and the optimizer's state. Pure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from raysharded.task import Strategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """One thing that the optimizer keeps for a parameter, `exp_avg` say."""
+    """An entry of the optimizer's state of a parameter, such as `exp_avg`."""
 
     key: str
     dtype: str
     scalar: bool = False
-    """One value; otherwise of the parameter's shape."""
+    """True for one value; otherwise it has the parameter's shape."""
     is_number: bool = False
-    """A Python number: in snapshots, but no tensor on the device."""
+    """True for a Python number: in snapshots, but not a tensor on the device."""
 
 
 ADAMW = (
@@ -33,12 +33,12 @@ ADAMW = (
     Slot(key="exp_avg_sq", dtype="float32"),
     Slot(key="step", dtype="float32", scalar=True),
 )
-"""What torch's AdamW keeps for a float32 parameter."""
+"""The state of torch's AdamW for a float32 parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterShape:
-    """One whole parameter."""
+    """A whole parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class ParameterShape:
     trainable: bool = True
     slots: tuple[Slot, ...] = ()
     tensor_dim: int | None = None
-    """The dimension that tensor parallelism cuts, or would cut; None: it leaves the parameter whole."""
+    """The dimension that tensor parallelism shards, at this or a higher degree; None: the parameter stays whole."""
 
     @property
     def numel(self) -> int:
@@ -57,7 +57,7 @@ class ParameterShape:
         return self.numel * ITEM_BYTES[self.dtype]
 
     def local(self, degree: int, tensor_rank: int) -> ParameterShape:
-        """The part that tensor parallelism gives one of so many workers, which FSDP2 then cuts along dimension 0."""
+        """The part of one worker of a tensor parallel group, which FSDP2 then shards along dimension 0."""
         if self.tensor_dim is None:
             return self
         dim, shape = self.tensor_dim, list(self.shape)
@@ -68,7 +68,7 @@ class ParameterShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferShape:
-    """One buffer; every worker has it whole."""
+    """A buffer; every worker has it whole."""
 
     name: str
     shape: tuple[int, ...]
@@ -82,27 +82,27 @@ class BufferShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitShape:
-    """What FSDP2 gathers and reduces at once; a unit that holds no parameters of its own has none."""
+    """A set of parameters that FSDP2 gathers and reduces together; empty if the unit directly holds none."""
 
     name: str
     parameters: tuple[ParameterShape, ...]
     strategy: Strategy | None = None
-    """How it is cut, as `Task.strategy` says; None: as the setting says."""
+    """The sharding, as in `Task.strategy`; None: as set in the engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transient:
-    """What the optimizer's step allocates and frees again, in bytes per element of a worker's shards."""
+    """Temporary allocations of the optimizer's step, in bytes per element of a worker's shards."""
 
     of_largest: float = 8.0
-    """For one parameter at a time (torch's single-tensor AdamW: two float32)."""
+    """Bytes for one parameter at a time (torch's single-tensor AdamW: two float32)."""
     of_all: float = 0.0
-    """For all of them at once (`foreach=True`)."""
+    """Bytes for all parameters at once (`foreach=True`)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelShapes:
-    """A model's units in the order of their forward, the root last. Raises ConfigError for a name that occurs twice."""
+    """A model's units in the order of their forward, the root last. Raises ConfigError for a duplicate name."""
 
     units: tuple[UnitShape, ...]
     buffers: tuple[BufferShape, ...] = ()
@@ -112,7 +112,7 @@ class ModelShapes:
         names = [p.name for p in self.parameters]
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise ConfigError(f"ModelShapes: two parameters are named {twice!r}; give each its own name.")
+            raise ConfigError(f"ModelShapes: two parameters are named {twice!r}; give each a unique name.")
         if not names:
             raise ConfigError("the model has no parameters; give one that can be trained.")
 
@@ -131,7 +131,7 @@ class ModelShapes:
 
     @property
     def size_bytes(self) -> int:
-        """Of all parameters."""
+        """Bytes of all parameters."""
         return sum(p.size_bytes for p in self.parameters)
 
     @property
@@ -140,18 +140,18 @@ class ModelShapes:
 
     @property
     def state(self) -> StateSpec:
-        """The training state, as snapshots hold it without tensor parallelism."""
+        """The training state in snapshots without tensor parallelism."""
         return self.state_at(1)
 
     def state_at(self, degree: int) -> StateSpec:
-        """As a run that begins with this tensor parallel degree lists it. Raises ConfigError for a degree that is not
-        possible."""
+        """The training state of a run that begins with this tensor parallel degree. Raises ConfigError for an invalid
+        degree."""
         if degree not in self._states:
             self._states[degree] = self._state(degree)
         return self._states[degree]
 
     def local(self, degree: int, tensor_rank: int) -> ModelShapes:
-        """As FSDP2 sees the model on one worker of each tensor parallel group."""
+        """The model as FSDP2 sees it on one worker of each tensor parallel group."""
         units = tuple(
             replace(unit, parameters=tuple(p.local(degree, tensor_rank) for p in unit.parameters))
             for unit in self.units
@@ -194,7 +194,7 @@ class ModelShapes:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Columns:
-    """One entry per parameter; bytes where nothing else is said."""
+    """One entry per parameter; in bytes unless stated otherwise."""
 
     unit: NDArray[np.int64]
     rows: NDArray[np.int64]
@@ -202,7 +202,7 @@ class Columns:
     itemsize: NDArray[np.int64]
     trainable: NDArray[np.bool_]
     replicated: NDArray[np.bool_]
-    """Whether every worker has it whole."""
+    """Whether every worker has the parameter whole."""
     state_per_element: NDArray[np.int64]
     state_once: NDArray[np.int64]
 
@@ -211,7 +211,7 @@ class Columns:
         return np.where(self.replicated, self.rows, -(-self.rows // shards)) * self.row_numel
 
     def held(self, shards: int, shard: int) -> NDArray[np.int64]:
-        """The elements of the part of one worker of a group, without padding."""
+        """The elements of one worker's part, without padding."""
         part = -(-self.rows // shards)
         rows = np.minimum((shard + 1) * part, self.rows) - np.minimum(shard * part, self.rows)
         return np.where(self.replicated, self.rows, rows) * self.row_numel

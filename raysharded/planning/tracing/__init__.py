@@ -1,1 +1,1 @@
-"""The tensors that a microbatch and an optimizer step keep alive, found without a device."""
+"""Live tensors of a microbatch and of an optimizer step, measured without a device."""

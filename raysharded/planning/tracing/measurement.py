@@ -1,10 +1,10 @@
-"""A task as the planner needs it: its units, what its optimizer keeps, and the memory of one microbatch.
+"""Measurement of a task for the planner: its units, its optimizer's state, and the memory of one microbatch.
 
-Nothing is allocated and no device is needed: the model is built on no device, forward and backward run on torch's fake
-tensors, which have shapes and no values (torch._subclasses.fake_tensor). Only the optimizer is tried, on a few numbers.
+Nothing is allocated and no device is needed. The model is built on no device; forward and backward run on torch's fake
+tensors, which have shapes and no values (torch._subclasses.fake_tensor). Only the optimizer is run, on a few numbers.
 
-Floating-point operations are counted by torch's own formulas, but not with its `FlopCounterMode`, which also follows
-modules, and with that keeps tensors alive for longer than a training step does.
+Floating-point operations are counted by torch's formulas, but without its `FlopCounterMode`. That mode also follows
+modules, and so keeps tensors alive for longer than a training step does.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import default_collate
 from torch.utils.flop_counter import flop_registry
 
 from raysharded.actors.model.build import DTYPES, build_on_meta, find_units, strategies_of
@@ -40,14 +41,14 @@ from raysharded.planning.tracing.tensor_lifetimes import MemoryFollower
 from raysharded.task import Task, has_tensor_parallelism
 
 _aten = torch.ops.aten
-_AS = {  # the attention of CPUs has no formula of its own
+_AS = {  # the attention of CPUs has no separate formula
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
 }
 
 
 class FlopCount(TorchDispatchMode):
-    """While it is entered, `total` grows; real and fake tensors alike."""
+    """Counts operations in `total` while it is entered, on real and fake tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,9 +70,9 @@ _CPU = torch.device("cpu")
 
 
 class FakeModel:
-    """A task's model with its units, on fake tensors; parameters in the dtype that forward computes in.
+    """A task's model with its units, on fake tensors; parameters in forward's compute dtype.
 
-    `mesh`: the workers that compute together, of which this is the first; None for a task without tensor parallelism.
+    `mesh`: the tensor parallel group, whose first worker this process is; None for a task without tensor parallelism.
     """
 
     def __init__(self, task: Task, engine: EngineConfig, mesh: DeviceMesh | None = None) -> None:
@@ -87,7 +88,7 @@ class FakeModel:
         """The blocks that are units, and the model itself, the root, last."""
 
     def shapes(self) -> ModelShapes:
-        """Units in the order of the model's modules, with what the optimizer keeps for each parameter."""
+        """Units in the order of the model's modules, with the optimizer's state of each parameter."""
         with _faked(self.model, self.mode, None), put_back():
             return self._shapes(self.task.build_optimizer(self.model))
 
@@ -125,7 +126,7 @@ class FakeModel:
     def trace(self, samples: Sequence[Any]) -> Trace:
         """Forward and backward of the task's loss of one microbatch.
 
-        Raises TaskError if the task does, or if its loss looks at values, which are not there.
+        Raises TaskError if the task does, or if its loss reads tensor values, which do not exist.
         """
         where = f"{type(self.task).__name__}.loss"
         batch = tree_map_only(torch.Tensor, self.mode.from_tensor, _collated(self.task, samples))
@@ -148,8 +149,8 @@ class FakeModel:
                 torch.autograd.backward(loss.total)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise TaskError(
-                    f"{where} looks at the values of tensors ({error}), which do not exist before a run: its memory "
-                    "cannot be planned. Leave such code out while torch.compiler.is_compiling() or plan without it.",
+                    f"{where} reads the values of tensors ({error}), which do not exist before a run: its memory "
+                    "cannot be planned. Skip such code while torch.compiler.is_compiling(), or plan without it.",
                     user_traceback(error),
                 ) from error
             except RayshardedError:
@@ -164,8 +165,8 @@ class FakeModel:
 
 
 def measure(task: Task, engine: EngineConfig, samples: Sequence[Any], *, degree: int = 1) -> tuple[ModelShapes, Trace]:
-    """(shapes, trace of one microbatch of these samples by a worker of a tensor parallel group of `degree`, its first).
-    No device is needed and nothing is computed.
+    """(shapes, trace of one microbatch of these samples by the first worker of a tensor parallel group of `degree`). No
+    device is needed and nothing is computed.
 
     Raises ConfigError for a degree that the task does not allow, and for a task with `parallelize` in a process that
     has torch.distributed groups.
@@ -173,13 +174,13 @@ def measure(task: Task, engine: EngineConfig, samples: Sequence[Any], *, degree:
     is_cut = degree > 1 or has_tensor_parallelism(task)
     with tensor_mesh(degree) if is_cut else nullcontext() as mesh:
         fake = FakeModel(task, engine, mesh)
-        if degree > 1:  # DTensor tries each operation once on tensors of the whole shape, which is no part of a step
+        if degree > 1:  # DTensor first runs each operation on tensors of the whole shape, which is not part of a step
             fake.trace(samples)
         return fake.shapes(), fake.trace(samples)
 
 
 def _tensor_dims(task: Task, model: nn.Module, mesh: DeviceMesh | None) -> dict[str, int]:
-    """Apply the task's parallel styles: parameter -> the dimension that is cut, or would be with a higher degree."""
+    """Apply the task's parallel styles: parameter -> the dimension that is sharded, at this or a higher degree."""
     if mesh is None:
         return {}
     if mesh.size() > 1:
@@ -189,7 +190,7 @@ def _tensor_dims(task: Task, model: nn.Module, mesh: DeviceMesh | None) -> dict[
 
 def _collated(task: Task, samples: Sequence[Any]) -> Any:
     try:
-        return task.collate(list(samples))
+        return (task.collate or default_collate)(list(samples))
     except Exception as error:
         raise TaskError(f"collating a batch raised {type(error).__name__}: {error}", user_traceback(error)) from error
 
@@ -212,9 +213,9 @@ def _buffers(model: nn.Module) -> Iterator[BufferShape]:
 
 @contextmanager
 def _faked(model: nn.Module, mode: FakeTensorMode, compute: torch.dtype | None) -> Iterator[None]:
-    """Within it the model's parameters and buffers are fake tensors on the CPU, shared ones still shared.
+    """A context in which the model's parameters and buffers are fake tensors on the CPU; shared ones stay shared.
 
-    `compute`: the dtype of parameters; None: their own.
+    `compute`: the parameters' dtype; None: unchanged.
     """
     kept: list[tuple[dict[str, Any], str, Any]] = []
     made: dict[int, nn.Parameter] = {}

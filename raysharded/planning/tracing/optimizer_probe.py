@@ -1,4 +1,4 @@
-"""What an optimizer keeps, and what its step allocates: tried on a few numbers."""
+"""An optimizer's state, and its step's temporary allocations: measured on a few numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEVERAL = 4
 
 
 def kept_by(optimizer: torch.optim.Optimizer) -> dict[int, tuple[Slot, ...]]:
-    """id of a parameter -> what the optimizer has for it after a step; parameters may be on the meta device."""
+    """id of a parameter -> the optimizer's state after a step; parameters may be on the meta device."""
     signatures: dict[int, tuple[Any, ...]] = {}
     tried: dict[tuple[Any, ...], nn.Parameter] = {}
     given: dict[int, list[nn.Parameter]] = {}
@@ -38,7 +38,7 @@ def kept_by(optimizer: torch.optim.Optimizer) -> dict[int, tuple[Slot, ...]]:
 
 
 def transient_of(optimizer: torch.optim.Optimizer) -> Transient:
-    """What its step allocates beyond its state, per element: for the largest parameter, or for all together."""
+    """Allocations of a step beyond the state, per element: for the largest parameter, or for all together."""
     of_largest = of_all = 0.0
     with stand_ins(optimizer) as standing:
         for param in [held[0] for held in standing.own if held]:

@@ -1,4 +1,4 @@
-"""Cuts forward and backward into phases, a unit at a time, as FSDP2's hooks do."""
+"""Splits forward and backward into phases, one unit at a time, as FSDP2's hooks do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raysharded.planning.tracing.tensor_lifetimes import MemoryFollower
 class PhaseRecorder:
     """Hooks on the units of a model that runs once. A unit's gradients are dropped when backward leaves it.
 
-    `compute_dtype`: what FSDP2 casts the inputs of units to; None: nothing.
+    `compute_dtype`: the dtype to which FSDP2 casts the inputs of units; None: no cast.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class PhaseRecorder:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Those that have ended."""
+        """The phases that have ended."""
         return tuple(self._found)
 
     def begin_backward(self) -> None:
@@ -50,7 +50,7 @@ class PhaseRecorder:
             handle.remove()
 
     def _switch(self, unit: int, *, ends: bool = False) -> None:
-        """End the phase at hand and begin one of `unit`."""
+        """End the current phase and begin one of `unit`."""
         end = self._follower.now()
         phase = Phase(
             unit=self._stack[-1],
@@ -66,7 +66,7 @@ class PhaseRecorder:
 
     def _before(self, place: int) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            if self._backward:  # computed again
+            if self._backward:  # recomputation
                 return None
             self._switch(place)
             leaves, spec = tree_flatten((args, kwargs))
@@ -97,7 +97,7 @@ class PhaseRecorder:
             self._switch(place)
 
     def leave(self, place: int) -> None:
-        """Backward has gone through a unit: its gradients go where FSDP2 reduces them."""
+        """Backward has passed through a unit: drop its gradients, as FSDP2 reduces them here."""
         self._switch(len(self._units) - 1, ends=True)
         for param in self._own[place]:
             param.grad = None
@@ -120,7 +120,7 @@ def _own_parameters(units: Sequence[nn.Module], place: int) -> list[nn.Parameter
 
 
 class _Mark(torch.autograd.Function):
-    """Tells when the gradient of a unit's inputs is there: torch's `RegisterPostBackwardFunction` in FSDP2."""
+    """Signals that the gradient of a unit's inputs is ready, as `RegisterPostBackwardFunction` does in FSDP2."""
 
     @staticmethod
     def forward(ctx: Any, recorder: PhaseRecorder, place: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

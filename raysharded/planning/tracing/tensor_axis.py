@@ -1,4 +1,4 @@
-"""Tensor parallelism without other workers: a mesh of which only one is there, and what it would send to the others."""
+"""Tensor parallelism in one process: a mesh with only one real worker, and the bytes it would send to the others."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _SHARES: dict[str, Callable[[int, int], int]] = {
     "shard_dim_alltoall": lambda size, n: size * (n - 1) // n,
     "broadcast": lambda size, n: size * (n - 1) // n,
 }
-"""Name of a collective -> the bytes that one of `n` workers sends in a ring, of what it gives."""
+"""Name of a collective -> the bytes that one of `n` workers sends in a ring, for its input."""
 _NAMESPACES = ("_c10d_functional", "_dtensor")
 
 
 @contextmanager
 def tensor_mesh(degree: int) -> Iterator[DeviceMesh]:
-    """The mesh of a tensor parallel group whose first worker this process is; the others are not there.
+    """The mesh of a tensor parallel group whose first worker is this process; the others do not exist.
 
-    Raises ConfigError in a process that has a process group of its own.
+    Raises ConfigError in a process that already has a process group.
     """
     if dist.is_initialized():
         raise ConfigError(
             "a task with parallelize is measured in a process without torch.distributed groups, but this one has some: "
-            "call destroy_process_group() before, or plan in a process of its own (raysharded plan)."
+            "call destroy_process_group() before, or plan in a separate process (raysharded plan)."
         )
     dist.init_process_group("fake", rank=0, world_size=degree, store=FakeStore())
     mesh = DeviceMesh("cpu", list(range(degree)), mesh_dim_names=("tensor",))
@@ -51,7 +51,7 @@ def tensor_mesh(degree: int) -> Iterator[DeviceMesh]:
 
 
 class CollectiveCount(TorchDispatchMode):
-    """While it is entered, `sent` grows by the bytes that DTensor's collectives send."""
+    """Counts the bytes sent by DTensor's collectives in `sent`, while it is entered."""
 
     def __init__(self, degree: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,12 +69,12 @@ class CollectiveCount(TorchDispatchMode):
 
 
 def is_of_dtensors(types: Any) -> bool:
-    """Whether a mode is to leave an operation to DTensor, and will see the ones that this makes of it."""
+    """True if a mode must leave an operation to DTensor; it then sees the resulting operations."""
     return any(issubclass(kind, DTensor) for kind in types)
 
 
 def like_parameter(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Without values, on the CPU; of a DTensor this worker's part."""
+    """A parameter without values, on the CPU; for a DTensor, this worker's part."""
     learns = param.requires_grad
     if not isinstance(param, DTensor):
         return nn.Parameter(torch.empty(param.shape, dtype=dtype, device="cpu"), requires_grad=learns)
@@ -89,7 +89,7 @@ def like_parameter(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _as_placed(param: torch.Tensor) -> None:
-    """Place the gradient as its parameter: FSDP2 does so before it reduces it."""
+    """Place the gradient like its parameter: FSDP2 does so before it reduces it."""
     assert isinstance(param, DTensor)
     gradient = param.grad
     if isinstance(gradient, DTensor) and gradient.placements != param.placements:

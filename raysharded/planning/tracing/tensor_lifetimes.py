@@ -1,4 +1,4 @@
-"""Follows the memory of tensors: how many bytes are alive, and the most there ever were."""
+"""Follows the memory of tensors: live bytes, and their peak."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from raysharded.planning.tracing.tensor_axis import is_of_dtensors
 
 
 class MemoryFollower(TorchDispatchMode):
-    """While it is entered, the storages that operations of this thread make are followed until they are freed.
+    """Follows the storages that this thread's operations create, until they are freed, while it is entered.
 
-    Real and fake tensors alike. What a kernel allocates and frees within itself is not seen, nor what other threads
-    make. Storages are resized behind the dispatcher's back (FSDP2 does), so sizes are read anew after each operation.
+    Follows real and fake tensors. Temporary allocations within a kernel and other threads' storages are not seen.
+    Storages may be resized without the dispatcher (by FSDP2), so sizes are read anew after each operation.
     """
 
     def __init__(self) -> None:
@@ -25,21 +25,21 @@ class MemoryFollower(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._ignored: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.peak = 0
-        """Bytes; the most since `restart`."""
+        """Peak bytes since `restart`."""
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Never count these."""
+        """Never count these tensors."""
         for tensor in tensors:
             self._note(tensor, self._ignored)
 
     def follow(self, value: Any) -> None:
-        """Count the tensors in a nest, which were made before."""
+        """Count the existing tensors in a nest."""
         for leaf in tree_leaves(value):
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf, self._alive)
 
     def now(self) -> int:
-        """Bytes that are alive."""
+        """Live bytes."""
         dead, total = [], 0
         for key, ref in self._alive.items():
             storage = ref()
@@ -53,7 +53,7 @@ class MemoryFollower(TorchDispatchMode):
         return total
 
     def restart(self) -> int:
-        """Forget the peak; bytes that are alive."""
+        """Reset the peak; returns the live bytes."""
         self.peak = 0
         return self.now()
 

@@ -1,1 +1,1 @@
-"""Bytes on the wire."""
+"""Bytes that workers send."""

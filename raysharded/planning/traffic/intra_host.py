@@ -1,7 +1,7 @@
-"""How many chunks of the gradient each worker sends where several are on a host, which add up first. Pure.
+"""Number of gradient chunks that each worker sends if several workers share a host and add up first. Pure.
 
-Follows `actors.reduction.gradient_exchange.Exchange`: in the first stage the workers of a host give each other what
-they have, in the second what a host cannot add any further goes to the shards that it belongs to.
+Follows `actors.reduction.gradient_exchange.Exchange`. In the first stage the workers of a host exchange their chunks.
+In the second, sums that a host cannot add any further go to their shards.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from raysharded.actors.numerics.summation_tree import aligned_nodes, coalesce_no
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """Chunks of one shard, by one worker to others in a step."""
+    """Chunks of one shard that one worker sends to others in a step."""
 
     leaves: int = 0
-    """As they are, to others on its host: gradients, with local accumulation sums."""
+    """Unreduced chunks to others on its host: gradients; with local accumulation, sums."""
     sums: int = 0
-    """In the dtype that sums are kept in: what the host has added up."""
+    """Chunks in the sums' dtype, already added on the host."""
     sums_between: int = 0
-    """Of `sums`, to other hosts."""
+    """The part of `sums` that goes to other hosts."""
 
 
 def is_adding(nodes: Sequence[int]) -> bool:
-    """Whether workers of a shard group whose shard `s` is on node `nodes[s]` add for others."""
+    """True if workers of a shard group add for others; shard `s` is on node `nodes[s]`."""
     return 1 < len(set(nodes)) < len(nodes)
 
 
 @lru_cache(maxsize=1024)
 def sent_in_group(schedule: Schedule, replica: int, nodes: tuple[int, ...]) -> tuple[Sent, ...]:
-    """By shard, what the workers of a group send in a step, where that of shard `s` is on node `nodes[s]`; those of a
-    node follow each other, and `is_adding(nodes)`."""
+    """Traffic of the workers of a group in a step, by shard; shard `s` is on node `nodes[s]`. Shards of a node are
+    adjacent, and `is_adding(nodes)` holds."""
     found: list[Sent] = []
     for _, run in groupby(nodes):
         host = range(len(found), len(found) + len(list(run)))
@@ -45,7 +45,8 @@ def sent_in_group(schedule: Schedule, replica: int, nodes: tuple[int, ...]) -> t
 
 
 def _of_host(schedule: Schedule, replica: int, host: range) -> tuple[list[int], int]:
-    """(by worker how many nodes of the tree it has in a step's exchanges, how many are left once they are added)."""
+    """(for each worker, its number of tree nodes in a step's exchanges; the number of nodes left after the host has
+    added)."""
     group = schedule.mesh.group(replica)
     if schedule.mode == "local":
         own = [schedule.sums_of_rank(group[shard]) for shard in host]
@@ -60,7 +61,7 @@ def _of_host(schedule: Schedule, replica: int, host: range) -> tuple[list[int], 
 
 
 def _sent(own: int, sums: int, shards: int, host: range, shard: int) -> Sent:
-    """`sums`: what the host cannot add any further."""
+    """The traffic of one worker. `sums`: the sums that the host cannot add any further."""
     place, count = host.index(shard), len(host)
     part = range(shards * place // count, shards * (place + 1) // count)
     near = len(range(max(part.start, host.start), min(part.stop, host.stop)))

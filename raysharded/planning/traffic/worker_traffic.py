@@ -1,9 +1,9 @@
-"""Bytes that a worker sends per step, by what they are for and by link. Pure.
+"""Bytes that a worker sends per step, by purpose and by link. Pure.
 
-An all-gather or an all-reduce sends what a ring sends, the least that any algorithm can: (n-1) shards, and 2 (n-1)/n of
-the tensor (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, J. Parallel Distrib. Comput. 69, 2009). In a
-ring over nodes one worker per node sends to another node; an all-to-all sends as much to every worker. Gradients are
-added inside a node before they go to another.
+An all-gather or an all-reduce sends as much as a ring, the minimum of any algorithm: (n-1) shards, and 2 (n-1)/n of the
+tensor (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, J. Parallel Distrib. Comput. 69, 2009). In a ring
+over nodes one worker per node sends to another node; an all-to-all sends equally to every worker. Gradients are added
+inside a node before they go to another.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from raysharded.planning.traffic.intra_host import Sent, is_adding, sent_in_grou
 
 KINDS = ("all_gather", "reduction", "replicas", "tensor", "mirror", "agreement")
 OVERLAPPED = ("all_gather", "reduction", "mirror")
-"""What is sent beside the computation."""
+"""Kinds of traffic that overlap with computation."""
 AGREEMENT_WORDS = 113
 """int64 words of the agreement that depend neither on the batch nor on the model: flags, digits of the norm, digest,
-reads. Each parameter takes one more."""
+reads. Each parameter adds one word."""
 _WORD_BYTES = 8
 
 
@@ -36,7 +36,7 @@ class Traffic:
     sent: Mapping[str, int]
     """Kind -> bytes."""
     between: Mapping[str, int]
-    """Kind -> how many of them go to other nodes, on the average over a node's workers."""
+    """Kind -> the part that goes to other nodes, averaged over a node's workers."""
 
     @property
     def total(self) -> int:
@@ -44,19 +44,19 @@ class Traffic:
 
     @property
     def total_between(self) -> int:
-        """To other nodes."""
+        """Bytes to other nodes."""
         return sum(self.between.values())
 
 
 def worker_traffic(
     setting: Setting, layout: Mesh, *, workers_per_node: int = 1, rank: int | None = None, num_metrics: int = 0
 ) -> Traffic:
-    """What a worker sends in a step; `rank`: in the mesh, None for the most of each kind that the first of any shard
-    group sends; of reductions with adding inside nodes, that any worker sends.
+    """A worker's traffic in a step; `rank`: in the mesh. None: the maximum, per kind, over the first ranks of the shard
+    groups; for reductions that add inside nodes, over all workers.
 
-    `num_metrics`: how many metrics the task's loss gives beside the loss. Evaluations, checkpoints and reshards come on
-    top. A tensor parallel group without a microbatch in a round is counted as one that has it. Raises ConfigError for
-    a mesh of another tensor parallel degree than the setting's.
+    `num_metrics`: the number of metrics that the task returns besides the loss. Evaluations, checkpoints and reshards
+    are not included. A tensor parallel group without a microbatch in a round is counted as if it had one. Raises
+    ConfigError for a mesh whose tensor parallel degree differs from the setting's.
     """
     require_degree(setting, layout)
     data, local = layout.data, local_setting(setting, layout.tensor_of(rank or 0))
@@ -94,8 +94,8 @@ def worker_traffic(
 def _adding(
     setting: Setting, layout: Mesh, units: UnitBytes, spread: _Spread, rank: int | None
 ) -> tuple[int, int] | None:
-    """(bytes of one worker, on the average over its node's to other nodes) of the reduction, the most of each if no
-    rank is given; None where nobody adds for others."""
+    """(bytes sent by one worker, average per worker of its node to other nodes) of the reduction. Without a rank, the
+    maximum of each. None if no worker adds for others."""
     cut = ~units.is_replicated
     sums = int(units.sum_chunk[cut].sum())
     leaves = sums if setting.engine.accumulation == "local" else int(units.chunk[cut].sum())
@@ -125,7 +125,7 @@ def _rounds(setting: Setting, layout: Mesh, rank: int) -> int:
 
 
 def _all_gather(setting: Setting, layout: Mesh, units: UnitBytes) -> int:
-    """In one round: a unit once in forward; once more in backward, but for the root and those that forward keeps."""
+    """Bytes in one round: each unit once in forward, and again in backward, except the root and kept units."""
     parts = units.all_gather // layout.shards
     again = set(range(len(parts) - 1)) - kept_units(setting.shapes, setting.engine)
     if setting.trace is not None:  # frozen blocks before the first trainable one have no backward
@@ -147,7 +147,8 @@ def _reduction(setting: Setting, layout: Mesh, units: UnitBytes, rank: int) -> i
 
 
 def _replicas(setting: Setting, layout: Mesh, units: UnitBytes, rank: int) -> int:
-    """A worker's partial sums to the owners of their parts, and the finished part to all; or an all-reduce."""
+    """Bytes of a worker's partial sums to the owners of their parts, and of the finished part to all; or an
+    all-reduce."""
     sent = 0
     for replicated in (False, True):
         holders = layout.world_size if replicated else layout.replicas
@@ -185,7 +186,7 @@ def _agreement(setting: Setting, layout: Mesh, num_metrics: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """How workers lie on nodes: rank r on node r // workers_per_node."""
+    """Placement of workers on nodes: rank r is on node r // workers_per_node."""
 
     layout: Mesh
     per_node: int
@@ -203,6 +204,6 @@ class _Spread:
         return nodes / count if nodes > 1 else 0.0
 
     def pairs(self, stride: int, count: int) -> float:
-        """The share of what a worker sends to `count` ranks `stride` apart that goes to other nodes."""
+        """The share of a worker's bytes to `count` ranks `stride` apart that goes to other nodes."""
         near = min(count, max(1, self.per_node // stride))
         return (count - near) / (count - 1) if count > 1 else 0.0

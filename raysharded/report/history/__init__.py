@@ -1,1 +1,1 @@
-"""A journal folded: steps, incidents, times, checkpoints of a whole run."""
+"""A folded journal: steps, incidents, times, checkpoints of a whole run."""

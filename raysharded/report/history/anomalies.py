@@ -1,4 +1,4 @@
-"""What the journal says of numbers that went wrong: steps left out, data passed over, audits, wrong results. Pure."""
+"""Anomalies of numbers in the journal: skipped steps, skipped data, audits, wrong results. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Entry = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numbers:
-    """All of it so far."""
+    """All anomalies so far."""
 
     skips: Skips = ()
     skipped_steps: tuple[SkippedStep, ...] = ()
@@ -24,7 +24,7 @@ class Numbers:
     arithmetic_changes: tuple[ArithmeticChange, ...] = ()
 
     def with_entry(self, entry: Entry, at: float) -> Numbers:
-        """After one more entry; the same if its kind says nothing of numbers."""
+        """The anomalies after one more entry; unchanged if its kind does not concern numbers."""
         match entry["kind"]:
             case "started":
                 return replace(self, skips=skips_of(entry["skips"])) if "skips" in entry else self
@@ -56,20 +56,20 @@ class Numbers:
             case "corruption":
                 found = _corruption(entry, at, int(entry["verified_step"]))
                 return replace(self, corruptions=(*self.corruptions, found))
-            case "proof_failed":  # nothing but this step is computed again
+            case "proof_failed":  # only this step is computed again
                 found = _corruption(entry, at, int(entry["step"]) - 1)
                 return replace(self, corruptions=(*self.corruptions, found))
         return self
 
     def taken_back(self, step: int) -> Numbers:
-        """After what was computed after `step` was given up for another result."""
+        """The anomalies after the results after `step` were discarded in favour of others."""
         changes = (replace(change, from_step=min(change.from_step, step + 1)) for change in self.arithmetic_changes)
         skipped_steps = tuple(skipped for skipped in self.skipped_steps if skipped.step <= step)
         return replace(self, skipped_steps=skipped_steps, arithmetic_changes=tuple(changes))
 
 
 def by_skips(span: Span, skips: Skips) -> list[Span]:
-    """The same steps, cut where the run had passed over data."""
+    """The span's steps, split where the run had skipped data."""
     cuts = sorted({after for after, _ in skips if span.first_step <= after < span.last_step})
     firsts, lasts = [span.first_step, *(cut + 1 for cut in cuts)], [*cuts, span.last_step]
     return [

@@ -1,4 +1,4 @@
-"""What a journal's entries say about time, and about incidents: folded beside the summary. Pure."""
+"""A journal's information about time and incidents, folded alongside the summary. Pure."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from raysharded.report.history.step_table import StepLog
 Entry = Mapping[str, Any]
 
 _BREAKS = ("worker_lost", "stuck", "corruption", "proof_failed", "rewind")
-"""Kinds of entries with which a step may be broken off."""
+"""Kinds of entries that may interrupt a step."""
 
 
 @dataclass
 class Chronicle:
-    """The state while entries are read, in their order."""
+    """The state while entries are read, in order."""
 
     log: StepLog = field(default_factory=StepLog)
-    """The steps, of which the chronicle is told when they are in it."""
+    """The steps. The chronicle is notified of steps after they are in the log."""
     first_at: float | None = None
     now: wall_time.Moment = 0
-    """Microseconds since the first entry; never goes back."""
+    """Microseconds since the first entry; never decreases."""
     sessions: list[wall_time.Session] = field(default_factory=list)
     incidents: list[Incident] = field(default_factory=list)
     members: frozenset[int] | None = None
-    """Of the newest generation of this driver, formed or not."""
+    """Members of this driver's newest generation, formed or not."""
     step: int = 0
     trained: wall_time.Moment = 0
-    """When the newest step was done, or the newest generation formed before its first."""
+    """The time when the newest step was done, or when the newest generation formed before its first step."""
     change: Change | None = None
-    """Under way, since the newest step."""
+    """The change in progress since the newest step."""
     closed: Change | None = None
-    """The newest that led to a step."""
+    """The newest change that led to a step."""
     lost_s: float = 0.0
-    """Of steps that the change under way has to compute again."""
+    """Seconds of steps that the change in progress has to compute again."""
     closed_lost_s: float = 0.0
     paused: bool = False
-    """The workers of this driver stand still."""
+    """True while the workers of this driver are paused."""
     because: str = ""
-    """Why this driver follows another."""
+    """The reason why this driver follows another."""
     undone: list[int] = field(default_factory=list)
-    """Which of the log's steps somebody took back."""
+    """Indices of the log's steps that were undone on request."""
 
     def add(self, entry: Entry) -> None:
-        """Any entry but a step."""
+        """Add any entry but a step."""
         kind = entry["kind"]
         self._tell_the_time(float(entry["at"]), kind)
         match kind:
@@ -79,13 +79,13 @@ class Chronicle:
             self.incidents.append(incident)
 
     def add_step(self, index: int) -> None:
-        """One of the log: the next of which the chronicle was not told yet."""
+        """Add the log's next step, which the chronicle has not seen yet."""
         number = self.log.number(index)
         self._tell_the_time(self.log.at(index), "step")
         self.sessions[-1].step(number, self.log.generation(index), self.now)
         self.step, self.trained = number, self.now
         change, self.change = self.change, None
-        if change is None or change.seconds is None:  # as ever, or a step from before the change
+        if change is None or change.seconds is None:  # a usual step, or one from before the change
             self.change = change
             if change is not None:
                 change.since_s, change.step = self.now / wall_time.MICRO, number
@@ -106,18 +106,18 @@ class Chronicle:
             )
 
     def add_more_steps(self, indices: range) -> None:
-        """Those that follow in the log, of the generation of the one before: as `add_step` of each."""
+        """Add the steps that follow in the log, of the previous step's generation: as `add_step` of each."""
         assert self.first_at is not None, "the one before told the time"
         moments = np.rint((self.log.moments(indices) - self.first_at) * wall_time.MICRO).astype(np.int64)
         moments = np.maximum.accumulate(np.maximum(moments, self.now))
         self.now = self.trained = self.sessions[-1].end = int(moments[-1])
         self.step = self.log.number(indices[-1])
         self.sessions[-1].more_steps(self.step, moments.tolist())
-        if self.change is not None:  # they are from before it, as the one before was
+        if self.change is not None:  # they are from before it, like the previous step
             self.change.since_s, self.change.step = self.now / wall_time.MICRO, self.step
 
     def add_recovery(self, recovery: Recovery) -> None:
-        """It comes right after its first step."""
+        """Add a recovery, directly after its first step."""
         self._tell_the_time(recovery.at, "recovery")
         found = max(self.sessions[-1].begin, self.now - round(recovery.total_s * wall_time.MICRO))
         self.sessions[-1].found(found)
@@ -128,16 +128,16 @@ class Chronicle:
         self.incidents.append(incidents.of_recovery(recovery, change, ended_s=ended_s, lost_s=lost_s))
 
     def lost(self, seconds: float) -> None:
-        """Steps that took so long are to be computed again; less than nothing: they count after all."""
+        """Add seconds of steps to compute again; a negative number for steps that count after all."""
         self.lost_s += seconds
 
     def undo(self, steps: Iterable[int]) -> None:
-        """Somebody took these of the log's steps back: they are not lost, and will not be computed again."""
+        """Mark steps of the log as undone on request: they are not lost, and will not be computed again."""
         self.undone.extend(steps)
         self.lost_s = 0.0
 
     def told(self, counted: Iterable[int]) -> tuple[wall_time.Times, wall_time.Track, tuple[Incident, ...]]:
-        """All of it, given which of the log's steps count."""
+        """(times, track, incidents), given the log's steps that count."""
         when = sorted(self.incidents, key=lambda incident: incident.at_s)
         return *wall_time.partition(self.sessions, self.log, counted, self.undone), tuple(when)
 
@@ -147,11 +147,11 @@ class Chronicle:
         self.now = max(self.now, round((at - self.first_at) * wall_time.MICRO))
         if not self.sessions or kind == "started":
             self.sessions.append(wall_time.Session(begin=self.now, end=self.now, first=self._told_of()))
-        if kind != "checkpoint_skipped":  # found by the next driver, before it says that it has started
+        if kind != "checkpoint_skipped":  # recorded by the next driver, before its entry `started`
             self.sessions[-1].end = self.now
 
     def _told_of(self) -> int:
-        """How many of the log's steps."""
+        """The number of the log's steps seen so far."""
         return sum(len(session.moments) for session in self.sessions)
 
     def _started(self, entry: Entry) -> None:
@@ -165,7 +165,7 @@ class Chronicle:
         return self.change
 
     def _resumed(self) -> None:
-        """What comes is the way back; the pause before it is no part of it."""
+        """End a pause: the following time is the return to training, which excludes the pause."""
         self.sessions[-1].note("resume", self.now)
         self.paused, change = False, self._open()
         change.since_s = self.now / wall_time.MICRO
@@ -174,14 +174,14 @@ class Chronicle:
         self.sessions[-1].note("generation", self.now)
         change = self._open()
         change.decided_s = self.now / wall_time.MICRO
-        if change.before is None and not change.after:  # nobody has trained yet
+        if change.before is None and not change.after:  # no step was trained yet
             change.since_s = change.decided_s
         change.after, change.why = frozenset(entry["members"]), str(entry.get("why", ""))
         change.source = str(entry["source"])
         self.members, self.step = change.after, int(entry["step"])
 
     def _because(self, why: str) -> None:
-        """Why the change under way is made."""
+        """Set the reason of the change in progress."""
         if self.change is not None:
             self.change.why = why
 
@@ -199,7 +199,7 @@ class Chronicle:
 
 
 def _is_part_of(incident: Incident, recovery: Recovery, change: Change) -> bool:
-    """Whether the recovery says the same, and more."""
+    """True if the recovery contains the incident's information."""
     if incident.at_s < change.since_s:
         return False
     return incident.kind == "reshard" or (incident.kind == "worker" and incident.worker in recovery.lost)

@@ -1,4 +1,4 @@
-"""What happened to a run, each in one sentence with what it cost. Pure."""
+"""A run's incidents, each as one sentence with its cost. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOUND, STOPPED, FORMED, BUILT, MOVED, AGAIN = "found", "stopped", "formed", "bui
 AWAY, STARTED = "without a driver", "started"
 COSTS = {
     FOUND: "from the last finished step until the loss was noticed",
-    STOPPED: "until every worker that was left had stopped and said what it holds",
+    STOPPED: "until every remaining worker had stopped and reported its state",
     FORMED: "until the next members were decided and had met",
     BUILT: "until they had built the model for their new shards",
     MOVED: "until the state had been moved, or read, to where it belongs",
@@ -53,7 +53,7 @@ KINDS = {
     "chaos": "injected",
     "failed": "failed",
 }
-"""Kinds of entries that are incidents by themselves, and what kind of incident."""
+"""Kinds of entries that are incidents by themselves -> kind of the incident."""
 
 LETTERS = {
     "recovery": "R",
@@ -72,7 +72,7 @@ LETTERS = {
     "injected": "X",
     "failed": "F",
 }
-"""Kinds of incidents, as they are marked where there is room for a letter."""
+"""Kinds of incidents -> a letter, for marks in small spaces."""
 NAMES = {
     "recovery": "recovery",
     "reshard": "members changed",
@@ -85,35 +85,35 @@ NAMES = {
     "pause": "paused on request",
     "resize": "another number of workers wanted",
     "numbers": "wrong or non-finite numbers",
-    "asked": "asked for",
+    "asked": "requested",
     "checkpoint": "checkpoint",
     "injected": "injected by chaos",
     "failed": "the run failed",
 }
-"""The same in words."""
+"""Kinds of incidents -> their names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """One part of what an incident cost."""
+    """One part of an incident's cost."""
 
     name: str
-    """One of COSTS."""
+    """A key of COSTS."""
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
-    """Something that happened to the run, and that people want to know."""
+    """An event of the run that is of interest to people."""
 
     kind: str
-    """recovery, reshard, resumed, or a value of KINDS."""
+    """The kind: recovery, reshard, resumed, or a value of KINDS."""
     at_s: float
     """Seconds since the run's first entry."""
     step: int
-    """The newest step then."""
+    """The newest step at that time."""
     text: str
-    """One sentence, in which parts may come from the journal as they are: to be escaped where it is shown."""
+    """One sentence. Parts may come from the journal unchanged: escape it for display."""
     costs: tuple[Cost, ...] = ()
     worker: int | None = None
 
@@ -124,20 +124,20 @@ class Incident:
 
 @dataclass(kw_only=True, slots=True)
 class Change:
-    """A change of the members under way: from the last step before it to the first step after it. Moments are
-    seconds since the run's first entry."""
+    """A change of the members in progress: from the last step before it to the first step after it. Times are seconds
+    since the run's first entry."""
 
     since_s: float
-    """When the last step before it was done."""
+    """The time when the last step before the change was done."""
     step: int
-    """Which that was."""
+    """The last step before the change."""
     before: frozenset[int] | None
-    """The members then; None if this driver had none yet."""
+    """The members before the change; None if this driver had none yet."""
     after: frozenset[int] = frozenset()
     decided_s: float = 0.0
     formed_s: float = 0.0
     seconds: Mapping[str, float] | None = None
-    """What one worker took to form, by phase."""
+    """Seconds that one worker took to form, by phase."""
     bytes_received: int = 0
     bytes_read: int = 0
     why: str = ""
@@ -145,7 +145,7 @@ class Change:
 
 
 def of_entry(entry: Entry, at_s: float, step: int) -> Incident | None:
-    """The incident that a single entry is; None for most, and for one of an older version that says too little."""
+    """The incident of a single entry; None for most, and for an older version's entry without the needed fields."""
     kind = entry["kind"]
     if kind not in KINDS:
         return None
@@ -166,7 +166,8 @@ def of_entry(entry: Entry, at_s: float, step: int) -> Incident | None:
 
 
 def of_recovery(recovery: Recovery, change: Change, *, ended_s: float, lost_s: float) -> Incident:
-    """A loss and what followed. `ended_s`: when its first step was done; `lost_s`: of steps to be computed again."""
+    """The incident of a loss and its recovery. `ended_s`: the time when its first step was done; `lost_s`: seconds of
+    steps to compute again."""
     found_s = ended_s - recovery.total_s
     costs = [
         Cost(name=FOUND, seconds=max(0.0, found_s - change.since_s)),
@@ -194,7 +195,7 @@ def of_recovery(recovery: Recovery, change: Change, *, ended_s: float, lost_s: f
 
 
 def of_reshard(change: Change) -> Incident:
-    """A change of members between two steps, without a loss."""
+    """The incident of a change of members between two steps, without a loss."""
     before = change.before or frozenset()
     joined, left = sorted(change.after - before), sorted(before - change.after)
     news = [f"{_workers(who)} {did}" for who, did in ((left, "left"), (joined, "joined")) if who]
@@ -216,7 +217,8 @@ def of_reshard(change: Change) -> Incident:
 
 
 def of_resumption(change: Change, *, ended_s: float, started_s: float, lost_s: float, because: str) -> Incident:
-    """Another driver goes on. `ended_s`: the last sign of the one before; `started_s`: when this one began."""
+    """The incident of another driver's start. `ended_s`: the previous driver's last sign of life; `started_s`: this
+    driver's start."""
     costs = [
         Cost(name=AWAY, seconds=max(0.0, started_s - ended_s)),
         Cost(name=STARTED, seconds=max(0.0, change.formed_s - started_s)),
@@ -234,13 +236,14 @@ def of_resumption(change: Change, *, ended_s: float, started_s: float, lost_s: f
 
 
 def costliest(incidents: Sequence[Incident], limit: int) -> list[int]:
-    """The indices of at most so many, ascending: of those that cost most, and of those without a cost the newest."""
+    """The indices of at most `limit` incidents, ascending: those with the highest cost, then the newest without a
+    cost."""
     ranked = sorted(range(len(incidents)), key=lambda index: (incidents[index].cost_s, index), reverse=True)
     return sorted(ranked[:limit])
 
 
 def _forming(change: Change, total_s: float) -> list[Cost]:
-    """`total_s` in parts: what one worker says of building and moving, and all the rest."""
+    """`total_s` in parts: one worker's times for building and moving, and the rest."""
     seconds = change.seconds or {}
     built = min(total_s, seconds.get("build", 0.0))
     moved = min(total_s - built, seconds.get("reshard", 0.0) + seconds.get("load", 0.0))
@@ -282,6 +285,6 @@ def _workers(workers: Sequence[int]) -> str:
 
 
 def _sentence(text: str) -> str:
-    """With a capital letter and a full stop."""
+    """The text with a capital letter and a full stop."""
     text = " ".join(text.split())
     return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else text

@@ -26,18 +26,18 @@ COLUMNS = {
     "samples": "that were read",
     "seconds": "that the step took, all phases together, as one worker measured them",
 }
-"""The columns that every table has, in this order, and what they are. After them come, in the order in which they were
-first seen, `seconds/<phase>`, `metrics/<name>` and `evaluation/<name>`: null where a step has no such number. What is
-not finite is so here."""
+"""The columns of every table, in this order, with their meanings. Then follow, in order of first appearance,
+`seconds/<phase>`, `metrics/<name>` and `evaluation/<name>`: null if a step has no such number. Non-finite values are
+included."""
 _GROUPS: tuple[Group, ...] = ("seconds", "metrics", "evaluation")
 _AT_ONCE = 2048
 
 
 def metrics_table(entries: Iterable[Entry]) -> pyarrow.Table:
-    """A row for each committed step of a journal's entries, oldest first: the last word on it, after whatever was
-    computed again. The columns are those of `COLUMNS`.
+    """A row for each committed step of a journal's entries, oldest first: the last result of each step. The columns
+    begin with those of `COLUMNS`.
 
-    Raises KeyError, TypeError or ValueError for entries without what their kind must have.
+    Raises KeyError, TypeError or ValueError for entries without the fields of their kind.
     """
     fold, waiting = Fold(), list[Entry]()
     for entry in entries:
@@ -54,7 +54,7 @@ def metrics_table(entries: Iterable[Entry]) -> pyarrow.Table:
 
 
 def table_of(steps: Steps) -> pyarrow.Table:
-    """As `metrics_table`, of steps that were read already."""
+    """As `metrics_table`, for steps that were already read."""
     import pyarrow as pa
 
     columns: dict[str, pyarrow.Array] = {

@@ -1,8 +1,8 @@
-"""A long journal parsed by other processes, on all cores: Python parses on one at a time.
+"""Parallel parsing of a long journal in other processes, on all cores: Python parses on one core at a time.
 
-Each process is given some runs of segments, and says of each in turn what is in it: the columns of steps that follow
-each other, and every other segment as it is. They are processes of this module: no forks of the caller, who may have
-threads, nor of its `__main__`, which may be a script or a notebook.
+Each process gets some runs of segments, and returns their contents in order: columns for consecutive steps, and every
+other segment unchanged. The processes run this module. They are no forks of the caller, which may have threads, and do
+not import its `__main__`, which may be a script or a notebook.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from raysharded.report.history.step_table import Columns
 Part: TypeAlias = tuple[str, bytes] | tuple[str, int, Columns]
 """A segment with its key; or the columns of steps, with the last segment's key and its last line."""
 FEWEST = 4000
-"""Segments for which this is worth the start of processes."""
+"""Number of segments from which the start of processes is worth its cost."""
 _OF_A_RUN = 64
 _MOST_PROCESSES = 4
 _DAMAGE = (ValueError, KeyError, TypeError)
 
 
 class Unavailable(Exception):
-    """The other processes cannot do it: their storage is not the caller's, say, or they were killed."""
+    """The other processes failed: their storage differs from the caller's, for example, or they were killed."""
 
 
 def parts_of(url: str, keys: Sequence[str]) -> Iterator[Part]:
-    """What is in these segments, in order. Raises Unavailable, whatever was given until then."""
+    """The contents of these segments, in order. May raise Unavailable after some of them."""
     runs = [keys[start : start + _OF_A_RUN] for start in range(0, len(keys), _OF_A_RUN)]
     count = min(_MOST_PROCESSES, os.cpu_count() or 1, len(runs))
     with ExitStack() as stack:
@@ -45,7 +45,7 @@ def parts_of(url: str, keys: Sequence[str]) -> Iterator[Part]:
             for number in range(len(runs)):
                 answers = processes[number % count].stdout
                 assert answers is not None
-                yield from pickle.load(answers)  # noqa: S301 - of our own process
+                yield from pickle.load(answers)  # noqa: S301 - from a process that this one started
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise Unavailable from error
 
@@ -65,15 +65,15 @@ def _start(stack: ExitStack) -> subprocess.Popen[bytes]:
 
 
 def _ask(process: subprocess.Popen[bytes], url: str, runs: Sequence[Sequence[str]]) -> None:
-    """Returns when it has begun, if that is more than a pipe holds."""
+    """Send the request. Returns when the process has begun, if the request is more than a pipe holds."""
     assert process.stdin is not None
     with process.stdin as asked:
         pickle.dump((url, runs), asked)
 
 
 def main() -> None:
-    gc.disable()  # it would look at all entries, again and again; none is in a cycle
-    url, runs = pickle.load(sys.stdin.buffer)  # noqa: S301 - of who started this
+    gc.disable()  # it would scan all entries repeatedly; none is in a cycle
+    url, runs = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
     storage = open_storage(url)
     for run in runs:
         pickle.dump(_parsed(storage, run), sys.stdout.buffer, protocol=pickle.HIGHEST_PROTOCOL)
@@ -108,7 +108,7 @@ def _columns(segments: Sequence[tuple[str, bytes]], steps: Sequence[dict[str, An
         key, last = segments[-1]
         return [(key, last.count(b"\n"), Columns.of(steps))]
     except _DAMAGE:
-        return list(segments)  # whoever reads them one by one finds which it is
+        return list(segments)  # the reader of single segments finds the damaged one
 
 
 if __name__ == "__main__":

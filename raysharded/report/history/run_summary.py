@@ -1,4 +1,4 @@
-"""A whole run, as its journal tells it: one frozen value. Pure."""
+"""A whole run, according to its journal: one frozen value. Pure."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ from raysharded.report.history.step_table import Steps
 from raysharded.report.history.wall_time import Times, Track
 
 Status = Literal["finished", "failed", "stopped", "unfinished"]
-"""unfinished: the newest driver is still at work, or died without a word."""
+"""unfinished: the newest driver is still at work, or exited without a final entry."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """Everything that the journal says of a run."""
+    """All information about a run in its journal."""
 
     run: str
     status: Status
     error: str
-    """Why it failed; empty otherwise."""
+    """The cause of failure; empty otherwise."""
     fingerprint: str
-    """Of the final state; empty unless the run finished."""
+    """Fingerprint of the final state; empty unless the run finished."""
     max_steps: int | None
     last_step: int
     """The newest step that was not lost."""
     exact: bool
     """Whether the run promises the same bits."""
     starts: int
-    """Drivers that have worked on the run: 1, and one more each time it was resumed."""
+    """Drivers that have worked on the run: 1, and one more for each resume."""
     versions: Mapping[str, str]
     steps: Steps
-    """Those that count, in order."""
+    """The steps that count, in order."""
     generations: tuple[GenerationRecord, ...]
     recoveries: tuple[Recovery, ...]
     worker_events: tuple[WorkerEvent, ...]
     avoided_nodes: tuple[AvoidedNode, ...]
     checkpoints: tuple[CheckpointRecord, ...]
-    """Also those that failed or were passed over."""
+    """Checkpoints, including failed and skipped ones."""
     failed_saves: int
-    """Checkpoints that could not be written since the newest that was."""
+    """Checkpoints that could not be written since the newest one that was."""
     failing: bool
-    """Whether those are so many that the run said so."""
+    """Whether the failed saves are so many that the run reported it."""
     differences: tuple[Difference, ...]
-    """Steps that were computed again with another result: none, if the promise holds."""
+    """Steps computed again with a different result: empty if the promise holds."""
     spans: tuple[Span, ...]
     skipped_steps: tuple[SkippedStep, ...]
     rewinds: tuple[Rewind, ...]
@@ -71,52 +71,53 @@ class RunSummary:
     last_at: float
     """Wall clock of the oldest and the newest entry."""
     times: Times
-    """Where the time between these two went."""
+    """Division of the time between these two entries."""
     track: Track
-    """Every step, those that were lost too, in order of time."""
+    """Every step, including lost ones, in order of time."""
     incidents: tuple[Incident, ...]
-    """What happened to it, in order of time."""
+    """The run's incidents, in order of time."""
     starting_cpu_s: float
-    """CPU seconds that all workers took to start, for imports above all. On shared cores the others miss them."""
+    """CPU seconds that all workers took to start, mostly for imports. On shared cores they slow down the other
+    workers."""
 
     @property
     def preemptions(self) -> int:
-        """Workers that were told to leave; they are no losses."""
+        """Workers that left with notice; they are not losses."""
         return sum(event.what == "leaving" for event in self.worker_events)
 
     @property
     def workers_by_step(self) -> dict[int, int]:
-        """Step -> how many workers computed it."""
+        """Step -> the number of workers that computed it."""
         return dict(zip(self.steps.whole("step").tolist(), self.steps.whole("workers").tolist(), strict=True))
 
     @property
     def evaluated(self) -> Steps:
-        """Those of the steps that were evaluated."""
+        """The steps with an evaluation."""
         return self.steps.with_any("evaluation")
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds that drivers were at work, without pauses that were asked for."""
+        """Seconds that drivers were at work, without requested pauses."""
         return self.times.at_work_s
 
     @property
     def goodput(self) -> float:
-        """The part of the time at work that was spent on steps that count; NaN before the first."""
+        """The share of the time at work that was spent on steps that count; NaN before the first."""
         return self.times.goodput if self.steps else math.nan
 
     @property
     def weight(self) -> float:
-        """The loss's weights, added up: the tokens (or samples) trained on."""
+        """The sum of the loss's weights: the tokens (or samples) trained on."""
         return math.fsum(self.steps.real("weight").tolist())
 
     @property
     def weight_per_s(self) -> float:
-        """Tokens (or samples) per second at work, starting and recovering included; NaN without a time."""
+        """Tokens (or samples) per second at work, including starts and recoveries; NaN without a time."""
         return self.weight / self.elapsed_s if self.elapsed_s > 0 else math.nan
 
     @property
     def slowest(self) -> WorkerEvent | None:
-        """The worker that was last found to be slower than its peers."""
+        """The worker that was most recently found to be slower than its peers."""
         return next((event for event in reversed(self.worker_events) if event.what == "slow"), None)
 
     @property
@@ -126,5 +127,5 @@ class RunSummary:
 
     @property
     def late(self) -> tuple[CheckpointRecord, ...]:
-        """Those that were left out because the one before was still being written."""
+        """Checkpoints skipped because the previous one was still being written."""
         return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.late)

@@ -1,7 +1,7 @@
-"""The steps of a run as columns: a journal of a million of them is read in seconds and kept in some hundred bytes each.
+"""The steps of a run as columns: a million steps are read in seconds, and take some hundred bytes each.
 
-`StepLog` takes the journal's entries as they come and checks each field. `Steps` are some of its steps, in any order:
-a sequence of `StepRecord`s, which are made when they are looked at, and whole columns as arrays.
+`StepLog` takes the journal's entries in order and checks each field. `Steps` are some of its steps, in any order: a
+sequence of `StepRecord`s, which are created on access, and whole columns as arrays.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _values: Callable[[Mapping[str, Any]], Iterable[Any]] = methodcaller("values")
 
 
 def step_record(entry: Entry, at: float) -> StepRecord:
-    """Of one entry, as made at `at`. Raises as `StepLog.extend` does."""
+    """The record of one entry, made at `at`. Raises as `StepLog.extend` does."""
     log = StepLog()
     log.extend([{**entry, "at": at}])
     return log.record(0)
@@ -46,20 +46,20 @@ def step_record(entry: Entry, at: float) -> StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Some steps, checked, as `StepLog` keeps them. Can be sent to other processes."""
+    """Some steps, checked, in the format of `StepLog`. Can be sent to other processes."""
 
     whole: tuple[array[int], ...]
     real: tuple[array[float], ...]
     words: tuple[array[int], ...]
     """Both words of the digests."""
     groups: tuple[tuple[list[tuple[str, ...]], array[int], array[float]], ...]
-    """For each its shapes, the shape of each step, and all values."""
+    """For each group: its shapes, the shape of each step, and all values."""
 
     @classmethod
     def of(cls, entries: Sequence[Entry]) -> Columns:
-        """From journal entries of kind `step`, of which there is one at least.
+        """The columns of one or more journal entries of kind `step`.
 
-        Raises KeyError, TypeError or ValueError if one of them lacks what it must have.
+        Raises KeyError, TypeError or ValueError if an entry lacks a required field.
         """
         try:
             *columns, digests = zip(*map(_fields, entries), strict=True)
@@ -84,7 +84,7 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, ...]], ar
 
 
 class StepLog:
-    """Every step that was recorded, in that order; a step that was computed again is there again."""
+    """Every recorded step, in that order; a step computed again occurs again."""
 
     def __init__(self) -> None:
         self._whole: dict[Whole, array[int]] = {name: array("q") for name in _WHOLE}
@@ -96,14 +96,14 @@ class StepLog:
         return len(self._real["at"])
 
     def extend(self, entries: Sequence[Entry]) -> range:
-        """Add journal entries of kind `step`; returns which they are.
+        """Add journal entries of kind `step`; returns their indices.
 
-        Raises KeyError, TypeError or ValueError, and adds nothing, if one of them lacks what it must have.
+        Raises KeyError, TypeError or ValueError, and adds nothing, if an entry lacks a required field.
         """
         return self.add(Columns.of(entries)) if entries else range(len(self), len(self))
 
     def add(self, columns: Columns) -> range:
-        """Add some steps; returns which they are."""
+        """Add some steps; returns their indices."""
         begin = len(self)
         for column, new in zip((*self._whole.values(), *self._words), (*columns.whole, *columns.words), strict=True):
             column.extend(new)
@@ -114,14 +114,14 @@ class StepLog:
         return range(begin, len(self))
 
     def number(self, index: int) -> int:
-        """Which step that is."""
+        """The number of the step."""
         return self._whole["step"][index]
 
     def generation(self, index: int) -> int:
         return self._whole["generation"][index]
 
     def generations(self, indices: range) -> set[int]:
-        """All that any of them is of."""
+        """The generations of these steps."""
         return set(self._whole["generation"][indices.start : indices.stop])
 
     def at(self, index: int) -> float:
@@ -131,7 +131,7 @@ class StepLog:
         return sum(self._groups["seconds"].values_of(index))
 
     def record(self, index: int) -> StepRecord:
-        """With a KeyError, IndexError or so for an index that is none, as arrays have it."""
+        """The record of a step. Raises IndexError for an invalid index."""
         fields: dict[str, Any] = {name: column[index] for name, column in self._whole.items()}
         fields |= {name: column[index] for name, column in self._real.items()}
         fields |= {name: group.row(index) for name, group in self._groups.items()}
@@ -142,17 +142,17 @@ class StepLog:
         return np.array(self._whole["step"][indices.start : indices.stop], dtype=np.int64)
 
     def moments(self, indices: range) -> Floats:
-        """When they were recorded: wall clock, in seconds."""
+        """The times when these steps were recorded: wall clock, in seconds."""
         return np.array(self._real["at"][indices.start : indices.stop], dtype=np.float64)
 
     def all(self) -> Steps:
-        """Those that are there now."""
+        """All steps so far."""
         return Steps(self, np.arange(len(self)))
 
     def chosen(self, indices: Int64s) -> Steps:
         return Steps(self, indices)
 
-    # -- whole columns, of all that is there now --
+    # -- whole columns, of all steps so far --
 
     def whole(self, name: Whole) -> Int64s:
         return np.array(self._whole[name], dtype=np.int64)
@@ -169,14 +169,14 @@ class StepLog:
 
 
 class Steps(Sequence[StepRecord]):
-    """Some steps of a log, in an order of their own. Columns have one value for each."""
+    """Some steps of a log, in any order. Columns have one value for each."""
 
     def __init__(self, log: StepLog, indices: Int64s) -> None:
         self._log, self.indices = log, indices
 
     @classmethod
     def of(cls, entries: Sequence[Entry]) -> Steps:
-        """Of journal entries. Raises as `StepLog.extend` does."""
+        """The steps of journal entries. Raises as `StepLog.extend` does."""
         log = StepLog()
         log.extend(entries)
         return log.all()
@@ -218,27 +218,27 @@ class Steps(Sequence[StepRecord]):
         return low[self.indices], high[self.indices]
 
     def names(self, group: Group) -> list[str]:
-        """That any of them has, in the order in which they were first seen."""
+        """The names that occur in any of the steps, in order of first appearance."""
         return self._log.group(group).names(self.indices)
 
     def named(self, group: Group, name: str) -> Floats:
-        """NaN where a step has no such number."""
+        """The values of a name; NaN if a step has no such number."""
         return self._log.group(group).column(name)[self.indices]
 
     def has(self, group: Group, name: str) -> npt.NDArray[np.bool_]:
         return self._log.group(group).has(name)[self.indices]
 
     def with_any(self, group: Group) -> Steps:
-        """Those that have any such number."""
+        """The steps that have any number of the group."""
         return Steps(self._log, self.indices[self._log.group(group).counts()[self.indices] > 0])
 
     def total_s(self) -> Floats:
-        """Seconds that each took, all phases together, as one worker measured them."""
+        """Seconds that each step took, all phases together, as measured by one worker."""
         return self._log.group("seconds").sums()[self.indices]
 
 
 class _Named:
-    """Per step some numbers by name. Steps with the same names in the same order have one shape."""
+    """Numbers by name for each step. Steps with the same names in the same order have one shape."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str, ...], int] = {}
@@ -246,11 +246,11 @@ class _Named:
         self._of: array[int] = array("q")
         """Step -> its shape."""
         self._begins: array[int] = array("q")
-        """Step -> where its values begin."""
+        """Step -> the index of its first value."""
         self._values: array[float] = array("d")
 
     def extend(self, shapes: Sequence[tuple[str, ...]], of: Sequence[int], values: array[float]) -> None:
-        """`of`: for each step which of the `shapes` it has."""
+        """Add steps. `of`: each step's index in `shapes`."""
         for shape in shapes:
             if shape not in self._numbers:
                 self._numbers[shape] = len(self._shapes)
@@ -276,7 +276,7 @@ class _Named:
 
     def column(self, name: str) -> Floats:
         found = np.full(len(self._of), np.nan)
-        values = np.asarray(self._values)  # not a copy, as they are many; it is gone before more can be added
+        values = np.asarray(self._values)  # not a copy, as they are many; it is released before more can be added
         for rows, places in self._places(name):
             found[rows] = values[places]
         return found
@@ -288,12 +288,12 @@ class _Named:
         return found
 
     def counts(self) -> Int64s:
-        """How many numbers each step has."""
+        """The number of values of each step."""
         lengths = np.array([len(names) for names in self._shapes], dtype=np.int64)
         return lengths[np.array(self._of, dtype=np.int64)]
 
     def sums(self) -> Floats:
-        """Added from the first to the last, as `sum` does."""
+        """The sum of each step's values, added from the first to the last, as `sum` does."""
         found, values = np.zeros(len(self._of)), np.asarray(self._values)
         for names, rows, begins in self._by_shape():
             for place in range(len(names)):
@@ -301,13 +301,13 @@ class _Named:
         return found
 
     def _places(self, name: str) -> Iterator[tuple[Int64s, Int64s]]:
-        """Of each shape that has the name: its steps, and where the values are."""
+        """For each shape that has the name: its steps, and the indices of the values."""
         for names, rows, begins in self._by_shape():
             if name in names:
                 yield rows, begins + names.index(name)
 
     def _by_shape(self) -> Iterator[tuple[tuple[str, ...], Int64s, Int64s]]:
-        """Of each shape: its names, its steps, and where the values of each begin."""
+        """For each shape: its names, its steps, and the index of each step's first value."""
         shapes, begins = np.array(self._of, dtype=np.int64), np.array(self._begins, dtype=np.int64)
         by_shape = np.argsort(shapes, kind="stable")
         first = 0
@@ -322,19 +322,19 @@ def _whole_numbers(values: Sequence[Any]) -> array[int]:
 
 
 def _words(texts: Sequence[str]) -> array[int]:
-    """Numbers of 64 bits that are written as hexadecimal text."""
+    """The 64-bit numbers of hexadecimal texts."""
     if set(map(len, texts)) == {_WORD_DIGITS}:
         with suppress(ValueError):
             found = array("Q", bytes.fromhex("".join(texts)))
             if sys.byteorder == "little":
                 found.byteswap()
-            if len(found) == len(texts):  # `fromhex` passes over spaces
+            if len(found) == len(texts):  # `fromhex` ignores spaces
                 return found
     return array("Q", [int(text, 16) for text in texts])
 
 
 def _real_numbers(values: Sequence[Any]) -> array[float]:
-    """ "nan" and "inf" are written as text."""
+    """Floating-point values; "nan" and "inf" may be texts."""
     return _converted("d", values, float)
 
 

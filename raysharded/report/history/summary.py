@@ -1,8 +1,8 @@
-"""A run as its journal tells it: entries folded into one frozen value. Pure.
+"""A journal's entries folded into one frozen summary of the run. Pure.
 
-A step may appear more than once: what was computed after the step that a generation goes on from is computed again,
-and its last entry counts. The earlier ones are kept long enough to be compared: in exact mode every number of a
-step that is computed again must be the same.
+A step may appear more than once: steps after the one from which a generation continues are computed again, and the last
+entry of each counts. Earlier entries are kept until they are compared: in exact mode every number of a step computed
+again must be the same.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from raysharded.report.history.wall_time import MICRO
 
 
 def summarise(journal: Iterable[Entry]) -> RunSummary:
-    """The summary of a run's entries, oldest first. Unknown kinds are passed over.
+    """The summary of a run's entries, oldest first. Unknown kinds are ignored.
 
-    Raises KeyError, TypeError or ValueError for entries without what their kind must have.
+    Raises KeyError, TypeError or ValueError for entries without the fields of their kind.
     """
     fold = Fold()
     for entry in journal:
@@ -48,7 +48,7 @@ def summarise(journal: Iterable[Entry]) -> RunSummary:
 
 @dataclass
 class Fold:
-    """The state while entries are read, oldest first: what `summarise` does, entry by entry."""
+    """The state while entries are read, oldest first: the work of `summarise`, entry by entry."""
 
     run: str = ""
     status: Status = "unfinished"
@@ -60,13 +60,13 @@ class Fold:
     starts: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     members: frozenset[int] | None = None
-    """Of the newest generation of this driver that was formed."""
+    """Members of this driver's newest formed generation."""
     current: dict[int, int] = field(default_factory=dict)
-    """Step -> which of the log's counts."""
+    """Step -> index of the log's entry that counts."""
     dropped: dict[int, int] = field(default_factory=dict)
-    """Those that are lost, and not computed again so far."""
+    """Lost steps that were not computed again so far."""
     highest: int = 0
-    """No step of a higher number was ever done."""
+    """The highest number of any finished step."""
     starting_cpu_s: float = 0.0
     generations: list[GenerationRecord] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Fold:
     avoided_nodes: list[AvoidedNode] = field(default_factory=list)
     checkpoints: list[CheckpointRecord] = field(default_factory=list)
     saved: int = 0
-    """The newest step that a checkpoint was written of."""
+    """The newest step with a written checkpoint."""
     failed_saves: int = 0
     failing: bool = False
     differences: list[Difference] = field(default_factory=list)
@@ -84,11 +84,11 @@ class Fold:
 
     @property
     def log(self) -> StepLog:
-        """Every step so far, also those that are lost."""
+        """Every step so far, including lost ones."""
         return self.chronicle.log
 
     def add(self, entry: Entry) -> None:
-        """Raises KeyError, TypeError or ValueError for an entry without what its kind must have."""
+        """Add an entry. Raises KeyError, TypeError or ValueError for an entry without the fields of its kind."""
         if entry["kind"] == "step":
             self.add_steps([entry])
             return
@@ -147,12 +147,12 @@ class Fold:
                 self.fingerprint = str(entry.get("fingerprint") or "")
 
     def add_steps(self, steps: Sequence[Entry]) -> None:
-        """As `add` of each, which are all of kind `step`: many at once take a fraction of the time. Adds nothing if one
-        of them is wrong."""
+        """Add entries of kind `step`, as `add` does: many at once take a fraction of the time. Adds nothing if one of
+        them is invalid."""
         self._added(self.log.extend(steps))
 
     def add_columns(self, columns: Columns) -> None:
-        """As `add_steps` with what the columns were made of."""
+        """As `add_steps`, for checked columns."""
         self._added(self.log.add(columns))
 
     def _added(self, indices: range) -> None:
@@ -164,7 +164,7 @@ class Fold:
             self._step(index)
 
     def _goes_on(self, indices: range) -> bool:
-        """Whether they are new, each the next, and of one generation, as steps nearly always are."""
+        """True if the steps are new, consecutive, and of one generation, as nearly always."""
         log = self.log
         if self.dropped or log.number(indices[0]) <= self.highest:
             return False
@@ -182,13 +182,13 @@ class Fold:
         known = self.spans[-1].num_samples if self.spans else None
         kept = [replace(span, last_step=min(span.last_step, step)) for span in self.spans]
         self.spans = [span for span in kept if span.first_step <= span.last_step]
-        # open-ended until the next start; its number of samples is news of the first worker that is ready
+        # open-ended until the next start; the first ready worker reports its number of samples
         order = number_of(str(entry.get(KEY, "")), "order")
         self.spans.append(_open_span(first_step=step + 1, batch=entry.get("batch"), num_samples=known, order=order))
 
     def _go_on_after(self, step: int) -> None:
-        """What was computed after `step` is lost; what was lost up to it counts after all, if a checkpoint of it became
-        real meanwhile."""
+        """Continue after `step`. Later steps are lost. Lost steps up to it count after all, if a checkpoint of it was
+        committed meanwhile."""
         for number in [number for number in self.dropped if number <= step and number not in self.current]:
             self.current[number] = self.dropped.pop(number)
             self.chronicle.lost(-self.log.total_s(self.current[number]))
@@ -198,13 +198,13 @@ class Fold:
         self.step = step
 
     def _done_after(self, step: int) -> list[int]:
-        """The steps after that one which count so far, without a look at all that came before."""
+        """The steps after `step` that count so far, without a scan of all earlier ones."""
         if self.highest - step > len(self.current):
             return [number for number in self.current if number > step]
         return [number for number in range(step + 1, self.highest + 1) if number in self.current]
 
     def _take_back(self, step: int, *, asked: bool = False) -> None:
-        """What was computed after `step` is lost, or undone, and what comes in its place need not be the same."""
+        """Return to `step`: later steps are lost, or undone, and their replacements need not have the same results."""
         self._go_on_after(min(step, self.step))
         if asked:
             self.chronicle.undo(index for number, index in self.dropped.items() if number > step)
@@ -245,7 +245,7 @@ class Fold:
     def _step(self, index: int) -> None:
         number = self.log.number(index)
         before = self.dropped.pop(number, None)
-        before = self.current.get(number, before)  # reported again without a generation between
+        before = self.current.get(number, before)  # reported again without a generation in between
         if before is not None:
             earlier, record = self.log.record(before), self.log.record(index)
             differing = differing_fields(earlier, record, exact=self.exact)
@@ -257,7 +257,7 @@ class Fold:
         self.chronicle.add_step(index)
 
     def _more_steps(self, indices: range) -> None:
-        """Those that follow on the one before."""
+        """Add consecutive steps."""
         numbers = self.log.numbers(indices).tolist()
         self.current.update(zip(numbers, indices, strict=True))
         self.step = self.highest = numbers[-1]
@@ -289,7 +289,7 @@ class Fold:
         )
 
     def steps(self) -> Steps:
-        """Those that count, in order."""
+        """The steps that count, in order."""
         many = len(self.current)
         numbers, indices = (
             np.fromiter(column, dtype=np.int64, count=many) for column in (self.current, self.current.values())
@@ -336,7 +336,8 @@ class Fold:
 
 
 def differing_fields(before: StepRecord, after: StepRecord, *, exact: bool) -> tuple[str, ...]:
-    """What must be the same when a step is computed again, and is not. Without exactness only what was read must be."""
+    """The fields that differ although they must be the same when a step is computed again. Without exactness only the
+    samples read must be the same."""
     names = ("loss", "weight", "gradient_norm", "digest", "reads") if exact else ("digest", "reads")
     return tuple(name for name in names if repr(getattr(before, name)) != repr(getattr(after, name)))  # NaN is NaN
 
@@ -346,7 +347,7 @@ def _open_span(*, first_step: int, batch: Mapping[str, int] | None, num_samples:
 
 
 def _merged(spans: list[Span]) -> list[Span]:
-    """Neighbours with the same order of samples as one."""
+    """The spans, with neighbours of the same sample order merged."""
     merged: list[Span] = []
     for span in spans:
         same = merged and replace(merged[-1], first_step=0, last_step=0) == replace(span, first_step=0, last_step=0)

@@ -20,7 +20,7 @@ GOOD, BAD, DIM = "green", "bold red", "dim"
 
 
 def facts_table() -> Table:
-    """An empty table of two columns, what and how much, without lines."""
+    """An empty table of two columns, name and value, without lines."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style=DIM, no_wrap=True)
     table.add_column(overflow="fold")
@@ -28,12 +28,12 @@ def facts_table() -> Table:
 
 
 def verdict(*, good: bool, text: str) -> Text:
-    """A fact that is either as promised or not."""
+    """A fact in the colour of success or failure."""
     return Text(text, style=GOOD if good else BAD)
 
 
 def run_table(summary: RunSummary) -> Table:
-    """The run as a whole: how far it came, with how many workers, how fast."""
+    """The run as a whole: its progress, workers and speed."""
     table = facts_table()
     of = f" of {summary.max_steps}" if summary.max_steps is not None else ""
     state = verdict(good=summary.status != "failed", text=summary.status)
@@ -77,13 +77,13 @@ def run_table(summary: RunSummary) -> Table:
 
 
 def add_numbers(table: Table, summary: RunSummary) -> None:
-    """What went wrong with numbers, and what was audited, if anything."""
+    """Add rows on wrong numbers and audits, if there are any."""
     if summary.skipped_steps:
         steps = listing([str(skipped.step) for skipped in summary.skipped_steps])
         table.add_row("left out", f"step {steps}: a loss or gradient that was not finite")
     for rewind in summary.rewinds:
         past = f", past {count(rewind.samples, 'sample')}" if rewind.samples or not rewind.asked else ""
-        asked = ", as was asked for" if rewind.asked else ""
+        asked = ", as requested" if rewind.asked else ""
         what = f"back to step {rewind.to_step} from step {rewind.step}{asked}{past}"
         table.add_row("rewound", what)
     for change in summary.arithmetic_changes:
@@ -121,7 +121,7 @@ def _times(summary: RunSummary) -> str:
 
 
 def time_table(times: Times) -> Table:
-    """Where the time went."""
+    """The division of the run's time."""
     table = Table(title="time", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("part", no_wrap=True)
     table.add_column("took", justify="right", no_wrap=True)
@@ -135,7 +135,7 @@ def time_table(times: Times) -> Table:
 
 
 def incident_table(incidents: Sequence[Incident]) -> Table:
-    """What happened, in order; of very many, those that cost most."""
+    """The incidents in order; if there are very many, those with the highest cost."""
     table = Table(title="incidents", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("at", justify="right", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
@@ -151,8 +151,8 @@ def incident_table(incidents: Sequence[Incident]) -> Table:
 
 
 def recovery_table(recoveries: Sequence[Recovery], *, found_s: Sequence[float] | None = None) -> Table:
-    """One row per recovery. `found_s`: seconds from each loss until it was found, where that is known; then the
-    total counts from the loss, otherwise from when it was found."""
+    """One row per recovery. `found_s`: seconds from each loss to its detection, if known. The total then begins at the
+    loss, otherwise at the detection."""
     table = Table(title="recoveries", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("lost")
     times = ["aborted", "resharded", "first step", "total"]
@@ -174,7 +174,7 @@ def recovery_table(recoveries: Sequence[Recovery], *, found_s: Sequence[float] |
 
 
 def worker_table(summary: RunSummary) -> Table:
-    """Who left and who came, in order."""
+    """The workers that left or joined, in order."""
     table = Table(title="workers", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("step", justify="right")
     table.add_column("worker", justify="right")
@@ -186,7 +186,7 @@ def worker_table(summary: RunSummary) -> Table:
 
 
 def node_table(nodes: Sequence[AvoidedNode]) -> Table:
-    """The nodes that got no new workers any more."""
+    """The nodes that get no new workers."""
     table = Table(title="avoided nodes", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("step", justify="right")
     table.add_column("node", no_wrap=True)
@@ -199,7 +199,7 @@ def node_table(nodes: Sequence[AvoidedNode]) -> Table:
 
 
 def checkpoint_table(checkpoints: Sequence[CheckpointRecord]) -> Table:
-    """What was written, could not be written, or was passed over."""
+    """The checkpoints that were written, failed, or were skipped."""
     table = Table(title="checkpoints", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("step", justify="right")
     table.add_column("when", no_wrap=True)

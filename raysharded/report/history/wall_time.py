@@ -1,10 +1,10 @@
-"""Where the wall time of a run went: a partition of it, from the moments of its journal's entries. Pure.
+"""A partition of a run's wall time, from the times of its journal's entries. Pure.
 
-Moments are whole microseconds since the run's first entry, so that the parts add up to the whole exactly. They never go
-back: an entry that a driver with a slower clock made counts as made at the newest moment before.
+Moments are whole microseconds since the run's first entry, so that the parts add up exactly. They never decrease: an
+entry from a driver with a slower clock gets the newest moment before it.
 
-Between two `formed` with steps after them lies a stretch of training and then a gap. In a stretch every moment belongs
-to the step that ended next; in a gap to what the entries in it say, in order.
+Between two `formed` entries with steps after them there is a stretch of training and then a gap. In a stretch every
+moment belongs to the step that ended next. In a gap the entries in it determine the part, in order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Part: TypeAlias = Literal[
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
 _FATES: tuple[Part, ...] = ("lost", "computing", "undone")
-"""What a step's time was spent on."""
+"""The parts to which a step's time may belong."""
 MEANING: dict[Part, str] = {
     "computing": "steps that count",
     "lost": "steps that were lost, broken off or not yet done, until that was noticed",
@@ -63,7 +63,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """How long each part took, in microseconds; their sum is the time from the first entry to the newest."""
+    """The duration of each part, in microseconds; their sum is the time from the first entry to the newest."""
 
     parts: dict[Part, int]
 
@@ -77,7 +77,7 @@ class Times:
 
     @property
     def at_work_s(self) -> float:
-        """Seconds in which a driver was there, and nobody had paused the run."""
+        """Seconds in which a driver existed and the run was not paused on request."""
         return self._at_work / MICRO
 
     @property
@@ -92,56 +92,56 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Track:
-    """Every step that was computed, in order of time, those that were lost too; and what lay between."""
+    """Every computed step, in order of time, including lost ones; and the intervals between them."""
 
     records: Steps
     begins: array[Moment]
-    """When each began: the end of the one before, or when its generation held the state."""
+    """The begin of each step: the end of the previous one, or the moment when its generation held the state."""
     ends: array[Moment]
     counts: bytearray
-    """1 if it counts, 0 if it was lost or undone."""
+    """1 for a step that counts, 0 for a lost or undone one."""
     undone: bytearray
-    """1 if somebody took it back."""
+    """1 for a step undone on request."""
     pieces: Sequence[Piece]
-    """In order, without gaps; a checkpoint that a step waited for is not told apart here."""
+    """The pieces in order, without gaps; waits of a step for a checkpoint are not separate here."""
 
 
 @dataclass
 class Session:
-    """What one driver's entries say about time. Moments do not go back."""
+    """One driver's entries about time. Moments never decrease."""
 
     begin: Moment
     end: Moment
     max_steps: int | None = None
     notes: list[tuple[Moment, What]] = field(default_factory=list)
     first: int = 0
-    """Where its steps begin in the log; they are all that follow, as many as `moments`."""
+    """Index of the session's first step in the log; `moments` has one value for each of its steps."""
     newest: int | None = None
-    """The number of its newest step."""
+    """The number of the session's newest step."""
     generation: int | None = None
-    """That did it."""
+    """The generation of the newest step."""
     moments: array[int] = field(default_factory=lambda: array("q"))
-    """When each step was recorded."""
+    """The moment when each step was recorded."""
     stretches: list[tuple[int, int]] = field(default_factory=list)
-    """Of each membership that did a step: how many steps, and how many notes, came before."""
+    """For each membership that did a step: the numbers of steps and notes before it."""
 
     def note(self, what: What, at: Moment) -> None:
         self.notes.append((at, what))
 
     def step(self, number: int, generation: int, at: Moment) -> None:
-        """The next of the log was recorded."""
+        """The log's next step was recorded."""
         if self.generation != generation:
             self.stretches.append((len(self.moments), len(self.notes)))
         self.newest, self.generation = number, generation
         self.moments.append(at)
 
     def more_steps(self, newest: int, at: Iterable[Moment]) -> None:
-        """The next of the log, of the same generation as the one before."""
+        """The log's next steps were recorded, all of the previous step's generation."""
         self.newest = newest
         self.moments.extend(at)
 
     def found(self, at: Moment) -> None:
-        """A loss was noticed at `at`, which becomes known only now: put it among the notes."""
+        """A loss was detected at `at`, which is known only now: insert it into the notes."""
         place = len(self.notes)
         while place and self.notes[place - 1][0] > at:
             place -= 1
@@ -152,8 +152,8 @@ class Session:
 def partition(
     sessions: Sequence[Session], log: StepLog, counted: Iterable[int], undone: Iterable[int] = ()
 ) -> tuple[Times, Track]:
-    """Where all the time went. `log`: the sessions' steps; `counted`: which of them have results that count; `undone`:
-    which of them somebody took back."""
+    """The partition of all the time. `log`: the sessions' steps; `counted`: indices of steps whose results count;
+    `undone`: indices of steps undone on request."""
     walk = _Walk(log.all(), counted, undone)
     for session in sessions:
         walk.spend("no driver", session.begin)
@@ -162,7 +162,7 @@ def partition(
 
 
 class _Walk:
-    """Goes through time once, and says of every moment what it was spent on."""
+    """One pass through time that assigns every moment to a part."""
 
     def __init__(self, steps: Steps, counted: Iterable[int], undone: Iterable[int]) -> None:
         self.now: Moment = 0
@@ -183,7 +183,7 @@ class _Walk:
         )
 
     def spend(self, part: Part, until: Moment) -> None:
-        """All from now until then."""
+        """Assign the time from now until `until`."""
         if until <= self.now:
             return
         self.parts[part] += until - self.now
@@ -207,13 +207,13 @@ class _Walk:
         self.gap(after, until=session.end, kind="done" if done else "inner" if session.moments else "first")
 
     def steps(self, session: Session, first: int, last: int) -> None:
-        """The steps of a stretch. Several may be recorded at once: each ended no later than its successor began."""
+        """The steps of a stretch. If several are recorded at once, each ended no later than its successor began."""
         if first == last:
             return
         rows = slice(session.first + first, session.first + last)
         took, waited, fates = np.cumsum(self._took[rows]), self._waited[rows], self._fates[rows]
         recorded = np.array(session.moments[first:last], dtype=np.int64)
-        # the end of each is the least of what it was recorded at, and its successor's end less what that one took
+        # each end is the minimum of its recording time and its successor's end minus the successor's duration
         ends = np.minimum.accumulate((recorded - took)[::-1])[::-1] + took
         untils = np.maximum.accumulate(np.maximum(ends, self.now))
         begins = np.concatenate(([self.now], untils[:-1]))
@@ -229,9 +229,9 @@ class _Walk:
     def gap(
         self, notes: Sequence[tuple[Moment, What]], *, until: Moment, kind: Literal["first", "inner", "done"]
     ) -> None:
-        """What lies between two stretches, before the first one, or after the last step of all."""
+        """The time between two stretches, before the first one, or after the last step of all."""
         forming: Part = "starting" if kind == "first" else "resharding"
-        training: Part = "checkpointing" if kind == "done" else "lost"  # a step that is broken off, or not done yet
+        training: Part = "checkpointing" if kind == "done" else "lost"  # a step that is interrupted, or not done yet
         sign = next((what for _, what in notes if what in ("found", "paused", "generation")), None)
         before: dict[What | None, Part] = {"generation": "resharding", "paused": "paused"}
         part = "starting" if kind == "first" else before.get(sign, training)
@@ -240,7 +240,7 @@ class _Walk:
             if what == "found":
                 forming = "recovering"
             if part == "paused" and what != "resume":
-                continue  # what happens in a pause takes nobody's time
+                continue  # events in a pause cost no time
             match what:
                 case "found":
                     part = forming
@@ -258,10 +258,10 @@ class _Walk:
 
 
 def _is_done(session: Session) -> bool:
-    """Whether its last step was the run's."""
+    """True if the session's last step is the run's last step."""
     return session.newest is not None and session.newest == session.max_steps
 
 
 def _in_micros(seconds: Floats) -> Int64s:
-    """Whole microseconds; none for what is not finite."""
+    """Whole microseconds; 0 for non-finite values."""
     return np.rint(np.nan_to_num(seconds, nan=0.0, posinf=0.0, neginf=0.0) * MICRO).astype(np.int64)

@@ -1,1 +1,1 @@
-"""A run while it goes on."""
+"""Views of a running run."""

@@ -1,4 +1,4 @@
-"""A run while it goes on, from its storage alone: what changes, as it is written."""
+"""The changes of a running run, from its storage alone, as they are written."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from raysharded.report.overview import MEANING, RunOverview, State, look
 from raysharded.report.recent import entries_of
 
 OVER = ("finished", "stopped", "failed", "ended", "damaged")
-"""States after which nothing happens until somebody starts the run again."""
+"""States after which nothing happens until the run is started again."""
 LOOK_EVERY_S = 10.0
-"""Who is at work is looked at so often while the journal does not change."""
+"""Seconds between checks of the driver while the journal does not change."""
 
 
 def follow(
@@ -27,9 +27,9 @@ def follow(
     pause: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.time,
 ) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """What is new after every look: journal entries, and entries of kind `state` with `state` and `meaning`.
+    """New data after every poll: journal entries, and entries of kind `state` with `state` and `meaning`.
 
-    One small request per look. Ends when the run's driver is not at work any more, at once if it is not now. Raises
+    One small request per poll. Ends when the run's driver is no longer at work, at once if it is not now. Raises
     StorageError.
     """
     state, next_segment, looked_at = glance.state, last_segment + 1, now()
@@ -54,7 +54,7 @@ def follow(
 
 
 def _stands_still(entries: Sequence[Mapping[str, Any]], before: bool) -> bool:
-    """Whether the run is paused after these entries."""
+    """True if the run is paused after these entries."""
     told = [STANDS_STILL[entry["kind"]] for entry in entries if entry["kind"] in STANDS_STILL]
     return told[-1] if told else before
 
@@ -64,7 +64,7 @@ def _state(state: State, at: float) -> dict[str, Any]:
 
 
 def _new_entries(storage: Storage, number: int) -> tuple[list[dict[str, Any]], int]:
-    """The entries of segments from `number` on, and the number after the last that is there."""
+    """The entries of segments from `number` on, and the number after the last existing segment."""
     found: list[dict[str, Any]] = []
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A run while it goes on: one live line, and one line that stays for everything that happens to it.
+"""Progress of a running run: one live line, and one permanent line for every event.
 
 On a terminal the live line is redrawn in place; elsewhere (a file, a job's log) it is printed every few seconds.
 """
@@ -20,10 +20,10 @@ from raysharded.quantities import count, duration, short
 from raysharded.report.live.tracker import Progress, Watched
 
 PLAIN_INTERVAL_S = 10.0
-"""Between two progress lines where they cannot be redrawn."""
+"""Seconds between two progress lines if they cannot be redrawn."""
 _REDRAW_INTERVAL_S = 0.1
 _GONE = (OSError, ValueError, SystemExit)
-"""What writing raises when the terminal or pipe was closed (rich ends the process then). The run must not end by it."""
+"""Errors of writing to a closed terminal or pipe (rich then ends the process). The run must survive them."""
 
 
 def progress_text(progress: Progress) -> str:
@@ -37,7 +37,7 @@ def progress_text(progress: Progress) -> str:
         parts.append(count(progress.workers, "worker"))
     if progress.doing:
         parts.append(progress.doing)
-    elif math.isfinite(progress.left_s):
+    elif math.isfinite(progress.left_s) and progress.left_s > 0:
         parts.append(f"{duration(max(1.0, round(progress.left_s)))} left")
     if progress.avoided:
         parts.append(f"{count(progress.avoided, 'node')} avoided")
@@ -47,7 +47,7 @@ def progress_text(progress: Progress) -> str:
 
 
 class LiveView:
-    """Shows a run from its journal entries. All calls from one thread; `close` is a must, also after an error."""
+    """Shows a run from its journal entries. All calls from one thread; `close` is mandatory, also after an error."""
 
     def __init__(self, console: Console, max_steps: int, clock: Clock, tokens_per_step: int | None = None) -> None:
         """`tokens_per_step`: to show tokens per second; otherwise samples, or steps, per second are shown."""
@@ -65,7 +65,7 @@ class LiveView:
         self.close()
 
     def on_entry(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """A journal entry was made. Unknown kinds are passed over."""
+        """Show a new journal entry. Unknown kinds are ignored."""
         lines = self._watched.take(kind, fields, self._clock.monotonic())
         if self._gone:
             return
@@ -77,18 +77,18 @@ class LiveView:
             self._gone = True
 
     def progress(self) -> Progress:
-        """What the live line says now."""
+        """The current content of the live line."""
         return self._watched.progress()
 
     def close(self) -> None:
-        """Leave the last line where it is and give the terminal back. May be called twice."""
+        """Keep the last line in place and release the terminal. May be called twice."""
         live, self._live = self._live, None
         if live is not None:
             live.update(self._line(), refresh=False)
             with contextlib.suppress(*_GONE):
                 live.stop()
 
-    # -- showing it --
+    # -- output --
 
     def _line(self) -> Text:
         return Text(progress_text(self.progress()), no_wrap=True, overflow="crop")

@@ -1,4 +1,4 @@
-"""A run on a terminal's screen, as those see it who watch it from elsewhere. Pure."""
+"""A run on the terminal's screen of a remote viewer. Pure."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _BARS = "▁▂▃▄▅▆▇█"
 _WIDE = 60
 """Characters of the bar and of the sparkline."""
 _MOST_WORKERS = 12
-"""Have a line each; of more, the slowest."""
+"""Maximum number of workers with a line each; if there are more, the slowest are shown."""
 _SHOWN = 5
 
 
 def screen(watched: Watched, standing: Standing | None, now: float) -> RenderableType:
-    """All of it. `now`: wall clock, in seconds; `standing`: None if it is not known."""
+    """The whole screen. `now`: wall clock, in seconds; `standing`: None if unknown."""
     parts: list[RenderableType] = [_head(watched, standing)]
     if standing is not None and standing.workers:
         parts += ["", _workers(standing)]
     for title, happened in (
         ("incidents", watched.incidents),
         ("checkpoints", watched.checkpoints),
-        ("asked for", watched.asked),
+        ("requests", watched.asked),
     ):
         if happened:
             parts += ["", _list(title, list(happened)[-_SHOWN:], now)]
@@ -41,7 +41,8 @@ def screen(watched: Watched, standing: Standing | None, now: float) -> Renderabl
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A line of at most so many characters, each as high as the mean of its part of the values; finite ones only."""
+    """A line of at most `width` characters; the height of each is the mean of its part of the values. Finite values
+    only."""
     if not values:
         return ""
     width = min(width, len(values))
@@ -80,7 +81,7 @@ def _bar(watched: Watched, standing: Standing | None) -> RenderableType:
 
 
 def _workers(standing: Standing) -> Table:
-    """Of very many those that take longest."""
+    """A line for each worker; if there are very many, for the slowest."""
     ranks = list(enumerate(standing.workers))
     shown = ranks
     if len(ranks) > _MOST_WORKERS:

@@ -1,4 +1,4 @@
-"""What people want to see of a run while it goes on, kept up to date entry by entry. Pure."""
+"""A running run's data for people, updated entry by entry. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from raysharded.quantities import count, listing, printable
 _WINDOW_S = 60.0
 _WINDOW_STEPS = 64
 _POINTS = 256
-"""Of the loss are kept, of however many steps."""
+"""Number of loss values kept, for any number of steps."""
 _HAPPENED = 8
 _ASKED = ("pause", "resume", "resize", "drain", "learning_rate", "reshard", "rewind", "stop")
-"""Kinds of entries that say what somebody asked for; with `_refused` that it could not be had."""
+"""Kinds of entries for requests; with `_refused`, for requests that were rejected."""
 
 
 class Standing(Protocol):
-    """Where a run stands, as its handle's `status()` has it."""
+    """The current state of a run, as returned by its handle's `status()`."""
 
     @property
     def name(self) -> str: ...
@@ -55,44 +55,44 @@ class Standing(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What the live line says."""
+    """The content of the live line."""
 
     doing: str
-    """What the run is about, when that is not training."""
+    """The run's activity, unless it is training."""
     step: int
     max_steps: int
-    """0: not known."""
+    """The run's last step; 0 if unknown."""
     loss: float | None
-    """None before the first step."""
+    """The newest loss; None before the first step."""
     rate: float
-    """Units per second; NaN if it is not known yet."""
+    """Units per second; NaN if unknown so far."""
     unit: str
     workers: int
     left_s: float
-    """Seconds to the end; NaN if not known."""
+    """Seconds to the end; NaN if unknown."""
     avoided: int = 0
     """Nodes that get no new workers."""
     warning: str = ""
-    """What must not be overlooked, for as long as it is so."""
+    """An important warning, for as long as it holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Happened:
-    """Something that happened to the run, or that somebody asked for."""
+    """An event of the run, or a request."""
 
     at: float
-    """In the clock of those who tell."""
+    """Time of the event, by the caller's clock."""
     text: str
     cost_s: float | None = None
-    """Seconds that it held up training; None: not known, or it did not."""
+    """Seconds that it held up training; None if unknown, or if it did not."""
 
 
 class Watched:
-    """The state while entries come, oldest first, from wherever somebody began to look."""
+    """The state while entries arrive, oldest first, from any point in the run."""
 
     def __init__(self, max_steps: int, tokens_per_step: int | None = None) -> None:
-        """`max_steps`: 0 if it is not known yet. `tokens_per_step`: to count tokens per second; otherwise samples, or
-        steps, are counted."""
+        """`max_steps`: 0 if unknown so far. `tokens_per_step`: to count tokens per second; otherwise samples, or steps,
+        are counted."""
         self._max_steps = max_steps
         self._per_step, self._unit = (tokens_per_step, "tokens") if tokens_per_step else (1, "steps")
         self._step, self._workers, self._doing = 0, 0, "starting workers"
@@ -101,29 +101,29 @@ class Watched:
         self._warning = ""
         self._steps_per_s = math.nan
         self._done: deque[tuple[float, int]] = deque(maxlen=_WINDOW_STEPS)
-        """(when, step) of the newest steps of this generation."""
+        """(time, step) of the newest steps of this generation."""
         self._done_at: float | None = None
-        """When the newest step was done."""
+        """The time when the newest step was done."""
         self._members: set[int] | None = None
-        """Of the newest generation that was formed."""
+        """Members of the newest formed generation."""
         self._forming: set[int] = set()
         self._ready: set[int] = set()
         self.losses = Curve()
         self.incidents: deque[Happened] = deque(maxlen=_HAPPENED)
-        """The newest."""
+        """The newest incidents."""
         self.asked: deque[Happened] = deque(maxlen=_HAPPENED)
-        """What somebody asked for lately."""
+        """The newest requests."""
         self.checkpoints: deque[Happened] = deque(maxlen=_HAPPENED)
 
     def take(self, kind: str, fields: Mapping[str, Any], at: float) -> list[str]:
-        """A journal entry was made; unknown kinds are passed over. Returns the lines that stay for it."""
+        """Take a new journal entry; unknown kinds are ignored. Returns its permanent lines."""
         found = (_line(kind, fields), self._take(kind, fields, at))
         lines = [printable(line) for line in found if line is not None]
         self._keep(kind, fields, at, lines)
         return lines
 
     def progress(self) -> Progress:
-        """What the live line says now."""
+        """The current content of the live line."""
         known = self._max_steps and self._steps_per_s > 0
         left = (self._max_steps - self._step) / self._steps_per_s if known else math.nan
         return Progress(
@@ -154,7 +154,7 @@ class Watched:
             self._done_at = at
 
     def _take(self, kind: str, fields: Mapping[str, Any], at: float) -> str | None:
-        """Keep what the line says; returns a line that stays, for what only a comparison tells."""
+        """Update the live line's content; returns a permanent line for changes that only a comparison reveals."""
         match kind:
             case "started":
                 self._max_steps = int(fields.get("max_steps") or self._max_steps)
@@ -223,7 +223,7 @@ class Watched:
 
 
 class Curve:
-    """A series in at most so many points, of which each stands for as many values: their mean."""
+    """A series in a limited number of points, each the mean of equally many values."""
 
     def __init__(self, points: int = _POINTS) -> None:
         self._most, self._each = points, 1
@@ -231,7 +231,7 @@ class Curve:
         self._sum, self._number = 0.0, 0
 
     def add(self, value: float) -> None:
-        """What is not finite is left out."""
+        """Add a value; non-finite values are ignored."""
         if not math.isfinite(value):
             return
         self._sum, self._number = self._sum + value, self._number + 1
@@ -245,7 +245,7 @@ class Curve:
 
 
 def _line(kind: str, fields: Mapping[str, Any]) -> str | None:
-    """None also for an entry of another version that says too little."""
+    """The line of an entry; None also for another version's entry without the needed fields."""
     try:
         return incident_text(kind, fields)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):

@@ -1,5 +1,5 @@
-"""A run that is watched from elsewhere: on a terminal its screen, redrawn in place; in a file or pipe a line for what
-happens, and one of progress every few seconds."""
+"""A remote view of a run: a screen redrawn in place on a terminal. In a file or pipe, a line per event, and one of
+progress every few seconds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from raysharded.report.live.screen import screen
 from raysharded.report.live.tracker import Standing, Watched
 
 Entry = Mapping[str, Any]
-"""With `kind` and `at`."""
+"""An entry with `kind` and `at`."""
 _REDRAW_S = 0.25
 _ASK_S = 1.0
-"""Where the run stands is asked so often."""
+"""Seconds between two queries of the run's status."""
 _PAST = 5
-"""Of what had happened before somebody began to look, so many lines are told."""
+"""Number of lines shown about events before the view began."""
 
 
 def view(
@@ -31,8 +31,7 @@ def view(
     *,
     now: Callable[[], float] = time.time,
 ) -> None:
-    """Show a run until there are no more batches; an empty one says that time has passed. What `status` raises ends
-    it."""
+    """Show a run until there are no more batches; an empty one marks the passage of time. Errors of `status` end it."""
     watched, standing, drawn_at, asked_at = Watched(status().max_steps), status(), 0.0, now()
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         for batch in batches:
@@ -47,8 +46,8 @@ def view(
 
 
 def lines(batches: Iterable[Sequence[Entry]], max_steps: int, *, past: bool = False) -> Iterator[str]:
-    """The same as lines, each with its time. `max_steps`: 0 if it is not known; `past`: the first batch is what had
-    happened before, of which the newest few are told. Entries of kind `state` have a `meaning`."""
+    """The view as lines, each with its time. `max_steps`: 0 if unknown. `past`: the first batch has earlier events, of
+    which only the newest few are shown. Entries of kind `state` have a `meaning`."""
     watched, told_at, step = Watched(max_steps), 0.0, 0
     for number, batch in enumerate(batches):
         found = [f"{moment(float(entry['at']))}  {line}" for entry in batch for line in _told(watched, entry)]

@@ -1,8 +1,8 @@
-"""What the page's charts draw: series, pieces of time and marks, thinned and rounded. Pure.
+"""Data of the page's charts: series, pieces of time and marks, thinned and rounded. Pure.
 
-Of each bucket of neighbours the lowest and the highest stay. A line drawn through them covers the same pixels as one
-through all points, as long as there are more buckets than pixels: no peak is lost (as in Jugel et al., "M4: A
-Visualization-Oriented Time Series Data Aggregation", VLDB 2014, without the first and last of each bucket).
+Of each bucket of neighbours the lowest and the highest value remain. A line through them covers the same pixels as one
+through all points, as long as there are more buckets than pixels: no peak is lost. (As in Jugel et al., "M4: A
+Visualization-Oriented Time Series Data Aggregation", VLDB 2014, without the first and last value of each bucket.)
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from raysharded.report.history.wall_time import MICRO, PARTS, Piece, Track
 
 def extremes(values: Sequence[float] | Floats, buckets: int) -> list[int]:
     """At most `3 * buckets + 2` indices, ascending: the first and the last, and of each bucket the lowest, the highest,
-    and the first that is not finite. All of them, if they are no more than `2 * buckets`.
+    and the first non-finite value. All indices, if they are no more than `2 * buckets`.
 
-    Law: the kept values have the same minimum and maximum as all of any bucket.
+    Law: the kept values of any bucket have the same minimum and maximum as all its values.
     """
     number = len(values)
     if number <= 2 * buckets:
@@ -37,8 +37,8 @@ def extremes(values: Sequence[float] | Floats, buckets: int) -> list[int]:
 
 
 def changes(values: Sequence[float] | Floats, buckets: int) -> list[int]:
-    """Where a stepwise series changes, with the point before each change, the first and the last; thinned as
-    `extremes` does if that is too much."""
+    """The changes of a stepwise series, with the point before each change, the first and the last; thinned as by
+    `extremes` if there are too many."""
     series = np.asarray(values, dtype=np.float64)
     number = len(series)
     at = np.flatnonzero(series[1:] != series[:-1]) + 1
@@ -50,7 +50,7 @@ def changes(values: Sequence[float] | Floats, buckets: int) -> list[int]:
 
 
 def _extremes(values: Floats) -> list[int]:
-    """The indices of the lowest and the highest, and of the first that is not finite."""
+    """The indices of the lowest, the highest, and the first non-finite value."""
     finite = np.isfinite(values)
     if finite.all():
         return [int(values.argmin()), int(values.argmax())]
@@ -61,17 +61,17 @@ def _extremes(values: Floats) -> list[int]:
 
 
 BUCKETS = 1000
-"""More than a screen has pixels for the width of a chart, nearly."""
+"""Nearly always more than the pixels of a chart's width."""
 LOST_BUCKETS = 250
 MOST_MARKS = 300
 MOST_PIECES = 1500
 _MOST_GAPS = 200
 _GAP = 1 / 500
-"""Of all the time: between two steps that are further apart no line is drawn."""
+"""Fraction of all the time: no line is drawn between two steps that are further apart."""
 
 
 def drawn(summary: RunSummary) -> dict[str, Any]:
-    """As the page's script takes it, ready for JSON. Times are seconds since the run's first entry."""
+    """The data of the page's script, ready for JSON. Times are seconds since the run's first entry."""
     track, total = summary.track, summary.times.total
     counts = np.frombuffer(track.counts, dtype=np.uint8)
     counted, lost = np.flatnonzero(counts), np.flatnonzero(counts == 0)
@@ -146,7 +146,7 @@ def _series(
     *,
     stepped: bool,
 ) -> dict[str, list[Any]]:
-    """Columns: step, time, value. A value that is not finite is None; a row of None is a gap, for the axis of time."""
+    """Columns: step, time, value. A non-finite value is None; a row of None is a gap, for the axis of time."""
     values = all_values[indices]
     gaps = _gaps(track, indices, total)
     edges = {edge for place in gaps for edge in (place - 1, place)}
@@ -169,7 +169,8 @@ def _series(
 
 
 def _gaps(track: Track, indices: Int64s, total: int) -> list[int]:
-    """The places, ascending, whose step began long after the one before ended: the widest gaps, if there are many."""
+    """The indices, ascending, of steps that began long after the previous step ended: the widest gaps, if there are
+    many."""
     apart = np.array(track.begins, dtype=np.int64)[indices[1:]] - np.array(track.ends, dtype=np.int64)[indices[:-1]]
     wide = np.flatnonzero(apart > total * _GAP)
     widest = wide[np.argsort(-apart[wide], kind="stable")[:_MOST_GAPS]]
@@ -177,12 +178,12 @@ def _gaps(track: Track, indices: Int64s, total: int) -> list[int]:
 
 
 def _any_in(places: Sequence[int], first: int, last: int) -> bool:
-    """Whether one of the ascending places is within first..last."""
+    """True if one of the ascending places is within first..last."""
     at = bisect_left(places, first)
     return at < len(places) and places[at] <= last
 
 
 def _longest(pieces: Sequence[Piece]) -> list[Piece]:
-    """All of them, or of very many the longest, in their order."""
+    """All pieces; if there are very many, the longest ones, in order."""
     ranked = sorted(range(len(pieces)), key=lambda index: pieces[index].begin - pieces[index].end)
     return [pieces[index] for index in sorted(ranked[:MOST_PIECES])]

@@ -1,8 +1,8 @@
-"""The report as one page: HTML with its style, its script and its data inside. Nothing is loaded from anywhere.
+"""The report as one page: HTML with inline style, script and data. Nothing is loaded from elsewhere.
 
-The page's own Content-Security-Policy allows exactly that: this style and this script, by their SHA-256 (W3C, Content
-Security Policy Level 3, section 2.3.1), and no request of any kind. So even markup that came in with a name from the
-journal could neither run nor load anything; `markup.text` and `_as_json` see to it that there is none.
+The page's Content-Security-Policy allows exactly that: this style and this script, by their SHA-256 (W3C, Content
+Security Policy Level 3, section 2.3.1), and no requests. So even markup in a name from the journal could neither run
+nor load anything; `markup.text` and `_as_json` ensure that there is none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raysharded.report.page.markup import text
 
 
 def render(summary: RunSummary, ledger: LedgerReport | None, *, url: str, damage: str, ok: bool) -> str:
-    """The page of a `RunReport`, as text that can be encoded in UTF-8. Less than 2 MB, however long the run."""
+    """The page of a `RunReport`, as text that can be encoded in UTF-8. Less than 2 MB for a run of any length."""
     from raysharded import __version__
 
     style, script = _asset("page.css"), _asset("page.js")
@@ -50,7 +50,7 @@ def render(summary: RunSummary, ledger: LedgerReport | None, *, url: str, damage
 
 
 def _as_json(value: Any) -> str:  # any JSON value
-    """JSON that can stand in a script element: nothing in it ends the element or begins a comment."""
+    """JSON that can be placed in a script element: nothing in it ends the element or begins a comment."""
     found = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return found.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

@@ -1,7 +1,7 @@
 """HTML in small parts.
 
-Whatever comes from a journal passes through `text` on its way into HTML: nothing else makes strings safe here. The
-other functions take HTML, but for what they call a label or words.
+All text from a journal passes through `text` on its way into HTML: no other function makes strings safe here. The other
+functions take HTML, except for parameters called label or words.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 MOST_ROWS = 300
-"""Of a table."""
+"""Maximum number of rows of a table."""
 _TALL = 25
-"""A table of more rows scrolls by itself."""
+"""Number of rows above which a table scrolls."""
 _CONTROLS = {code: "\ufffd" for code in range(32) if code not in (9, 10)} | {127: "\ufffd"}
 
 
 def text(value: object) -> str:
-    """Safe as content and in quoted attributes, without control characters and halves of surrogate pairs."""
+    """The value as safe content, also in quoted attributes; without control characters and halves of surrogate
+    pairs."""
     plain = str(value).translate(_CONTROLS).encode("utf-8", "replace").decode()
     return escape(plain, quote=True)
 
 
 def class_of(name: str) -> str:
-    """The class in the style sheet, of a part or a cost."""
+    """The style sheet's class of a part or a cost."""
     return name.replace(" ", "-")
 
 
@@ -33,7 +34,7 @@ def swatch(name: str) -> str:
 
 
 def bar(parts: Iterable[tuple[str, float]], kind: str, label: str) -> str:
-    """Amounts beside each other, over the whole width."""
+    """Amounts side by side, over the whole width."""
     parts = list(parts)
     whole, x, rects = sum(amount for _, amount in parts), 0.0, []
     for name, amount in parts:
@@ -59,7 +60,7 @@ def table(
     stack: bool = False,
     attributes: Sequence[str] = (),
 ) -> str:
-    """Rows of cells that are HTML already; of very many the newest. `stack`: on narrow screens a row is a block."""
+    """Rows of HTML cells; if there are very many, the newest. `stack`: on narrow screens a row is a block."""
     shown = rows[-MOST_ROWS:]
     head = "".join(f'<th scope="col" class="{kind}">{title}</th>' for title, kind in columns)
     body = "".join(

@@ -1,6 +1,6 @@
-"""The parts of the page that are there without its script: numbers and tables, as HTML.
+"""The parts of the page that work without its script: numbers and tables, as HTML.
 
-Whatever comes from a journal passes through `markup.text`.
+All text from a journal passes through `markup.text`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raysharded.report.history.wall_time import MEANING, PARTS, Times
 from raysharded.report.page.markup import MOST_ROWS, bar, class_of, section, swatch, table, text, verdict
 
 _LONG = 400
-"""Characters of a message that are shown; the journal has the whole of it."""
+"""Maximum number of characters of a message; the journal has the full text."""
 
 
 def lead(summary: RunSummary, url: str) -> str:
@@ -31,19 +31,19 @@ def lead(summary: RunSummary, url: str) -> str:
     if math.isfinite(summary.first_at):
         words.append(f"begun {text(moment(summary.first_at))}")
     if summary.status == "unfinished":
-        words.append(f"newest entry {text(moment(summary.last_at))}: it goes on, or its driver ended without a word")
+        words.append(f"newest entry {text(moment(summary.last_at))}: it continues, or its driver died silently")
     return f"{', '.join(words)}. <code>{text(url)}</code>"
 
 
 def warnings(summary: RunSummary, damage: str, *, ok: bool) -> str:
-    """What must be read first; empty if there is nothing. `damage`, `ok`: as `RunReport` has them."""
+    """The most important warnings; empty if there are none. `damage`, `ok`: as in `RunReport`."""
     found = []
     if damage:
         found.append(f"The journal is damaged: {brief(damage)}. This report covers what comes before.")
     if summary.error:
         found.append(f"The run failed: {brief(summary.error, _LONG)}")
     if not ok:
-        found.append("Something that is promised did not hold: see the proof below.")
+        found.append("A promise did not hold: see the proof below.")
     if summary.failing:
         since = f"since step {summary.committed[-1].step}" if summary.committed else "at all"
         found.append(f"No checkpoint {since}: {count(summary.failed_saves, 'failure')} in a row.")
@@ -51,7 +51,7 @@ def warnings(summary: RunSummary, damage: str, *, ok: bool) -> str:
 
 
 def cards(summary: RunSummary, ledger: LedgerReport | None) -> str:
-    """The figures that people look for."""
+    """The key figures."""
     found: list[tuple[str, str, str]] = []
     if summary.steps:
         newest = summary.steps[-1]
@@ -110,7 +110,7 @@ def times(summary: RunSummary) -> str:
 
 
 def incidents(found: Sequence[Incident]) -> str:
-    """What happened, each in a sentence with its costs drawn."""
+    """The incidents, each in a sentence with its costs drawn."""
     if not found:
         return "<p>Nothing happened to this run that is worth a line.</p>"
     shown = costliest(found, MOST_ROWS)
@@ -140,7 +140,7 @@ def incidents(found: Sequence[Incident]) -> str:
 
 
 def more(summary: RunSummary) -> str:
-    """Stragglers, workers that came and went, nodes that were avoided: what there is of them."""
+    """Stragglers, workers that joined or left, avoided nodes: sections for those that exist."""
     found = (
         ("stragglers", "Stragglers", _stragglers(summary)),
         ("workers", "Workers", _workers(summary)),
@@ -178,7 +178,7 @@ def _nodes(summary: RunSummary) -> str:
 
 
 def checkpoints(found: Sequence[CheckpointRecord]) -> str:
-    """What was written, could not be written, or was passed over."""
+    """The checkpoints that were written, failed, or were skipped."""
     if not found:
         return "<p>None was written.</p>"
     columns = (("step", "number"), ("when", "name"), ("size", "number"), ("took", "number"), ("what", "wide"))
@@ -198,7 +198,7 @@ def checkpoints(found: Sequence[CheckpointRecord]) -> str:
 
 
 def proof(summary: RunSummary, ledger: LedgerReport | None) -> str:
-    """What is promised, and whether it held."""
+    """The promises, and whether they held."""
     rows: list[tuple[str, str]] = []
     if ledger is None:
         rows.append(("samples", "nothing to check: no step was recorded, or not what it should have read"))
@@ -242,7 +242,7 @@ def proof(summary: RunSummary, ledger: LedgerReport | None) -> str:
 
 
 def _phases(summary: RunSummary) -> str:
-    """What the steps that count were spent on, as one worker measured it."""
+    """The steps' time by phase, as measured by one worker."""
     steps = summary.steps
     seconds = {name: float(np.nansum(steps.named("seconds", name))) for name in steps.names("seconds")}
     whole = sum(seconds.values())
@@ -258,7 +258,7 @@ def _share(micros: int, whole: Times) -> str:
 
 
 def _costbar(costs: Sequence[Cost], most: float) -> str:
-    """As long as the costs are, compared with the most."""
+    """A bar whose length is the cost relative to the highest cost."""
     parts = [(class_of(f"c-{cost.name}"), cost.seconds) for cost in costs if cost.seconds > 0]
     if not parts:
         return ""

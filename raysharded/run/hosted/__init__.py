@@ -1,5 +1,5 @@
-"""Runs that an actor of their own drives.
+"""Runs driven by a driver actor.
 
-`driver_actor` is that actor, `launch` starts it, and `registry` finds it. `submission` keeps what it is to drive,
-`remote` is the handle on it, and `ray_job` is `fit()` in a submitted Ray job.
+`driver_actor` is that actor, `launch` starts it, and `registry` finds it. `submission` stores the run that it is to
+drive, `remote` is the handle on it, and `ray_job` is `fit()` in a submitted Ray job.
 """

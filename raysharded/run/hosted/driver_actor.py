@@ -1,8 +1,8 @@
-"""The actor that drives a run, apart from the process that started it. Knows Ray.
+"""The driver actor, or host: it drives a run, apart from the process that started it. Knows Ray.
 
-It is detached, named and on the head node, and Ray starts it again when its process is lost: it finds its order in the
-cluster's memory, and takes the run's workers over as any driver does that follows another. When the run is over it
-stays for a while, so that those who wait get the result, or the very error, and ends.
+It is detached, named and on the head node; Ray restarts it when its process is lost. It finds its order in the
+cluster's memory, and takes over the run's workers as any driver does that follows another. After the run it stays for a
+while, so that waiting handles receive the result, or the original error; then it exits.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger("raysharded.host")
 LINGER_S = 60.0
 _ENTRIES_OF_ONE = 1 << 40
-"""More than one host numbers: the next one's are above them."""
+"""Entry numbers reserved for one host: the next one's are above them."""
 _ANSWERS = 256
-"""That are kept, for requests that are made again because the answer was lost."""
+"""Answers that are kept, for requests that are repeated because the answer was lost."""
 
 
 class DriverActor:
-    """Drives one run. Its methods are called by `raysharded.run.hosted.remote.AttachedRun`."""
+    """Drives one run. `raysharded.run.hosted.remote.AttachedRun` calls its methods."""
 
     def __init__(self, order_key: str, start: Callable[[RunSpec], Run]) -> None:
         """`start` starts a fork, in another host."""
@@ -52,7 +52,7 @@ class DriverActor:
         self._unreadable: RunFailed | None = None
         try:
             self._order = submission.read_order(order_key)
-        except RunFailed as error:  # it is of another protocol: the run is left alone
+        except RunFailed as error:  # of another protocol: the run is left alone
             self._unreadable = error
         self._restarts = num_restarts()
         self._self = ray.get_runtime_context().current_actor
@@ -64,7 +64,7 @@ class DriverActor:
         self._answering = threading.Lock()
         threading.Thread(target=self._live, name="raysharded host").start()
 
-    # -- its life --
+    # -- lifecycle --
 
     def _live(self) -> None:
         try:
@@ -72,7 +72,7 @@ class DriverActor:
                 raise self._unreadable
             if self._order is not None:
                 self._drive(self._order)
-        except BaseException as error:  # noqa: BLE001 - the boundary of the thread: waiters get it
+        except BaseException as error:  # noqa: BLE001 - thread boundary: waiting handles get it
             self._error = _portable(error)
             if not isinstance(error, RayshardedError):
                 _log.exception("the run ended with an error that is not raysharded's own")
@@ -104,12 +104,12 @@ class DriverActor:
             self._run.drive()
 
     def _stop_when_begun(self, run: LocalRun, stop: dict[str, Any]) -> None:
-        """The host before was told so, and did not come to it."""
+        """Repeat a stop request that the host before had received but not carried out."""
         run.wait_until_begun()
         run.stop(**stop)
 
     def leave(self) -> None:
-        """End the process, for good."""
+        """End the process permanently."""
         with contextlib.suppress(Exception):  # without Ray's memory there is nothing to forget
             submission.forget(self._key)
             submission.forget_greeting(self._self._actor_id.hex())
@@ -118,7 +118,7 @@ class DriverActor:
     # -- for handles --
 
     def about(self) -> About:
-        """Who and what it is."""
+        """Description of this host and its run."""
         order, status = self._order, self.status()
         return About(
             name=status.name,
@@ -147,15 +147,17 @@ class DriverActor:
         return self._run.entries(after, max(0.0, until - time.monotonic())) if self._run is not None else []
 
     def outcome(self, timeout_s: float) -> tuple[bool, Result | None, BaseException | None]:
-        """Whether the run is over, its result, and what it failed with; waits up to `timeout_s` for that."""
+        """Whether the run is over, its result, and its error; waits up to `timeout_s` for the end."""
         self._ended.wait(timeout_s)
         over = self._ended.is_set()
         result = self._run.outcome()[0] if over and self._run is not None else None
         return over, result, self._error
 
     def ask(self, request: str, what: Ask, arguments: dict[str, Any]) -> tuple[Any, BaseException | None]:
-        """What `RunControl` answers, or the error that it raises; a request that was made before is not carried out
-        again, but gets the same answer."""
+        """The answer of `RunControl`, or its error.
+
+        A repeated request is not carried out again, but gets the same answer.
+        """
         with self._answering:
             known = self._answers.get(request)
             answer: Future[Any] = known or Future()
@@ -165,7 +167,7 @@ class DriverActor:
         if known is None:
             try:
                 answer.set_result(self._asked(what, arguments))
-            except Exception as error:  # noqa: BLE001 - the boundary: raised where it was asked
+            except Exception as error:  # noqa: BLE001 - the boundary: raised in the handle's process
                 answer.set_exception(_portable(error))
         error_or_none = answer.exception()
         return (None, error_or_none) if error_or_none is not None else (answer.result(), None)
@@ -180,11 +182,11 @@ class DriverActor:
 
 
 class Host(DriverActor):
-    """The same under the name that its process has: Ray calls it `ray::Host`, and people's scripts look for it."""
+    """The class name that Ray shows for its process, `ray::Host`: users' scripts rely on it."""
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error as it can be sent, with where it was raised if it is none of ours."""
+    """The error in a form that can be sent; an error from outside raysharded includes its traceback."""
     if not isinstance(error, RayshardedError | TimeoutError):
         error.add_note("".join(traceback.format_exception(error)).rstrip())
     try:

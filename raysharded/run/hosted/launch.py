@@ -1,4 +1,4 @@
-"""Starting a run in a host of its own. Knows Ray."""
+"""Start of a run in a separate host. Knows Ray."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ _OPTIONS: dict[str, Any] = {
     "namespace": NAMESPACE,
 }
 _HEAD = "node:__internal_head__"
-"""A resource of which Ray gives 1 to its head node, so that actors can be bound to it, as those of Ray Serve are."""
+"""Resource that Ray assigns once to its head node, so that actors can be bound to it, as those of Ray Serve are."""
 _FREE_S = 30.0
-"""How long the name of a host that ends may stay taken."""
+"""Longest time that the name of an exiting host may stay taken."""
 _LOOK_UP_S = 0.1
 _NOT_TAKEN = "DEPENDENCIES_UNREADY"
-"""Ray's word for an actor that is registered, and which its maker has yet to have created."""
+"""Ray's state of a registered actor whose creation its maker has yet to complete."""
 _TAKEN_S = 30.0
 
 
 def start_hosted(spec: RunSpec, *, take_over: bool = False) -> AttachedRun:
-    """Start a run in a host of its own, on the cluster that is found, or on one that is started here.
+    """Start a run in a separate host, on the cluster that is found, or on one that is started here.
 
-    Raises RunOwnedElsewhere if it has a host already; ConfigError if the specification cannot be sent; StorageError.
+    Raises RunOwnedElsewhere if it has a host already, ConfigError if the specification cannot be sent, and
+    StorageError.
     """
     from raysharded.checkpoint import check_writable, open_storage
 
@@ -64,33 +65,38 @@ def start_hosted(spec: RunSpec, *, take_over: bool = False) -> AttachedRun:
             submission.forget(key)
             if host_of(name) is None:
                 raise
-            continue  # somebody was faster
+            continue  # another process was faster
         submission.put_greeting(host._actor_id.hex())
         _wait_until_taken(host)
         return AttachedRun(order.name, order.url)
 
 
 def _wait_for_another_version(name: str, url: str) -> None:
-    """Return when the run has no host of another protocol: one whose run is over stays for a while. Raises
-    RunOwnedElsewhere if it drives."""
+    """Return when the run has no host of another protocol: after its run, such a host stays for a while.
+
+    Raises RunOwnedElsewhere if it still drives.
+    """
     deadline = time.monotonic() + LINGER_S + _FREE_S
     while other := of_another_version(name, url):
         if StoredRun(name, url).status().phase not in ENDED or time.monotonic() >= deadline:
-            raise RunOwnedElsewhere(f"{other}; then start it again, and it goes on from its newest checkpoint.")
+            raise RunOwnedElsewhere(f"{other}; then start it again: it resumes from its newest checkpoint.")
         time.sleep(_LOOK_UP_S * 10)
 
 
 def _wait_until_taken(host: Any) -> None:
-    """Return when the cluster has taken the host on: before that it would end with this process, though detached."""
+    """Return when the cluster has accepted the host: before, it would end with this process, though detached."""
     deadline = time.monotonic() + _TAKEN_S
     while ray._private.state.actors(host._actor_id.hex()).get("State", _NOT_TAKEN) == _NOT_TAKEN:
         if time.monotonic() >= deadline:
-            raise ClusterError(f"the cluster did not take the run's driver on within {_TAKEN_S:g} s. Is it up?")
+            raise ClusterError(f"the cluster did not accept the run's driver within {_TAKEN_S:g} s. Is it up?")
         time.sleep(_LOOK_UP_S)
 
 
 def _on_the_head() -> dict[str, Any]:
-    """The head is the node that a cluster cannot lose and keep its actors: another would be one thing more to fail."""
+    """Resources that bind the host to the head node.
+
+    A cluster cannot lose that node and keep its actors; any other node would be a further point of failure.
+    """
     return {"resources": {_HEAD: 0.001}} if _HEAD in ray.cluster_resources() else {}
 
 
@@ -100,13 +106,13 @@ def _host_class() -> Any:
 
 
 def _make_room(name: str, *, take_over: bool) -> None:
-    """Return when no host has this name. Raises RunOwnedElsewhere if one has, and drives."""
+    """Return when no host has this name. Raises RunOwnedElsewhere if one has it, and drives."""
     host = host_of(name)
     found = about(host) if host is not None else None
     if found is not None and not found.is_over and not take_over:
         raise RunOwnedElsewhere(
             f"run {found.name!r} under {found.url} is driven already ({found}). raysharded.attach({found.name!r}) "
-            "gives its handle; stop it to start it anew, or say take_over=True."
+            "returns its handle. Stop the run to start it anew, or pass take_over=True."
         )
     if host is None:
         return
@@ -117,5 +123,5 @@ def _make_room(name: str, *, take_over: bool) -> None:
     deadline = time.monotonic() + _FREE_S
     while host_of(name) is not None:
         if time.monotonic() >= deadline:
-            raise ClusterError(f"the driver {name} that has ended still has its name after {_FREE_S:g} s. Try again.")
+            raise ClusterError(f"the driver {name} has ended, and its name is still taken after {_FREE_S:g} s. Retry.")
         time.sleep(_LOOK_UP_S)

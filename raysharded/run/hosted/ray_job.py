@@ -1,9 +1,9 @@
-"""`fit()` in a submitted Ray job: the run has a host of its own, which this process follows to its end.
+"""`fit()` in a submitted Ray job: the run has a separate host, which this process follows to its end.
 
-Ray ends a job that is stopped with SIGTERM, and 3 s later with SIGKILL; a detached actor is not reached by either. So
-the driver is one, and the job's process only tells it to stop: the last checkpoint is written within `grace_s` whatever
-becomes of the job. Submitted again meanwhile, the job waits for that; if the job's process was lost and the driver goes
-on, the next one follows it.
+Ray stops a job with SIGTERM, and with SIGKILL 3 s later; neither reaches a detached actor. So the driver is such an
+actor, and the job's process only requests that it stops. The last checkpoint is then written within `grace_s`, even if
+the job has ended. A job that is submitted again meanwhile waits for that. If the job's process was lost and the driver
+continues, the next job follows it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("raysharded.job")
 _LOOK_UP_S = 1.0
 _PACKAGES = "/runtime_resources/"
-"""Where Ray unpacks a job's working directory, and deletes it some day."""
+"""Folder where Ray unpacks a job's working directory, and deletes it at some time."""
 
 
 def fit_in_job(
@@ -42,8 +42,8 @@ def fit_in_job(
     take_over: bool,
     context: Callable[[Run], AbstractContextManager[object]] | None,
 ) -> Result:
-    """As `ElasticTrainer.fit`, with a host."""
-    find_cluster()  # from then on Ray's own handlers of signals are set
+    """Run as `ElasticTrainer.fit` does, with a host."""
+    find_cluster()  # from then on Ray's own signal handlers are set
     notice, clock = _Notice(spec.run.checkpoint.grace_s), _Then()
     with notice.heard(), quiet_raylet():
         run = _started_or_followed(spec, notice, take_over=take_over)
@@ -66,7 +66,7 @@ def fit_in_job(
 
 
 class _Then:
-    """Implements `Clock` for entries that were made some time ago: it shows the time of the newest."""
+    """Implements `Clock` for past entries: it shows the time of the newest."""
 
     at = 0.0
 
@@ -78,8 +78,10 @@ class _Then:
 
 
 class _Notice:
-    """SIGTERM or Ctrl-C to the job: its run's driver is told to end it, after one more checkpoint if there is a grace
-    period. Ctrl-C, or a second SIGTERM, does not wait for that."""
+    """SIGTERM or Ctrl-C to the job, forwarded to its run's driver as a stop request.
+
+    With a grace period the run ends after one more checkpoint. Ctrl-C, or a second SIGTERM, does not wait for that.
+    """
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
@@ -88,7 +90,7 @@ class _Notice:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Within it signals are heard."""
+        """Handle signals within this context."""
         try:
             with on_notice(self._noticed.set, max(self._grace_s, _LOOK_UP_S)):
                 yield
@@ -99,8 +101,8 @@ class _Notice:
             self._told.wait()
             checkpoint = f", with a checkpoint within {self._grace_s:g} s" if self._grace_s > 0 else ""
             raise KeyboardInterrupt(
-                f"Interrupted. The driver of run {self._run.name!r} was told to stop{checkpoint}; the next fit() goes "
-                "on from there."
+                f"Interrupted. The driver of run {self._run.name!r} is stopping{checkpoint}; the next fit() resumes "
+                "from there."
             ) from None
 
     def check(self, name: str) -> None:
@@ -109,13 +111,13 @@ class _Notice:
             raise RunFailed(f"Stopped. Run {name!r} had not begun in this job.")
 
     def tell(self, run: Run) -> None:
-        """From now on this run's driver is told, or now. In a thread: a handler of signals must not call Ray."""
+        """Forward signals to this run's driver, in a thread: a signal handler must not call Ray."""
         self._run = run
         threading.Thread(target=self._tell, args=(run,), name="stop", daemon=True).start()
 
     def _tell(self, run: Run) -> None:
         self._noticed.wait()
-        with contextlib.suppress(RayshardedError):  # it is over, or cannot be told
+        with contextlib.suppress(RayshardedError):  # the run is over, or cannot be reached
             run.stop(checkpoint=self._grace_s > 0, within_s=self._grace_s)
         self._told.set()
 
@@ -136,19 +138,19 @@ def _started_or_followed(spec: RunSpec, notice: _Notice, *, take_over: bool) -> 
                 continue
             if found.is_stopping:
                 if not waited:
-                    _log.warning("run %s: its driver before is told to stop, and waited for (%s)", order.name, found)
+                    _log.warning("run %s: waiting for its previous driver, which is stopping (%s)", order.name, found)
                 waited = True
-                with contextlib.suppress(RayshardedError, TimeoutError):  # what it ends with is no news
+                with contextlib.suppress(RayshardedError, TimeoutError):  # its final error does not matter
                     AttachedRun(order.name, order.url).wait(_LOOK_UP_S)
             elif found.identity == order.identity:
-                _log.warning("run %s: its driver goes on, and is followed (%s)", order.name, found)
+                _log.warning("run %s: its driver still trains; following it (%s)", order.name, found)
                 return AttachedRun(order.name, order.url)
             else:
                 raise
 
 
 def _followed(run: Run) -> Iterator[list[Entry]]:
-    """As `run.follow`, with the calling thread free to hear signals at once."""
+    """The batches of `run.follow`, with the calling thread free to handle signals at once."""
     found: queue.SimpleQueue[list[Entry] | BaseException | None] = queue.SimpleQueue()
 
     def read() -> None:

@@ -1,4 +1,4 @@
-"""Hosts of runs on a Ray cluster: their names, and what they say of themselves. Knows Ray."""
+"""Hosts of runs on a Ray cluster: their names, and their descriptions of themselves. Knows Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raysharded.run.hosted import submission
 
 _NAME = re.compile(r"driver-([0-9a-f]{16})-(.+)")
 FOLLOW, ASK = "follow", "ask"
-"""Groups of concurrent calls: those that wait for news, and those that have the run do something."""
+"""Groups of concurrent calls: those that wait for entries, and those that carry requests."""
 _ANSWER_S = 30.0
 _MODULE_OF_THE_FIRST = "raysharded.run.host"
 _LOOK_UP_S = 0.1
@@ -27,21 +27,21 @@ _LOOK_UP_S = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """A host, as it says."""
+    """A host's description of itself."""
 
     name: str
     url: str
     identity: str
-    """Of its job: equal for specifications that compute the same."""
+    """Identity of its job: equal for specifications that compute the same."""
     pid: int
     node: str
     since: float
-    """When the run was started: seconds since 1970."""
+    """Start time of the run: seconds since 1970."""
     step: int
     max_steps: int
     is_over: bool
     is_stopping: bool
-    """It was told to stop."""
+    """Whether it has received a stop request."""
 
     def __str__(self) -> str:
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -49,12 +49,12 @@ class About:
 
 
 def host_name(name: str, url: str) -> str:
-    """The name of a run's host among the cluster's actors."""
+    """Name of a run's host among the cluster's actors."""
     return f"driver-{run_digest(url)}-{name}"
 
 
 def hosts() -> dict[str, str]:
-    """The hosts of this cluster, also those whose run is over: actor's name -> run's name."""
+    """Hosts of this cluster, also those whose run is over: actor's name -> run's name."""
     found: dict[str, str] = {}
     for actor in ray.util.list_named_actors(all_namespaces=True):
         match = _NAME.fullmatch(actor["name"])
@@ -72,10 +72,10 @@ def host_of(actor_name: str) -> Any:
 
 
 def of_another_version(name: str, url: str) -> str:
-    """What to say of a run whose host has another protocol; empty if it has ours, or there is no host."""
+    """Message about a run whose host has another protocol; empty if it has ours, or there is no host."""
     host = host_of(host_name(name, url))
     greeting = None if host is None else submission.read_greeting(host._actor_id.hex())
-    if host is None or (greeting is None and not _is_of_the_first(host)):  # ours, which is starting, or ending
+    if host is None or (greeting is None and not _is_of_the_first(host)):  # ours, which is starting or exiting
         return ""
     other = other_version(greeting)
     if other is None:
@@ -87,12 +87,12 @@ def of_another_version(name: str, url: str) -> str:
 
 
 def _is_of_the_first(host: Any) -> bool:
-    """Whether it was made by raysharded 0.1, which said no greeting."""
+    """Whether raysharded 0.1 made the host, which stored no greeting."""
     return bool(host._ray_actor_creation_function_descriptor.module_name == _MODULE_OF_THE_FIRST)
 
 
 def about(host: Any) -> About | None:
-    """What a host says of itself; None if it has ended. Raises ClusterError if it does not answer."""
+    """A host's description of itself; None if it has exited. Raises ClusterError if it does not answer."""
     deadline = time.monotonic() + _ANSWER_S
     while True:
         try:
@@ -100,7 +100,7 @@ def about(host: Any) -> About | None:
             return found
         except ActorDiedError:
             return None
-        except RayError as error:  # it is being started again, or is slow
+        except RayError as error:  # it is being restarted, or is slow
             if time.monotonic() >= deadline:
                 raise ClusterError(
                     f"a driver does not answer within {_ANSWER_S:g} s ({type(error).__name__})"

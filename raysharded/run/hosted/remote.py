@@ -19,21 +19,21 @@ from raysharded.run.results import Entry, Result, Status
 
 _ANSWER_S = 30.0
 _PATIENCE_S = 180.0
-"""How long a host may take to be started again."""
+"""Longest time that the restart of a host may take."""
 _POLL_S = 10.0
 _PAUSE_S = 0.5
 _LOOK_S = 5.0
-"""How often whoever waits looks whether the cluster is still there."""
+"""Interval at which a waiting call checks whether the cluster still answers."""
 _LAST_WORD_S = 60.0
-"""How long a run whose host is gone may take until its storage says so."""
+"""Longest time until the storage of a run without a host shows its end."""
 
 
 class _NoHost(Exception):
-    """The host is gone for good, or the cluster is."""
+    """The host, or the cluster, is lost permanently."""
 
 
 class AttachedRun(Run):
-    """A run that goes on without this process. Can be sent to others."""
+    """A run that continues without this process. Can be sent to other processes."""
 
     def __init__(self, name: str, url: str) -> None:
         self.name, self.url = name, url
@@ -79,7 +79,7 @@ class AttachedRun(Run):
                     raise TimeoutError(f"run {self.name!r} is still {self.status().phase} after {timeout_s} s")
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
-                f"Interrupted. Run {self.name!r} goes on: raysharded.attach({self.name!r}) gives its handle."
+                f"Interrupted. Run {self.name!r} continues: raysharded.attach({self.name!r}) returns its handle."
             ) from None
 
     def _outcome(self, timeout_s: float) -> tuple[bool, Result | None, BaseException | None]:
@@ -97,8 +97,8 @@ class AttachedRun(Run):
         except TimeoutError:
             step = self._stored().status().step
             raise RunFailed(
-                f"the driver of run {self.name!r} is gone, without a last word; its newest step on record is {step}. "
-                "Start it again to go on."
+                f"the driver of run {self.name!r} was lost without a final journal entry; its newest step is {step}. "
+                "Start it again to resume it."
             ) from None
 
     def _ask(self, what: Ask, **arguments: Any) -> Any:
@@ -118,14 +118,16 @@ class AttachedRun(Run):
         return StoredRun(self.name, self.url)
 
     def _call(self, method: str, *arguments: Any, group: str | None = None, takes_s: float | None = 0.0) -> Any:
-        """What the host's method returns, which takes so long by itself (None: any time). A host that is being started
-        again is waited for. Raises _NoHost, ClusterError."""
+        """Result of the host's method; `takes_s`: its own duration (None: unlimited).
+
+        Waits for a host that is being restarted. Raises _NoHost, ClusterError.
+        """
         since = time.monotonic()
         while True:
             if not ray.is_initialized():
                 raise _NoHost
             try:
-                refuse_a_lost_cluster(f"run {self.name!r} cannot be asked")
+                refuse_a_lost_cluster(f"run {self.name!r} cannot be reached")
                 host = self._host or host_of(self._actor_name)
                 if host is None:
                     raise _NoHost
@@ -138,27 +140,27 @@ class AttachedRun(Run):
                 return self._answer(bound.remote(*arguments), None if takes_s is None else takes_s + _ANSWER_S)
             except RayTaskError as error:
                 raise ClusterError(f"the driver of run {self.name!r} could not answer: {error}") from error
-            except ActorDiedError:  # its name is free in a moment, or has another one
+            except ActorDiedError:  # its name is free in a moment, or has another host
                 self._host = None
                 time.sleep(_PAUSE_S)
             except GetTimeoutError:
                 raise ClusterError(
-                    f"the driver of run {self.name!r} did not answer within {_ANSWER_S:g} s. Try again: it may be on a "
-                    "machine that is busy, or gone."
+                    f"the driver of run {self.name!r} did not answer within {_ANSWER_S:g} s. Retry: its "
+                    "machine may be busy, or lost."
                 ) from None
-            except RayError as error:  # it is being started again
+            except RayError as error:  # it is being restarted
                 if time.monotonic() - since >= _PATIENCE_S:
                     raise ClusterError(
-                        f"the driver of run {self.name!r} cannot be reached since {_PATIENCE_S:g} s: "
+                        f"the driver of run {self.name!r} has been unreachable for {_PATIENCE_S:g} s: "
                         f"{type(error).__name__}. Is the cluster up (`ray status`)?"
                     ) from None
                 time.sleep(_PAUSE_S)
 
     def _answer(self, call: Any, timeout_s: float | None) -> Any:
-        """What a call returns. Raises GetTimeoutError, ClusterError if the cluster is lost meanwhile, or its error."""
+        """Result of a call. Raises its error, GetTimeoutError, or ClusterError if the cluster is lost meanwhile."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not ray.wait([call], timeout=max(0.0, min(_LOOK_S, deadline - time.monotonic())))[0]:
             if time.monotonic() >= deadline:
                 raise GetTimeoutError
-            refuse_a_lost_cluster(f"run {self.name!r} cannot be asked")
+            refuse_a_lost_cluster(f"run {self.name!r} cannot be reached")
         return ray.get(call)

@@ -1,5 +1,8 @@
-"""What a host is to drive, kept in the cluster's own memory (GCS) until the run is over, so that a host that Ray starts
-again finds it whoever is gone by then. Also the names of runs that the cluster has seen. Knows Ray."""
+"""A host's order, kept in the cluster's own memory (GCS) until the run is over. Knows Ray.
+
+A host that Ray restarts finds it there, even if all other processes have ended. The module also stores the names of
+runs that the cluster has seen.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from raysharded.run.spec import RunSpec
 _SPACE = NAMESPACE.encode()
 _MAX_BYTES = 64 << 20
 _KEYS = ("RAYSHARDED_CHECKPOINT_KEY", "RAYSHARDED_CHECKPOINT_KEY_FILE")
-"""Of the environment, what the driver needs: workers and other processes do not."""
+"""Environment variables that the driver needs; workers and other processes do not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +39,13 @@ class RunSubmission:
     spec: bytes
     """A pickled `RunSpec`, with the user's own modules."""
     identity: str
-    """Of its job: equal for specifications that compute the same."""
+    """Identity of its job: equal for specifications that compute the same."""
     folder: str
-    """The working directory of who started it, which relative paths mean."""
+    """Working directory of the process that started it, for relative paths."""
     environment: Mapping[str, str]
     take_over: bool
     since: float
-    """When it was started: seconds since 1970."""
+    """Start time: seconds since 1970."""
 
 
 def make_order(spec: RunSpec, *, take_over: bool) -> RunSubmission:
@@ -55,15 +58,15 @@ def make_order(spec: RunSpec, *, take_over: bool) -> RunSubmission:
     carry_user_code(*spec.user_objects())
     try:
         data = ray.cloudpickle.dumps(spec)
-    except Exception as error:  # whatever the user's objects raise
+    except Exception as error:  # any error of the user's objects
         raise ConfigError(
-            f"the trainer of run {spec.run.name!r} cannot be sent to a driver of its own "
+            f"the trainer of run {spec.run.name!r} cannot be sent to a driver actor "
             f"({type(error).__name__}: {error}). Give it objects that can be pickled, or use fit()."
         ) from error
     if len(data) > _MAX_BYTES:
         raise ConfigError(
             f"the trainer of run {spec.run.name!r} is {len(data) >> 20} MiB when it is pickled, more than "
-            f"{_MAX_BYTES >> 20} MiB: have its data read from files (raysharded.TokenDataset, say), or use fit()."
+            f"{_MAX_BYTES >> 20} MiB: read its data from files (e.g. raysharded.TokenDataset), or use fit()."
         )
     environment = {name: os.environ[name] for name in _KEYS if os.environ.get(name)}
     if _KEYS[1] in environment:
@@ -88,7 +91,7 @@ def spec_of(order: RunSubmission) -> RunSpec:
 
 
 def absolute(spec: RunSpec) -> RunSpec:
-    """The same specification, with paths that mean the same in any process."""
+    """The specification with paths that mean the same in any process."""
     from raysharded.checkpoint import open_storage
 
     run = spec.run
@@ -101,7 +104,7 @@ def absolute(spec: RunSpec) -> RunSpec:
 
 
 def put_order(digest: str, order: RunSubmission) -> str:
-    """Keep it; returns its key. `digest`: of the run."""
+    """Store an order; returns its key. `digest`: the run's."""
     key = f"host/{digest}/{secrets.token_hex(8)}"
     header = json.dumps(greeting()).encode()
     _put_bytes(key, header + b"\n" + ray.cloudpickle.dumps(order))
@@ -110,7 +113,10 @@ def put_order(digest: str, order: RunSubmission) -> str:
 
 
 def read_order(key: str) -> RunSubmission | None:
-    """None: its run is over. Raises RunFailed for an order of another protocol: it is not unpickled."""
+    """The order of this key; None: its run is over.
+
+    Raises RunFailed for an order of another protocol: it is not unpickled.
+    """
     data = internal_kv._internal_kv_get(key.encode(), namespace=_SPACE)
     if data is None:
         return None
@@ -118,21 +124,23 @@ def read_order(key: str) -> RunSubmission | None:
     other = other_version(json.loads(header) if header.startswith(b"{") else None)
     if other is not None:
         raise RunFailed(
-            f"the run was started with {other}, whose settings this version cannot read. Start it again: it goes on "
-            "from the checkpoint that its workers write, or from its newest one."
+            f"the run was started with {other}, whose settings this version cannot read. Start it again: it "
+            "resumes from the checkpoint that its workers write, or from its newest one."
         )
     order: RunSubmission = ray.cloudpickle.loads(pickled)
     return order
 
 
 def put_greeting(actor_id: str) -> None:
-    """Say the protocol of a host, by its id, to whoever finds it: in the cluster's memory, as whoever has another
-    version may not know the methods of its class."""
+    """Store the protocol of a host, by its id, in the cluster's memory.
+
+    A process with another version may not know the methods of the host's class.
+    """
     _put_bytes(f"hello/{actor_id}", json.dumps(greeting()).encode())
 
 
 def read_greeting(actor_id: str) -> dict[str, Any] | None:
-    """None: it said none, as those of raysharded 0.1."""
+    """The greeting of a host; None if it stored none, as hosts of raysharded 0.1."""
     data = internal_kv._internal_kv_get(f"hello/{actor_id}".encode(), namespace=_SPACE)
     return None if data is None else dict(json.loads(data))
 
@@ -142,18 +150,18 @@ def forget_greeting(actor_id: str) -> None:
 
 
 def put_stop(key: str, arguments: Mapping[str, Any]) -> None:
-    """Keep that the run was told to stop, and how, for a host that follows."""
+    """Store a stop request with its arguments, for a host that follows."""
     _put(f"{key}/stop", dict(arguments))
 
 
 def read_stop(key: str) -> dict[str, Any] | None:
-    """None: it was not."""
+    """Arguments of the stop request; None without one."""
     found: dict[str, Any] | None = _get(f"{key}/stop")
     return found
 
 
 def forget(key: str) -> None:
-    """The order is carried out."""
+    """Delete an order that is carried out."""
     for one in (key, f"{key}/stop"):
         internal_kv._internal_kv_del(one.encode(), namespace=_SPACE)
 

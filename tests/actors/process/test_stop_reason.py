@@ -71,7 +71,7 @@ class Mute(Exception):
 
 def test_an_error_that_cannot_say_its_message_is_reported_all_the_same() -> None:
     found = ending_of(Mute(), interrupted=False)
-    assert str(found.error) == "Mute: (its message cannot be had: __str__ raised LookupError)"
+    assert str(found.error) == "Mute: (message unavailable: __str__ raised LookupError)"
 
 
 class BadLine(DataError):

@@ -294,7 +294,7 @@ def test_files_that_are_cut_off_missing_or_swapped_are_named(tmp_path: Path) -> 
     swapped.mkdir()
     (swapped / ".metadata").write_bytes(pickle.dumps(metadata))
     (swapped / "__0_0.distcp").write_bytes(data)
-    with pytest.raises(CorruptCheckpoint, match="where the metadata says"):
+    with pytest.raises(CorruptCheckpoint, match="where the metadata has"):
         _imported(swapped, tmp_path / "ours0")
 
     file.write_bytes(data[: len(data) // 2])

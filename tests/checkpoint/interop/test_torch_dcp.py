@@ -106,7 +106,7 @@ def test_a_folder_that_is_not_free_for_a_save_is_refused(tmp_path: Path) -> None
     with pytest.raises(BaseException, match="is named after step 6, but this is step 7"):
         dcp.save(state, storage_writer=RayshardedWriter(str(tmp_path / "step-0000000006-abc"), step=7))
     dcp.save(state, storage_writer=RayshardedWriter(str(tmp_path / "run" / "step-1")))
-    with pytest.raises(BaseException, match="holds checkpoints, and is none itself"):
+    with pytest.raises(BaseException, match="holds checkpoints, and is not one itself"):
         dcp.save(state, storage_writer=RayshardedWriter(str(tmp_path / "run")))
     assert not (tmp_path / "run" / "manifest.json").exists()
 

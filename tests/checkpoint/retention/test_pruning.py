@@ -322,7 +322,7 @@ def test_a_save_of_which_no_one_knows_the_generation_is_left(storage: Storage) -
     run.save(6)
     pruned = prune(storage, Keep(last=2))
     assert pruned.debris == ()
-    assert "neither its name nor a manifest tells" in pruned.left[0].reason
+    assert "neither its name nor a manifest states" in pruned.left[0].reason
 
 
 def test_a_save_whose_manifest_was_lost_is_no_debris(storage: Storage) -> None:
@@ -540,7 +540,7 @@ def test_a_tombstone_that_cannot_be_read_keeps_the_data_until_it_is_asked_for_no
     run.save(3)
     pruned = prune(storage, None)
     assert pruned.removed == ()
-    assert "nothing tells when it was deleted" in pruned.left[0].reason
+    assert "its tombstone is damaged" in pruned.left[0].reason
     assert prune(storage, None, now=True).removed == (gone,)
 
 

@@ -169,7 +169,7 @@ def test_some_can_be_chosen_by_name_or_pattern(tmp_path: Path, names: Any, fille
 
 
 def test_a_name_that_chooses_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"names: 'layer.0.\*' is the name of nothing. There are .* such as"):
+    with pytest.raises(CheckpointError, match=r"names: 'layer.0.\*' matches no name. There are .* such as"):
         api.load(saved_layers(tmp_path), two_layers(), names="layer.0.*")
 
 
@@ -252,7 +252,7 @@ def test_the_newest_of_checkpoints_side_by_side_is_found(tmp_path: Path) -> None
 
 
 def test_where_nothing_is_there_is_an_error_that_says_so(tmp_path: Path) -> None:
-    with pytest.raises(IncompleteCheckpoint, match="no folder that holds complete checkpoints"):
+    with pytest.raises(IncompleteCheckpoint, match="nor a folder that holds complete checkpoints"):
         api.open(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
 

@@ -189,7 +189,7 @@ def test_a_failed_save_is_in_the_log_and_does_not_stop_the_next(
     monkeypatch.undo()
     good = saver.save(tmp_path / "2", {"w": torch.ones(10)}, step=2)
     saver.close()
-    with pytest.raises(StorageError, match="told to fail"):
+    with pytest.raises(StorageError, match="set to fail"):
         failed.result()
     assert "the save of step 1 to" in caplog.text
     assert good.result().step == 2

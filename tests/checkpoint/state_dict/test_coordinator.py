@@ -134,16 +134,16 @@ def test_a_silent_rank_is_named_within_the_time() -> None:
     found = on_ranks(3, act, timeouts_s=(1.0, LONG_S, LONG_S))
     assert time.monotonic() - began < LONG_S / 2
     assert type(found[0]) is CheckpointError
-    assert "1 of 3 ranks were not heard of within 1 s: 2." in str(found[0])
+    assert "1 of 3 ranks sent no message within 1 s: 2." in str(found[0])
     assert type(found[1]) is PeerFailed
-    assert "were not heard of" in str(found[1])
+    assert "sent no message" in str(found[1])
 
 
 def test_a_silent_rank_0_is_an_error_within_the_time() -> None:
     store = HashStore()
     coordinator = Coordinator(PrefixStore("test", store), 1, 2, 0.5)
     coordinator.gather(1)
-    with pytest.raises(CheckpointError, match=r"rank 0 was not heard of within 0.5 s"):
+    with pytest.raises(CheckpointError, match=r"rank 0 sent no message within 0.5 s"):
         coordinator.scatter(None)
 
 

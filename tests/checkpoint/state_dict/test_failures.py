@@ -79,7 +79,7 @@ def test_a_failing_upload_of_one_rank_is_an_error_on_all_and_leaves_nothing(tmp_
     for rank, (error, seconds) in enumerate(found):
         assert isinstance(error, StorageError)
         assert isinstance(error, PeerFailed) == (rank != failing)
-        assert "this storage was told to fail" in str(error)
+        assert "this storage was set to fail" in str(error)
         assert seconds < SOON_S
     assert files_in(tmp_path) in ([], [f"rank{failing:05d}.safetensors"])  # its storage takes no deletion either
 
@@ -118,7 +118,7 @@ def test_a_rank_that_is_killed_in_a_save_is_an_error_on_the_others_within_the_ti
         assert isinstance(error, CheckpointError)
         assert seconds < SOON_S
         if dying == 3:
-            assert "1 of 4 ranks were not heard of within 4 s: 3" in str(error)
+            assert "1 of 4 ranks sent no message within 4 s: 3" in str(error)
     with pytest.raises(IncompleteCheckpoint):
         api.open(tmp_path / "c")
     run_ranks(2, save_again, str(tmp_path))
@@ -266,7 +266,7 @@ def save_partial(rank: int, uri: str) -> Any:
     [
         (save_differing, "tensor 'w' is float32 [2] on rank 0 and float32 [3] on rank 1"),
         (save_a_part, "tensor 'w' of shape [6, 2]: no rank holds [2, 0]"),
-        (save_partial, "a.w: its placement P(sum) holds no values of its own"),
+        (save_partial, "a.w: its placement P(sum) holds no final values"),
     ],
 )
 def test_states_that_do_not_fit_together_are_refused_on_all_ranks(

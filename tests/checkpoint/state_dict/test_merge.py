@@ -62,7 +62,7 @@ def test_the_stages_of_a_pipeline_are_united_with_the_names_in_their_parameter_g
         ([{"a": torch.zeros(1)}, {"a": 1}], r"state\['a'\] is a tensor on rank 0 and 1 on rank 1"),
         ([{"a": b"0"}, {"a": b"1"}], r"is b'0' on rank 0 and b'1' on rank 1"),
         ([{"a": float("inf")}, {"a": 1.5}], r"is inf on rank 0 and 1.5 on rank 1"),
-        ([{"a": "x" * 99 + "1" + "x" * 99}, {"a": "x" * 99 + "2" + "x" * 99}], "another one on each, on ranks 0, 1"),
+        ([{"a": "x" * 99 + "1" + "x" * 99}, {"a": "x" * 99 + "2" + "x" * 99}], "different on each, on ranks 0, 1"),
         ([{"a": 0, "b": [0, 0]}, {"a": 1, "b": [0, 1]}], r"state\['a'\] is .*; state\['b'\]\[1\] is 0 on rank 0 and 1"),
     ],
 )
@@ -99,8 +99,8 @@ def save_generators(rank: int, folder: str) -> str:
 def test_small_tensors_that_differ_where_they_should_be_copies_are_named_in_the_log(tmp_path: Path) -> None:
     said, nothing = run_ranks(2, save_generators, str(tmp_path))
     assert said == (
-        "tensors differ between the ranks that hold them, and of each only one rank's is stored: generator "
-        "('generator' is another one on ranks 0, 1). Give what is a rank's own a key of its own, as f'rng.{rank}'"
+        "tensors differ between the ranks that hold them, and only one rank's copy of each is stored: generator "
+        "('generator' differs on ranks 0, 1). Give each rank's tensor its own key, as f'rng.{rank}'"
     ), "once, and of neither what is a rank's own, nor what is the same, nor what is large"
     assert nothing == ""
 

@@ -167,7 +167,7 @@ def test_an_answer_that_does_not_say_its_length_is_an_error_that_may_pass() -> N
 
     with _served(lengthless) as (_, url):
         for operation in ("read", "read a range", "size"):
-            with pytest.raises(StorageError, match="does not say how long"):
+            with pytest.raises(StorageError, match="does not state the object"):
                 OPERATIONS[operation](open_storage(url))
 
 

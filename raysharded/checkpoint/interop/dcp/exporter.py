@@ -1,7 +1,7 @@
-"""A checkpoint as a folder that `torch.distributed.checkpoint` loads with its own FileSystemReader.
+"""Export of a checkpoint to a folder that `torch.distributed.checkpoint` loads with its own FileSystemReader.
 
 __0_<n>.distcp   items one after the other: a slab of a tensor or a value, each as `torch.save` writes it
-.metadata        a pickle that says what is where; written last. Nothing else of ours is ever pickled.
+.metadata        a pickle with the place of every item, written last. raysharded pickles nothing else.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ def export_dcp(
     slab_bytes: int = DCP_SLAB_BYTES,
     file_bytes: int = DCP_FILE_BYTES,
 ) -> Exported:
-    """Writes the checkpoint into the folder `dest`, through a few slabs of memory.
+    """Write the checkpoint into the folder `dest`, through a few slabs of memory.
 
-    `names`: patterns of the keys wanted (as `model.*`); all of them by default. Keys and nesting are as torch's
-    `flatten_state_dict` makes them. Data files without a `.metadata`, which an export left that was interrupted, are
-    overwritten. Raises CheckpointError if `dest` has a `.metadata` already, CorruptCheckpoint for damage in the source,
-    StorageError if storage fails; then what was written is removed, if storage lets it, and there is nothing to load.
+    `names`: patterns of the keys to export (such as `model.*`), all by default. Keys and nesting follow torch's
+    `flatten_state_dict`. Data files that an interrupted export left without a `.metadata` are overwritten.
+
+    Raises CheckpointError if `dest` already has a `.metadata`, CorruptCheckpoint for damage in the source, StorageError
+    if storage fails. On an error the written files are removed, if storage permits it, and `dest` cannot be loaded.
     """
     entries = _chosen(entries_of(checkpoint.manifest), names)
     refuse_existing(dest, [METADATA_NAME])
@@ -86,7 +87,7 @@ def _chosen(entries: list[Entry], patterns: tuple[str, ...]) -> list[Entry]:
 
 
 def _files(checkpoint: Checkpoint, entries: list[Entry], slab_bytes: int, file_bytes: int) -> Iterator[list[_Item]]:
-    """What goes into each file: about `file_bytes`."""
+    """The items of each file, about `file_bytes` in total."""
     items: list[_Item] = []
     held = 0
     for item in _items(checkpoint, entries, slab_bytes):
@@ -117,7 +118,7 @@ def _data_bytes(checkpoint: Checkpoint, item: _Item) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where an item is in its file."""
+    """Position of an item in its file."""
 
     item: _Item
     start: int
@@ -126,7 +127,10 @@ class _Place:
 
 @dataclass(slots=True)
 class _File:
-    """A data file as parts that are made while they are written. `places` is filled by the last complete pass."""
+    """A data file as parts that are made during the write.
+
+    The last complete pass fills `places`.
+    """
 
     checkpoint: Checkpoint
     path: str

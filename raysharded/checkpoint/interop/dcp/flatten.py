@@ -1,8 +1,8 @@
-"""A checkpoint as torch.distributed.checkpoint sees it: keys, each with its path in the nested state, and back.
+"""Conversion between checkpoints and the flat keys of torch.distributed.checkpoint, each with its path in the state.
 
-torch's rules (`flatten_state_dict`): dicts are opened, and lists with dicts or tensors in them; a tuple, and any other
-list, is one value. A key is the path joined by ".". What our trainer saved has no tree, and appears as
-{"model": {name: ...}, "optimizer": {"state": {name: {...}}}}, as torch's own `get_state_dict` has it.
+torch's rules (`flatten_state_dict`): dicts are flattened, and so are lists that contain dicts or tensors. A tuple, or
+any other list, is one value. A key is the path joined by ".". A trainer's checkpoint has no tree. It appears as
+{"model": {name: ...}, "optimizer": {"state": {name: {...}}}}, as torch's own `get_state_dict` returns it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class TensorEntry:
     key: str
     path: Path
     name: str
-    """Of the tensor in the checkpoint."""
+    """Name of the tensor in the checkpoint."""
     as_number: bool = False
-    """Whether the state has it as a Python number."""
+    """Whether the state holds the tensor as a Python number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueEntry:
-    """A key that stands for something else."""
+    """A key that stands for a value other than a tensor."""
 
     key: str
     path: Path
@@ -42,10 +42,10 @@ Entry = TensorEntry | ValueEntry
 
 
 def entries_of(manifest: Manifest, *, is_flat: bool = False) -> list[Entry]:
-    """All keys, in the order of the state; with `is_flat` those of its first level alone, each a tensor or a value.
+    """All keys in the order of the state. With `is_flat`, only those of its first level, each a tensor or a value.
 
-    Raises CheckpointError if two are the same, CorruptCheckpoint for a tree that is none or names a tensor that does
-    not exist.
+    Raises CheckpointError for duplicate keys and for a tree that names a missing tensor, CorruptCheckpoint for an
+    invalid tree.
     """
     if manifest.tree is not None and is_flat:
         found = _of_flat(unflatten(manifest.tree, _Ref))
@@ -68,10 +68,10 @@ def entries_of(manifest: Manifest, *, is_flat: bool = False) -> list[Entry]:
 
 
 def tree_of(leaves: Iterable[tuple[Path, Tree]]) -> Tree:
-    """The tree of a state that has these tensors (`tensor_leaf`) and values (`encode_value`) at their paths.
+    """The tree of a state with these tensors (`tensor_leaf`) and values (`encode_value`) at their paths.
 
-    A list that lacks some of its places gets None there, as torch does it. Raises CheckpointError if a path leads
-    through a tensor or a value.
+    A list that lacks some of its places gets None there, as in torch. Raises CheckpointError if a path leads through a
+    tensor or a value.
     """
     root = _Node()
     for path, leaf in leaves:
@@ -80,12 +80,12 @@ def tree_of(leaves: Iterable[tuple[Path, Tree]]) -> Tree:
 
 
 def tensor_leaf(name: str) -> Tree:
-    """A tensor in a tree."""
+    """The tree of one tensor."""
     return {"tensor": name}
 
 
 def encode_value(key: str, value: Any) -> Tree:
-    """A value as JSON. Raises CheckpointError naming the key for what JSON cannot hold, tensors among it."""
+    """A value as JSON. Raises CheckpointError with the key for a value that JSON cannot hold, such as a tensor."""
     try:
         flat = flatten({key: value})
     except CheckpointError as error:
@@ -98,13 +98,13 @@ def encode_value(key: str, value: Any) -> Tree:
 
 
 def decode_value(tree: Tree) -> Any:
-    """The value again. Raises CorruptCheckpoint for a tree that is none."""
+    """The value that `encode_value` encoded. Raises CorruptCheckpoint for an invalid tree."""
     return unflatten(tree, _Ref)
 
 
 @dataclass(frozen=True, slots=True)
 class _Ref:
-    """Stands for a tensor in a state."""
+    """A placeholder for a tensor in a state."""
 
     name: str
 
@@ -120,7 +120,10 @@ def _of_state(node: Any, path: Path) -> list[Entry]:
 
 
 def _of_flat(state: Any) -> list[Entry]:
-    """Of a dict whose values torch did not open. One with tensors inside values is no such dict, and is opened."""
+    """Entries of a dict whose values torch did not flatten.
+
+    Any other state is flattened, such as a dict with tensors inside its values.
+    """
     if not isinstance(state, dict) or any(_has_tensor(v) and not isinstance(v, _Ref) for v in state.values()):
         return _of_state(state, ())
     return [
@@ -132,7 +135,7 @@ def _of_flat(state: Any) -> list[Entry]:
 
 
 def _is_opened(node: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether torch looks into a list. A tuple only with a tensor in it, which no value can hold."""
+    """Whether a list is flattened. A tuple is flattened only if it contains a tensor, which a value cannot hold."""
     if isinstance(node, tuple):
         return _has_tensor(node)
     return any(isinstance(n, (_Ref, dict)) or (isinstance(n, (list, tuple)) and _is_opened(n)) for n in node)
@@ -155,7 +158,7 @@ def _of_trainers(name: str) -> TensorEntry:
 
 
 class _Node:
-    """A dict or a list of the tree that is being made."""
+    """A dict or a list of a tree under construction."""
 
     def __init__(self) -> None:
         self._children: dict[str | int, _Node | Tree] = {}
@@ -165,10 +168,10 @@ class _Node:
         for part in path[:-1]:
             below = node._children.setdefault(part, _Node())
             if not isinstance(below, _Node):
-                raise CheckpointError(f"the state has something both at {name_of(path)!r} and above it.")
+                raise CheckpointError(f"the state has values both at {name_of(path)!r} and at a path above it.")
             node = below
         if path[-1] in node._children:
-            raise CheckpointError(f"the state has two things at {name_of(path)!r}.")
+            raise CheckpointError(f"the state has two values at {name_of(path)!r}.")
         node._children[path[-1]] = leaf
 
     def tree(self) -> Tree:
@@ -181,4 +184,7 @@ class _Node:
 
 
 _SPARE_PLACES = 1000
-"""A list may lack so many places beyond those it has; a hostile path asks for many more."""
+"""A list may lack as many places as it has, and this many more.
+
+A hostile path would require far more.
+"""

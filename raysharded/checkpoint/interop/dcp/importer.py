@@ -1,4 +1,4 @@
-"""A folder of `torch.distributed.checkpoint` as a checkpoint of ours. Nothing that a pickle says is run."""
+"""Import of a `torch.distributed.checkpoint` folder. No code in a pickle is run."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ def import_dcp(
     key: SigningKey | None = None,
     progress: Progress = lambda _: None,
 ) -> Imported:
-    """Writes the DCP checkpoint in the folder `source` into the folder `dest`; keys become the tensors' names.
+    """Write the DCP checkpoint in the folder `source` into the folder `dest`. Keys become the tensors' names.
 
-    `names` and `skip` are patterns of keys (as `optimizer.*`) to take and to leave out. Values that are no tensors are
-    kept if JSON can hold them. `step`: by default that of the name of `dest`, if it is named as a save, else 0. Raises
-    CheckpointError if `dest` is not free, listing values that cannot be kept, and naming what a pickle asks for beyond
-    that, CorruptCheckpoint and IncompleteCheckpoint for damage, StorageError if storage fails; then `dest` is no
-    checkpoint.
+    `names` and `skip`: patterns of keys (such as `optimizer.*`) to import and to leave out. Values other than tensors
+    are kept if JSON can hold them. `step`: by default the step in the name of `dest`, if it is named as a save, else 0.
+
+    Raises CheckpointError if `dest` is not free. It also lists the values that cannot be kept, and names what a pickle
+    requests beyond that. Raises CorruptCheckpoint and IncompleteCheckpoint for damage, StorageError if storage fails.
+    After an error `dest` is not a checkpoint.
     """
     table = _table(source)
     wanted = _wanted(table, names, skip)
@@ -81,7 +82,7 @@ def _wanted(table: Metadata, names: tuple[str, ...], skip: tuple[str, ...]) -> l
 
 
 def _values(source: Place, items: Mapping[str, Item]) -> dict[str, Tree]:
-    """The values as trees. Raises CheckpointError that lists all that cannot be kept."""
+    """The values as trees. Raises CheckpointError that lists all values that cannot be kept."""
     found: dict[str, Tree] = {}
     problems: list[str] = []
     for key, item in items.items():
@@ -105,10 +106,10 @@ def _read_value(source: Place, key: str, item: Item) -> bytes:
 
 
 def decode_item(key: str, data: bytes) -> Tree:
-    """A value that `torch.save` wrote, as a tree. Raises CheckpointError naming the key if JSON cannot hold it."""
+    """A value that `torch.save` wrote, as a tree. Raises CheckpointError with the key if JSON cannot hold it."""
     try:
         value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001  # whatever a broken or hostile pickle leads to
+    except Exception as error:  # noqa: BLE001 - a broken or hostile pickle may raise anything
         reason = str(error).replace("\n", " ")[:300]
         raise CheckpointError(f"{key}: cannot be read without running what is pickled in it ({reason})") from None
     return encode_value(key, value)

@@ -1,7 +1,7 @@
 """One tensor as `torch.save` writes it (a zip archive with a small pickle and the raw bytes), read in slabs.
 
-Nothing of the archive is run: the pickle is read with stand-ins that only note dtype, shape and strides. The bytes are
-checked against the archive's CRC-32.
+No code of the archive is run: stand-ins in the pickle only record dtype, shape and strides. The bytes are checked
+against the archive's CRC-32.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Saved:
-    """What the archive's pickle says."""
+    """Description of a tensor in the archive's pickle."""
 
     dtype: str
     entry: str
@@ -64,7 +64,7 @@ class _Saved:
 
     @property
     def last(self) -> int:
-        """The place in the storage of the last element."""
+        """Index of the last element in the storage."""
         return self.offset + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))
 
 
@@ -81,9 +81,9 @@ def tensor_slabs(
 ) -> Iterator[tuple[Extent, Bytes]]:
     """The tensor in `item` as ((offsets, sizes), bytes) of at most `max_bytes`, in order.
 
-    A tensor that is not contiguous where it is saved is held whole. Raises CorruptCheckpoint if it is not of that
-    dtype and those sizes or its bytes do not match their CRC, IncompleteCheckpoint if the file is missing or cut off,
-    CheckpointError for pickles that ask for more than a tensor needs.
+    A tensor that is not contiguous in the file is held in memory as a whole. Raises CorruptCheckpoint if dtype, sizes
+    or CRC do not match, IncompleteCheckpoint if the file is missing or cut off, CheckpointError for pickles that
+    request more than a tensor needs.
     """
     where = f"{join_url(storage.url, key_of(prefix, item.path))}, bytes {item.start} to {item.start + item.length}"
     try:
@@ -91,7 +91,7 @@ def tensor_slabs(
             saved = _describe(archive, where)
             if (saved.dtype, saved.sizes) != (dtype, sizes):
                 raise CorruptCheckpoint(
-                    f"{where}: a {saved.dtype} tensor of {saved.sizes} where the metadata says {dtype} of {sizes}. "
+                    f"{where}: a {saved.dtype} tensor of {saved.sizes} where the metadata has {dtype} of {sizes}. "
                     "The folder is a mixture of two checkpoints; import another."
                 )
             yield from _read(archive, saved, item, where, max_bytes)
@@ -105,7 +105,7 @@ def tensor_slabs(
 
 
 def _opened(storage: Storage, prefix: str, item: Item, max_bytes: int) -> IO[bytes]:
-    """The item as a file: in memory if it is small, else read as it is used."""
+    """The item as a file: in memory if it is small, else read on demand."""
     if item.length <= max_bytes:
         return io.BytesIO(read_item(storage, prefix, item))
     return io.BufferedReader(_Window(storage, key_of(prefix, item.path), item), _BUFFER_BYTES)
@@ -121,7 +121,7 @@ def _read(
     if (saved.last + 1) * item_bytes > entry.file_size or min(saved.strides, default=1) < 0:
         raise CorruptCheckpoint(f"{where}: the tensor reaches beyond its {entry.file_size} bytes.")
     if entry.file_size > item.length:
-        raise CorruptCheckpoint(f"{where}: it says that it holds {entry.file_size} bytes.")
+        raise CorruptCheckpoint(f"{where}: the archive claims to hold {entry.file_size} bytes.")
     with archive.open(entry) as file:
         if saved.is_contiguous:
             _skip(file, saved.offset * item_bytes)
@@ -167,7 +167,7 @@ def _skip(file: IO[bytes], num_bytes: int) -> None:
 
 
 def _entry(archive: zipfile.ZipFile, name: str, where: str) -> zipfile.ZipInfo:
-    """The entry `<anything>/<name>`, stored as it is."""
+    """The entry `<anything>/<name>`, stored uncompressed."""
     found = [info for info in archive.infolist() if info.filename.partition("/")[2] == name]
     plain = len(found) == 1 and found[0].compress_type == zipfile.ZIP_STORED and not found[0].flag_bits & 1
     if not plain or found[0].file_size != found[0].compress_size:
@@ -217,24 +217,24 @@ class _Name(str):
 
 
 def _storage(pid: Any) -> tuple[_Name, str]:
-    """(its dtype, its entry in the archive)"""
+    """The pair (dtype, archive entry) that a persistent id stands for."""
     kind, dtype, key, _location, _num_elements = pid
     if kind != "storage" or not isinstance(dtype, _Name) or type(key) is not str:
-        raise ValueError("a persistent id that is no storage")
+        raise ValueError("a persistent id is not a storage")
     return dtype, key
 
 
 def _saved(storage: Any, offset: Any, sizes: Any, strides: Any, dtype: Any) -> _Saved:
     numbers = (offset, *sizes, *strides)
     if not all(type(n) is int and 0 <= n < 1 << 60 for n in numbers) or len(sizes) != len(strides):
-        raise ValueError("sizes or strides that are no whole numbers")
+        raise ValueError("sizes or strides are not whole numbers")
     if dtype not in SAFETENSORS_DTYPES or not isinstance(dtype, _Name):
         raise ValueError("a dtype that is not supported")
     return _Saved(dtype=str(dtype), entry=storage[1], offset=offset, sizes=tuple(sizes), strides=tuple(strides))
 
 
 class _Window(io.RawIOBase):
-    """An item's bytes as a file that can be read and sought in."""
+    """An item's bytes as a read-only, seekable file."""
 
     def __init__(self, storage: Storage, key: str, item: Item) -> None:
         self._storage, self._key, self._item = storage, key, item
@@ -263,7 +263,7 @@ class _Window(io.RawIOBase):
         return size
 
     def fill(self, at: int, out: memoryview) -> None:
-        """All of `out` from byte `at` of the item on."""
+        """Fill `out` with the item's bytes from byte `at` on."""
         if not len(out):
             return
         where = join_url(self._storage.url, self._key)

@@ -1,7 +1,7 @@
-"""What the `.metadata` of a `torch.distributed.checkpoint` folder says, read without torch and without trust.
+"""The `.metadata` of a `torch.distributed.checkpoint` folder, read without torch and without trust.
 
-The file is a pickle. It is read with stand-ins for the classes that torch 2.4 to 2.13 write there, and every value is
-checked before it is used.
+The file is a pickle. It is read with stand-ins for the classes that torch 2.4 to 2.13 write there. Every value is
+checked before use.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _OTHER_DTYPES = (
     "quint8",
     "qint32",
 )
-"""Known to torch and not to our format: named when they are refused."""
+"""Dtypes that the raysharded format lacks, known so that errors can name them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """Bytes `start` to `start + length` of a file hold one tensor or value, as `torch.save` writes it."""
+    """Bytes `start` to `start + length` of a file, which hold one tensor or value as `torch.save` writes it."""
 
     path: str
     start: int
@@ -55,7 +55,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """A box of a tensor and where it is."""
+    """A box of a tensor, and the item that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -76,23 +76,23 @@ class Metadata:
     """A DCP checkpoint's table of contents."""
 
     keys: tuple[str, ...]
-    """All of them, in order."""
+    """All keys, in order."""
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Item]
-    """What is no tensor: numbers, lists, ... pickled by `torch.save`."""
+    """Values other than tensors (numbers, lists, ...), pickled by `torch.save`."""
     paths: Mapping[str, Path] | None
-    """Where each key was in the nested state; None if that was not written."""
+    """Path of each key in the nested state; None if paths were not written."""
 
 
 class _Wrong(Exception):
-    """A field is missing or is not what it should be."""
+    """A field is missing or invalid."""
 
 
 def parse(data: bytes, where: str) -> Metadata:
-    """The table of contents in the bytes of a `.metadata` file; `where` names it in errors.
+    """The table of contents in the bytes of a `.metadata` file. `where` names the file in errors.
 
-    Raises CheckpointError for names that have no business there and dtypes that our format does not have,
-    CorruptCheckpoint for anything that is not as torch writes it.
+    Raises CheckpointError for names that do not belong there and for dtypes that the raysharded format lacks. Raises
+    CorruptCheckpoint for anything that differs from what torch writes.
     """
     found = fields_of(load(data, _stand_ins(), where))
     try:
@@ -102,10 +102,13 @@ def parse(data: bytes, where: str) -> Metadata:
 
 
 def _stand_ins() -> dict[tuple[str, str], Any]:
-    """For the classes and functions that a `.metadata` names; new ones for every file, which might change them."""
+    """Stand-ins for the classes and functions that a `.metadata` names.
+
+    They are new for every file, which might change them.
+    """
 
     def ignored(*_arguments: Any) -> None:
-        """For what we do not need: the layout, the memory format, where the folder once was."""
+        """Discard what is not needed: the layout, the memory format, the folder's former place."""
 
     found: dict[tuple[str, str], Any] = {(_METADATA, name): record(name) for name in _RECORDS}
     found[_METADATA, "_MEM_FORMAT_ENCODING"] = ignored
@@ -120,7 +123,7 @@ def _stand_ins() -> dict[tuple[str, str], Any]:
 
 
 class _Dtype(str):
-    """A dtype's name; a class of its own, so that text is not taken for one."""
+    """A dtype's name. A separate class, so that plain text is not mistaken for a dtype."""
 
     __slots__ = ()
 
@@ -146,7 +149,7 @@ def _metadata(found: dict[str, Any]) -> Metadata:
 
 
 def _placed(index: Any, info: Any) -> tuple[tuple[str, tuple[int, ...] | None], Item]:
-    """((key, offsets), where): one entry of `storage_data`."""
+    """One entry of `storage_data` as ((key, offsets), item)."""
     at, place = fields_of(index), fields_of(info)
     key, offsets = at.get("fqn"), at.get("offset")
     path, start, length = place.get("relative_path"), place.get("offset"), place.get("length")
@@ -155,9 +158,9 @@ def _placed(index: Any, info: Any) -> tuple[tuple[str, tuple[int, ...] | None], 
     if place.get("transform_descriptors"):
         raise _Wrong(f"{key!r} was written through a transforming extension, which cannot be undone here")
     if not is_inside(path):
-        raise _Wrong(f"{key!r} is said to be in {path!r}, outside the folder")
+        raise _Wrong(f"{key!r} is recorded in {path!r}, outside the folder")
     if start is None or length is None or not _whole(start) or not _whole(length):
-        raise _Wrong(f"{key!r} is said to be at no byte of {path!r}")
+        raise _Wrong(f"{key!r} has no valid byte range in {path!r}")
     return (key, None if offsets is None else _numbers(offsets, key)), Item(path=path, start=start, length=length)
 
 
@@ -169,7 +172,7 @@ def _tensor(key: str, fields: dict[str, Any], items: Mapping[tuple[str, tuple[in
         raise _Wrong(f"{key!r} has no dtype")
     if dtype not in SAFETENSORS_DTYPES:
         raise CheckpointError(
-            f"tensor {key!r} has dtype {dtype}, which our format does not have (it has "
+            f"tensor {key!r} has dtype {dtype}, which is not supported (supported: "
             f"{', '.join(SAFETENSORS_DTYPES)}). Convert it, or leave it out."
         )
     chunks: dict[tuple[int, ...], Chunk] = {}
@@ -196,7 +199,7 @@ def _item_of(
 
 
 def _paths(planner_data: Any, keys: Mapping[str, Any]) -> dict[str, Path] | None:
-    """The default planner's mapping, if it is one for all keys."""
+    """The default planner's mapping, if it covers all keys."""
     if not isinstance(planner_data, dict) or any(key not in planner_data for key in keys):
         return None
     found: dict[str, Path] = {}

@@ -1,7 +1,7 @@
-"""Pickles of others, read without running anything of theirs.
+"""Foreign pickles, read without running any of their code.
 
-Every class or function that a pickle names is looked up in a table of stand-ins; a name that is not there ends the
-reading. So nothing is imported, and what a hostile pickle can call are the stand-ins alone.
+Every class or function that a pickle names is replaced by a stand-in from a table; a name without one ends the reading.
+Nothing is imported, so a hostile pickle can call only the stand-ins.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from raysharded.errors import CheckpointError, CorruptCheckpoint
 
 StandIns = Mapping[tuple[str, str], Any]
-"""(module, name) -> what to use in its place."""
+"""Map from (module, name) to the object to use in its place."""
 
 
 class _Refused(Exception):
@@ -22,16 +22,16 @@ class _Refused(Exception):
 
 
 def load(data: bytes, stand_ins: StandIns, where: str, persistent: Callable[[Any], Any] | None = None) -> Any:
-    """What the pickle describes, built of plain values and stand-ins. `where` names it in errors.
+    """The object that the pickle describes, built of plain values and stand-ins. `where` names the pickle in errors.
 
-    `persistent` gives what a persistent id stands for; without it such ids are refused. Raises CheckpointError for a
-    name that has no stand-in, CorruptCheckpoint for bytes that are no such pickle.
+    `persistent` resolves a persistent id; without it such ids are rejected. Raises CheckpointError for a name that has
+    no stand-in, CorruptCheckpoint for bytes that are not such a pickle.
     """
     try:
         return _Unpickler(data, stand_ins, persistent).load()
     except _Refused as refused:
         raise CheckpointError(
-            f"{where}: its pickle asks for {refused}, which is not needed to describe tensors and is not loaded. If "
+            f"{where}: its pickle requests {refused}, which is not needed to describe tensors and is not loaded. If "
             "you trust where it comes from, load it with torch and save the tensors again."
         ) from None
     except Exception as error:  # a broken pickle may raise anything
@@ -39,7 +39,7 @@ def load(data: bytes, stand_ins: StandIns, where: str, persistent: Callable[[Any
 
 
 class _Unpickler(pickle._Unpickler):
-    """The one in Python: the one in C takes memory for a memo as long as the largest place that a pickle names."""
+    """The Python unpickler. The one in C allocates a memo as large as the largest index that a pickle names."""
 
     def __init__(self, data: bytes, stand_ins: StandIns, persistent: Callable[[Any], Any] | None) -> None:
         super().__init__(io.BytesIO(data))
@@ -59,9 +59,9 @@ class _Unpickler(pickle._Unpickler):
 
 
 def record(name: str) -> type:
-    """A new class that stands in for another: it takes the other's pickled state and does nothing with it.
+    """A new class that stands in for another: it stores the other's pickled state and does nothing with it.
 
-    `fields_of` reads it. It is made anew for every pickle, which might change it.
+    `fields_of` reads that state. The class is new for every pickle, which might change it.
     """
 
     def set_state(self: Any, state: Any) -> None:
@@ -71,6 +71,6 @@ def record(name: str) -> type:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """The attributes that were pickled of a `record`; {} for anything else."""
+    """The pickled attributes of a `record`; {} for anything else."""
     state = getattr(value, "state", None)
     return state if type(state) is dict else {}

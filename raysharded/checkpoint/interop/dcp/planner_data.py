@@ -1,7 +1,7 @@
-"""What a planner of `torch.distributed.checkpoint` adds to a checkpoint: `Metadata.planner_data`.
+"""Planner data of `torch.distributed.checkpoint`: `Metadata.planner_data`.
 
-torch's own has the path of every key, which the tree of a state says already. What is beyond that, and that a state was
-not flattened, is kept in the manifest's `metadata`, under the name `torch.distributed.checkpoint`.
+torch's planner stores every key's path, which the tree of a state contains already. Further data, and whether the state
+was left unflattened, is kept in the manifest's `metadata` under the name `torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Planned:
 
     paths: Mapping[str, Path]
     more: Any
-    """What are no paths of keys: a dict, or instead of all the paths anything else."""
+    """Data beyond the paths of keys: a dict, or any other value that replaces all paths."""
     is_flat: bool
-    """Whether no key has a path: each is one of the first level of the state, with all that is below it."""
+    """Whether no key has a path: each key is in the first level of the state, with everything below it."""
 
     @staticmethod
     def of(metadata: Metadata) -> Planned:
-        """Of a save."""
+        """The planner data of a save."""
         data, keys = metadata.planner_data, metadata.state_dict_metadata
         if not isinstance(data, Mapping):
             return Planned(paths={}, more=data, is_flat=True)
@@ -40,25 +40,30 @@ class Planned:
 
     @staticmethod
     def recorded_in(metadata: Mapping[str, Any]) -> Planned:
-        """Of a manifest's `metadata`; the paths are those of the tree. Raises CorruptCheckpoint for what is no tree."""
+        """The planner data in a manifest's `metadata`, without paths: those are in the tree.
+
+        Raises CorruptCheckpoint for an invalid tree.
+        """
         record = metadata.get(_NAME)
         if not isinstance(record, Mapping) or "planner_data" not in record:
             return Planned(paths={}, more={}, is_flat=False)
         return Planned(paths={}, more=decode_value(record["planner_data"]), is_flat=record.get("is_flat") is True)
 
     def path(self, key: str) -> Path:
-        """Where the key is in the state."""
+        """Path of the key in the state."""
         return self.paths.get(key, (key,))
 
     def recorded(self) -> dict[str, Any]:
-        """For the manifest's `metadata`: nothing if there is nothing beyond paths. Raises CheckpointError for what JSON
-        cannot hold."""
+        """The entry for the manifest's `metadata`, empty without data beyond paths.
+
+        Raises CheckpointError for a value that JSON cannot hold.
+        """
         if not self.is_flat and not self.more:
             return {}
         return {_NAME: {"planner_data": encode_value("planner_data", self.more), "is_flat": self.is_flat}}
 
     def data(self, paths: Mapping[str, Path]) -> Any:
-        """`planner_data` again, with these paths of keys."""
+        """The `planner_data` of a load, with these paths of keys."""
         if self.is_flat or not isinstance(self.more, dict):
             return self.more
         return {**paths, **self.more}

@@ -37,15 +37,18 @@ _log = logging.getLogger("raysharded.checkpoint")
 
 
 class RayshardedReader(StorageReader):
-    """A `storage_reader` for torch.distributed.checkpoint's `load`, of any checkpoint of ours at any layout.
+    """A `storage_reader` for torch.distributed.checkpoint's `load`, for any raysharded checkpoint at any layout.
 
-    A rank reads only the bytes of its own boxes, straight into tensors that are contiguous in host memory. What the
-    trainer saved appears as {"model": {...}, "optimizer": {"state": {...}}}.
+    A rank reads only the bytes of its boxes, straight into tensors that are contiguous in host memory. A trainer's
+    checkpoint appears as {"model": {...}, "optimizer": {"state": {...}}}.
     """
 
     def __init__(self, uri: str | os.PathLike[str] | None = None, *, key: SigningKey | None = None) -> None:
-        """`uri`: a checkpoint's folder; or `checkpoint_id` in `load`. With a `key` (by default the one in the
-        environment, if there is one) a checkpoint that was not signed with it is refused."""
+        """`uri`: a checkpoint's folder, unless `load` gets a `checkpoint_id`.
+
+        `key`: by default the one in the environment, if any. With a key, a checkpoint that was not signed with it is
+        rejected.
+        """
         self._uri = None if uri is None else os.fspath(uri)
         self._key = key
         self._load_id = new_save_id()
@@ -63,14 +66,14 @@ class RayshardedReader(StorageReader):
         return self._uri
 
     def read_metadata(self) -> Metadata:
-        """Every tensor as one chunk: which files its parts are in is found when they are read."""
+        """Metadata with every tensor as one chunk. The files of its parts are found when they are read."""
         if not self._uri:
             raise CheckpointError("no folder was given: RayshardedReader(uri), or checkpoint_id=... in load.")
         try:
             storage, prefix = place_of(self._uri)
             checkpoint = open_checkpoint(storage, prefix, key=self._key or signing_key_from_environment())
         except RayshardedError as error:
-            _log.error("%s", error)  # torch 2.9 drops it and says no more than that there is no metadata
+            _log.error("%s", error)  # torch 2.9 drops the error and reports only that there is no metadata
             raise
         self._checkpoint = checkpoint
         planned = Planned.recorded_in(checkpoint.manifest.metadata)
@@ -128,7 +131,7 @@ class RayshardedReader(StorageReader):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Target:
-    """A tensor to fill with a box of one of the checkpoint's."""
+    """A tensor to fill with a box of one of the checkpoint's tensors."""
 
     item: ReadItem
     tensor: torch.Tensor
@@ -136,7 +139,7 @@ class _Target:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
-    """In the checkpoint."""
+    """Dtype in the checkpoint."""
 
     @staticmethod
     def of(name: str, item: ReadItem, tensor: torch.Tensor, checkpoint: Checkpoint) -> _Target:
@@ -156,12 +159,12 @@ class _Target:
         return math.prod(self.sizes) * self.dtype.itemsize
 
     def buffer(self) -> torch.Tensor:
-        """What to read into: the tensor itself where that is possible."""
+        """The memory to read into: the tensor itself where possible."""
         return self.tensor if self.is_direct else torch.empty(self.sizes, dtype=self.dtype)
 
 
 def _batches(targets: list[_Target]) -> Iterator[list[_Target]]:
-    """All that are filled in place at once, then the others, a bounded number of bytes at a time."""
+    """First the targets that are filled in place, then batches of the others, of a bounded number of bytes each."""
     yield [target for target in targets if target.is_direct]
     batch: list[_Target] = []
     held = 0

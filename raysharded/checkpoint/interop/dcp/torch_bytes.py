@@ -1,4 +1,4 @@
-"""Between torch and bytes: dtypes by name, a tensor's memory, and values as `torch.save` writes them."""
+"""Conversions between torch and bytes: dtype names, a tensor's memory, and values as `torch.save` writes them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from raysharded.checkpoint.state_dict.staging import torch_dtype
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """torch.float32 -> `float32`."""
+    """Name of a dtype: torch.float32 -> `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def tensor_of(data: Bytes, dtype: str, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Bytes as a tensor; not copied."""
+    """Bytes as a tensor, not copied."""
     return torch.from_numpy(data).view(torch_dtype(dtype)).view(sizes)
 
 
 def saved(value: Any) -> bytes:
-    """As `torch.save` writes it."""
+    """The bytes that `torch.save` writes for a value."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
 def value_of(checkpoint: Checkpoint, entry: Entry) -> Any:
-    """A value of the state; of an entry that is kept as a tensor without dimensions, the number."""
+    """A value of the state. For an entry that is kept as a tensor without dimensions, the number."""
     if isinstance(entry, ValueEntry):
         return entry.value
     info = checkpoint.manifest.tensors[entry.name]

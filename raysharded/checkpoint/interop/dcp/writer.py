@@ -36,7 +36,7 @@ _ENDS_WITH_NUMBER = re.compile(r"([0-9]{1,18})/*$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Written:
-    """What one rank tells the coordinator."""
+    """Report of one rank to the coordinator."""
 
     files: tuple[FileRecord, ...]
     tensors: Mapping[str, TensorInfo]
@@ -56,11 +56,11 @@ class RayshardedWriter(StorageWriter):
         overwrite: bool = False,
         key: SigningKey | None = None,
     ) -> None:
-        """`uri`: the folder of one checkpoint, a path or any URL that raysharded knows; or `checkpoint_id` in `save`.
+        """`uri`: the folder of one checkpoint, a path or any supported URL, unless `save` gets a `checkpoint_id`.
 
-        `step`: by default the one that the folder is named after, or the number that its name ends with, else 0.
-        `metadata`: what JSON can hold. `overwrite`: takes the place of a checkpoint that is there, in one step. `key`:
-        signs the manifest; by default the one in the environment, if there is one.
+        `step`: by default the step in the folder's name, or the number at its end, else 0. `metadata`: values that JSON
+        can hold. `overwrite`: replace an existing checkpoint atomically. `key`: signs the manifest; by default the one
+        in the environment, if any.
         """
         self._uri = None if uri is None else os.fspath(uri)
         self._step, self._run, self._metadata = step, run, dict(metadata or {})
@@ -69,7 +69,7 @@ class RayshardedWriter(StorageWriter):
         self._is_coordinator, self._rank = False, 0
         self._save_id = new_save_id()
         self.digest: str | None = None
-        """Of the manifest last committed: known to the coordinator when `save` has returned."""
+        """Digest of the last committed manifest. The coordinator knows it when `save` has returned."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -80,14 +80,14 @@ class RayshardedWriter(StorageWriter):
         return self._uri
 
     def storage_meta(self) -> StorageMeta | None:
-        """What planners are told of the save that begins: its folder, and an id of its own."""
+        """Information for planners about the save that begins: its folder, and a new id."""
         self._save_id = new_save_id()
         return self._meta()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise CheckpointError(
-                "use_collectives=False makes a checkpoint of every rank's own, which does not exist here. Leave it out."
+                "use_collectives=False makes one checkpoint per rank, which is unsupported. Leave it out."
             )
         self._is_coordinator = is_coordinator
         self._rank = kwargs.get("rank") or 0
@@ -104,8 +104,11 @@ class RayshardedWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """One data file with the tensors that are contiguous in host memory, which are not copied, and one for every
-        batch of others, which are copied there, a bounded amount at a time."""
+        """Write one data file with the tensors that are contiguous in host memory, without copying them.
+
+        Each batch of the other tensors becomes one more file. They are copied to host memory, a bounded amount at a
+        time.
+        """
         values: dict[str, Tree] = {}
         pieces: list[Piece] = []
         for item in plan.items:
@@ -118,7 +121,7 @@ class RayshardedWriter(StorageWriter):
                 pieces.append(_piece(item, data))
         infos = {piece.held.name: TensorInfo(dtype=piece.held.dtype, shape=piece.held.shape) for piece in pieces}
         storage, prefix = self._place()
-        # A folder of this rank's own, for this save alone: its name needs no agreement, and is never used again.
+        # A folder for this rank and this save alone: its name needs no agreement, and is never used again.
         subfolder = new_save_id()
         files: list[FileRecord] = []
         for number, tensors in enumerate(batches_of_bytes([piece for piece in pieces if 0 not in piece.part.sizes])):
@@ -131,7 +134,7 @@ class RayshardedWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits. Called on the coordinator, when every rank has written."""
+        """Commit the checkpoint. Called on the coordinator when every rank has written."""
         parts: list[_Written] = [result.storage_data for rank in results for result in rank]
         tensors = _all_tensors(metadata, parts)
         values = {key: value for part in parts for key, value in part.values.items()}
@@ -147,7 +150,7 @@ class RayshardedWriter(StorageWriter):
             step=step,
             generation=0,
             save_id=save_id,
-            writer=f"torch.distributed.checkpoint-{new_save_id()}",  # of this save alone, as `save` has it
+            writer=f"torch.distributed.checkpoint-{new_save_id()}",  # unique to this save, as in `save`
             created_at=time.time(),
             tensors=tensors,
             files=tuple(file for part in parts for file in part.files),
@@ -158,7 +161,7 @@ class RayshardedWriter(StorageWriter):
         self.digest = commit(storage, prefix, manifest, key=key, instead_of=self._older)
         if self.digest is None:
             raise CheckpointError(f"{self._uri}: another writer committed a checkpoint there meanwhile.")
-        metadata.storage_meta = self._meta()  # for who called `save`
+        metadata.storage_meta = self._meta()  # for the caller of `save`
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -174,7 +177,7 @@ class RayshardedWriter(StorageWriter):
         return place_of(self._uri)
 
     def _identity(self, prefix: str) -> tuple[int, str]:
-        """(step, save id); a folder that is named as a run's own says both, if no step was given."""
+        """The pair (step, save id). A folder named like a run's own determines both, unless `step` was given."""
         number = _ENDS_WITH_NUMBER.search(prefix)
         named = parse_save_folder(prefix) or (int(number[1]) if number else 0, self._save_id)
         return named[0] if self._step is None else self._step, named[1]
@@ -197,7 +200,7 @@ def _piece(item: WriteItem, data: torch.Tensor) -> Piece:
 
 
 def _all_tensors(metadata: Metadata, parts: list[_Written]) -> dict[str, TensorInfo]:
-    """As they were written; those of which there was nothing to write as they were planned."""
+    """Infos of all tensors: as written, or as planned where there was nothing to write."""
     found: dict[str, TensorInfo] = {}
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder: safetensors files with an index, for `transformers`' `from_pretrained`.
+"""Export of a checkpoint to a Hugging Face folder: safetensors files with an index, for `from_pretrained`.
 
 model.safetensors, or model-00001-of-0000N.safetensors ... and model.safetensors.index.json (written last)
 config.json, if one is given
@@ -29,7 +29,7 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
 FILE_BYTES = 5 * 10**9
-"""What `save_pretrained` does by default: 5 GB to a file."""
+"""Maximum file size, 5 GB: the default of `save_pretrained`."""
 
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight")
 _INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -48,16 +48,17 @@ def export_huggingface(
     max_file_bytes: int = FILE_BYTES,
     progress: Progress = lambda _: None,
 ) -> Exported:
-    """Writes the tensors that the map names into the folder `dest`, through a few slabs of memory.
+    """Write the tensors that the map selects into the folder `dest`, through a few slabs of memory.
 
-    `names`: patterns of our names, to take those alone. `name_map`: by default the model of a training state, `model.x`
-    as `x`; of any other checkpoint all tensors as they are called. `dtype`: what to convert floating point to
-    ("bfloat16", ...), which the config then says too. `config`: the bytes of a config.json to copy; if it says that the
-    embeddings are tied and they are equal, the output head is left out, as `save_pretrained` does. Numbered files
-    without an index, which an export left that was interrupted, are overwritten. Raises CheckpointError if nothing is
-    left to export, the map names what is not there or `dest` has such weights, an index or another config already,
-    CorruptCheckpoint for damage in the source, StorageError if storage fails; then what was written is removed, if
-    storage lets it.
+    `names`: patterns of raysharded names, to export only those. `name_map`: by default a training state's model, with
+    `model.x` as `x`, and all tensors of any other checkpoint under their own names. `dtype`: target of floating point
+    tensors ("bfloat16", ...), also written into the config. `config`: the bytes of a config.json to copy. If it ties
+    the embeddings and they are equal, the output head is left out, as by `save_pretrained`. Numbered files that an
+    interrupted export left without an index are overwritten.
+
+    Raises CheckpointError if nothing is left to export, if the map names missing tensors, or if `dest` already has such
+    weights, an index or another config. Raises CorruptCheckpoint for damage in the source, StorageError if storage
+    fails. On an error the written files are removed, if storage permits it.
     """
     manifest = checkpoint.manifest
     names_of = name_map or default_map(manifest)
@@ -80,7 +81,7 @@ def export_huggingface(
 
 
 def default_map(manifest: Manifest) -> NameMap:
-    """The model alone where a checkpoint holds more: what our trainer saved, or a state with a part "model"."""
+    """Map of the model alone in a training state (a trainer's, or one with a part "model"), else of everything."""
     if manifest.tree is None:
         return MODEL_ONLY if is_trainers(manifest.tensors) else EVERYTHING
     parts = [entry[0] for entry in manifest.tree.get("dict", [])]
@@ -110,7 +111,7 @@ def _write(dest: Place, files: list[dict[str, TensorInfo]], data: _Data, config:
 
 
 def _has_config(dest: Place, config: bytes) -> bool:
-    """Whether the folder has this config.json already. Raises CheckpointError if it has another."""
+    """Whether the folder already has this config.json. Raises CheckpointError if it has another one."""
     storage, prefix = dest
     try:
         if storage.read(key_of(prefix, CONFIG_NAME)) == config:
@@ -125,11 +126,11 @@ def _has_config(dest: Place, config: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Data:
-    """The bytes of tensors under their new names, converted."""
+    """Bytes of tensors under their new names, converted."""
 
     checkpoint: Checkpoint
     source: Mapping[str, str]
-    """New name -> ours."""
+    """Map from new names to raysharded names."""
     tensors: Mapping[str, TensorInfo]
     progress: Progress
 
@@ -153,12 +154,12 @@ def cast(data: Bytes, dtype: str, to: str) -> Bytes:
 
 def _cast_info(info: TensorInfo, dtype: str | None) -> TensorInfo:
     if dtype is not None and dtype not in _FLOATS:
-        raise CheckpointError(f"dtype={dtype!r} is no floating point to convert to; give one of {', '.join(_FLOATS)}.")
+        raise CheckpointError(f"dtype={dtype!r} is not a floating point dtype; give one of {', '.join(_FLOATS)}.")
     return info if dtype is None or info.dtype not in _FLOATS else TensorInfo(dtype=dtype, shape=info.shape)
 
 
 def _leave_out_tied(checkpoint: Checkpoint, renamed: dict[str, str], config: bytes | None) -> None:
-    """Takes the output head out of `renamed` where the config says that it is the embedding, and it is."""
+    """Remove the output head from `renamed` if the config ties it to the embedding and both are equal."""
     if config is None or not is_tied(config):
         return
     back = {new: old for old, new in renamed.items()}
@@ -169,15 +170,15 @@ def _leave_out_tied(checkpoint: Checkpoint, renamed: dict[str, str], config: byt
 
 
 def is_tied(config: bytes) -> bool:
-    """Whether a config.json says that the embeddings are tied. Raises CheckpointError if it is no JSON object."""
+    """Whether a config.json ties the embeddings. Raises CheckpointError if it is not a JSON object."""
     return _parsed(config).get("tie_word_embeddings") is True
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes:
-    """The config.json, saying that weights are of this dtype, its nested configs too. Raises as `is_tied`.
+    """The config.json with this dtype of the weights, in its nested configs too. Raises as `is_tied`.
 
-    transformers calls it `dtype`, before version 4.56 `torch_dtype`: what is there is changed, the older, which all
-    know, added if there is neither.
+    transformers calls the field `dtype`, before version 4.56 `torch_dtype`. Existing fields are changed. If neither
+    exists, `torch_dtype` is added, which all versions know.
     """
     found = _parsed(config)
     if not _DTYPE_FIELDS & found.keys():
@@ -186,7 +187,7 @@ def with_dtype(config: bytes, dtype: str) -> bytes:
 
 
 def _replaced(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Nested configs are `text_config` and the like; `quantization_config` is none of a model."""
+    """Nested configs are `text_config` and the like; `quantization_config` does not describe a model."""
     changed: dict[str, Any] = dict.fromkeys(_DTYPE_FIELDS & config.keys(), dtype)
     for name, value in config.items():
         if name.endswith("_config") and name != "quantization_config" and isinstance(value, dict):
@@ -200,7 +201,7 @@ def _parsed(config: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"the {CONFIG_NAME} is not JSON: {error}.") from None
     if not isinstance(found, dict):
-        raise CheckpointError(f"the {CONFIG_NAME} is no JSON object.")
+        raise CheckpointError(f"the {CONFIG_NAME} is not a JSON object.")
     return found
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face folder, or one safetensors file, as a checkpoint of ours."""
+"""Import of a Hugging Face folder, or of one safetensors file."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ def import_huggingface(
     key: SigningKey | None = None,
     progress: Progress = lambda _: None,
 ) -> Imported:
-    """Writes the tensors in the folder or file `source` into the folder `dest`.
+    """Write the tensors in the folder or file `source` into the folder `dest`.
 
-    `name_map`: from their names to ours (`export_huggingface`'s map the other way round); by default `x` becomes
-    `model.x`, as in a training state. `step`: by default that of the name of `dest`, if it is named as a save, else 0.
-    A tied output head is not in the files and so not in the checkpoint. Raises CheckpointError for dtypes that our
-    format does not have, names that meet and a `dest` that is not free, CorruptCheckpoint and IncompleteCheckpoint for
-    damage, StorageError if storage fails; then `dest` is no checkpoint.
+    `name_map`: from their names to raysharded's, the inverse of the map for `export_huggingface`. By default `x`
+    becomes `model.x`, as in a training state. `step`: by default the step in the name of `dest`, if it is named as a
+    save, else 0. A tied output head is missing in the files, and therefore in the checkpoint.
+
+    Raises CheckpointError for dtypes that the raysharded format lacks, for colliding names, and if `dest` is not free.
+    Raises CorruptCheckpoint and IncompleteCheckpoint for damage, StorageError if storage fails. After an error `dest`
+    is not a checkpoint.
     """
     files = _files(source)
     names = [name for tensors in files.values() for name in tensors]
@@ -62,11 +64,14 @@ def import_huggingface(
 
 
 def _says_tied(source: Place) -> bool:
-    """Whether a config.json beside the weights says that the output head is the embedding: then it is not there."""
+    """Whether a config.json beside the weights ties the output head to the embedding.
+
+    The files then lack the head.
+    """
     storage, prefix = source
     try:
         return is_tied(storage.read(key_of(prefix, CONFIG_NAME)))
-    except (CheckpointError, StorageError):  # it is of no use otherwise
+    except (CheckpointError, StorageError):  # an unusable config does not matter otherwise
         return False
 
 
@@ -88,7 +93,7 @@ def _slabs(storage: Storage, file: str, name: str, stored: Stored) -> Iterator[S
 
 
 def _files(source: Place) -> dict[str, dict[str, Stored]]:
-    """key of each file -> its tensors: those that the index names, one alone, or the file that was given."""
+    """Map from the key of each file to its tensors: files of the index, the only file, or the given file."""
     storage, prefix = source
     if prefix.endswith(".safetensors"):
         return {prefix: read_header(storage, prefix)}
@@ -112,7 +117,7 @@ def _files(source: Place) -> dict[str, dict[str, Stored]]:
 
 
 def _single(source: Place) -> str:
-    """The one safetensors file of a folder without an index."""
+    """Name of the one safetensors file of a folder without an index."""
     storage, prefix = source
     skip = len(prefix) + 1 if prefix else 0
     names = [name for key in storage.list(prefix) if "/" not in (name := key[skip:]) and name.endswith(".safetensors")]

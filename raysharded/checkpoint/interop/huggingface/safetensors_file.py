@@ -1,4 +1,4 @@
-"""Safetensors files of others: their headers, read and checked; and new ones, made while they are written.
+"""Safetensors files: read and check foreign headers, and make new files during the write.
 
 The format: 8 bytes with the header's length, the header as JSON, the tensors' bytes without gaps
 (https://github.com/huggingface/safetensors#format).
@@ -18,14 +18,14 @@ from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteChec
 from raysharded.locations import join_url
 
 MAX_HEADER_BYTES = 100_000_000
-"""As the format has it."""
+"""Maximum header size that the format permits."""
 
 _NAMES = {code: name for name, (code, _) in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """A tensor and where its bytes begin in its file."""
+    """A tensor, and the place of its first byte in its file."""
 
     info: TensorInfo
     start: int
@@ -34,7 +34,7 @@ class Stored:
 def read_header(storage: Storage, key: str) -> dict[str, Stored]:
     """The tensors of a safetensors file, in the order of their bytes.
 
-    Raises CheckpointError for dtypes that our format does not have, CorruptCheckpoint for a header that is none,
+    Raises CheckpointError for dtypes that the raysharded format lacks, CorruptCheckpoint for an invalid header,
     IncompleteCheckpoint if the file is missing or too short.
     """
     where = join_url(storage.url, key)
@@ -53,7 +53,7 @@ def read_header(storage: Storage, key: str) -> dict[str, Stored]:
 
 def _checked(header: Any, data_bytes: int, base: int, where: str) -> dict[str, Stored]:
     if type(header) is not dict:
-        raise CorruptCheckpoint(f"{where}: its header is no JSON object. Get the file again.")
+        raise CorruptCheckpoint(f"{where}: its header is not a JSON object. Get the file again.")
     found: list[tuple[int, int, str, Stored]] = []
     for name, entry in header.items():
         if name != "__metadata__":
@@ -73,10 +73,10 @@ def _entry(name: str, entry: Any, base: int, where: str) -> tuple[int, int, str,
     fields = entry if type(entry) is dict else {}
     code, shape, offsets = fields.get("dtype"), _numbers(fields.get("shape")), _numbers(fields.get("data_offsets"))
     if type(code) is not str or shape is None or offsets is None or len(offsets) != 2:
-        raise CorruptCheckpoint(f"{where}: tensor {name!r} is not described as the format has it.")
+        raise CorruptCheckpoint(f"{where}: tensor {name!r} is not described as the format requires.")
     if code not in _NAMES:
         raise CheckpointError(
-            f"{where}: tensor {name!r} has dtype {code}, which our format does not have (it has {', '.join(_NAMES)})."
+            f"{where}: tensor {name!r} has dtype {code}, which is not supported (supported: {', '.join(_NAMES)})."
         )
     info = TensorInfo(dtype=_NAMES[code], shape=shape)
     begin, end = offsets
@@ -105,7 +105,7 @@ def header_of(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) ->
 
 
 def in_order(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The wider element types first, so that every tensor is aligned; otherwise as they are."""
+    """The tensors with wider element types first, so that each is aligned; otherwise in their order."""
     return dict(sorted(tensors.items(), key=lambda entry: -entry[1].item_bytes))
 
 
@@ -124,11 +124,11 @@ def share_out(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[dict[st
 
 @dataclass(frozen=True, slots=True)
 class FileParts:
-    """A safetensors file as parts that are made while they are written, from the start as often as wanted."""
+    """A safetensors file as parts that are made during the write. It can be iterated repeatedly."""
 
     tensors: Mapping[str, TensorInfo]
     data: Callable[[Sequence[str]], Iterable[Bytes]]
-    """The bytes of the tensors of those names, one after the other."""
+    """Function that yields the bytes of the named tensors, one after the other."""
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
         yield header_of(self.tensors, {"format": "pt"})

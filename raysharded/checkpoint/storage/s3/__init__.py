@@ -1,7 +1,7 @@
-"""Storage in a bucket of S3 or of a server that speaks its language, over boto3.
+"""Storage in a bucket of S3 or of a compatible server, over boto3.
 
-`location` reads the URL, `connection` makes the client, `bucket` sends requests, `errors` says which may pass;
-`upload`, `download` and `conditional` are what the storage's methods are made of. See docs/storage.md.
+`location` reads the URL, `connection` makes the client, `bucket` sends requests, `errors` finds transient failures.
+`upload`, `download` and `conditional` implement the storage's methods. See docs/storage.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raysharded.checkpoint.storage.s3.errors import code_of, is_missing, is_refu
 from raysharded.checkpoint.storage.s3.location import parse
 from raysharded.checkpoint.storage.s3.upload import write_object
 
-_MOST_KEYS = 1000  # that DeleteObjects takes
+_MOST_KEYS = 1000  # of DeleteObjects
 
 _FAILURES = (
     ClientError,
@@ -42,9 +42,9 @@ _FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class S3Storage:
-    """Keys are objects' keys below the prefix of `url`: `s3://bucket/prefix?option=value&...`.
+    """Storage of keys as objects' keys below the prefix of `url`: `s3://bucket/prefix?option=value&...`.
 
-    Raises StorageError for a URL that cannot be understood; nothing is touched before the first operation.
+    Raises StorageError for an invalid URL; nothing is touched before the first operation.
     """
 
     url: str
@@ -79,12 +79,12 @@ class S3Storage:
             return put_if_absent(bucket, bucket.location.full(key), data)
 
     def swaps(self) -> bool:
-        """Whether the server honours `If-Match`: tried, once per process and URL."""
+        """Whether the server honours `If-Match`, tried once per process and URL."""
         with self._at("swap", "") as bucket:
             return spelling(bucket.url) is not None
 
     def swap(self, key: str, expected: bytes, data: bytes) -> bool:
-        """As `swap` says."""
+        """True if the object was replaced, as in `swap`."""
         with self._at("swap", key) as bucket:
             return swap(bucket, bucket.location.full(key), expected, data)
 
@@ -104,23 +104,23 @@ class S3Storage:
         return [*self.sizes(prefix)]
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """As `list`, each with its bytes."""
+        """Keys as in `list`, each with its bytes."""
         with self._at("list", prefix) as bucket:
             found = {bucket.location.relative(item["Key"]): int(item["Size"]) for item in _objects(bucket, prefix)}
             return {key: found[key] for key in sorted(found) if is_below(key)}  # consoles make objects that end in `/`
 
     def times(self, name: str | None, prefix: str = "") -> dict[str, float | None]:
-        """As `list_times`."""
+        """Write times as in `list_times`."""
         with self._at("list", prefix) as bucket:
             found = {bucket.location.relative(item["Key"]): item["LastModified"] for item in _objects(bucket, prefix)}
             return {key: found[key].timestamp() for key in sorted(found) if is_below(key) and is_called(key, name)}
 
     def puts_atomically(self) -> bool:
-        """Whether the server honours the condition of a write, or only this class looks first."""
+        """Whether the server honours the condition of a write; otherwise only this class checks first."""
         return honours_condition(self.url)
 
     def folders(self) -> Keys:
-        """The names of the folders right in it, sorted: one request for every thousand, whatever lies in them."""
+        """Names of the top-level folders, sorted: one request per thousand, regardless of their contents."""
         with self._at("list", "") as bucket:
             found = (bucket.location.relative(item["Prefix"]).rstrip("/") for item in _folders(bucket))
             return sorted(name for name in found if is_below(name))
@@ -145,7 +145,7 @@ class S3Storage:
 
     @contextmanager
     def _at(self, operation: str, key: str) -> Iterator[Bucket]:
-        """The bucket, for an operation; its failures become StorageErrors."""
+        """The bucket for an operation, whose failures become StorageErrors."""
         if key:
             check_key(self.url, key)
         try:
@@ -157,7 +157,7 @@ class S3Storage:
 
 
 def _delete(bucket: Bucket, keys: Keys) -> None:
-    """All at once, in no order; or one by one where the server does not know how."""
+    """Delete all keys at once, in no order, or one by one if the server does not support that."""
 
     def once() -> None:
         answer = bucket.request_once(
@@ -179,13 +179,13 @@ def _delete(bucket: Bucket, keys: Keys) -> None:
 
 
 def _objects(bucket: Bucket, folder: str) -> Iterator[dict[str, Any]]:
-    """Every object below the folder; a page is asked for when it is needed."""
+    """Every object below the folder; each page is requested when it is needed."""
     for page in _pages(bucket, Prefix=bucket.location.folder(folder)):
         yield from page.get("Contents", [])
 
 
 def _folders(bucket: Bucket) -> Iterator[dict[str, Any]]:
-    """What keys right in the storage begin with, up to the next `/`."""
+    """Beginnings of the keys in the storage, up to the next `/`."""
     for page in _pages(bucket, Prefix=bucket.location.folder(""), Delimiter="/"):
         yield from page.get("CommonPrefixes", [])
 

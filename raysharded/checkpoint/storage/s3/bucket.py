@@ -1,4 +1,4 @@
-"""Requests to one bucket, each tried again as `retry` says and counted for the storage's URL."""
+"""Requests to one bucket, retried by the policy of `retry` and counted for the storage's URL."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from raysharded.checkpoint.storage.s3.location import Location, parse
 T = TypeVar("T")
 Answer = dict[str, Any]  # what boto3 returns, per operation
 
-CHECKSUM = "CRC32"  # the fastest that S3 knows and Python has (zlib): the others need a package, or three times the CPU
+CHECKSUM = "CRC32"  # the fastest in both S3 and Python (zlib): the others need a package, or three times the CPU
 COMPLETION_S = 600.0
-"""How long completing an upload may take: S3 itself lets white space drip until it has put the parts together."""
-_BYTES_PER_TIMEOUT = 8 << 20  # a body that is larger has more time
+"""Time limit for completing an upload: S3 itself sends white space until it has put the parts together."""
+_BYTES_PER_TIMEOUT = 8 << 20  # a larger body has more time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """A location and the connection to it. Cheap to make; belongs to this process. Thread-safe."""
+    """A location and its connection. Cheap to make; belongs to this process. Thread-safe."""
 
     url: str
     location: Location
     connection: Connection
 
     def request_once(self, operation: str, **params: Any) -> Answer:
-        """boto3's method `operation` on this bucket, once: what came, but for an object's bytes, came in time."""
+        """Answer of boto3's `operation` on this bucket, once. All but an object's bytes came within the limit."""
         with Deadline(self._limit_s(operation, len(params.get("Body", b"")))):
             answer: Answer = getattr(self.connection.client, operation)(Bucket=self.location.bucket, **params)
         return answer
@@ -45,7 +45,7 @@ class Bucket:
         return self.fetch_tagged(key)[0]
 
     def fetch_tagged(self, key: str) -> tuple[bytes, str]:
-        """The same, and its ETag."""
+        """A small object under its full key, once, and its ETag."""
         with Deadline(self._limit_s("get_object", 0)):
             answer = self.request_once("get_object", Key=key)
             return bytes(answer["Body"].read()), str(answer.get("ETag", ""))
@@ -55,7 +55,7 @@ class Bucket:
         return max(limit_s, COMPLETION_S) if operation == "complete_multipart_upload" else limit_s
 
     def retrying(self, once: Callable[[], T], stop: threading.Event | None = None) -> T:
-        """`once()`, tried again as long as `stop` is not set."""
+        """Result of `once()`, retried as long as `stop` is not set."""
 
         def transient(error: BaseException) -> bool:
             return may_pass(error) and not (stop is not None and stop.is_set())
@@ -66,7 +66,7 @@ class Bucket:
         return self.retrying(lambda: self.request_once(operation, **params))
 
     def request_with_optional(self, operation: str, optional: Answer, **params: Any) -> Answer:
-        """`ask` with what a server may refuse; without it where this server was found to do so, by trying both."""
+        """Answer to a request with parameters that a server may refuse; without them if this server does."""
         if not self.connection.checksums:
             return self.request_once(operation, **params)
         try:
@@ -79,7 +79,7 @@ class Bucket:
             return answer
 
     def send(self, operation: str, data: bytes | bytearray, **params: Any) -> Answer:
-        """`ask` with a body whose checksum the server is asked to check, and to say what it got."""
+        """Answer to a request with a body and its checksum. Raises ConnectionError if the server received another."""
         checksum = crc32(data)
         answer = self.request_with_optional(operation, {"ChecksumCRC32": checksum}, Body=data, **params)
         if answer.get("ChecksumCRC32", checksum) != checksum:
@@ -87,10 +87,10 @@ class Bucket:
         return answer
 
     def size(self, key: str) -> int:
-        """An object's, tried again.
+        """Bytes of an object, with retries.
 
-        The answer to such a request has no body, and so does not say what is wrong with the bucket, the credentials
-        or the clock: after a refusal a listing is asked for, whose answer says so.
+        The answer to a HEAD has no body, and so does not explain errors of the bucket, the credentials or the clock.
+        After a refusal, a listing is requested, whose answer does.
         """
         try:
             return self.retrying(lambda: length_of(self.request_once("head_object", Key=self.location.full(key))))
@@ -113,13 +113,12 @@ def open_bucket(url: str) -> Bucket:
 
 
 def length_of(answer: Answer) -> int:
-    """Bytes of the object, or of the range of it, that an answer is about. Raises ConnectionError if it is cut short
-    before it says so."""
+    """Bytes of the object, or of its range, that an answer states. Raises ConnectionError if it is cut short."""
     if "ContentLength" not in answer:
-        raise ConnectionError("the server's answer does not say how long the object is")
+        raise ConnectionError("the server's answer does not state the object's length")
     return int(answer["ContentLength"])
 
 
 def crc32(data: bytes | bytearray | memoryview) -> str:
-    """As S3 writes it: big-endian, in base64."""
+    """CRC32 as S3 writes it: big-endian, in base64."""
     return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()

@@ -1,9 +1,9 @@
-"""Put-if-absent: `PutObject` with `If-None-Match: *`; and swaps: `PutObject` with `If-Match` and the ETag of what was
-read. On servers that honour the condition, which is found by trying.
+"""Conditional writes: put-if-absent by `PutObject` with `If-None-Match: *`, swaps with `If-Match` and the ETag read.
 
-For put-if-absent, a server that ignores or refuses the condition gets the fallback: look, write, read back. Of writers
-that race within that window the last one wins, and an earlier one may have been told that it won. Within one process
-the calls are made one at a time, so that there exactly one wins on every server. Swaps have no fallback.
+Whether a server honours the condition is found by trying. For put-if-absent, other servers get the fallback: read,
+write, read back. Of writers that race within that window the last one wins, and an earlier one may have reported
+success. Within one process the calls are made one at a time, so that exactly one wins there on every server. Swaps have
+no fallback.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _fallback_lock = threading.Lock()
 
 
 def put_if_absent(bucket: Bucket, key: str, data: bytes) -> bool:
-    """Whether `data` is now under the object's key `key`, because nothing was there before."""
+    """True if `data` is now under the object's key `key`, because nothing was there before."""
     if honours_condition(bucket.url):
         return _put_once(bucket, key, data)
     with _fallback_lock:
@@ -35,11 +35,13 @@ def put_if_absent(bucket: Bucket, key: str, data: bytes) -> bool:
 
 
 def swap(bucket: Bucket, key: str, expected: bytes, data: bytes) -> bool:
-    """Whether `data` is now under the object's key `key`, where `expected` was. Only for servers that honour the
-    condition, as `spelling` finds."""
+    """True if `data` is now under the object's key `key`, where `expected` was.
+
+    Only for servers that honour the condition, as `spelling` finds.
+    """
     spelt = spelling(bucket.url)
     assert spelt is not None, "require_swaps comes first"
-    sent = False  # if so, what is found there may be our own, whose reply was lost
+    sent = False  # if so, the object there may be this call's, whose reply was lost
 
     def once() -> bool:
         nonlocal sent
@@ -62,14 +64,16 @@ def _as_given(etag: str) -> str:
 
 
 def _without_quotes(etag: str) -> str:
-    """As older servers of Ceph compare it, which takes the quotes for a part of it otherwise."""
+    """The ETag without quotes, as older Ceph servers compare it: they take the quotes for a part of it."""
     return etag.strip('"')
 
 
 @functools.lru_cache(maxsize=64)
 def spelling(url: str) -> Callable[[str], str] | None:
-    """How the server wants an ETag in `If-Match`, so that it replaces the object that has it and no other: tried on a
-    probe. None if it does not."""
+    """Spelling of an ETag in `If-Match` with which the server replaces only the object that has it.
+
+    Tried on a probe. None if the server does not honour the condition.
+    """
     bucket = open_bucket(url)
     probe = bucket.location.full(f".raysharded-probe-{secrets.token_hex(6)}")
     try:
@@ -82,13 +86,13 @@ def spelling(url: str) -> Callable[[str], str] | None:
         if not is_refusal(error):
             raise
     finally:
-        with suppress(Exception):  # a probe that stays behind harms nothing
+        with suppress(Exception):  # a leftover probe is harmless
             bucket.request_once("delete_object", Key=probe)
     return None
 
 
 def _put_instead(bucket: Bucket, key: str, etag: str, data: bytes) -> bool:
-    """Whether it was put, once, in the place of what has the ETag."""
+    """True if `data` replaced the object that has the ETag, in one attempt."""
     try:
         bucket.send("put_object", data, Key=key, IfMatch=etag)
     except ClientError as error:
@@ -100,7 +104,7 @@ def _put_instead(bucket: Bucket, key: str, etag: str, data: bytes) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def honours_condition(url: str) -> bool:
-    """Whether the server refuses to put an object where there is one: tried on a probe, once per process and URL."""
+    """Whether the server refuses to put over an existing object, tried on a probe once per process and URL."""
     bucket = open_bucket(url)
     probe = bucket.location.full(f".raysharded-probe-{secrets.token_hex(6)}")
     try:
@@ -111,7 +115,7 @@ def honours_condition(url: str) -> bool:
             raise
         honours = False
     finally:
-        with suppress(Exception):  # a probe that stays behind harms nothing
+        with suppress(Exception):  # a leftover probe is harmless
             bucket.request_once("delete_object", Key=probe)
     if not honours:
         _log.warning("%s does not put conditionally: writers of several processes that race may both win", url)
@@ -119,7 +123,7 @@ def honours_condition(url: str) -> bool:
 
 
 def _put_once(bucket: Bucket, key: str, data: bytes) -> bool:
-    sent = False  # if so, what is found there may be our own, whose reply was lost
+    sent = False  # if so, the object there may be this call's, whose reply was lost
 
     def once() -> bool:
         nonlocal sent
@@ -158,7 +162,7 @@ def _found(bucket: Bucket, key: str) -> bytes | None:
 
 
 def _start_anew() -> None:
-    """A forked process must not wait for a lock that a thread of its parent held."""
+    """Renew the lock in a forked process: a thread of its parent may hold the old one."""
     global _fallback_lock
     _fallback_lock = threading.Lock()
 

@@ -17,20 +17,20 @@ from raysharded.checkpoint.storage.s3.location import Endpoint
 from raysharded.checkpoint.threads import Threads
 
 NUM_THREADS = 16
-"""Parts and ranges under way at once, over all storages of one endpoint in this process."""
-_MOST_CONNECTIONS = NUM_THREADS + 16  # those of the callers' own threads too
+"""Concurrent parts and ranges over all storages of one endpoint in this process."""
+_MOST_CONNECTIONS = NUM_THREADS + 16  # including those of the callers' threads
 
 Client = Any  # boto3 makes its clients' methods at run time and has no types for them
 
 
 @dataclass(slots=True)
 class Connection:
-    """Thread-safe. What `checksums` says is learnt by trying: see `Bucket.with_checksum`."""
+    """A client with its threads. Thread-safe. Trying sets `checksums`: see `Bucket.request_with_optional`."""
 
     client: Client
     pool: Threads = field(default_factory=lambda: Threads(NUM_THREADS, thread_name_prefix="raysharded-s3"))
     checksums: bool = True
-    """Whether the server takes requests with checksums."""
+    """Whether the server accepts requests with checksums."""
 
 
 _connections: dict[Endpoint, Connection] = {}
@@ -38,7 +38,7 @@ _lock = threading.Lock()
 
 
 def connect(endpoint: Endpoint) -> Connection:
-    """This process's connection to the endpoint; made at the first call, with boto3's own chain of credentials."""
+    """This process's connection to the endpoint, made at the first call with boto3's own chain of credentials."""
     with _lock:
         if endpoint not in _connections:
             _connections[endpoint] = Connection(client=_client(endpoint))
@@ -49,7 +49,7 @@ def _client(endpoint: Endpoint) -> Client:
     client = _new_client(endpoint, {})
     encrypted = client.meta.endpoint_url.startswith("https:")
     if encrypted and (client.meta.config.s3 or {}).get("payload_signing_enabled") is None:
-        # boto3 itself leaves a body unsigned if TLS and a checksum protect it, but knows only of those it computes.
+        # boto3 itself leaves a body unsigned if TLS and a checksum protect it, but knows only checksums it computes.
         client = _new_client(endpoint, {"payload_signing_enabled": False})
     client.meta.events.register_first("before-parse.s3", _check_length)
     watch_over(client)
@@ -59,22 +59,22 @@ def _client(endpoint: Endpoint) -> Client:
 def _new_client(endpoint: Endpoint, s3: dict[str, Any]) -> Client:
     style = {} if endpoint.addressing_style is None else {"addressing_style": endpoint.addressing_style}
     config = Config(
-        connect_timeout=endpoint.timeout_s,  # which is also how long sending a request may take
+        connect_timeout=endpoint.timeout_s,  # also limits how long sending a request may take
         read_timeout=endpoint.timeout_s,
         max_pool_connections=_MOST_CONNECTIONS,
-        retries={"total_max_attempts": 1, "mode": "standard"},  # one policy rules: `retry`
-        request_checksum_calculation="when_required",  # those that we send, we compute
+        retries={"total_max_attempts": 1, "mode": "standard"},  # `retry` is the only policy
+        request_checksum_calculation="when_required",  # raysharded computes those that it sends
         response_checksum_validation="when_required",
         s3={**style, **s3},
         tcp_keepalive=True,
         user_agent_extra=f"raysharded/{raysharded.__version__}",
     )
-    session = boto3.session.Session()  # the default one may not be used by several threads
+    session = boto3.session.Session()  # the default session is not thread-safe
     return session.client("s3", endpoint_url=endpoint.endpoint_url, region_name=endpoint.region, config=config)
 
 
 def _check_length(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> None:
-    """Refuses half an answer: boto3 takes an empty body for an empty listing. (Any: botocore has no types.)"""
+    """Reject a partial answer: boto3 takes an empty body for an empty listing. (Any: botocore has no types.)"""
     body, length = response_dict.get("body"), response_dict["headers"].get("content-length")
     if not isinstance(body, bytes) or length is None or operation_model.http.get("method") == "HEAD":
         return
@@ -83,7 +83,7 @@ def _check_length(operation_model: Any, response_dict: dict[str, Any], **_: Any)
 
 
 def _start_anew() -> None:
-    """A forked process has none of its parent's threads, and must not share its parent's sockets."""
+    """Renew the connections in a forked process: it has no threads of its parent, and must not share its sockets."""
     global _connections, _lock
     _connections, _lock = {}, threading.Lock()
 

@@ -1,10 +1,10 @@
-"""A limit for whole requests: a timeout bounds only each wait, so that an answer that drips would never end.
+"""A time limit for whole requests: a timeout bounds only each wait, so a dripping answer would never end.
 
     with Deadline(30):
         client.list_objects_v2(...)     # ends within 30 s of its first connection, or raises TimeoutError
 
-One thread per process watches over all of them and shuts down the socket of a request that is over its time, which
-ends whatever waits for it. `watch_over` makes a client's connections tell which sockets they use.
+One thread per process watches all deadlines. It shuts down the socket of a request that is over its time, which ends
+every wait for it. `watch_over` makes a client's connections report their sockets.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 from botocore.awsrequest import AWSHTTPConnection, AWSHTTPConnectionPool, AWSHTTPSConnection, AWSHTTPSConnectionPool
 
-_mine = threading.local()  # `deadline`: the one that this thread's requests are within
+_mine = threading.local()  # `deadline`: that of this thread's requests
 
 
 class Deadline:
-    """Bounds what its thread requests within it, from the first connection on. Within another one it has no effect.
+    """Time limit for its thread's requests, from the first connection on. No effect within another deadline.
 
-    What came, or failed, beyond it counts as TimeoutError: the end of a connection is the end of a header, too.
+    An answer or failure after the limit counts as TimeoutError: the end of a connection also ends a header.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -49,7 +49,7 @@ class Deadline:
             raise TimeoutError(f"the answer was not complete after {self._seconds:g} s") from error
 
     def uses(self, sock: socket.socket) -> None:
-        """From now on the request goes through this socket. The watchdog's, under its lock."""
+        """Register the socket that the request uses from now on. For the watchdog, under its lock."""
         self._socket = sock
         if self.ends_at is None:
             self.ends_at = time.monotonic() + self._seconds
@@ -57,16 +57,16 @@ class Deadline:
             self.end()
 
     def end(self) -> None:
-        """Whatever waits for the socket finds that the connection has ended. The watchdog's, under its lock."""
+        """End the connection for everything that waits for the socket. For the watchdog, under its lock."""
         self.is_over = True
         sock = getattr(self._socket, "socket", self._socket)  # of urllib3's TLS within TLS
-        with suppress(OSError):  # closed already
+        with suppress(OSError):  # already closed
             assert isinstance(sock, socket.socket), sock
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not TLS's own, which would change what others read from
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not TLS's own, which changes what other threads read from
 
 
 class _Watchdog:
-    """The thread, started when it is needed first."""
+    """The thread, started when it is first needed."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -109,13 +109,15 @@ _watchdog = _Watchdog()
 
 
 def watch_over(client: Any) -> None:
-    """Deadlines hold for the boto3 client's requests from now on. (botocore has no types, nor a public way to this.)"""
+    """Apply deadlines to the boto3 client's requests from now on. (botocore has no types, nor a public way to this.)"""
     client._endpoint.http_session._pool_classes_by_scheme.update(http=_Pool, https=_TlsPool)
 
 
 class _Watched:
-    """A connection that tells which socket its thread's request uses: a new one (the proxy's answer to CONNECT comes
-    there), that within TLS, or one of an earlier request."""
+    """A connection that reports the socket of its thread's request.
+
+    The socket is a new one (the proxy answers CONNECT there), the one within TLS, or that of an earlier request.
+    """
 
     sock: socket.socket | None
 
@@ -156,7 +158,7 @@ class _TlsPool(AWSHTTPSConnectionPool):  # type: ignore[misc]
 
 
 def _start_anew() -> None:
-    """A forked process has none of its parent's threads, and must not wait for a lock that one of them held."""
+    """Renew the watchdog in a forked process: it has no threads of its parent, one of which may hold a lock."""
     global _watchdog
     _watchdog = _Watchdog()
     _mine.deadline = None

@@ -1,7 +1,7 @@
-"""Reading an object: ranged GETs straight into the caller's memory, large reads as ranges side by side.
+"""Object reads: ranged GETs straight into the caller's memory, large reads as concurrent ranges.
 
-An answer counts only if it has the bytes that were asked for, as many as it announced, within the endpoint's
-timeout; otherwise the range is asked for again. The ranges of one read are of one version of the object.
+An answer counts only if it has the requested bytes, as many as it announced, within the endpoint's timeout; otherwise
+the range is requested again. The ranges of one read are of one version of the object.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from raysharded.checkpoint.storage.s3.errors import status_of
 from raysharded.errors import StorageError
 
 RANGE_BYTES = 8 << 20
-"""What a large read is cut into."""
+"""Size of the ranges of a large read."""
 ONE_REQUEST_BYTES = 16 << 20
-"""Reads up to this size are one request."""
+"""Largest read in one request."""
 
-_SLICE_BYTES = 256 << 10  # what is taken off the connection at once stays in a core's cache until it is copied
+_SLICE_BYTES = 256 << 10  # bytes taken off the connection at once, which stay in a core's cache until they are copied
 
 Outs = Sequence[memoryview]
 
@@ -43,7 +43,7 @@ def read(bucket: Bucket, key: str, offset: int, size: int | None) -> bytes:
 
 
 def read_into(bucket: Bucket, key: str, offset: int, outs: Outs) -> int:
-    """How many bytes from `offset` on were read into the `outs`, one after the other; fewer only at the end."""
+    """Number of bytes read from `offset` on into the `outs`, one after the other; fewer than fit only at the end."""
     size = sum(len(out) for out in outs)
     if size <= ONE_REQUEST_BYTES:
         return _read_range(bucket, key, offset, outs).count
@@ -54,11 +54,11 @@ def read_into(bucket: Bucket, key: str, offset: int, outs: Outs) -> int:
 class _Got:
     count: int
     version: str
-    """"" if nothing was there to have one."""
+    """ETag of the object; "" if nothing was there."""
 
 
 def _read_whole(bucket: Bucket, key: str) -> bytes:
-    """In one request, whose checksum is checked where the server has one; or as ranges, if it is large."""
+    """The object by one request, its checksum verified if the server has one; or in ranges, if it is large."""
     full = bucket.location.full(key)
 
     def once() -> bytes | int:
@@ -85,14 +85,14 @@ def _read_ranges(bucket: Bucket, key: str, offset: int, outs: Outs) -> int:
         try:
             return _read_range(bucket, key, start, some, failed)
         except BaseException:
-            failed.set()  # the others need not try again
+            failed.set()  # the others need not retry
             raise
 
     ranges: list[Future[_Got]] = []
     for some in in_ranges(outs):
         ranges.append(bucket.connection.pool.submit(one, offset, some))
         offset += sum(len(out) for out in some)
-    wait(ranges)  # all of them, whatever happens: they write into the caller's memory
+    wait(ranges)  # all of them, also after a failure: they write into the caller's memory
     got = [range_.result() for range_ in ranges]
     if len({each.version for each in got if each.version}) > 1:
         raise StorageError(
@@ -103,7 +103,7 @@ def _read_ranges(bucket: Bucket, key: str, offset: int, outs: Outs) -> int:
 
 
 def in_ranges(outs: Outs) -> Iterator[list[memoryview]]:
-    """The `outs`, cut into lists of RANGE_BYTES each; the last one may have less."""
+    """The `outs`, cut into lists of RANGE_BYTES each; the last one may be shorter."""
     some: list[memoryview] = []
     room = RANGE_BYTES
     for out in outs:
@@ -134,7 +134,7 @@ def _read_range(bucket: Bucket, key: str, start: int, outs: Outs, stop: threadin
 
 
 def _get(bucket: Bucket, full: str, start: int, size: int, optional: dict[str, Any]) -> _Answer | None:
-    """The answer to a ranged GET, of which the body is yet to come; None if the object ends before `start`."""
+    """Answer to a ranged GET, before its body; None if the object ends before `start`."""
     try:
         answer = bucket.request_with_optional(
             "get_object", optional, Key=full, Range=f"bytes={start}-{start + size - 1}"
@@ -147,7 +147,7 @@ def _get(bucket: Bucket, full: str, start: int, size: int, optional: dict[str, A
 
 
 class _Answer:
-    """A ranged GET's: the `length` bytes that were asked for, of `total`. Raises ConnectionError if it is not that.
+    """Answer to a ranged GET: the `length` requested bytes, of `total`. Raises ConnectionError for anything else.
 
     On leaving, the connection is kept if all was received, and closed otherwise.
     """
@@ -163,7 +163,7 @@ class _Answer:
         if (first, last, last + 1 - first) != right:
             answer["Body"].close()
             raise ConnectionError(
-                f"asked for {size} bytes from {start} on, the server sent {self.length} bytes as the range {said!r}"
+                f"requested {size} bytes from {start} on, the server sent {self.length} bytes as the range {said!r}"
             )
         self._complete = False
 
@@ -176,12 +176,12 @@ class _Answer:
 
     @property
     def checksum(self) -> str | None:
-        """Of the whole object; that of a multipart upload is one of checksums, and says so by a `-`."""
+        """CRC32 of the whole object, if known. That of a multipart upload has a `-`: it is one of checksums."""
         found = self._answer.get("ChecksumCRC32")
         return None if found is None or "-" in found else str(found)
 
     def receive(self, outs: Outs, timeout_s: float) -> None:
-        """Fills the beginning of the `outs` with the `length` bytes of the body."""
+        """Fill the beginning of the `outs` with the `length` bytes of the body."""
         deadline = time.monotonic() + timeout_s
         rest = self.length
         with self._answer["Body"] as stream:  # urllib3's: boto3's own `readinto` would wait for a full slice

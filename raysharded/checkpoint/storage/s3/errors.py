@@ -1,6 +1,6 @@
-"""What an S3 server's or connection's failure means: try again, or tell the user what to do.
+"""Meaning of a failure of an S3 server or connection: whether to retry, and the user's remedy.
 
-By code and status, never by the server's name.
+Codes and statuses determine it, never the server's name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BROKEN_ON_THE_WAY = {
     "XAmzContentChecksumMismatch",
     "XAmzContentSHA256Mismatch",
 }
-_IN_CONFLICT = {"ConditionalRequestConflict", "OperationAborted"}  # another writer is at it this moment
+_IN_CONFLICT = {"ConditionalRequestConflict", "OperationAborted"}  # another writer is active at this moment
 _MAY_PASS = _THROTTLED | _BROKEN_ON_THE_WAY | _IN_CONFLICT
 _WILL_NOT_PASS = (501, 505, 507)  # not implemented, HTTP version, storage full
 
@@ -70,12 +70,12 @@ _REMEDIES = {
 
 
 def code_of(error: BaseException) -> str:
-    """The server's word for what went wrong; "" if it is not the server that said so."""
+    """The server's error code; "" if the error is not the server's."""
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, boto.ClientError) else ""
 
 
 def status_of(error: BaseException) -> int:
-    """The answer's HTTP status; 0 if there was none."""
+    """HTTP status of the answer; 0 if there was none."""
     if not isinstance(error, boto.ClientError):
         return 0
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
@@ -89,7 +89,7 @@ def may_pass(error: BaseException) -> bool:
     if isinstance(error, boto.SSLError):
         return "CERTIFICATE" not in str(error).upper()
     if isinstance(error, boto.HTTPClientError) and type(error) is boto.HTTPClientError:
-        cause = error.kwargs.get("error")  # "something went wrong when sending": what did?
+        cause = error.kwargs.get("error")  # the reason why sending failed
         return isinstance(cause, (OSError, urllib3.exceptions.HTTPError, http.client.HTTPException))
     if isinstance(
         error,
@@ -98,7 +98,7 @@ def may_pass(error: BaseException) -> bool:
             boto.HTTPClientError,
             boto.IncompleteReadError,
             boto.FlexibleChecksumError,
-            ResponseParserError,  # half an answer
+            ResponseParserError,  # a partial answer
             urllib3.exceptions.HTTPError,
             http.client.HTTPException,
         ),
@@ -113,17 +113,17 @@ def is_missing(error: BaseException) -> bool:
 
 
 def is_taken(error: BaseException) -> bool:
-    """Whether a conditional put found something there."""
+    """Whether the condition of a put did not hold."""
     return status_of(error) == 412
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the server may dislike something optional in the request, so that the same without it may succeed."""
+    """Whether the server may refuse something optional in the request, so that it may succeed without."""
     return status_of(error) in (400, 405, 411, 501) and code_of(error) not in _REMEDIES and not may_pass(error)
 
 
 def said_by(error: BaseException) -> str | None:
-    """The server's answer, where there was one."""
+    """The server's answer as text, if there was one."""
     if not isinstance(error, boto.ClientError):
         return None
     message = error.response.get("Error", {}).get("Message")
@@ -134,7 +134,7 @@ def said_by(error: BaseException) -> str | None:
 
 
 def remedy_for(error: BaseException) -> str | None:
-    """What the user can do, where more is known than that something is wrong."""
+    """Remedy for the user, if one is known."""
     if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.CredentialRetrievalError)):
         return (
             "Give boto3 credentials on the driver and on every worker: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
@@ -143,7 +143,7 @@ def remedy_for(error: BaseException) -> str | None:
     if isinstance(error, (boto.ConnectionError, boto.HTTPClientError)):
         return "Check that the server runs at this address and can be reached from this machine."
     if isinstance(error, TimeoutError):
-        return "The server answers too slowly: look at it and at the network to it, or raise timeout_s in the URL."
+        return "The server answers too slowly: check it and the network to it, or raise timeout_s in the URL."
     if status_of(error) == 507:
         return _FULL
     if status_of(error) == 403:

@@ -1,4 +1,4 @@
-"""Where an `s3://` URL points: bucket, prefix, and the options after its `?`."""
+"""Target of an `s3://` URL: bucket, prefix, and the options after its `?`."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _OPTIONS = ("endpoint_url", "region", "addressing_style", "timeout_s")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """How the server is reached. What is None is found as boto3 finds it."""
+    """Access to the server. boto3 determines values of None."""
 
     endpoint_url: str | None = None
     region: str | None = None
     addressing_style: str | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
-    """Bounds how long connecting, sending one request, waiting for its answer, and receiving that may each take."""
+    """Limit for each of connecting, sending one request, waiting for its answer, and receiving that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Location:
-    """A bucket on a server, and what all keys in it begin with ("" or "a/b", without `/` around it)."""
+    """A bucket on a server, and the beginning of all its keys ("" or "a/b", without `/` around it)."""
 
     endpoint: Endpoint
     bucket: str
     prefix: str
 
     def full(self, key: str) -> str:
-        """The object's key in the bucket."""
+        """Key of the object in the bucket."""
         return f"{self.prefix}/{key}" if self.prefix else key
 
     def folder(self, folder: str) -> str:
-        """What the keys of all objects below a folder begin with; "" is the whole storage."""
+        """Beginning of the keys of all objects below a folder; "" is the whole storage."""
         whole = "/".join(part for part in (self.prefix, folder) if part)
         return f"{whole}/" if whole else ""
 
@@ -50,7 +50,7 @@ class Location:
 
 @functools.lru_cache(maxsize=256)
 def parse(url: str) -> Location:
-    """Raises StorageError for a URL that is not `s3://bucket/prefix?option=value&...`."""
+    """Location of a URL. Raises StorageError unless it is `s3://bucket/prefix?option=value&...`."""
     path, _, query = url.partition("?")
     match = re.fullmatch(r"[sS]3://([^/]+)((?:/[^/]+)*)/*", path)
     if match is None:

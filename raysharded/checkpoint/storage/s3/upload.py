@@ -1,8 +1,8 @@
-"""Writing an object: one PutObject, or the parts of a multipart upload side by side in bounded memory.
+"""Object writes: one PutObject, or concurrent parts of a multipart upload in bounded memory.
 
-The caller's bytes are copied once, into at most `PARTS_IN_FLIGHT` buffers per write, which are used again and again.
-Parts have 8 MiB; every 1,000 parts their size doubles, so that the 10,000 parts that S3 allows hold 8 TiB although
-the size is not known beforehand. So a write holds at most 32 MiB, or 0.8% of what it has written where that is more.
+The caller's bytes are copied once, into at most `PARTS_IN_FLIGHT` buffers per write, which are reused. Parts have 8
+MiB; every 1,000 parts their size doubles. Thus the 10,000 parts that S3 allows hold 8 TiB, although the size is not
+known beforehand. A write holds at most 32 MiB, or 0.8% of what it has written where that is more.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from raysharded.checkpoint.storage.s3.errors import code_of
 PART_BYTES = 8 << 20
 PARTS_IN_FLIGHT = 4
 
-_TOKEN = "raysharded-write"  # metadata of the object: which write made it
+_TOKEN = "raysharded-write"  # metadata of the object: the write that made it
 
 
 def part_bytes(index: int) -> int:
-    """Bytes of the part `index` (from 0 on)."""
+    """Bytes of part `index` (from 0 on)."""
     return PART_BYTES << (index // 1000)
 
 
 def write_object(bucket: Bucket, key: str, parts: Iterable[BytesLike]) -> None:
-    """The concatenation of `parts` under the object's key `key`: whole, or, after an error, not at all.
+    """Store the concatenation of `parts` under the object's key `key`: whole, or, after an error, not at all.
 
-    Errors of `parts` itself pass through. A process that is killed leaves an upload, which is listed as unfinished.
+    Errors of `parts` itself pass through. A killed process leaves an upload, which is listed as unfinished.
     """
     free: SimpleQueue[bytearray] = SimpleQueue()
     for _ in range(PARTS_IN_FLIGHT):
@@ -54,7 +54,7 @@ def write_object(bucket: Bucket, key: str, parts: Iterable[BytesLike]) -> None:
 def cut(parts: Iterable[BytesLike], free: SimpleQueue[bytearray]) -> Iterator[bytearray]:
     """`parts` in pieces of `part_bytes`, the last one shorter (and empty if there is nothing), in buffers from `free`.
 
-    Whoever has used a piece puts it back; a piece comes out once it is known whether it is the last.
+    The consumer puts used pieces back. A piece is yielded once it is known whether it is the last.
     """
     index, used = 0, 0
     buffer = _taken(free, index)
@@ -97,9 +97,9 @@ class _Multipart:
                 sent.append(self.bucket.connection.pool.submit(self._send, upload_id, number, piece))
             self._complete(upload_id, [part.result() for part in sent])
         except BaseException:
-            self.failed.set()  # the others need not try again
+            self.failed.set()  # the others need not retry
             wait(sent)
-            with suppress(Exception):  # best effort: what stays is listed as unfinished
+            with suppress(Exception):  # best effort: a remaining upload is listed as unfinished
                 self.bucket.request_once("abort_multipart_upload", Key=self.key, UploadId=upload_id)
             raise
 
@@ -113,7 +113,7 @@ class _Multipart:
         return str(self.bucket.retrying(once)["UploadId"])
 
     def _send(self, upload_id: str, number: int, piece: bytearray) -> dict[str, Any]:
-        """What completing the upload needs to know of the part."""
+        """Information about the part for completing the upload."""
 
         def once() -> dict[str, Any]:
             return self.bucket.send("upload_part", piece, Key=self.key, UploadId=upload_id, PartNumber=number)
@@ -129,7 +129,7 @@ class _Multipart:
         return {"PartNumber": number, **known}
 
     def _complete(self, upload_id: str, parts: list[dict[str, Any]]) -> None:
-        """Never conditional: servers that do not know the condition ignore it silently."""
+        """Complete the upload, never conditionally: servers that do not know the condition ignore it silently."""
         asked = False
 
         def once() -> None:
