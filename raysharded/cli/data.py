@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from enum import StrEnum
+from typing import Annotated
 
 import typer
 
@@ -17,6 +18,21 @@ app = typer.Typer(
 )
 
 
+class Format(StrEnum):
+    """Format of an input file."""
+
+    TEXT = "text"
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+
+
+class Compression(StrEnum):
+    """Compression of token files."""
+
+    ZSTD = "zstd"
+    NONE = "none"
+
+
 @app.command()
 def pack(
     inputs: Annotated[
@@ -24,7 +40,7 @@ def pack(
     ],
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="A folder without Parquet files, or its URL.")],
     input_format: Annotated[
-        str | None, typer.Option("--format", help="text, jsonl or parquet. By default from each file's suffix.")
+        Format | None, typer.Option("--format", help="By default from each file's suffix.", case_sensitive=False)
     ] = None,
     text_field: Annotated[str, typer.Option(help="The field of JSON Lines, or column of Parquet, with the text.")] = (
         "text"
@@ -35,9 +51,9 @@ def pack(
     end_of_document: Annotated[
         str | None, typer.Option(metavar="TOKEN", help="The tokenizer's token that ends a document, if unusual.")
     ] = None,
-    tokens_per_file: Annotated[int, typer.Option(help="Tokens per file; the last file has the rest.")] = 1 << 26,
-    tokens_per_row_group: Annotated[int, typer.Option(help="Tokens per row group, the unit of reads.")] = 1 << 16,
-    compression: Annotated[str, typer.Option(help="zstd or none.")] = "zstd",
+    tokens_per_file: Annotated[int, typer.Option(min=1, help="The last file has the rest.")] = 1 << 26,
+    tokens_per_row_group: Annotated[int, typer.Option(min=1, help="The unit of reads.")] = 1 << 16,
+    compression: Annotated[Compression, typer.Option(help="Of the token files.")] = Compression.ZSTD,
     as_json: AsJson = False,
 ) -> None:
     """Pack text, JSON Lines or Parquet text columns into token files for TokenDataset."""
@@ -49,17 +65,20 @@ def pack(
     packed = pack_files(
         inputs,
         output,
-        input_format=cast("Any", input_format),  # an unknown format is rejected there
+        input_format=None if input_format is None else input_format.value,
         text_field=text_field,
         tokenizer=tokenizer,
         end_of_document=end_of_document,
         tokens_per_file=tokens_per_file,
         tokens_per_row_group=tokens_per_row_group,
-        compression=cast("Any", compression),  # likewise
+        compression=compression.value,
     )
     if as_json:
         print_json({"output": output, **asdict(packed)})
         return
+    if packed.skipped:
+        names = ", ".join(packed.skipped[:3]) + (", ..." if len(packed.skipped) > 3 else "")
+        typer.echo(f"left out: {count(len(packed.skipped), 'hidden file')} ({names})", err=True)
     typer.echo(
         f"{output}: {count(packed.tokens, 'token')} of {count(packed.documents, 'document')} in "
         f"{count(packed.files, 'file')}, {size(packed.bytes)}"

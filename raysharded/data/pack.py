@@ -22,6 +22,7 @@ from raysharded.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokeniz
 from raysharded.errors import ConfigError, DataError, StorageError
 
 Compression = Literal["zstd", "none"]
+_TOOLS_FOLDERS = frozenset(("_temporary", "_spark_metadata", "_delta_log", "__pycache__"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,8 @@ class PackReport:
     """Number of tokens, with the end-of-document tokens."""
     bytes: int
     """Size of the token files."""
+    skipped: tuple[str, ...] = ()
+    """Files of the input folders that were left out, by their paths below the folder."""
 
 
 def pack(
@@ -74,7 +77,8 @@ def pack(
         if choice not in choices:
             raise ConfigError(f"pack: {name}={choice!r}: choose one of {', '.join(map(repr, choices))}.")
     [folder] = as_paths(output, "output")
-    files = _find_inputs(as_paths(inputs, "inputs"), folder)
+    skipped: list[str] = []
+    files = _find_inputs(as_paths(inputs, "inputs"), folder, skipped)
     encoder: Tokenizer = ByteTokenizer()
     if tokenizer is not None:
         encoder = FileTokenizer(as_paths(tokenizer, "tokenizer")[0], end_of_document)
@@ -91,16 +95,38 @@ def pack(
             raise DataError(
                 f"{files[0].name}: no text in it, nor in the other {len(files) - 1} inputs. Nothing to pack."
             )
-    return PackReport(files=parts.num_parts, documents=num_documents, tokens=parts.num_tokens, bytes=parts.num_bytes)
+    return PackReport(
+        files=parts.num_parts,
+        documents=num_documents,
+        tokens=parts.num_tokens,
+        bytes=parts.num_bytes,
+        skipped=tuple(sorted(skipped)),
+    )
 
 
-def _find_inputs(paths: Sequence[str], folder: str) -> list[File]:
-    files = list({file.name: file for path in paths for file in find_files(path, recursive=True)}.values())
+def _find_inputs(paths: Sequence[str], folder: str, skipped: list[str]) -> list[File]:
+    """The input files, each once; `skipped` receives the names of files that are left out."""
+
+    def hides(below: str) -> bool:
+        hidden = _is_side_file(below)
+        if hidden:
+            skipped.append(below)
+        return hidden
+
+    found = (file for path in paths for file in find_files(path, recursive=True, hides=hides))
+    files = list({file.name: file for file in found}.values())
     fs, within = file_system(folder)
     inside = [f.name for f in files if type(f.fs) is type(fs) and f.path.startswith(f"{within.rstrip('/')}/")]
     if inside:
         raise ConfigError(f"pack: the output folder {folder} has inputs in it ({inside[0]}). Choose another output.")
     return files
+
+
+def _is_side_file(below: str) -> bool:
+    """True for hidden files, and for files that data tools keep beside the data, such as `_SUCCESS` and `_metadata`."""
+    *folders, name = below.split("/")
+    hidden = any(part.startswith(".") for part in (*folders, name))
+    return hidden or not _TOOLS_FOLDERS.isdisjoint(folders) or (name.startswith("_") and "." not in name)
 
 
 class _Parts:
@@ -118,6 +144,7 @@ class _Parts:
         self._writer: Any = None
         self._written: list[tuple[str, str]] = []  # (path where a part was written, final path)
         self._own: set[str] = set()  # files that this call made
+        self._made = False  # whether it made the folder
         self.num_parts = self.num_tokens = self.num_bytes = 0
 
     def write(self, tokens: npt.NDArray[Any]) -> None:
@@ -134,6 +161,7 @@ class _Parts:
 
     def __enter__(self) -> Self:
         with self._writing():
+            self._made = not self._fs.exists(self._path)
             self._fs.makedirs(self._path, exist_ok=True)
             old = [p for p in self._fs.find(self._path, maxdepth=1) if p.endswith(".parquet")]
         if old:
@@ -240,6 +268,9 @@ class _Parts:
         for path in self._own:
             with contextlib.suppress(Exception):
                 self._fs.rm_file(path)
+        if self._made:
+            with contextlib.suppress(Exception):
+                self._fs.rmdir(self._path)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

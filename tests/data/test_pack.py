@@ -57,11 +57,15 @@ def test_text_files_become_bytes_and_an_end_in_the_order_of_their_names(tmp_path
     (texts / "empty.txt").write_bytes(b"")
     (texts / "deep" / "er" / "c.md").write_bytes("ü".encode())
     (texts / ".hidden").write_bytes(b"not this")
-    (texts / "deep" / "_temporary.txt").write_bytes(b"nor this")
+    (texts / "deep" / "_SUCCESS").write_bytes(b"nor this")
+    (texts / "deep" / "_temporary").mkdir()
+    (texts / "deep" / "_temporary" / "d.txt").write_bytes(b"nor this")
+    (texts / "deep" / "__init__.txt").write_bytes(b"i")
     report = pack(texts, tmp_path / "out")
-    assert _stream(tmp_path / "out") == _bytes(b"a", b"bb\xff\x00", "ü".encode())
+    assert _stream(tmp_path / "out") == _bytes(b"a", b"bb\xff\x00", b"i", "ü".encode())
+    assert report.skipped == (".hidden", "deep/_SUCCESS", "deep/_temporary/d.txt")
     size = (tmp_path / "out" / "part-00000.parquet").stat().st_size
-    assert (report.files, report.documents, report.tokens, report.bytes) == (1, 3, 10, size)
+    assert (report.files, report.documents, report.tokens, report.bytes) == (1, 4, 12, size)
 
 
 def test_json_lines_and_parquet_give_the_same_stream_as_their_texts(tmp_path: Path) -> None:
@@ -190,7 +194,7 @@ def test_malformed_input_is_named_with_its_line(tmp_path: Path, name: str, conte
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
         pack(tmp_path / name, tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_malformed_parquet_is_named_with_its_columns(tmp_path: Path) -> None:
@@ -198,7 +202,7 @@ def test_malformed_parquet_is_named_with_its_columns(tmp_path: Path) -> None:
     pq.write_table(pa.table({"body": ["x"], "n": [1]}), path)
     with pytest.raises(DataError, match=r"a\.parquet: no column 'text'; it has body: string, n: int64"):
         pack(path, tmp_path / "out")
-    with pytest.raises(DataError, match=r"a\.parquet: column 'n' is not text"):
+    with pytest.raises(DataError, match=r"a\.parquet: column 'n' is no text"):
         pack(path, tmp_path / "out", text_field="n")
     pq.write_table(pa.table({"text": ["x", None]}), path)
     with pytest.raises(DataError, match=r"a\.parquet, row 1: 'text' is None"):
@@ -224,8 +228,9 @@ def test_arguments_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has inputs in it"):
         pack(text, tmp_path)
     (tmp_path / "b.bin").write_text("x")
-    with pytest.raises(ConfigError, match=r"b\.bin: .*input_format="):
+    with pytest.raises(ConfigError, match=r"b\.bin: .*'\.bin' does not determine the format. .*--format`, or `input"):
         pack(tmp_path / "b.bin", tmp_path / "out")
+    assert not (tmp_path / "out").exists()  # nothing is left of a call that failed
     assert pack(tmp_path / "b.bin", tmp_path / "out", input_format="text").documents == 1
 
 
@@ -313,7 +318,7 @@ def test_ctrl_c_while_the_files_get_their_names_leaves_none(
     with pytest.raises(KeyboardInterrupt):
         pack(tmp_path / "a.txt", tmp_path / "out", tokens_per_file=10)
     assert len(moved) == stopped_at
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ def documents(file: File, input_format: InputFormat | None, text_field: str) -> 
         case "parquet":
             return _parquet(file, text_field)
     raise ConfigError(
-        f"{file.name}: input_format={input_format!r} with suffix {file.suffix!r} does not determine the format. "
-        f"Give input_format= one of {', '.join(map(repr, get_args(InputFormat)))}."
+        f"{file.name}: the suffix {file.suffix!r} does not determine the format. Give one of "
+        f"{', '.join(get_args(InputFormat))} (`--format`, or `input_format=`)."
     )
 
 
@@ -75,7 +75,10 @@ def _json_lines(file: File, text_field: str) -> Iterator[Document]:
             raise DataError(f"{where}: not JSON: {error}. Correct or remove the line.") from error
         if not isinstance(record, dict) or text_field not in record:
             has = f"an object with {', '.join(map(repr, record))}" if isinstance(record, dict) else repr(record)[:80]
-            raise DataError(f"{where}: no field {text_field!r} in {has}. Give text_field=, or correct the line.")
+            raise DataError(
+                f"{where}: no field {text_field!r} in {has}. Give its name (`--text-field`, or `text_field=`), or"
+                " correct the line."
+            )
         yield from _document(where, text_field, record[text_field])
 
 
@@ -96,10 +99,10 @@ def _parquet(file: File, text_field: str) -> Iterator[Document]:
             schema = parquet.schema_arrow
         columns = ", ".join(f"{field.name}: {field.type}" for field in schema)
         if text_field not in schema.names:
-            raise DataError(f"{file.name}: no column {text_field!r}; it has {columns}. Give text_field=.")
+            raise DataError(f"{file.name}: no column {text_field!r}; it has {columns}. Give its name (`--text-field`).")
         kind = schema.field(text_field).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-            raise DataError(f"{file.name}: column {text_field!r} is not text: {columns}. Give text_field=.")
+            raise DataError(f"{file.name}: column {text_field!r} is no text: {columns}. Give another (`--text-field`).")
         row = 0
         for batch in _batches(file, parquet, text_field):
             for value in batch:

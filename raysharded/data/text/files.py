@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -68,11 +68,18 @@ def is_local(fs: Any) -> bool:
     return "file" in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
 
 
-def find_files(pattern: str, *, suffix: str = "", recursive: bool = False) -> list[File]:
+def is_hidden(below: str) -> bool:
+    """True if a name on a path below a folder begins with '.' or '_', as Parquet tools hide files."""
+    return any(part.startswith((".", "_")) for part in below.split("/"))
+
+
+def find_files(
+    pattern: str, *, suffix: str = "", recursive: bool = False, hides: Callable[[str], bool] = is_hidden
+) -> list[File]:
     """The files that a path, a folder or a glob stands for, sorted by name.
 
-    In a folder these are the files that end with `suffix`, also in its folders if `recursive`. Hidden files (names with
-    a leading '.' or '_', as in Parquet tools) are left out. Raises DataError if there is none.
+    In a folder these are the files that end with `suffix`, also in its folders if `recursive`, without those that
+    `hides`. Raises DataError if there is none.
     """
     fs, path = file_system(pattern)
     with reading(pattern, "list"):
@@ -81,17 +88,13 @@ def find_files(pattern: str, *, suffix: str = "", recursive: bool = False) -> li
         folder = fs.isdir(path)
         if folder:
             found = fs.find(path, maxdepth=None if recursive else 1)
-            paths = [p for p in found if p.endswith(suffix) and not _hidden(p[len(path.rstrip("/")) :])]
+            paths = [p for p in found if p.endswith(suffix) and not hides(p[len(path.rstrip("/")) + 1 :])]
         else:
             paths = [p for p, info in fs.glob(path, detail=True).items() if info["type"] != "directory"]
     if not paths:
         what = f"no file in the folder ends with {suffix!r}" if folder else "no such file, and no file matches it"
         raise DataError(f"{pattern}: {what}. Check the path, and that this machine can see it.")
     return sorted(File(_name(fs, p), p, fs) for p in paths)
-
-
-def _hidden(below: str) -> bool:
-    return any(part.startswith((".", "_")) for part in below.split("/"))
 
 
 def _name(fs: Any, path: str) -> str:
