@@ -151,8 +151,11 @@ def test_pack_names_what_is_wrong_with_its_input(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert fail("data", "pack", tmp_path / "nothing.txt", out).startswith(f"{tmp_path}/nothing.txt: no such file")
     assert fail("data", "pack", tmp_path / "a.jsonl", out).startswith(f"{tmp_path}/a.jsonl, line 2: not JSON")
-    assert "choose one of" in fail("data", "pack", tmp_path / "a.jsonl", out, "--format", "xml")
-    assert "whole number of 1 or more" in fail("data", "pack", tmp_path / "a.jsonl", out, "--tokens-per-file", 0)
+    for option, value in (("--format", "xml"), ("--compression", "gzip"), ("--tokens-per-file", "0")):
+        wrong = invoke("data", "pack", tmp_path / "a.jsonl", out, option, value)
+        assert wrong.exit_code == 2
+        assert f"Invalid value for '{option}'" in wrong.stderr
+    assert not out.exists()
 
 
 def test_info_names_a_file_that_was_cut_short(tmp_path: Path) -> None:
