@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
 from raysharded.validation import is_int, names_checked, require, require_kind, require_number
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Reduction = Literal["exact", "fast"]
 Accumulation = Literal["sharded", "local"]
 DtypeName = Literal["float32", "bfloat16"]
-Dtype: TypeAlias = "DtypeName | Literal['fp32', 'bf16'] | torch.dtype"
+Dtype: TypeAlias = Union[DtypeName, Literal["fp32", "bf16"], "torch.dtype"]  # torch is not imported
 """A dtype in any form that users may write."""
 CastInputs = Literal["all", "units", "none"]
 BestOf = Literal["min", "max"]
@@ -205,8 +205,8 @@ class CheckpointConfig:
     """When to write checkpoints to the run's storage, and which ones to keep."""
 
     every_steps: int | None = None
-    """Write a checkpoint every this many steps; None: not by steps. A checkpoint is skipped, with a warning, while
-    another one is being written."""
+    """Number of steps between checkpoints; None: not by steps. A checkpoint is skipped, with a warning, while another
+    one is being written."""
     every_s: float | Literal["auto"] | None = "auto"
     """Write a checkpoint when the newest one began this many seconds ago; None: not by time. "auto": 600 without
     `every_steps`, None with it."""
@@ -422,9 +422,10 @@ class Redundancy:
     """Recovery of lost shards without a second copy of all of them."""
 
     parity: tuple[int, int]
-    """(k, m): m parity blocks, in the memory of m workers, protect the state of k other workers. Any m workers may be
-    lost at once; the blocks take m/k of the state's memory. Needs k + m workers; a smaller run uses mirrors instead.
-    With m = 1 it is plain XOR; with m of 2 or more a Reed-Solomon code, which needs `raysharded[parity]`."""
+    """(k, m): m parity blocks, in the memory of m workers, protect every k parts of the state, of k other workers. Any
+    m workers may be lost at once; the blocks take m/k of the state's memory. Needs k + m workers; a smaller run uses
+    mirrors instead. With m = 1 it is plain XOR; with m of 2 or more a Reed-Solomon code, which needs
+    `raysharded[parity]`."""
 
     def __post_init__(self) -> None:
         value = self.parity
@@ -475,8 +476,9 @@ class EngineConfig:
     """Read the samples of the next microbatches in the background; a custom dataset is read in a separate process.
     False: read them in the training thread."""
     audit_every_steps: int | None = None
-    """Every this many steps, compute the gradient a second time on other workers and compare the bits. Detects a worker
-    that computes wrong numbers. 100 costs about 1 %; None: no audits. Needs exact reduction."""
+    """Number of steps between audits. An audit computes the gradient a second time on other workers and compares the
+    bits. It detects a worker that computes wrong numbers. 100 costs about 1 %; None: no audits. Needs exact
+    reduction."""
     prove_first_step: bool = True
     """When a run starts, and when a worker joins, compute one microbatch of each worker twice and compare the bits.
     Detects nondeterministic programs and workers that compute wrong numbers. In exact mode only."""
@@ -533,7 +535,7 @@ class EvalConfig:
     data: Any
     """A dataset as for training; its first `num_samples` samples are evaluated, in order."""
     every_steps: int
-    """Evaluate after every this many steps."""
+    """Number of steps between evaluations."""
     num_samples: int
     """Number of samples, at most the dataset's length. It need not be a multiple of the microbatch size: the last
     microbatch may be smaller."""

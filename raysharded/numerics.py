@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 KEY = "numerics"
-"""Key of the rules in `Facts.arithmetic`, which workers compare, and in a checkpoint's record of it."""
+"""Key of the rules in `WorkerInfo.arithmetic`, which workers compare, and in a checkpoint's record of it."""
 _FIRST = (1,)
 Numbers: TypeAlias = Mapping[str, tuple[int, ...]]
 """Rule -> its numbers, ascending."""
@@ -116,7 +116,7 @@ def number_of(text: str, name: str) -> int:
 def is_used(name: str, *, exact: bool, compiles: bool) -> bool:
     """True if a program with these engine settings depends on a rule.
 
-    The answer does not depend on any computation. Whether a forward draws random numbers or omits a parameter is then
+    The answer is given before anything is computed. Whether a forward draws random numbers or omits a parameter is then
     unknown, so in exact mode it is assumed to. Any program may use a rule that only a later version has.
     """
     if name == "compile" and not compiles:

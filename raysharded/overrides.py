@@ -62,8 +62,9 @@ def rewound(skips: Skips, *, to_step: int, bad_step: int, global_batch_size: int
 
 
 def passed_over(skips: Skips, *, to_step: int, done_step: int, global_batch_size: int) -> Skips:
-    """The decisions after a return to `to_step` that skips all data read by steps up to `done_step`, and skips pending
-    after it.
+    """The decisions after a return to `to_step` that skips all data read by steps up to `done_step`.
+
+    It also skips the data that was to be skipped after `done_step`.
 
     Law: `to_step + 1` then takes the samples that the step after `done_step` would have taken.
     """

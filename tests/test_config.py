@@ -43,7 +43,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: rs.ScalingConfig(num_workers=4, tensor_parallel_degree=True), "tensor_parallel_degree=True: give a whole"),
     (
         lambda: rs.ScalingConfig(num_workers=(2, 8), tensor_parallel_degree=4),
-        r"needs 4 workers, and num_workers=\(2, 8\) lets the run go on with 2. Take a minimum of 4",
+        r"needs 4 workers, and num_workers=\(2, 8\) allows 2. Take a minimum of 4",
     ),
     (lambda: rs.ScalingConfig(num_workers=7, tensor_parallel_degree=2), r"7 is not a multiple.*: 1 of.*Take.*6 or 8"),
     (
@@ -73,7 +73,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: rs.RunConfig(name="a"), "RunConfig needs storage_path, max_steps; give them by name"),  # type: ignore[call-arg]
     (lambda: rs.EngineConfig(reduction="exactly"), "choose one of 'exact', 'fast'"),  # type: ignore[arg-type]
     (lambda: rs.EngineConfig(mirrors="no"), "mirrors='no': give a bool"),  # type: ignore[arg-type]
-    (lambda: rs.Redundancy(parity=(4,)), r"parity=\(4,\): give \(k, m\)"),  # type: ignore[arg-type]
+    (lambda: rs.Redundancy(parity=(4,)), r"parity=\(4,\): give whole numbers \(k, m\)"),  # type: ignore[arg-type]
     (lambda: rs.Redundancy(parity=(0, 1)), r"parity=\(0, 1\).*of 1 or more"),
     (lambda: rs.Redundancy(parity=(250, 7)), "together 256 at most"),
     (lambda: rs.EngineConfig(redundancy=(4, 1)), r"redundancy=\(4, 1\): give a Redundancy"),  # type: ignore[arg-type]

@@ -11,28 +11,51 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import ParamSpec, TypeVar
+from functools import partial
+from typing import Generic, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class _Once(Generic[T]):
+    """Work that runs once, in the first thread that calls it. Other calls return None at once."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work, self._claim = work, threading.Lock()
+        self.outcome: Future[T] = Future()
+        """Result or error of the work."""
+
+    def __call__(self) -> T | None:
+        if not self._claim.acquire(blocking=False):
+            return None
+        try:
+            value = self._work()
+        except BaseException as error:
+            self.outcome.set_exception(error)
+            raise
+        self.outcome.set_result(value)
+        return value
 
 
 class Threads(ThreadPoolExecutor):
     """A pool whose `submit` does the work itself if no thread can be started for it."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Submit as ThreadPoolExecutor does. Raises RuntimeError if the pool was shut down."""
+        """Submit as ThreadPoolExecutor does. Raises RuntimeError if the pool was shut down.
+
+        Work is queued before a thread is started for it. So after a failed start a thread of the pool may still take it
+        from the queue: whichever of the two comes first does it, and the other does not.
+        """
+        once = _Once(partial(fn, *args, **kwargs))
         try:
-            return super().submit(fn, *args, **kwargs)
+            return cast("Future[T]", super().submit(once))
         except RuntimeError:
             if self._shutdown:
                 raise
-        done: Future[T] = Future()
-        try:
-            done.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - as in the pool's own threads
-            done.set_exception(error)
-        return done
+        with suppress(BaseException):  # it is in the outcome
+            once()
+        return once.outcome
 
 
 NICENESS = 10

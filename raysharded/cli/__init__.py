@@ -143,7 +143,7 @@ def run(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a trainer from a file or module to its end. A second call resumes the run."""
+    """Train the run that a file or module defines, to its end. A second call resumes the run."""
     from raysharded.cli.settings import apply, read_settings
     from raysharded.cli.target import load_target
 

@@ -21,7 +21,7 @@ from raysharded.errors import RunOwnedElsewhere
 FOLDER = "journal"
 _AT_ONCE = 32
 _SLOWER_BY = 500
-"""Entries are buffered one second longer for each so many segments.
+"""Number of segments per additional second for which entries are buffered.
 
 A run of weeks then has tens of thousands of segments, not hundreds of thousands. A new driver reads all of them.
 """

@@ -416,4 +416,4 @@ class Saved:
     seconds: float = 0.0
     """Seconds from the start of the save until it was durable."""
     retries: int = 0
-    """Retried storage operations of the worker."""
+    """Number of the worker's storage operations that were retried."""

@@ -1,7 +1,7 @@
 """Version number of the protocol between a driver, its workers and handles. Plain data: no class of raysharded.
 
 To change a message, a call or its arguments, raise `PROTOCOL` (tests/golden/protocol.txt lists them all). Drivers and
-workers with the same number work together, also across versions; with different numbers they ignore each other.
+workers with the same number work together, also across versions; otherwise they leave each other alone.
 """
 
 from __future__ import annotations

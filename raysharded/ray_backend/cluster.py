@@ -71,7 +71,7 @@ def find_cluster(address: str | None = None, *, log_to_driver: bool = True) -> b
     named = f"the address {address!r}" if address else f"RAY_ADDRESS={given!r}"
     remedy = f"Check {named} and that the cluster runs (`ray status`), or leave it out to use a Ray on this machine."
     if not _answers(given, _ANSWER_S):
-        raise ClusterError(f"there is no Ray cluster at {given}: nothing answers there for {_ANSWER_S:g} s. {remedy}")
+        raise ClusterError(f"there is no Ray cluster at {given}: nothing answered within {_ANSWER_S:g} s. {remedy}")
     try:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=log_to_driver)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -88,7 +88,7 @@ def refuse_a_lost_cluster(what: str) -> None:
     address = ray.get_runtime_context().gcs_address
     if not _answers(address, _GONE_S):
         raise ClusterError(
-            f"{what}: the Ray cluster at {address} is lost; nothing answers there for {_GONE_S:g} s. Start "
+            f"{what}: the Ray cluster at {address} is lost; nothing has answered there for {_GONE_S:g} s. Start "
             "the run again on another cluster: it resumes from its newest checkpoint on storage."
         )
 

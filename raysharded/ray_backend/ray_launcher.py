@@ -93,7 +93,7 @@ class RayLauncher:
         self._watch = NodeWatch(node_table)
         self._avoided: tuple[str, ...] = ()
         self._slice_s = math.inf if owns_cluster else _SLICE_S
-        """Length of one wait: a dead or drained node is no worker's answer. A Ray started here has one node."""
+        """Length of one wait in Ray, which a dead or drained node does not end; unlimited under a Ray started here."""
         self._unheard: list[ray.ObjectRef[Any]] = []
         self._store: Any = None
         self._draining = DrainWatch(_draining_nodes, self._node_of, lambda: list(self._actors))

@@ -33,7 +33,7 @@ class Result:
     """The last step's values of the task's metrics."""
     evaluation: Mapping[str, float] = field(default_factory=dict)
     """The newest evaluation's loss and metrics; empty if there was none since the run was last started."""
-    wall_s: float | None = None
+    wall_s: float | None = field(default=None, compare=False)
     """Seconds that this `fit()` or `start()` took; None if the run was finished before."""
 
     def report(self) -> RunReport:

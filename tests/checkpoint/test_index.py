@@ -204,7 +204,7 @@ def test_pages_that_inflate_to_more_than_boxes_need_are_refused_before_that(
 ) -> None:
     data = _parquet(columns, compression="zstd", write_statistics=False, **options)
     assert len(data) < 100_000
-    with pytest.raises(BadIndex, match=r"pages are to become 10\d{7} bytes, more than 6"):
+    with pytest.raises(BadIndex, match=r"its pages inflate to 10\d{7} bytes, more than 6"):
         _read(data)
 
 

@@ -317,5 +317,5 @@ def test_every_buffer_is_written_once_by_workers_without_a_driver() -> None:
 def test_a_trainer_says_what_groups_it_wants() -> None:
     scaling = rs.ScalingConfig(num_workers=(2, 9), tensor_parallel_degree=2)
     assert (scaling.shard_group_size, scaling.tensor_parallel_degree) == (None, 2)
-    with pytest.raises(ConfigError, match="needs 4 workers, and num_workers=\\(2, 9\\) lets the run go on with 2"):
+    with pytest.raises(ConfigError, match="needs 4 workers, and num_workers=\\(2, 9\\) allows 2"):
         replace(scaling, tensor_parallel_degree=4)

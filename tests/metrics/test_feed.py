@@ -86,7 +86,7 @@ def test_a_writer_that_fails_is_named_once_and_left_out(error: BaseException, ca
     assert failing.closed == 0
     assert [seen.step for seen in other.steps] == [1, 2, 3, 4, 5]
     (said,) = caplog.records
-    assert "Failing failed and is left out" in said.getMessage()
+    assert "Failing failed and is disabled" in said.getMessage()
     assert said.exc_info is not None
     assert said.exc_info[1] is error
 
@@ -105,7 +105,7 @@ def test_what_overflows_is_counted_and_said(caplog: pytest.LogCaptureFixture) ->
     assert [seen.step for seen in writer.steps] == [*range(1, 12), 32]
     assert feed.missed == 20
     first, last = (record.getMessage() for record in caplog.records)
-    assert "slower than the run, and 10 entries wait for it" in first
+    assert "slower than the run: 10 entries are queued" in first
     assert "too slow for 20 entries; 0 of them were left at the end" in last
 
 
@@ -124,7 +124,7 @@ def test_a_writer_that_hangs_holds_up_neither_the_run_nor_its_end(caplog: pytest
         said = [record.getMessage() for record in caplog.records]
     assert [seen.step for seen in other.steps] == [1, 2, 3]
     assert (feeds[0].missed, feeds[1].missed) == (2, 0)
-    assert any("Stuck was not done with what it had been given" in text for text in said)
+    assert any("Stuck did not finish its entries in time and is abandoned" in text for text in said)
     assert any("too slow for 2 entries; 2 of them were left at the end" in text for text in said)
     stuck.go_on.set()
     until(lambda: stuck.closed == 1)  # and it is closed if it goes on after all

@@ -100,7 +100,7 @@ def test_a_loss_that_looks_at_values_is_refused() -> None:
         def loss(self, model: nn.Module, batch: torch.Tensor) -> Any:
             return super().loss(model, batch) if batch.sum().item() > 0 else None
 
-    with pytest.raises(TaskError, match=r"Looks\.loss looks at the values of tensors"):
+    with pytest.raises(TaskError, match=r"Looks\.loss reads the values of tensors"):
         measure(Looks(), rs.EngineConfig(), SAMPLES)
 
 

@@ -65,7 +65,7 @@ def test_a_cluster_that_is_gone_is_named_and_the_run_goes_on_from_its_checkpoint
     assert found["on_head"]  # no other node is one that the run cannot lose
     for said in (found["waited"], found["asked"]):
         assert "ClusterError: run 'driven' cannot be reached: the Ray cluster at " in said
-        assert "is lost; nothing answers there for 20 s" in said
+        assert "is lost; nothing has answered there for 20 s" in said
     end(f"RAYSHARDED_TEST={own_cluster['RAYSHARDED_TEST']}")  # its machines
     steps = []
     hurry(tmp_path)

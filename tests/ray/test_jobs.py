@@ -90,7 +90,7 @@ def test_a_job_that_is_lost_or_stopped_and_submitted_again_ends_with_the_right_w
     os.kill(server.pid("train_it.py"), signal.SIGKILL)  # a driver of its own goes on
     assert server.wait(lost)[0] is JobStatus.FAILED
     stopped = server.submit(folder, sys.executable, "train_it.py", runs)
-    wait_until(lambda: "its driver still trains; following it" in server.client.get_job_logs(stopped), "following")
+    wait_until(lambda: "its driver is still running; following it" in server.client.get_job_logs(stopped), "following")
     server.client.stop_job(stopped)
     assert server.wait(stopped)[0] is JobStatus.STOPPED
     (tmp_path / "runs-hurry").touch()

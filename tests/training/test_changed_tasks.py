@@ -212,7 +212,7 @@ CASES: dict[str, tuple[Variant, Variant, str, str]] = {
     "frozen": (
         Variant(),
         Variant(frozen=True),
-        "of 2 parameters that are frozen now, and in no group, first 'body.bias': it is left out",
+        "for 2 parameters that are frozen now, and in no group, first 'body.bias': it is left out",
         "has frozen 2 parameters, first 'body.bias'",
     ),
     "thawed": (

@@ -77,15 +77,16 @@ def test_groups_with_different_numbers_of_rounds_prove_their_first_round_togethe
 
 
 class Paced(Tokens):
-    """Reads slowly until a fault has struck: so a joiner comes before the last step, on a busy machine, too."""
+    """Reads ever more slowly until a fault has struck: so a joiner comes before the last step, on any machine."""
 
     def __init__(self, marker: str) -> None:
         super().__init__()
-        self._marker = marker
+        self._marker, self._reads = marker, 0
 
     def __getitem__(self, index: int) -> Any:
         if not os.path.exists(self._marker):
-            time.sleep(0.1)
+            self._reads += 1
+            time.sleep(min(1.0, 0.1 * self._reads))
         return super().__getitem__(index)
 
 

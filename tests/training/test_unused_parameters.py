@@ -309,7 +309,8 @@ class Careless(torch.optim.Optimizer):
 
 
 def test_an_optimizer_that_needs_a_gradient_of_each_parameter_is_told_which_has_none() -> None:
-    with pytest.raises(TaskError, match=r"Careless\.step raised AttributeError: .* 5 have no gradient, .*extra'"):
+    said = r"Careless\.step raised AttributeError: .* 5 parameters without gradient, .*extra'"
+    with pytest.raises(TaskError, match=said):
         trained(1, task=Conditional(Careless), steps=1)
 
 

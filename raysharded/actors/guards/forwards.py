@@ -29,7 +29,10 @@ Kind = Literal["train", "evaluate"]
 
 
 class UnitWatch:
-    """Watch of the units of one generation's model. Training thread only; all workers do equally many forwards."""
+    """Watch of the units of one generation's model.
+
+    Training thread only; all workers do equally many forwards of each kind.
+    """
 
     def __init__(
         self, units: Sequence[tuple[str, FSDPModule]], sum_over_workers: Callable[[torch.Tensor], torch.Tensor] | None

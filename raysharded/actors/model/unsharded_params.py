@@ -41,10 +41,10 @@ def allocate_scalars(model: nn.Module, device: torch.device) -> None:
 
 
 def lay_out_plainly(model: nn.Module) -> None:
-    """Make parameters contiguous, so that some rows are one stretch of memory on a worker.
+    """Make parameters contiguous, so that a worker's rows of each are one stretch of memory.
 
-    Others are, for example, in `channels_last` or transposed. `model` has its parameters on the meta device, where this
-    changes no value. Convolutions still compute in channels_last if their inputs are.
+    Parameters in `channels_last`, or transposed ones, are not contiguous. `model` has its parameters on the meta
+    device, where this changes no value. Convolutions still compute in channels_last if their inputs are.
     """
     for param in model.parameters():
         if not param.is_contiguous():

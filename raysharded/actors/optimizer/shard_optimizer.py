@@ -55,7 +55,7 @@ class ShardOptimizer:
         numbers: int = 2,
     ) -> None:
         """`cuts`: the layout of the parameters over the workers; None: each one is cut over all of them. `rates`:
-        requested factors of the learning rate. `numbers`: the number of that rule."""
+        requested factors of the learning rate. `numbers`: the number of the rule `numbers`."""
         self._rates, self._numbers = rates, numbers
         self._cuts = cuts or ParamLayout()
         with naming(f"{type(task).__name__}.build_optimizer", "build_optimizer"):

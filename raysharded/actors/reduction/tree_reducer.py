@@ -57,7 +57,7 @@ class ReductionState:
     reducing: Reducing = nullcontext
     finish: Finish = finish_plainly
     shift: int = 0
-    """Number of places by which each worker's microbatches are shifted to another worker."""
+    """Each worker computes the microbatches of the worker this many places further."""
     _in_loss: bool = False
     first_alone: bool = False
     """True to compute only the first round, without a result: groups may have different numbers of rounds."""

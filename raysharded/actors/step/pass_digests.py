@@ -23,7 +23,7 @@ class Pass:
     """The gradients, losses and metrics of the microbatches that this worker computed."""
 
     shift: int = 0
-    """Number of places by which each worker's microbatches are shifted to another worker."""
+    """Each worker computes the microbatches of the worker this many places further."""
     looks_for_not_finite: bool = False
     """True to report `NOT_FINITE`; otherwise a NaN is compared by its bits, like any number."""
     results: Results | None = None

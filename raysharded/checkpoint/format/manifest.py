@@ -158,9 +158,7 @@ def check(manifest: Manifest, where: str) -> None:
     """Check that every element of every tensor is stored exactly once, inside its file. Raises as `decode`."""
     if manifest.version not in READABLE_VERSIONS:
         raise CheckpointError(f"{where}: version {manifest.version}; this raysharded reads {READABLE_VERSIONS}.")
-    _check_counts(manifest, where)
-    _check_texts(manifest, where)
-    _check_tensors(manifest, where)
+    check_tensors(manifest, where)
     _check_files(manifest, where)
     try:
         file, boxes = manifest.boxes()
@@ -168,6 +166,13 @@ def check(manifest: Manifest, where: str) -> None:
         raise CorruptCheckpoint(f"{where}: there is a box of unknown tensor {error}. {BAD_WRITER}") from None
     _check_boxes(manifest, file, boxes, where)
     _check_tiling(manifest, boxes, where)
+
+
+def check_tensors(manifest: Manifest, where: str) -> None:
+    """The part of `check` that needs no files: numbers, texts, and the tensors' dtypes and shapes."""
+    _check_counts(manifest, where)
+    _check_texts(manifest, where)
+    _check_tensors(manifest, where)
 
 
 def _check_counts(manifest: Manifest, where: str) -> None:

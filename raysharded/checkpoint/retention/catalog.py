@@ -115,7 +115,7 @@ class Survey:
 
 
 def list_checkpoints(storage: Storage) -> list[CheckpointRef]:
-    """All saves under the run's `checkpoints/`, committed or not, by step, then in order of commit."""
+    """All saves under the run's `checkpoints/`, committed or not, oldest step first, then in order of commit."""
     return survey(storage).refs
 
 

@@ -69,8 +69,7 @@ def _found(storage: Storage) -> dict[str, float | None]:
 def _of_link(storage: Storage, link: str) -> list[float | None]:
     at = key_of(link, MANIFEST_NAME)
     try:
-        if storage.size(at) == 0:
-            return []
+        storage.size(at)
     except NoSuchKey:
         return []
     return [list_times(storage, MANIFEST_NAME, link).get(at)]

@@ -41,7 +41,7 @@ def require_key(key: SigningKey | None) -> None:
 def text_of(uri: Uri) -> str:
     """The URI as text. Raises ConfigError for a value that is neither text nor a path."""
     text = os.fspath(uri) if isinstance(uri, (str, os.PathLike)) else None
-    if not isinstance(text, str):
+    if not isinstance(text, str) or text == "":
         raise ConfigError(f"uri={uri!r}: give the checkpoint's folder, as text or a path.")
     return text
 

@@ -14,8 +14,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -26,7 +26,7 @@ import numpy as np
 from raysharded.checkpoint.format.boxes import BoxTable
 from raysharded.checkpoint.format.encoding import encode
 from raysharded.checkpoint.format.limits import MAX_NUMBER
-from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo, shown
+from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo, check_tensors, shown
 from raysharded.checkpoint.format.paths import data_path, key_of, new_save_id, parse_save_folder
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.read_plan.dedup import Job, Share, assign, check_coverage, global_tensors
@@ -82,6 +82,8 @@ def file_of_json(value: dict[str, Any]) -> FileRecord:
 
 _COMMITTING = "committing"
 """Phase of a rank that has reported what it wrote. From then on the checkpoint may be committed."""
+_REJECTED = "rejected"
+"""Phase of rank 0 once another save has the uri: this one can never be committed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,8 +215,8 @@ def write(
 ) -> Saved:
     """Carry out a save. Every rank must call it, in `guarded`. The content must not change until it returns.
 
-    Raises the error of this rank, or PeerFailed if another rank failed. The uri then holds no checkpoint, unless the
-    failure was rank 0's put of the manifest: then it may hold one.
+    Raises the error of this rank, or PeerFailed if another rank failed. Then this save left no checkpoint, unless the
+    failure was rank 0's put of the manifest: then it may have. With `overwrite` the older checkpoint stays.
     """
     began = time.monotonic()
     begun: list[str] = []
@@ -263,6 +265,8 @@ def _agree(content: Content, target: Target, about: About, coordinator: Coordina
         require_same(what, [one["same"][what] for one in everyone])
     own, infos = _plan(tuple(one["shares"] for one in everyone))
     whole = merge([one["tree"] for one in everyone])
+    with _as_content():
+        encode(replace(_manifest_of(About()), tree=whole))
     warn_of_differences([one["digests"] for one in everyone])
     older = require_free(target.storage, target.prefix, about.step, target.uri, overwrite=target.overwrite)
     named = parse_save_folder(target.prefix)
@@ -278,7 +282,18 @@ def _plan(everyone: tuple[str, ...]) -> tuple[list[list[Any]], dict[str, TensorI
     shares = [[Share.from_json(share) for share in json.loads(one)] for one in everyone]
     check_coverage(shares)
     infos = {name: TensorInfo(dtype=share.dtype, shape=share.shape) for name, share in global_tensors(shares).items()}
+    with _as_content():
+        check_tensors(replace(_manifest_of(About()), tensors=infos), "its tensors")
     return _own_of(assign(shares), len(shares)), infos
+
+
+@contextmanager
+def _as_content() -> Iterator[None]:
+    """Within it, an error of a manifest that is to be written is one of the content, and no checkpoint is corrupt."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"the state cannot be stored: {error}") from error
 
 
 def _share(held: Held) -> Share:
@@ -333,6 +348,7 @@ def _commit(
     )
     digest = commit(target.storage, target.prefix, manifest, key=target.key, instead_of=save.instead_of)
     if digest is None:
+        coordinator.phase = _REJECTED
         raise CheckpointError(f"{target.uri}: another save was committed there in the meantime. Choose another uri.")
     return [{"digest": digest, "size_bytes": sum(f.size_bytes for f in files)}] * coordinator.world_size
 

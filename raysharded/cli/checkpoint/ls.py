@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def list_(run: Run, as_json: AsJson = False) -> None:
-    """List the checkpoints, oldest first, and a run's invalid saves with the reason."""
+    """List the checkpoints, oldest first, and a run's saves that are not checkpoints, with the reason."""
     place = find_place(run)
     rows = _rows(place)
     if as_json:

@@ -42,8 +42,8 @@ def fork(
     step: Step = None,
     as_json: AsJson = False,
 ) -> None:
-    """Start a new run from a checkpoint of this one. Nothing is copied: the checkpoint stays here while the fork needs
-    it."""
+    """Prepare a new run that begins with a checkpoint of this one. Nothing is copied: the checkpoint stays here while
+    the fork needs it."""
     from raysharded.checkpoint import fork as make_fork, open_storage
 
     place = find_run(run)

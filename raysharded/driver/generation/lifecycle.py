@@ -100,7 +100,10 @@ def _num_needed(state: State) -> int:
 
 
 def next_generation(state: State, at: float, *, resting: bool = False) -> Outcome:
-    """Form the next generation of the ready workers. In a pause it must be a `resting` one, which does no step."""
+    """Form the next generation of the ready workers.
+
+    In a pause, enter the pause instead, unless the generation is a `resting` one, which does no step.
+    """
     if paused_run.holds_back(state) and not resting:
         return paused_run.enter(state, at)
     if len(state.ready) < state.limits.min_workers:

@@ -37,7 +37,7 @@ def prepare_then_request_boundary(state: State, at: float) -> Outcome:
 
 
 def _why_failed(state: State, made: Preparation, at: float) -> str:
-    """Reason for people."""
+    """Reason of the failure, as text for people."""
     if made.failed:
         return made.failed
     if not _is_of_now(state, made):

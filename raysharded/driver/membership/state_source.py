@@ -72,7 +72,7 @@ def _has_all_shards(state: State, workers: frozenset[WorkerId]) -> bool:
 
 
 def is_redundant(state: State) -> bool:
-    """Whether another member holds each member's shard too."""
+    """Whether each member's shard is also held by another member."""
     return state.replicas > 1 or (state.limits.mirrors and len(state.members) > 1)
 
 

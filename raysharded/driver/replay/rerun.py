@@ -189,7 +189,7 @@ def _told(entries: Sequence[Placed]) -> list[_Told]:
 class _Stage:
     """One driver's machine, which gets one event after the other."""
 
-    def __init__(self, format: object) -> None:  # noqa: A002 - the recording's name
+    def __init__(self, format: object) -> None:  # noqa: A002 - the recording's format
         self._decoder = Decoder(format)
         self._state: State | None = None
         """State of the machine; None before the beginning."""

@@ -10,7 +10,7 @@ from raysharded.errors import ClusterError, RunOwnedElsewhere
 from raysharded.protocol.worker_launcher import WorkersOfAnotherVersion
 
 WAIT_S = 300.0
-"""Time that workers which cannot be queried wait for a new driver, unless their driver set another one."""
+"""Time that workers which cannot be queried wait for a new driver, unless their own driver set another time."""
 _WRITE_S = 900.0
 """Time that their checkpoint, and their end, may take after the time that they reported."""
 _LOOK_UP_S = 1.0

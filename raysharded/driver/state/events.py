@@ -48,7 +48,7 @@ class Committed:
     """Digest of the manifest."""
     fingerprint: str
     retries: int = 0
-    """Retried storage operations of the driver."""
+    """Number of the driver's storage operations that were retried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -167,7 +167,7 @@ def _shortage(grouping: Grouping, chosen: Mesh, wanted: list[Mesh]) -> list[str]
 
 
 def _reason(grouping: Grouping, ranked: list[Mesh], num_workers: int) -> str:
-    """Reason for people: the first two of the ranking, and the number of workers that stand by."""
+    """Reason as text: the first two meshes of the ranking, and the number of workers that stand by."""
 
     def about(mesh: Mesh) -> str:
         time = predicted(grouping, mesh)

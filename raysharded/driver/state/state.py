@@ -279,9 +279,9 @@ class State:
     decisions: Decisions = field(default_factory=Decisions)
     """Decisions that steps are computed with: recorded in the journal, or about to be."""
     reached: int = 0
-    """Newest step done since the last rollback: no decision applies up to it."""
+    """Newest step done since the last rollback: new decisions apply only to later steps."""
     changes_asked: int = 0
-    """Requested changes of the computation that were not refused at once; numbered from 1."""
+    """Number of requested changes of the computation that were not refused at once; they are numbered from 1."""
     wanted_rate: WantedRate | None = None
     """Requested learning rate, until it is decided."""
     wanted_rewind: Rewinding | None = None

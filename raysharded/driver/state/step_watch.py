@@ -3,7 +3,8 @@
 If the next step does not come within half of the deadline, the members are probed. A member that has not answered by
 the deadline is stopped, wedged or cut off: answering takes no more than a thread that can run. If all answered, they
 are probed again. A member that runs its own code while others wait for it in a collective is stuck there. If all wait,
-the collective itself is stuck, and no worker is to blame. A worker that is alone is never waited for: it is slow.
+the collective itself is stuck, and no worker is to blame. No other worker waits for a single worker: it is slow, not
+stuck.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ def note(state: State, report: StepReport) -> State:
 def failed(state: State, corruption: Corruption, at: float) -> Outcome:
     """The state without the culprits, in which the step is computed again.
 
-    At the start of a run it ends, because the correct result is unknown. It also ends if a step fails twice, unless
-    only newcomers among proven workers are to blame.
+    At the start of a run, the run ends, because the correct result is unknown. It also ends if a step fails twice. A
+    failure of newcomers alone, in a generation with proven workers, does not count for that.
     """
     at_start = not state.proven
     old = state.proven.intersection(state.members)

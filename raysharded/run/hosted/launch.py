@@ -31,7 +31,7 @@ _OPTIONS: dict[str, Any] = {
     "namespace": NAMESPACE,
 }
 _HEAD = "node:__internal_head__"
-"""Resource that Ray assigns once to its head node, so that actors can be bound to it, as those of Ray Serve are."""
+"""Resource of which Ray gives its head node 1, so that actors can be bound to it, as those of Ray Serve are."""
 _FREE_S = 30.0
 """Longest time that the name of an exiting host may stay taken."""
 _LOOK_UP_S = 0.1

@@ -143,7 +143,7 @@ def _started_or_followed(spec: RunSpec, notice: _Notice, *, take_over: bool) -> 
                 with contextlib.suppress(RayshardedError, TimeoutError):  # its final error does not matter
                     AttachedRun(order.name, order.url).wait(_LOOK_UP_S)
             elif found.identity == order.identity:
-                _log.warning("run %s: its driver still trains; following it (%s)", order.name, found)
+                _log.warning("run %s: its driver is still running; following it (%s)", order.name, found)
                 return AttachedRun(order.name, order.url)
             else:
                 raise

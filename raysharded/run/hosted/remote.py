@@ -97,8 +97,8 @@ class AttachedRun(Run):
         except TimeoutError:
             step = self._stored().status().step
             raise RunFailed(
-                f"the driver of run {self.name!r} was lost without a final journal entry; its newest step is {step}. "
-                "Start it again to resume it."
+                f"the driver of run {self.name!r} was lost without a final journal entry; its newest recorded step is "
+                f"{step}. Start it again to resume it."
             ) from None
 
     def _ask(self, what: Ask, **arguments: Any) -> Any:

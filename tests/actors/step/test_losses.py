@@ -64,7 +64,7 @@ def test_a_scalar_is_the_mean_over_the_samples() -> None:
     ],
 )
 def test_a_weight_that_is_none_is_refused_with_what_it_is(weight: Any, shown: str) -> None:
-    with pytest.raises(TaskError, match=rf"^T\.loss returned a Loss whose weight is {shown}; give how many items"):
+    with pytest.raises(TaskError, match=rf"^T\.loss returned a Loss whose weight is {shown}; give the number of items"):
         as_loss(Loss(TOTAL, weight), 2, "T.loss")
 
 

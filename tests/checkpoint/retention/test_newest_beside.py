@@ -121,6 +121,15 @@ def test_a_damaged_one_is_an_error_where_it_may_be_the_newest_and_else_passed_ov
         newest_beside(open_storage(str(tmp_path)))
 
 
+def test_a_link_to_a_checkpoint_whose_manifest_is_empty_is_an_error_as_the_checkpoint_itself(tmp_path: Path) -> None:
+    saved(tmp_path / "runs", {"step-1": 1})
+    saved(tmp_path, {"elsewhere": 2})
+    (tmp_path / "elsewhere" / "manifest.json").write_bytes(b"")
+    (tmp_path / "runs" / "step-2").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CorruptCheckpoint):
+        newest_beside(open_storage(str(tmp_path / "runs")))
+
+
 def test_other_storages_tell_times_or_do_without(tmp_path: Path) -> None:
     import fsspec
 

@@ -236,6 +236,18 @@ def test_of_two_saves_that_race_for_a_uri_one_wins_and_the_other_learns_it(tmp_p
     with pytest.raises(CheckpointError, match="another save was committed there in the meantime"):
         save(Overtaken(local, lambda: save(local, 1.0)), 2.0)
     assert torch.equal(api.open(tmp_path / name).read("w"), torch.ones(4))
+    assert len(list((tmp_path / name).rglob("*.safetensors"))) == 1  # the other's files are gone
+
+
+@pytest.mark.parametrize("state", [{"e": torch.empty(0, 2**60)}, {"w": torch.ones(2), "l": list(range(2000))}])
+def test_content_that_readers_would_reject_is_rejected_before_anything_is_written(
+    tmp_path: Path, state: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raysharded.checkpoint.format.encoding.MAX_VALUES", 1000)
+    with pytest.raises(CheckpointError, match="the state cannot be stored: ") as raised:
+        api.save(tmp_path / "c", state)
+    assert type(raised.value) is CheckpointError
+    assert list(tmp_path.rglob("*.*")) == []
 
 
 def test_a_folder_that_is_named_after_another_step_is_refused(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_what_is_just_within_the_bounds_comes_back(tmp_path: Path) -> None:
     assert str(api.open(tmp_path / "c").state()) == str(state)
 
 
-@pytest.mark.parametrize("uri", [None, b"/tmp/c", 5])
+@pytest.mark.parametrize("uri", [None, b"/tmp/c", 5, ""])
 def test_a_uri_is_text_or_a_path(uri: Any) -> None:
     for call in (lambda: api.save(uri, STATE), lambda: api.load(uri, STATE), lambda: api.open(uri)):
         with pytest.raises(ConfigError, match=r"uri=.*give the checkpoint's folder"):
