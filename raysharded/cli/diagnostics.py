@@ -174,8 +174,9 @@ def storage(opened: Storage) -> list[Finding]:
     try:
         findings.append(_conditional_write(opened, key))
         findings.append(_clock(opened, key))
+        findings.append(_uploads(opened))
     except StorageError as error:
-        findings.append(Finding(name="conditional write", found="failed", ok=False, advice=str(error)))
+        findings.append(Finding(name="operations", found="one failed", ok=False, advice=str(error)))
     finally:
         opened.delete([key])
     return findings
@@ -203,6 +204,12 @@ def _clock(opened: Storage, key: str) -> Finding:
     return Finding(
         name="clock", found=f"the storage's is {skew_s:+.1f} s from this one (to a second)", ok=ok, advice=advice
     )
+
+
+def _uploads(opened: Storage) -> Finding:
+    """Listing and unfinished uploads: a driver removes those of lost workers. Raises StorageError without the right."""
+    count = len(list(opened.unfinished()))
+    return Finding(name="unfinished uploads", found=str(count) if count else "none")
 
 
 def _time_of(opened: Storage, key: str) -> float | None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import raysharded
-from raysharded.cli import diagnostics
+from raysharded.cli import diagnostics, machine
 from raysharded.cli.errors import AsJson, console, print_json
 from raysharded.errors import StorageError
 
@@ -65,7 +65,10 @@ def doctor(
 
 def try_out(url: str | None) -> list[diagnostics.Finding]:
     """The findings of tests; takes about three seconds, most of them for imports."""
-    findings = [*diagnostics.versions(), diagnostics.ray(), *diagnostics.collectives(), diagnostics.shared_memory()]
+    runs = diagnostics.ray()
+    findings = [*diagnostics.versions(), runs, *([machine.which_ray()] if runs.ok else [])]
+    findings += [*diagnostics.collectives(), diagnostics.shared_memory()]
+    findings += [machine.extras(), machine.home(), machine.open_files()]
     if url is None:
         return findings
     from raysharded.checkpoint import open_storage

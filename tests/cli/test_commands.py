@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from raysharded import __version__
-from raysharded.cli import app, diagnostics
+from raysharded.cli import app, diagnostics, machine
+from raysharded.ray_backend import cluster
 from tests.driver.recorded import recorded
 from tests.driver.scripted import training
 from tests.report.entries import data, generation, run_with_a_loss, started, step, write_run
@@ -193,8 +195,9 @@ def test_doctor_says_what_there_is(diagnosis: dict[str, Any], new_folder: Path) 
 @pytest.mark.slow
 def test_doctor_tries_what_a_run_needs_and_says_what_it_found(diagnosis: dict[str, Any], new_folder: Path) -> None:
     tried = {check["name"]: check for check in diagnosis["checks"]}
-    names = {"ray runs", "gloo", "nccl", "shared memory", "storage", "conditional write", "clock", "self-test"}
-    assert tried.keys() == names
+    names = {"ray runs", "ray used", "gloo", "nccl", "shared memory", "extras", "home", "open files", "self-test"}
+    assert tried.keys() == names | {"storage", "conditional write", "clock", "unfinished uploads"}
+    assert tried["ray used"]["found"].startswith(("one that `fit()` starts and ends", "a cluster ("))
     assert "a group of two added" in tried["gloo"]["found"]
     assert "the same losses, gradient norms and weights" in tried["self-test"]["found"]
     assert tried["conditional write"]["found"] == "the first of two writers won"
@@ -209,6 +212,40 @@ def test_doctor_finds_storage_that_cannot_be_written_to(tmp_path: Path, monkeypa
     assert result.exit_code == 1
     assert "cannot be written to" in result.stdout
     assert "torch" in result.stdout
+
+
+def test_doctor_names_extras_that_are_missing_and_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name in ("zfec", "aiohttp_cors") else name)
+    found = machine.extras()
+    assert (found.ok, found.found) == (True, "s3, tokenizers, tensorboard")
+    assert found.advice == (
+        "Missing, if you need them: jobs (`ray job submit`, the dashboard); parity (Redundancy(parity=(k, m)) with m "
+        "of 2 or more): `pip install 'raysharded[NAME]'`."
+    )
+    for module, _ in machine.EXTRAS.values():
+        assert importlib.util.find_spec(module) is not None, "an extra of the development environment"
+
+
+def test_doctor_looks_at_limits_and_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (1024, 1024))
+    found = machine.open_files()
+    assert (found.ok, found.found) == (False, "at most 1024")
+    assert "nofile" in found.advice
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (1024, 65536))
+    assert machine.open_files().advice == "Raise it: `ulimit -n 4096`."
+    monkeypatch.setenv("HOME", str(tmp_path / "nothing"))
+    found = machine.home()
+    assert (found.ok, found.found) == (False, f"HOME={tmp_path}/nothing is not writable")
+
+
+def test_doctor_names_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_ANSWER_S", 0.1)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    found = machine.which_ray()
+    assert (found.ok, found.found) == (False, "RAY_ADDRESS=127.0.0.1:1")
+    assert "there is no Ray cluster at 127.0.0.1:1" in found.advice
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert machine.which_ray().found == "one that `fit()` starts and ends (RAY_ADDRESS=local)"
 
 
 def test_demo_passes_its_options_on_and_ends_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
