@@ -6,14 +6,37 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from raysharded.checkpoint.format.paths import key_of
-from raysharded.checkpoint.sharded_io.checkpoint_uri import Uri, split
+from raysharded.checkpoint.format.limits import MAX_NUMBER
+from raysharded.checkpoint.format.paths import key_of, parse_save_folder
+from raysharded.checkpoint.sharded_io.checkpoint_uri import Uri, split, text_of
 from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
 from raysharded.errors import CheckpointError, ConfigError, StorageError
-from raysharded.locations import join_url
+from raysharded.locations import join_url, local_path
 
 Place = tuple[Storage, str]
 """A storage rooted above a folder, and the folder's name in it ("" if there is nothing above)."""
+
+
+def absolute(uri: Uri) -> str:
+    """The URI, with a path made absolute by the present working directory. "" stays: it stands for no folder.
+
+    Raises ConfigError for an invalid path, and for a value that is neither text nor a path.
+    """
+    text = text_of(uri)
+    return text and (local_path(text) or text)
+
+
+def named_save(prefix: str) -> tuple[int, str] | None:
+    """The pair (step, save id) of a folder that is named as a save; None for any other folder.
+
+    Raises CheckpointError for a step that no checkpoint can have.
+    """
+    found = parse_save_folder(prefix.rpartition("/")[2])
+    if found is not None and found[0] > MAX_NUMBER:
+        raise CheckpointError(
+            f"the folder {prefix!r} is named after step {found[0]}, but steps are at most 2^62. Choose another uri."
+        )
+    return found
 
 
 def place_of(uri: Uri) -> Place:

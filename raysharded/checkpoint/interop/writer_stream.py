@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
-from raysharded.checkpoint.format.paths import new_save_id, parse_save_folder
+from raysharded.checkpoint.format.paths import new_save_id
 from raysharded.checkpoint.format.signing import SigningKey
-from raysharded.checkpoint.interop.locations import Place, url_of
+from raysharded.checkpoint.interop.locations import Place, named_save, url_of
 from raysharded.checkpoint.interop.results import Imported
 from raysharded.checkpoint.interop.slabs import Slab
 from raysharded.checkpoint.sharded_io.checkpoint_uri import require_free
+from raysharded.checkpoint.sharded_io.save import About
 from raysharded.checkpoint.writer import ShardTensor, commit, write_shard
 from raysharded.errors import CheckpointError
 
@@ -34,14 +35,18 @@ class Identity:
 class Ingest:
     """Collector of slabs, in any order, into one checkpoint. Not thread-safe."""
 
-    def __init__(self, place: Place, *, writer: str, step: int | None, file_bytes: int = FILE_BYTES) -> None:
+    def __init__(
+        self, place: Place, identity: Identity, *, writer: str, step: int | None, file_bytes: int = FILE_BYTES
+    ) -> None:
         """`writer`: the kind of writer. The manifest's name for it is unique to this attempt.
 
         `step` None: the step in the folder's name if it is named as a save, else 0. Raises CheckpointError if the
-        folder is not free, as in `save`.
+        folder is not free, as in `save`, and for a step, a run or metadata that cannot be stored.
         """
-        named = parse_save_folder(place[1].rpartition("/")[2])
+        named = named_save(place[1])
         self._step = step if step is not None else named[0] if named else 0
+        About.of(self._step, identity.run, identity.metadata, None, identity.data)
+        self._identity = identity
         require_free(*place, self._step, url_of(place))
         self._place = place
         self._file_bytes = file_bytes
@@ -69,12 +74,13 @@ class Ingest:
         self._held.append(slab)
         self._held_bytes += len(slab.data)
 
-    def commit(self, identity: Identity, key: SigningKey | None = None) -> Imported:
+    def commit(self, key: SigningKey | None = None) -> Imported:
         """Commit the checkpoint.
 
         Raises IncompleteCheckpoint if slabs are missing, CheckpointError if another writer committed first.
         """
         self._flush()
+        identity = self._identity
         manifest = Manifest(
             run=identity.run,
             step=self._step,

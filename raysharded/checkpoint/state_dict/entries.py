@@ -15,15 +15,26 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_dict
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from raysharded.checkpoint.state_dict.optimizers import Blank, OptimizerEntry, nothing
+from raysharded.checkpoint.state_dict.optimizers import Blank, OptimizerEntry, local_part, nothing
 from raysharded.checkpoint.state_dict.tree import Path
-from raysharded.errors import ConfigError
+from raysharded.errors import CheckpointError, ConfigError
+
+_MOST_SHOWN = 8
 
 
 class Entry(Protocol):
     """One part of a state."""
+
+    @property
+    def levels(self) -> int:
+        """Number of levels of keys below the entry's own that are compared key by key.
+
+        Below them, parts without tensors are taken as they were stored.
+        """
+        ...
 
     @property
     def state(self) -> Any:
@@ -49,6 +60,13 @@ class Entry(Protocol):
         """Paths at which the checkpoint has nothing for this entry, which is at `key`.
 
         `stored`: the checkpoint's leaves by path.
+        """
+        ...
+
+    def is_optional(self, path: Path, *, without_tree: bool) -> bool:
+        """True if the checkpoint and the entry need not both have the value at a path within the entry.
+
+        `without_tree`: the checkpoint has tensors of the entry, and no tree, as the trainer's.
         """
         ...
 
@@ -108,6 +126,10 @@ class PlainEntry:
 
     state: Any
 
+    @property
+    def levels(self) -> int:
+        return 0
+
     def to_fill(self, blank: Blank = nothing) -> Any:
         return self.state
 
@@ -119,6 +141,9 @@ class PlainEntry:
 
     def left_out(self, key: Path, stored: Mapping[Path, Any]) -> set[Path]:
         return set()
+
+    def is_optional(self, path: Path, *, without_tree: bool) -> bool:
+        return False
 
     def differences(self, key: Path, stored: Mapping[Path, Any]) -> list[str]:
         return []
@@ -132,6 +157,10 @@ class ModuleEntry:
     """Parameters and persistent buffers of a module."""
 
     module: nn.Module
+
+    @property
+    def levels(self) -> int:
+        return 1
 
     @property
     def state(self) -> Any:
@@ -152,14 +181,50 @@ class ModuleEntry:
     def left_out(self, key: Path, stored: Mapping[Path, Any]) -> set[Path]:
         return set()
 
+    def is_optional(self, path: Path, *, without_tree: bool) -> bool:
+        return False
+
     def differences(self, key: Path, stored: Mapping[Path, Any]) -> list[str]:
         return []
 
     def apply(self, state: Any, filled: Collection[Path], emptied: AbstractSet[Path]) -> nn.Module:
-        values = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
-        if values:  # the results of get_extra_state()
-            self.module.load_state_dict(values, strict=False)
+        """Give the module's `load_state_dict` the filled values that are not in its own memory: extra state, and copies
+        that `state_dict` hooks made. Raises CheckpointError for those that it does not take.
+        """
+        names = {path[0] for path in filled}
+        own = _storages(self.module)
+        apart = {n: value for n, value in state.items() if n in names and not _is_in_place(str(n), value, own)}
+        if apart:
+            _give(self.module, apart)
         return self.module
+
+
+def _is_in_place(name: str, value: Any, own: Collection[int]) -> bool:
+    """True for a value that is in the module's own memory, given its storages, and so needs no `load_state_dict`."""
+    is_extra_state = name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+    return not is_extra_state and isinstance(value, torch.Tensor) and _storage(value) in own
+
+
+def _storages(module: nn.Module) -> set[int]:
+    return {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Identity of the memory that the tensor, or its part on this rank, is a view of."""
+    identity: int = local_part(tensor).untyped_storage()._cdata
+    return identity
+
+
+def _give(module: nn.Module, values: Mapping[Any, Any]) -> None:
+    """Load values by their names without the prefixes of wrappers."""
+    wrapped = {name: key for key in module.state_dict() for name in _get_fqns(module, key)}
+    refused = module.load_state_dict({wrapped[name]: values[name] for name in values}, strict=False)[1]
+    if refused:
+        raise CheckpointError(
+            f"the module's load_state_dict does not take {len(refused)} values that its state_dict has: "
+            f"{', '.join(refused[:_MOST_SHOWN])}. A state_dict hook replaced or added them. Register the "
+            "load_state_dict hook that is its inverse, or leave them out by choosing the rest with names=[...]."
+        )
 
 
 def _only_module(state: Mapping[Any, Any], key: Any) -> nn.Module:

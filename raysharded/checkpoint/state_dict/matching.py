@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,6 +23,9 @@ class Slot:
 
     names: tuple[str, ...]
     """Possible names in the checkpoint. The first is the name in the load target."""
+    part: str
+    """Name of the part of the load target that it belongs to. All tensors of a part have their first names in the
+    checkpoint, or all have one of the others."""
     held: Held
     memory: object
     """Identity of the memory, equal for two slots that are one tensor under two names."""
@@ -40,14 +45,13 @@ class Match:
     missing: tuple[str, ...] = ()
     """Names to be filled that the checkpoint lacks."""
     unexpected: tuple[str, ...] = ()
-    """Names in the checkpoint that have no place in the load target."""
+    """Names of tensors and values in the checkpoint that have no place in the load target."""
+    placed: frozenset[str] = frozenset()
+    """Names of tensors and values in the checkpoint that have a place in it."""
     unfit: tuple[str, ...] = ()
     """Sentences about differences of shape or structure."""
     unconverted: tuple[str, ...] = ()
     """Sentences about differences of dtype."""
-
-    def and_also(self, *, missing: Iterable[str], unfit: Iterable[str]) -> Match:
-        return replace(self, missing=(*self.missing, *missing), unfit=(*self.unfit, *unfit))
 
 
 def match(
@@ -56,25 +60,27 @@ def match(
     scopes: Sequence[str],
     *,
     used: Collection[str] = (),
+    without_place: Sequence[str] = (),
+    nested: Collection[str] = (),
     chosen: Chosen,
     cast: bool,
 ) -> Match:
     """Match slots to a checkpoint's tensors.
 
-    `scopes`: names of the checkpoint's parts in which every tensor must have a place to go; "" is all of it. Names in
-    `used` have one. Where a tensor was found under another name than its first, that name's part replaces "".
+    `scopes`: names of the checkpoint's parts in which every tensor and value must have a place to go; "" is all of it.
+    Names in `used` have one, values in `without_place` have none. Where a tensor was found under another name than its
+    first, that name's part replaces "". `nested` as in `_names_to_try`.
     """
     found: dict[str, Held] = {}
     filled: dict[object, str] = {}
     ties: dict[str, str] = {}
     absent: list[Slot] = []
     elsewhere: set[str] = set()
-    own = {slot.name for slot in slots}
+    names = _names_to_try(slots, tensors, nested)
     for slot in slots:
         if not chosen.takes(*slot.names):
             continue
-        names = (name for name in slot.names if name == slot.name or name not in own)
-        name = next((name for name in names if name in tensors), None)
+        name = next((name for name in names[slot.name] if name in tensors), None)
         if name is None:
             absent.append(slot)
             continue
@@ -89,10 +95,45 @@ def match(
         found=found,
         ties=ties,
         missing=tuple(slot.name for slot in absent if slot.memory not in filled),
-        unexpected=tuple(n for n in tensors if n not in known and _is_in(n, inside) and chosen.takes(n)),
+        unexpected=tuple(
+            name
+            for name in (*(name for name in tensors if name not in known), *without_place)
+            if _is_in(name, inside) and chosen.takes(name)
+        ),
+        placed=frozenset(known),
         unfit=tuple(said for name, held in found.items() for said in _misshapen(name, tensors[name], held)),
         unconverted=tuple(said for n, held in found.items() for said in _unconverted(n, tensors[n], held) if not cast),
     )
+
+
+def _names_to_try(
+    slots: Sequence[Slot], tensors: Collection[str], nested: Collection[str]
+) -> dict[str, tuple[str, ...]]:
+    """Names under which to look for each slot's tensor, by the slot's name: the first of its names, or the others.
+
+    All slots of a part use the same, the one under which more of them are found. If there are as many, the slots of
+    parts in `nested` use the others.
+    """
+    parts: dict[str, list[Slot]] = defaultdict(list)
+    for slot in slots:
+        parts[slot.part].append(slot)
+    renamed: set[str] = set()
+    for part, own in parts.items():
+        firsts = sum(slot.name in tensors for slot in own)
+        others = sum(any(name in tensors for name in slot.names[1:]) for slot in own)
+        if others > firsts or (others == firsts and part in nested):
+            renamed |= {slot.name for slot in own if len(slot.names) > 1}
+    taken = {slot.name for slot in slots if slot.name not in renamed}
+    return {
+        slot.name: tuple(name for name in slot.names[1:] if name not in taken) if slot.name in renamed else (slot.name,)
+        for slot in slots
+    }
+
+
+def without_any_place(suspects: Sequence[Sequence[str]], placed: Sequence[Collection[str]]) -> list[str]:
+    """Names that have no place on any rank, of those that one rank or more suspects. Both are by rank."""
+    somewhere = set().union(*placed)
+    return [name for name in dict.fromkeys(itertools.chain(*suspects)) if name not in somewhere]
 
 
 def require(matched: Match, *, strict: bool, where: str) -> None:

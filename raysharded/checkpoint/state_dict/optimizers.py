@@ -8,6 +8,7 @@ gets the state that the checkpoint has.
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,12 @@ Blank = Callable[[Path, torch.device], Any]
 Its tensors are new ones on the device, without the checkpoint's values.
 """
 
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
+"""Settings that schedulers add to an optimizer's groups."""
+_OF_VERSIONS = ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+"""Settings that versions of torch added to its optimizers. Their defaults are what older versions did."""
+_OPTIONAL = frozenset(("params", *_OF_SCHEDULERS, *_OF_VERSIONS))
+
 
 def nothing(_path: Path, _device: torch.device) -> Any:
     """A `Blank` without a checkpoint."""
@@ -43,19 +50,28 @@ class OptimizerEntry:
     """Whether the optimizer had no state when the entry was made."""
 
     @property
+    def levels(self) -> int:
+        return 3  # state.<parameter>.<key>, param_groups.<number>.<key>
+
+    @property
     def state(self) -> Any:
         """Current state. It is empty for an optimizer that has not stepped."""
         with _unable_to_step(self.optimizer):
             return get_optimizer_state_dict(self.module, self.optimizer)
 
     def to_fill(self, blank: Blank = nothing) -> Any:
-        """The state to fill, without the groups' parameters: those are compared, not loaded."""
+        """The state to fill, without the groups' parameters: those are compared, not loaded.
+
+        The groups have in addition what a scheduler added to the checkpoint's groups.
+        """
         if self.fresh and _needs_closure(self.optimizer):
             self._take_state(blank)
         elif self.fresh:
             _make_state(self.optimizer, self.module)
         state = self.state
         groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+        for group, added in zip(groups, _added_by_schedulers(blank), strict=False):
+            group.update({key: value for key, value in added.items() if key not in group})
         return {**state, "param_groups": groups}
 
     def _take_state(self, blank: Blank) -> None:
@@ -81,11 +97,31 @@ class OptimizerEntry:
         return (f"optim.{inside}", f"number.{inside}") if known else ()
 
     def left_out(self, key: Path, stored: Mapping[Path, Any]) -> set[Path]:
-        """Paths of parameters of the checkpoint's optimizer that had no state yet."""
+        """Paths of parameters of the checkpoint's optimizer that had no state yet.
+
+        There are none if its settings are those of another kind of optimizer, which keeps another state.
+        """
+        if self._is_of_another_kind(key, stored):
+            return set()
         at = len(key)
         states = {path[at + 1] for path in stored if path[: at + 1] == (*key, "state") and len(path) > at + 1}
         names = set().union(*_params_of_groups(key, stored).values())
         return {(*key, "state", name) for name in names - states}
+
+    def _is_of_another_kind(self, key: Path, stored: Mapping[Path, Any]) -> bool:
+        settings = _settings_of_groups(key, stored)
+        return any(
+            (_settings_with_leaves(group) ^ settings[number]) - _OPTIONAL
+            for number, group in enumerate(self.optimizer.param_groups)
+            if number in settings
+        )
+
+    def is_optional(self, path: Path, *, without_tree: bool) -> bool:
+        """Accept settings that only some versions of torch have, or only optimizers with a scheduler.
+
+        A checkpoint without a tree has no settings: they are the program's.
+        """
+        return path[:1] == ("param_groups",) and (without_tree or (len(path) > 2 and path[2] in _OPTIONAL))
 
     def differences(self, key: Path, stored: Mapping[Path, Any]) -> list[str]:
         groups = _params_of_groups(key, stored)
@@ -103,14 +139,15 @@ class OptimizerEntry:
 
     def apply(self, state: Any, filled: Collection[Path], emptied: AbstractSet[Path]) -> torch.optim.Optimizer:
         params = {name: param for names, group in self._groups() for name, param in zip(names, group, strict=True)}
-        given = _filled_params(filled, state["state"])
+        given = {path[:depth] for path in filled for depth in (2, 3)}
         for name, param in params.items():
-            if ("state", name) in emptied or (self.fresh and name not in given):
+            if ("state", name) in emptied or (self.fresh and ("state", name) not in given):
                 self.optimizer.state.pop(param, None)
             elif name in state["state"]:
                 self.optimizer.state[param].update(_values(state["state"][name]))
-        for group, values in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
-            group.update(_values(values))
+        for number, group in enumerate(self.optimizer.param_groups):
+            values = {k: v for k, v in state["param_groups"][number].items() if ("param_groups", number, k) in given}
+            group.update(_values(values) | {key: value for key, value in values.items() if key not in group})
         return self.optimizer
 
     def _groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
@@ -137,14 +174,30 @@ def _params_of_groups(key: Path, stored: Mapping[Path, Any]) -> dict[Any, set[An
     return groups
 
 
-def _filled_params(filled: Collection[Path], state: Mapping[str, Any]) -> set[Any]:
-    """Names of the parameters with anything from the checkpoint in their state."""
-    whole = any(path in ((), ("state",)) for path in filled)
-    return {*(state if whole else ()), *(path[1] for path in filled if path[:1] == ("state",) and len(path) > 1)}
+def _settings_with_leaves(group: Mapping[str, Any]) -> set[str]:
+    """Names of a group's settings, without empty lists and dicts: those have no leaf in a checkpoint."""
+    return {name for name, value in group.items() if value or not isinstance(value, (list, tuple, dict))}
+
+
+def _settings_of_groups(key: Path, stored: Mapping[Path, Any]) -> dict[Any, set[Any]]:
+    """Names of the settings in each group of the optimizer at `key` in a checkpoint."""
+    at, groups = len(key), defaultdict[Any, set[Any]](set)
+    for path in stored:
+        if path[: at + 1] == (*key, "param_groups") and len(path) > at + 2:
+            groups[path[at + 1]].add(path[at + 2])
+    return groups
+
+
+def _added_by_schedulers(blank: Blank) -> list[dict[str, Any]]:
+    """What schedulers added to each of the checkpoint's groups."""
+    groups = blank(("param_groups",), torch.device("cpu"))
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return []
+    return [{key: group[key] for key in _OF_SCHEDULERS if key in group} for group in groups]
 
 
 def _values(items: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: value for k, value in items.items() if not isinstance(value, torch.Tensor) and k != "params"}
+    return {key: value for key, value in items.items() if not isinstance(value, torch.Tensor)}
 
 
 def _make_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
@@ -156,7 +209,7 @@ def _make_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
     kept = [dict(group) for group in optimizer.param_groups]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     grads = [param.grad for param in params]
-    values = [_local(param).to("cpu", copy=True) for param in params if not param.is_meta]
+    values = [local_part(param).to("cpu", copy=True) for param in params if not param.is_meta]
     for param in params:  # torch creates the state only if there are none
         param.grad = None
     try:
@@ -168,7 +221,7 @@ def _make_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
         for param, value in zip((param for param in params if not param.is_meta), values, strict=True):
-            _local(param).copy_(value)
+            local_part(param).copy_(value)
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -177,7 +230,7 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's memory of the tensor."""
     with torch.no_grad():
         local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor

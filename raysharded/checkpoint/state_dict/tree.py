@@ -112,14 +112,34 @@ def part_at(tree: Tree, path: Path) -> Tree | None:
     return tree
 
 
-def value_parts(wanted: Tree, stored: Tree) -> Iterator[tuple[Path, Tree | None]]:
+def value_parts(
+    wanted: Tree, stored: Tree, may_be_whole: Callable[[Path], bool] = bool
+) -> Iterator[tuple[Path, Tree | None]]:
     """The largest parts of `wanted` in which neither tree has a tensor, as pairs (path, `stored`'s subtree).
 
-    Below them nothing is compared: a dict of settings is taken as it was stored. A single value of `wanted` where
-    `stored` has nothing, or tensors, is (path, None). Raises CorruptCheckpoint if `stored` is invalid.
+    Below them nothing is compared: a dict of settings is taken as it was stored. `may_be_whole` says at which paths a
+    part may be; the root may not. A single value of `wanted` where `stored` has nothing, or tensors, is (path, None).
+    Raises CorruptCheckpoint if `stored` is invalid.
     """
     unflatten(stored, lambda _: None)
-    yield from _value_parts(wanted, stored, ())
+    yield from _value_parts(wanted, stored, (), may_be_whole)
+
+
+def values_without_place(
+    wanted: Tree | None, stored: Tree, may_be_whole: Callable[[Path], bool] = bool, path: Path = ()
+) -> Iterator[Path]:
+    """Paths of the values of `stored` that are in no part that `value_parts` returns for the same arguments.
+
+    `stored` must be valid.
+    """
+    if wanted is not None and _is_whole(wanted, stored, path, may_be_whole):
+        return
+    kind, children = _children(stored)
+    there = _children(wanted)[1] if wanted is not None else {}
+    for key, child in children.items():
+        yield from values_without_place(there.get(key), child, may_be_whole, (*path, key))
+    if not kind and "tensor" not in stored:
+        yield path
 
 
 def replaced(tree: Tree, parts: Mapping[Path, Tree], path: Path = ()) -> Tree:
@@ -206,15 +226,21 @@ def _unbase64(path: Path, text: str) -> bytes:
         raise _bad(path, text) from None
 
 
-def _value_parts(wanted: Tree, stored: Tree | None, path: Path) -> Iterator[tuple[Path, Tree | None]]:
-    if path and stored is not None and not _has_tensor(wanted) and not _has_tensor(stored):
+def _is_whole(wanted: Tree, stored: Tree, path: Path, may_be_whole: Callable[[Path], bool]) -> bool:
+    return bool(path) and may_be_whole(path) and not _has_tensor(wanted) and not _has_tensor(stored)
+
+
+def _value_parts(
+    wanted: Tree, stored: Tree | None, path: Path, may_be_whole: Callable[[Path], bool]
+) -> Iterator[tuple[Path, Tree | None]]:
+    if stored is not None and _is_whole(wanted, stored, path, may_be_whole):
         yield path, stored
         return
     kind, children = _children(wanted)
     if kind:
         there = _children(stored)[1] if stored is not None else {}
         for key, child in children.items():
-            yield from _value_parts(child, there.get(key), (*path, key))
+            yield from _value_parts(child, there.get(key), (*path, key), may_be_whole)
     elif "tensor" not in wanted:
         yield path, None
 

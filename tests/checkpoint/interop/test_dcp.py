@@ -23,7 +23,7 @@ from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from raysharded.testing.storages import save_rows
-from tests.checkpoint.interop.ranks import assert_same, dcp, model, run_ranks, trained, whole
+from tests.checkpoint.interop.ranks import assert_same, bits, dcp, model, run_ranks, trained, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -69,6 +69,71 @@ def test_a_state_survives_import_and_export_to_the_bit_for_plain_torch(tmp_path:
     into = {"model": {"a.b": torch.zeros(40, 3)}, "group": {"betas": None}}
     dcp.load(into, checkpoint_id=str(tmp_path / "out"))
     assert_same(into, {"model": {"a.b": state["model"]["a.b"]}, "group": {"betas": (0.9, 0.999)}})
+
+
+def test_lazily_conjugated_and_negated_tensors_have_the_values_that_torch_loads(tmp_path: Path) -> None:
+    number = torch.tensor([1 + 2j, 3 - 4j])
+    state = {
+        "conjugated": number.conj(),
+        "negated": torch._neg_view(torch.tensor([1.0, -2.0, 0.0])),
+        "both": torch._neg_view(number.conj()),
+        "part": number.conj().imag,
+        "turned": torch.arange(6).to(torch.complex64).mul(1j).reshape(2, 3).t().conj(),
+        "parameter": torch.nn.Parameter(number.conj()),
+        "whole number": torch._neg_view(torch.tensor([1, -2])),
+        "big": torch.arange(3 << 20).to(torch.complex64).mul(1j).conj(),  # 24 MB: more than one slab
+    }
+    assert state["negated"].is_neg()
+    assert state["parameter"].is_conj()
+    folder = _plain(tmp_path, state)
+    expected = {name: torch.empty_like(value).detach() for name, value in state.items()}
+    dcp.load(expected, checkpoint_id=str(folder))
+    checkpoint = _imported(folder, tmp_path / "ours")
+    for name, value in expected.items():
+        found = checkpoint.read(name, (0,) * value.dim(), tuple(value.shape))
+        assert found.tobytes() == bits(value.resolve_conj().resolve_neg()), name
+
+
+class _Rebuilt:
+    """A tensor that is pickled with other arguments for the function that makes it again."""
+
+    def __init__(self, tensor: torch.Tensor, *more: Any) -> None:
+        function, arguments = tensor.__reduce_ex__(2)
+        self._reduced = function, (*arguments, *more)
+
+    def __reduce__(self) -> Any:
+        return self._reduced
+
+
+def _put(folder: Path, key: str, value: Any) -> None:
+    """Store another value under a key."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn == key)
+    torch.save(value, folder / "other.distcp")
+    info.relative_path, info.offset, info.length = "other.distcp", 0, (folder / "other.distcp").stat().st_size
+    metadata.storage_data[index] = info
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+def test_a_lazily_negated_tensor_that_torch_cannot_negate_is_refused(tmp_path: Path) -> None:
+    flags = torch.tensor([True, False])
+    folder = _plain(tmp_path, {"a": flags})
+    _put(folder, "a", _Rebuilt(flags, {"neg": True}))
+    with pytest.raises(CheckpointError, match="bool, which torch cannot negate"):
+        _imported(folder, tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    "more", [({"twisted": True},), ({"conj": 1},), ("conj",), (None, 1)], ids=["unknown", "number", "text", "further"]
+)
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+def test_what_is_not_known_of_a_tensor_is_refused_and_not_ignored(tmp_path: Path, more: Any) -> None:
+    folder = _plain(tmp_path, {"a": torch.ones(3)})
+    _put(folder, "a", _Rebuilt(torch.ones(3), *more))
+    with pytest.raises(CheckpointError, match=r"other\.distcp.*(properties|argument)"):
+        _imported(folder, tmp_path / "ours")
+    assert not (tmp_path / "ours" / "manifest.json").exists()
 
 
 def test_a_part_is_exported_by_pattern(tmp_path: Path) -> None:
@@ -206,16 +271,12 @@ def test_a_hostile_pickle_is_refused_by_name_wherever_it_is(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = _plain(tmp_path, {"a": torch.ones(3), "v": 3})
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
     if place == "metadata":
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
         metadata.planner_data = {"x": evil}
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     else:
-        key = {"tensor": "a", "value": "v"}[place]
-        index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn == key)
-        torch.save(evil, folder / "evil.distcp")
-        info.relative_path, info.offset, info.length = "evil.distcp", 0, (folder / "evil.distcp").stat().st_size
-        metadata.storage_data[index] = info
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        _put(folder, {"tensor": "a", "value": "v"}[place], evil)
     with pytest.raises(CheckpointError, match=named if place != "value" else "v: cannot be read without running"):
         _imported(folder, tmp_path / "ours")
     assert not (tmp_path / "pwned").exists()
@@ -314,6 +375,14 @@ def test_a_tensor_larger_than_a_slab_is_read_in_pieces(tmp_path: Path) -> None:
     for name, value in state.items():
         found = checkpoint.read(name, (0,) * value.dim(), tuple(value.shape))
         assert found.tobytes() == value.contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize("wrong", [{"metadata": {"a": (1,)}}, {"step": -1}, {"run": 3}])
+def test_what_cannot_be_stored_with_an_import_is_refused_before_anything_is_written(tmp_path: Path, wrong: Any) -> None:
+    folder = _plain(tmp_path, {"a": torch.ones(3)})
+    with pytest.raises(CheckpointError, match=f"^{next(iter(wrong))}"):
+        _imported(folder, tmp_path / "ours", **wrong)
+    assert not (tmp_path / "ours").exists()
 
 
 def test_dtypes_that_our_format_lacks_are_named(tmp_path: Path) -> None:

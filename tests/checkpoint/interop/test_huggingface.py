@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from raysharded.checkpoint.interop.huggingface.exporter import export_huggingface
@@ -292,8 +294,8 @@ def test_what_is_no_safetensors_file_is_refused_and_nothing_is_committed(tmp_pat
     data = good.read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
 
-    def with_header(**changes: Any) -> bytes:
-        text = json.dumps(header | changes).encode()
+    def with_header(encoding: str = "utf-8", **changes: Any) -> bytes:
+        text = json.dumps(header | changes).encode(encoding)
         return len(text).to_bytes(8, "little") + text + data[-212:]
 
     bad = {
@@ -307,13 +309,60 @@ def test_what_is_no_safetensors_file_is_refused_and_nothing_is_committed(tmp_pat
         "negative": with_header(a={"dtype": "F32", "shape": [-50], "data_offsets": [0, 200]}),
         "unknown dtype": with_header(a={"dtype": "F4", "shape": [50], "data_offsets": [0, 200]}),
         "not a list": with_header(a={"dtype": "F32", "shape": "x", "data_offsets": [0, 200]}),
+        "bytes after the last tensor": data + b"\0",
+        "a tensor instead of metadata": with_header(
+            __metadata__={"dtype": "F32", "shape": [50], "data_offsets": [0, 200]}
+        ),
+        "a list instead of metadata": with_header(__metadata__=[]),
+        "metadata of numbers": with_header(__metadata__={"format": 1}),
+        "another encoding": with_header(encoding="utf-16"),
     }
     for number, (what, content) in enumerate(bad.items()):
         file = tmp_path / f"bad{number}.safetensors"
         file.write_bytes(content)
+        with pytest.raises(SafetensorError):
+            load_file(file)
         with pytest.raises(CheckpointError, match=file.name):
             _imported(file, tmp_path / f"ours{number}")
         assert not (tmp_path / f"ours{number}" / "manifest.json").exists(), what
+
+
+@pytest.mark.parametrize("wrong", ["__metadata__", "half of a pair: \ud800"])
+def test_a_name_that_safetensors_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path, wrong: str) -> None:
+    checkpoint = _some(tmp_path, a=torch.ones(2), b=torch.ones(2))
+    with pytest.raises(CheckpointError, match=re.escape(repr(wrong))):
+        export_huggingface(
+            checkpoint, place_of(str(tmp_path / "out")), config=b"{}", name_map=NameMap.of({"a": "a", "b": wrong})
+        )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [
+        (["model-00001-of-00002"], "model-00002-of-00002"),
+        (["model-00002-of-00002"], "model-00001-of-00002"),
+        (["model-00001-of-00003", "model-00003-of-00003"], "model-00002-of-00003"),
+        (["diffusion-1-of-2"], "diffusion-2-of-2"),
+        (["diffusion-0-of-2"], "diffusion-1-of-2"),
+    ],
+)
+def test_a_missing_file_of_a_folder_without_an_index_is_named(tmp_path: Path, there: list[str], missing: str) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for name in there:
+        save_file({name: torch.ones(2)}, folder / f"{name}.safetensors")
+    with pytest.raises(IncompleteCheckpoint, match=f"lacks {missing}.safetensors"):
+        _imported(folder, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00001", "model-00000-of-00001", "pytorch_model", "part-1"])
+def test_a_folder_without_an_index_and_with_one_whole_file_is_imported(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    save_file({"a": torch.ones(2)}, folder / f"{name}.safetensors")
+    assert _imported(folder, tmp_path / "ours").tensors.keys() == {"model.a"}
 
 
 @pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "a\\b", 3])

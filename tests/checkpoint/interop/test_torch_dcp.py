@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +24,7 @@ from raysharded.checkpoint.interop import RayshardedReader, RayshardedWriter
 from raysharded.checkpoint.interop.locations import place_of
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.storage.local import LocalStorage
-from raysharded.errors import CheckpointError
+from raysharded.errors import CheckpointError, ConfigError
 from raysharded.testing.storages import save_rows
 from tests.checkpoint.interop.ranks import assert_same, dcp, model, run_ranks, trained, whole
 
@@ -83,6 +87,76 @@ def test_a_complete_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     into = {"a": torch.zeros(3)}
     dcp.load(into, storage_reader=RayshardedReader(uri))
     assert into["a"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("as_id", [False, True], ids=["uri", "checkpoint_id"])
+def test_a_relative_folder_is_that_of_the_call_wherever_the_process_goes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_id: bool
+) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "later").mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+
+    class Moving(RayshardedWriter):
+        def write_data(self, *args: Any) -> Any:
+            monkeypatch.chdir(tmp_path / "later")
+            return super().write_data(*args)
+
+    class MovingReader(RayshardedReader):
+        def read_metadata(self) -> Metadata:
+            monkeypatch.chdir(tmp_path / "later")
+            return super().read_metadata()
+
+    given, name = ({}, "rel-3") if not as_id else ({"checkpoint_id": "rel-3"}, None)
+    dcp.async_save({"a": torch.ones(3)}, storage_writer=Moving(name), no_dist=True, **given).result()
+    assert not list((tmp_path / "later").iterdir())
+    assert open_checkpoint(*place_of(tmp_path / "first" / "rel-3")).step == 3
+
+    monkeypatch.chdir(tmp_path / "first")
+    into = {"a": torch.zeros(3)}
+    dcp.load(into, storage_reader=MovingReader(name), no_dist=True, **given)
+    assert into["a"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("run-7", 7),
+        ("4611686018427387904", 1 << 62),
+        ("run-4611686018427387905", 0),
+        ("run-20240101120000123456789", 0),
+        ("run-" + "0" * 40 + "12", 12),
+        ("7-b", 0),
+    ],
+)
+def test_a_number_at_the_end_of_the_folders_name_is_the_step_unless_it_is_too_large(
+    tmp_path: Path, name: str, step: int
+) -> None:
+    dcp.save({"a": torch.ones(3)}, storage_writer=RayshardedWriter(tmp_path / name))
+    assert open_checkpoint(*place_of(tmp_path / name)).step == step
+
+
+def test_a_save_named_after_a_step_that_is_too_large_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    uri = tmp_path / "step-20240101120000123456789-abc"
+    with pytest.raises(BaseException, match=r"named after step 20240101120000123456789, but steps are at most 2\^62"):
+        dcp.save({"a": torch.ones(3)}, storage_writer=RayshardedWriter(uri))
+    assert not uri.exists()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"metadata": {"a": (1,)}}, {"metadata": [1]}, {"step": -1}, {"step": True}, {"run": 3}, {"key": "k"}]
+)
+def test_what_cannot_be_stored_is_refused_when_the_writer_is_made(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises((CheckpointError, ConfigError), match=f"^{next(iter(wrong))}"):
+        RayshardedWriter(tmp_path / "c", **wrong)
+
+
+def test_the_metadata_is_that_of_the_call(tmp_path: Path) -> None:
+    metadata = {"seeds": [1]}
+    writer = RayshardedWriter(tmp_path / "c", metadata=metadata)
+    metadata["seeds"].append(2)
+    dcp.save({"a": torch.ones(3)}, storage_writer=writer)
+    assert open_checkpoint(*place_of(tmp_path / "c")).manifest.metadata == {"seeds": [1]}
 
 
 def test_of_two_saves_that_race_for_a_folder_one_learns_that_it_lost(tmp_path: Path) -> None:
@@ -257,3 +331,63 @@ def test_a_rank_reads_little_more_than_its_own_rows(tmp_path: Path) -> None:
     dcp.save({"w": torch.randn(1000, 640)}, storage_writer=RayshardedWriter(uri))
     for wanted, read in run_ranks(tmp_path, 3, _read_own_part, uri):
         assert wanted <= read <= 1.1 * wanted + 2 * (64 << 10)
+
+
+class _Late(RayshardedReader):
+    """On rank 1 it opens the folder after another job has replaced the checkpoint that rank 0 opened."""
+
+    def __init__(self, uri: str, replace: Callable[[], None]) -> None:
+        super().__init__(uri)
+        self._replace = replace
+
+    def read_metadata(self) -> Metadata:
+        if dist.get_rank() == 0:
+            found = super().read_metadata()
+            self._replace()
+            dist.barrier()
+            return found
+        dist.barrier()
+        return super().read_metadata()
+
+
+class _Forgetful(DefaultLoadPlanner):
+    """A planner that makes new plans: one stage of them without the data of the storage."""
+
+    def __init__(self, stage: str) -> None:
+        super().__init__()
+        self._stage = stage
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return [LoadPlan(plan.items) for plan in global_plan] if self._stage == "global" else global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return LoadPlan(central_plan.items) if self._stage == "last" else central_plan
+
+
+def _load_while_it_is_replaced(uri: str, stage: str) -> tuple[str, list[float]]:
+    def replace() -> None:
+        dcp.save({"w": torch.full((4,), 2.0)}, no_dist=True, storage_writer=RayshardedWriter(uri, overwrite=True))
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    into = {"w": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}
+    said = ""
+    try:
+        dcp.load(into, storage_reader=_Late(uri, replace), planner=_Forgetful(stage))
+    except BaseException as error:  # noqa: BLE001  # torch's CheckpointException is no Exception
+        said = str(error)
+    return said, into["w"].to_local().tolist()
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("stage", ["none", "global", "last"])
+def test_ranks_never_load_a_mixture_of_two_checkpoints(tmp_path: Path, stage: str) -> None:
+    uri = str(tmp_path / "c")
+    dcp.save({"w": torch.ones(4)}, storage_writer=RayshardedWriter(uri))
+    before = open_checkpoint(*place_of(uri)).digest
+    found = run_ranks(tmp_path, 2, _load_while_it_is_replaced, uri, stage)
+    after = open_checkpoint(*place_of(uri)).digest
+    assert before != after
+    for said, _ in found:
+        assert before in said
+        assert after in said
+    assert found[1][1] == [0, 0]

@@ -45,22 +45,22 @@ def import_dcp(
     `names` and `skip`: patterns of keys (such as `optimizer.*`) to import and to leave out. Values other than tensors
     are kept if JSON can hold them. `step`: by default the step in the name of `dest`, if it is named as a save, else 0.
 
-    Raises CheckpointError if `dest` is not free. It also lists the values that cannot be kept, and names what a pickle
-    requests beyond that. Raises CorruptCheckpoint and IncompleteCheckpoint for damage, StorageError if storage fails.
-    After an error `dest` is not a checkpoint.
+    Raises CheckpointError if `dest` is not free, or if step, run or `metadata` cannot be stored. It also lists the
+    values that cannot be kept, and names what a pickle requests beyond that. Raises CorruptCheckpoint and
+    IncompleteCheckpoint for damage, StorageError if storage fails. After an error `dest` is not a checkpoint.
     """
     table = _table(source)
     wanted = _wanted(table, names, skip)
     values = _values(source, {k: table.values[k] for k in wanted if k in table.values})
     tensors = {k: table.tensors[k] for k in wanted if k in table.tensors}
-    ingest = Ingest(dest, writer="import-dcp", step=step)
-    for name, tensor in tensors.items():
-        ingest.declare(name, _info(tensor))
-        _take(ingest, source, name, tensor, progress)
     paths = table.paths or {k: (k,) for k in wanted}
     tree = tree_of((paths[k], tensor_leaf(k) if k in tensors else values[k]) for k in wanted)
     identity = Identity(run=run, tree=tree, metadata=metadata or {})
-    return ingest.commit(identity, key)
+    ingest = Ingest(dest, identity, writer="import-dcp", step=step)
+    for name, tensor in tensors.items():
+        ingest.declare(name, _info(tensor))
+        _take(ingest, source, name, tensor, progress)
+    return ingest.commit(key)
 
 
 def _table(source: Place) -> Metadata:

@@ -1,7 +1,7 @@
 """One tensor as `torch.save` writes it (a zip archive with a small pickle and the raw bytes), read in slabs.
 
-No code of the archive is run: stand-ins in the pickle only record dtype, shape and strides. The bytes are checked
-against the archive's CRC-32.
+No code of the archive is run: stand-ins in the pickle only record dtype, shape, strides and lazy conjugation or
+negation, which is applied to the elements. The bytes are checked against the archive's CRC-32.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
+import torch
 
 from raysharded.checkpoint.byte_ranges import Bytes
 from raysharded.checkpoint.format.manifest import SAFETENSORS_DTYPES
@@ -22,6 +23,7 @@ from raysharded.checkpoint.format.paths import key_of
 from raysharded.checkpoint.interop.dcp.metadata import Item
 from raysharded.checkpoint.interop.dcp.pickles import load
 from raysharded.checkpoint.interop.slabs import SLAB_BYTES, Extent, cut
+from raysharded.checkpoint.state_dict.staging import bytes_of, torch_dtype
 from raysharded.checkpoint.storage import NoSuchKey, Storage
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, RayshardedError
 from raysharded.locations import join_url
@@ -39,6 +41,7 @@ _STORAGES = {
     "BoolStorage": "bool",
     "ComplexFloatStorage": "complex64",
 }
+_CONJUGATED, _NEGATED = "conj", "neg"
 _MAX_PICKLE_BYTES = 1 << 20
 _BUFFER_BYTES = 1 << 20
 
@@ -52,6 +55,8 @@ class _Saved:
     offset: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
+    lazy: frozenset[str]
+    """Operations that torch applies whenever it reads an element: any of "conj" and "neg"."""
 
     @property
     def is_contiguous(self) -> bool:
@@ -94,7 +99,8 @@ def tensor_slabs(
                     f"{where}: a {saved.dtype} tensor of {saved.sizes} where the metadata has {dtype} of {sizes}. "
                     "The folder is a mixture of two checkpoints; import another."
                 )
-            yield from _read(archive, saved, item, where, max_bytes)
+            for extent, data in _read(archive, saved, item, where, max_bytes):
+                yield extent, _resolved(data, saved, where)
     except RayshardedError:
         raise
     except Exception as error:  # a broken archive may raise anything
@@ -146,6 +152,23 @@ def _densified(saved: _Saved, whole: Bytes, item_bytes: int, where: str) -> Byte
     return np.ascontiguousarray(view).reshape(-1).view(np.uint8)
 
 
+def _resolved(data: Bytes, saved: _Saved, where: str) -> Bytes:
+    """Elements as their reader in torch gets them: conjugated and negated, if the tensor is."""
+    if not saved.lazy:
+        return data
+    elements = torch.from_numpy(data).view(torch_dtype(saved.dtype))
+    if _CONJUGATED in saved.lazy:
+        elements = elements.conj().resolve_conj()
+    if _NEGATED in saved.lazy:
+        try:
+            elements = elements.neg()
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{where}: a lazily negated tensor of {saved.dtype}, which torch cannot negate. Save another one."
+            ) from error
+    return bytes_of(elements)
+
+
 def _take(file: IO[bytes], num_bytes: int) -> Bytes:
     out = np.empty(num_bytes, np.uint8)
     view, at = out.data, 0
@@ -189,15 +212,17 @@ def _describe(archive: zipfile.ZipFile, where: str) -> _Saved:
 
 
 def _stand_ins() -> dict[tuple[str, str], Any]:
-    def rebuild_v2(storage: Any, offset: Any, sizes: Any, strides: Any, *_more: Any) -> _Saved:
-        return _saved(storage, offset, sizes, strides, storage[0])
+    def rebuild_v2(
+        storage: Any, offset: Any, sizes: Any, strides: Any, _grad: Any, _hooks: Any, properties: Any = None
+    ) -> _Saved:
+        return _saved(storage, offset, sizes, strides, storage[0], properties)
 
     def rebuild_v3(
-        storage: Any, offset: Any, sizes: Any, strides: Any, _grad: Any, _h: Any, dtype: Any, *_: Any
+        storage: Any, offset: Any, sizes: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, properties: Any = None
     ) -> _Saved:
-        return _saved(storage, offset, sizes, strides, dtype)
+        return _saved(storage, offset, sizes, strides, dtype, properties)
 
-    def rebuild_parameter(data: Any, *_more: Any) -> Any:
+    def rebuild_parameter(data: Any, _grad: Any, _hooks: Any) -> Any:
         return data
 
     found: dict[tuple[str, str], Any] = {("torch", name): _Name(dtype) for name, dtype in _STORAGES.items()}
@@ -224,13 +249,32 @@ def _storage(pid: Any) -> tuple[_Name, str]:
     return dtype, key
 
 
-def _saved(storage: Any, offset: Any, sizes: Any, strides: Any, dtype: Any) -> _Saved:
+def _saved(storage: Any, offset: Any, sizes: Any, strides: Any, dtype: Any, properties: Any) -> _Saved:
     numbers = (offset, *sizes, *strides)
     if not all(type(n) is int and 0 <= n < 1 << 60 for n in numbers) or len(sizes) != len(strides):
         raise ValueError("sizes or strides are not whole numbers")
     if dtype not in SAFETENSORS_DTYPES or not isinstance(dtype, _Name):
         raise ValueError("a dtype that is not supported")
-    return _Saved(dtype=str(dtype), entry=storage[1], offset=offset, sizes=tuple(sizes), strides=tuple(strides))
+    return _Saved(
+        dtype=str(dtype),
+        entry=storage[1],
+        offset=offset,
+        sizes=tuple(sizes),
+        strides=tuple(strides),
+        lazy=_lazy(properties),
+    )
+
+
+def _lazy(properties: Any) -> frozenset[str]:
+    """The lazy operations in torch's "tensor metadata": a dict of flags, or None."""
+    if properties is None:
+        return frozenset()
+    if type(properties) is not dict or any(type(is_set) is not bool for is_set in properties.values()):
+        raise ValueError("the tensor's properties are not a dict of flags")
+    unknown = [name for name in properties if name not in (_CONJUGATED, _NEGATED)]
+    if unknown:
+        raise ValueError(f"the tensor has unknown properties {unknown[:3]}")
+    return frozenset(name for name, is_set in properties.items() if is_set)
 
 
 class _Window(io.RawIOBase):

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from raysharded.checkpoint.format.signing import SigningKey, signing_key_from_en
 from raysharded.checkpoint.interop.dcp.flatten import Entry, TensorEntry, ValueEntry, entries_of
 from raysharded.checkpoint.interop.dcp.planner_data import Planned
 from raysharded.checkpoint.interop.dcp.torch_bytes import saved, value_of
-from raysharded.checkpoint.interop.locations import place_of
+from raysharded.checkpoint.interop.locations import absolute, place_of
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.state_dict.staging import STAGE_BYTES, bytes_of, is_in_place, torch_dtype
 from raysharded.errors import CheckpointError, RayshardedError
@@ -40,16 +40,17 @@ class RayshardedReader(StorageReader):
     """A `storage_reader` for torch.distributed.checkpoint's `load`, for any raysharded checkpoint at any layout.
 
     A rank reads only the bytes of its boxes, straight into tensors that are contiguous in host memory. A trainer's
-    checkpoint appears as {"model": {...}, "optimizer": {"state": {...}}}.
+    checkpoint appears as {"model": {...}, "optimizer": {"state": {...}}}. Each rank opens the manifest. Its digest goes
+    with the rank's plan: if ranks opened different checkpoints, `load` fails on every rank.
     """
 
     def __init__(self, uri: str | os.PathLike[str] | None = None, *, key: SigningKey | None = None) -> None:
-        """`uri`: a checkpoint's folder, unless `load` gets a `checkpoint_id`.
+        """`uri`: a checkpoint's folder, unless `load` gets a `checkpoint_id`. A relative path is made absolute at once.
 
         `key`: by default the one in the environment, if any. With a key, a checkpoint that was not signed with it is
         rejected.
         """
-        self._uri = None if uri is None else os.fspath(uri)
+        self._uri = None if uri is None else absolute(uri)
         self._key = key
         self._load_id = new_save_id()
         self._checkpoint: Checkpoint | None = None
@@ -57,7 +58,7 @@ class RayshardedReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self._uri = os.fspath(checkpoint_id)
+            self._uri = absolute(checkpoint_id)
         self._checkpoint, self._entries = None, {}
         self._load_id = new_save_id()
 
@@ -91,14 +92,17 @@ class RayshardedReader(StorageReader):
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        return self._with_digest(plan)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+        """Called on the coordinator. Raises CheckpointError if a rank opened another checkpoint."""
+        for rank, plan in enumerate(plans):
+            self._require_same(plan, f"rank {rank}")
+        return [self._with_digest(plan) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        checkpoint = self._checkpoint
-        assert checkpoint is not None, "read_metadata comes first"
+        checkpoint = self._opened()
+        self._require_same(plan, "the coordinator")  # again: a planner may have dropped the digest of the local plan
         wanted: list[_Target] = []
         for item in plan.items:
             entry = self._entries[item.storage_index.fqn]
@@ -112,6 +116,23 @@ class RayshardedReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _opened(self) -> Checkpoint:
+        assert self._checkpoint is not None, "read_metadata comes first"
+        return self._checkpoint
+
+    def _with_digest(self, plan: LoadPlan) -> LoadPlan:
+        return replace(plan, storage_data=_Digest(self._opened().digest))
+
+    def _require_same(self, plan: LoadPlan, whose: str) -> None:
+        """Raise CheckpointError if the plan carries the digest of another checkpoint. `whose`: the other's reader."""
+        theirs, ours = plan.storage_data, self._opened().digest
+        if isinstance(theirs, _Digest) and theirs.value != ours:
+            raise CheckpointError(
+                f"{self._uri}: this rank opened the checkpoint of digest {ours}, {whose} that of {theirs.value}. It "
+                "was replaced in between, or the ranks were given different folders. Give the same folder on all "
+                "ranks, and load again."
+            )
 
     def _fill(self, checkpoint: Checkpoint, targets: list[_Target], planner: LoadPlanner) -> None:
         staged = [target.buffer() for target in targets]
@@ -127,6 +148,13 @@ class RayshardedReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return bool(os.fspath(checkpoint_id))
+
+
+@dataclass(frozen=True, slots=True)
+class _Digest:
+    """Digest of the manifest that a plan was made from."""
+
+    value: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

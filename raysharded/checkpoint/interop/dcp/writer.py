@@ -16,22 +16,24 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from raysharded.checkpoint.format.limits import MAX_NUMBER
 from raysharded.checkpoint.format.manifest import SAFETENSORS_DTYPES, FileRecord, Manifest, TensorInfo
-from raysharded.checkpoint.format.paths import new_save_id, parse_save_folder
+from raysharded.checkpoint.format.paths import new_save_id
 from raysharded.checkpoint.format.signing import SigningKey, signing_key_from_environment
 from raysharded.checkpoint.interop.dcp.flatten import tensor_leaf, tree_of
 from raysharded.checkpoint.interop.dcp.importer import decode_item
 from raysharded.checkpoint.interop.dcp.planner_data import Planned
 from raysharded.checkpoint.interop.dcp.torch_bytes import name_of
-from raysharded.checkpoint.interop.locations import Place, place_of, prefix_of, url_of
-from raysharded.checkpoint.sharded_io.checkpoint_uri import require_free
+from raysharded.checkpoint.interop.locations import Place, absolute, named_save, place_of, prefix_of, url_of
+from raysharded.checkpoint.sharded_io.checkpoint_uri import require_free, require_key
+from raysharded.checkpoint.sharded_io.save import About
 from raysharded.checkpoint.state_dict.shard_boxes import Held, Part
 from raysharded.checkpoint.state_dict.staging import Piece, batches_of_bytes
 from raysharded.checkpoint.state_dict.tree import Tree
 from raysharded.checkpoint.writer import commit, write_shard
 from raysharded.errors import CheckpointError
 
-_ENDS_WITH_NUMBER = re.compile(r"([0-9]{1,18})/*$")
+_NUMBER_AT_END = re.compile(r"[0-9]+\Z")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +60,17 @@ class RayshardedWriter(StorageWriter):
     ) -> None:
         """`uri`: the folder of one checkpoint, a path or any supported URL, unless `save` gets a `checkpoint_id`.
 
-        `step`: by default the step in the folder's name, or the number at its end, else 0. `metadata`: values that JSON
-        can hold. `overwrite`: replace an existing checkpoint atomically. `key`: signs the manifest; by default the one
-        in the environment, if any.
+        A relative path is made absolute at once. `step`: by default the step in the folder's name, or the number at its
+        end if that is at most 2^62, else 0. `metadata`: values that JSON can hold. `overwrite`: replace an existing
+        checkpoint atomically. `key`: signs the manifest; by default the one in the environment, if any.
+
+        Raises CheckpointError for a step, a run or metadata that cannot be stored, ConfigError for an invalid uri or
+        key.
         """
-        self._uri = None if uri is None else os.fspath(uri)
-        self._step, self._run, self._metadata = step, run, dict(metadata or {})
+        require_key(key)
+        about = About.of(step or 0, run, metadata, None, None)
+        self._uri = None if uri is None else absolute(uri)
+        self._step, self._run, self._metadata = step, about.run, about.metadata
         self._overwrite, self._key = overwrite, key
         self._older: bytes | None = None
         self._is_coordinator, self._rank = False, 0
@@ -73,7 +80,7 @@ class RayshardedWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self._uri = os.fspath(checkpoint_id)
+            self._uri = absolute(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -178,9 +185,17 @@ class RayshardedWriter(StorageWriter):
 
     def _identity(self, prefix: str) -> tuple[int, str]:
         """The pair (step, save id). A folder named like a run's own determines both, unless `step` was given."""
-        number = _ENDS_WITH_NUMBER.search(prefix)
-        named = parse_save_folder(prefix) or (int(number[1]) if number else 0, self._save_id)
+        named = named_save(prefix) or (_number_at_end(prefix), self._save_id)
         return named[0] if self._step is None else self._step, named[1]
+
+
+def _number_at_end(name: str) -> int:
+    """The number at the end of a name as a step; 0 if there is none, or one that is too large for a step."""
+    found = _NUMBER_AT_END.search(name)
+    digits = found[0].lstrip("0") if found else ""
+    if not digits or len(digits) > len(str(MAX_NUMBER)):
+        return 0
+    return int(digits) if int(digits) <= MAX_NUMBER else 0
 
 
 def _piece(item: WriteItem, data: torch.Tensor) -> Piece:

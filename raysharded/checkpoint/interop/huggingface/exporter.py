@@ -1,4 +1,4 @@
-"""Export of a checkpoint to a Hugging Face folder: safetensors files with an index, for `from_pretrained`.
+"""Export of a checkpoint to a Hugging Face folder: safetensors with an index, for transformers' `from_pretrained`.
 
 model.safetensors, or model-00001-of-0000N.safetensors ... and model.safetensors.index.json (written last)
 config.json, if one is given
@@ -16,7 +16,7 @@ import numpy as np
 from raysharded.checkpoint.byte_ranges import Bytes
 from raysharded.checkpoint.format.manifest import Manifest, TensorInfo
 from raysharded.checkpoint.format.paths import key_of
-from raysharded.checkpoint.interop.huggingface.safetensors_file import FileParts, in_order, share_out
+from raysharded.checkpoint.interop.huggingface.safetensors_file import FileParts, in_order, require_storable, share_out
 from raysharded.checkpoint.interop.locations import Place, refuse_existing, undone_on_error, url_of
 from raysharded.checkpoint.interop.names import EVERYTHING, MODEL_ONLY, NameMap, chosen, is_trainers
 from raysharded.checkpoint.interop.results import Exported
@@ -56,9 +56,10 @@ def export_huggingface(
     the embeddings and they are equal, the output head is left out, as by `save_pretrained`. Numbered files that an
     interrupted export left without an index are overwritten.
 
-    Raises CheckpointError if nothing is left to export, if the map names missing tensors, or if `dest` already has such
-    weights, an index or another config. Raises CorruptCheckpoint for damage in the source, StorageError if storage
-    fails. On an error the written files are removed, if storage permits it.
+    Raises CheckpointError if nothing is left to export, if the map names missing tensors, or for a name that no tensor
+    of a safetensors file can have. Raises it too if `dest` already has such weights, an index or another config. Raises
+    CorruptCheckpoint for damage in the source, StorageError if storage fails. On an error the written files are
+    removed, if storage permits it.
     """
     manifest = checkpoint.manifest
     names_of = name_map or default_map(manifest)
@@ -70,6 +71,7 @@ def export_huggingface(
             f"the name map leaves none of the {len(manifest.tensors)} tensors (first: {list(manifest.tensors)[:3]}). "
             "Give one that fits them."
         )
+    require_storable(renamed.values())
     source = {new: old for old, new in renamed.items()}
     tensors = {new: _cast_info(manifest.tensors[old], dtype) for new, old in source.items()}
     files = [in_order(some) for some in share_out(tensors, max_file_bytes)]

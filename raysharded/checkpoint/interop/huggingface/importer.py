@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,9 @@ from raysharded.checkpoint.storage import NoSuchKey, Storage
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, StorageError
 from raysharded.locations import join_url
 
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{1,9})-of-(?P<total>[0-9]{1,9})\.safetensors", re.DOTALL)
+"""Name of a numbered file of a folder's weights."""
+
 
 def import_huggingface(
     source: Place,
@@ -46,8 +51,8 @@ def import_huggingface(
     save, else 0. A tied output head is missing in the files, and therefore in the checkpoint.
 
     Raises CheckpointError for dtypes that the raysharded format lacks, for colliding names, and if `dest` is not free.
-    Raises CorruptCheckpoint and IncompleteCheckpoint for damage, StorageError if storage fails. After an error `dest`
-    is not a checkpoint.
+    Raises it too for a step, a run or `metadata` that cannot be stored. Raises CorruptCheckpoint and
+    IncompleteCheckpoint for damage, StorageError if storage fails. After an error `dest` is not a checkpoint.
     """
     files = _files(source)
     names = [name for tensors in files.values() for name in tensors]
@@ -55,12 +60,12 @@ def import_huggingface(
     renamed = name_map.apply(names)
     if not renamed:
         raise CheckpointError(f"the name map leaves none of the tensors of {url_of(source)}. Give one that fits them.")
-    ingest = Ingest(dest, writer="import-safetensors", step=step)
+    ingest = Ingest(dest, Identity(run=run, metadata=metadata or {}), writer="import-safetensors", step=step)
     for file, tensors in files.items():
         for name, stored in tensors.items():
             if name in renamed:
                 _take(ingest, source[0], file, renamed[name], stored, progress)
-    return ingest.commit(Identity(run=run, metadata=metadata or {}), key)
+    return ingest.commit(key)
 
 
 def _says_tied(source: Place) -> bool:
@@ -123,12 +128,33 @@ def _single(source: Place) -> str:
     names = [name for key in storage.list(prefix) if "/" not in (name := key[skip:]) and name.endswith(".safetensors")]
     if WEIGHTS_NAME in names:
         return WEIGHTS_NAME
+    missing = _missing_part(names)
+    if missing is not None:
+        raise IncompleteCheckpoint(
+            f"{url_of(source)} has no {INDEX_NAME}, and lacks {missing}: its weights are in several files, and not all "
+            "of them are here. Get the whole folder."
+        )
     if len(names) != 1:
         raise CheckpointError(
             f"{url_of(source)} has no {INDEX_NAME} and {len(names)} safetensors files. Give a folder with an index or "
             "with one such file, or the file itself."
         )
     return names[0]
+
+
+def _missing_part(names: list[str]) -> str | None:
+    """The first name that a series of numbered files (as model-00001-of-00002.safetensors) lacks, if any."""
+    present: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        part = _PART.fullmatch(name)
+        if part is not None:
+            present.setdefault((part["stem"], part["total"]), set()).add(int(part["number"]))
+    for (stem, total), numbers in present.items():
+        first = min(1, *numbers)  # some writers count from 0
+        lacks = next(number for number in count(first) if number not in numbers)
+        if lacks < first + int(total):
+            return f"{stem}-{lacks:0{len(total)}d}-of-{total}.safetensors"
+    return None
 
 
 def _weight_map(index: bytes, where: str) -> dict[str, str]:

@@ -20,6 +20,9 @@ from raysharded.locations import join_url
 MAX_HEADER_BYTES = 100_000_000
 """Maximum header size that the format permits."""
 
+METADATA_NAME = "__metadata__"
+"""The header's entry that is no tensor: an object of texts."""
+
 _NAMES = {code: name for name, (code, _) in SAFETENSORS_DTYPES.items()}
 
 
@@ -43,7 +46,7 @@ def read_header(storage: Storage, key: str) -> dict[str, Stored]:
         length = int.from_bytes(storage.read(key, 0, 8), "little")
         if size_bytes < 8 or length > min(MAX_HEADER_BYTES, size_bytes - 8):
             raise CorruptCheckpoint(f"{where}: not a safetensors file ({size_bytes} bytes, header of {length}).")
-        header = json.loads(storage.read(key, 8, length))
+        header = json.loads(storage.read(key, 8, length).decode())  # of bytes, json guesses the encoding
     except NoSuchKey as error:
         raise IncompleteCheckpoint(f"{where} is missing. Get the whole folder.") from error
     except (ValueError, RecursionError) as error:
@@ -54,10 +57,10 @@ def read_header(storage: Storage, key: str) -> dict[str, Stored]:
 def _checked(header: Any, data_bytes: int, base: int, where: str) -> dict[str, Stored]:
     if type(header) is not dict:
         raise CorruptCheckpoint(f"{where}: its header is not a JSON object. Get the file again.")
-    found: list[tuple[int, int, str, Stored]] = []
-    for name, entry in header.items():
-        if name != "__metadata__":
-            found.append(_entry(name, entry, base, where))
+    more = header.pop(METADATA_NAME, None)
+    if more is not None and (type(more) is not dict or any(type(value) is not str for value in more.values())):
+        raise CorruptCheckpoint(f"{where}: the {METADATA_NAME} of its header is not an object of texts.")
+    found = [_entry(name, entry, base, where) for name, entry in header.items()]
     found.sort(key=lambda row: row[:2])
     at = 0
     for begin, end, name, _ in found:
@@ -66,6 +69,10 @@ def _checked(header: Any, data_bytes: int, base: int, where: str) -> dict[str, S
         at = end
     if at > data_bytes:
         raise IncompleteCheckpoint(f"{where} is cut off: {data_bytes} of {at} bytes of data. Get the file again.")
+    if at < data_bytes:
+        raise CorruptCheckpoint(
+            f"{where}: {data_bytes - at} bytes follow the {at} bytes of its tensors. Get the file again."
+        )
     return {name: stored for _, _, name, stored in found}
 
 
@@ -91,9 +98,26 @@ def _numbers(value: Any) -> tuple[int, ...] | None:
     return tuple(value)
 
 
+def require_storable(names: Iterable[str]) -> None:
+    """Raise CheckpointError for a tensor's name that a header cannot hold."""
+    for name in names:
+        if name == METADATA_NAME or not _is_unicode(name):
+            raise CheckpointError(
+                f"no tensor of a safetensors file can be called {name!r}. Rename it, or leave it out, by a name map."
+            )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
 def header_of(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:
     """The header of a file that holds the tensors one after the other, in the order of the mapping."""
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    entries: dict[str, Any] = {METADATA_NAME: dict(metadata)}
     at = 0
     for name, info in tensors.items():
         end = at + info.size_bytes
