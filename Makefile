@@ -173,7 +173,7 @@ $(DEV): pyproject.toml | $(PACKAGE)
 
 # s3fs takes a botocore of its own choice: boto3 is named too, so that pip finds one that fits at once.
 $(S3FS): | $(DEV)
-	@$(PIP) install 's3fs>=2026.6' 'aiobotocore[boto3]' boto3
+	@$(PIP) install 's3fs>=2026.6' boto3
 	@touch $@
 
 # torch.compile, which the tests try too, needs a C++ compiler and Python's headers.
