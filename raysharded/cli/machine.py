@@ -35,18 +35,7 @@ def which_ray() -> Finding:
         why = "RAY_ADDRESS=local" if address == "local" else "no RAY_ADDRESS, and no Ray runs on this machine"
         return Finding(name="ray used", found=f"one that `fit()` starts and ends ({why})")
     why = f"RAY_ADDRESS={address}" if address else "it runs on this machine"
-    return Finding(name="ray used", found=f"a cluster ({why}): {_size_of_cluster()}")
-
-
-def _size_of_cluster() -> str:
-    import ray
-
-    from raysharded.quantities import count
-
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    total, free = ray.cluster_resources(), ray.available_resources()
-    slots = (f"{total.get(name, 0):g} {name}s ({free.get(name, 0):g} free)" for name in ("CPU", "GPU"))
-    return ", ".join([count(len(alive), "node"), *slots])
+    return Finding(name="ray used", found=f"a cluster ({why}): {cluster.describe_size()}")
 
 
 def extras() -> Finding:

@@ -16,6 +16,7 @@ from typing import Any, TextIO, cast
 import ray
 
 from raysharded.errors import ClusterError
+from raysharded.quantities import count
 
 _ADDRESS_FILE = Path("/tmp/ray/ray_current_cluster")
 _HERE = "local"
@@ -78,6 +79,14 @@ def find_cluster(address: str | None = None, *, log_to_driver: bool = True) -> b
         text = " ".join(str(error).split())[:300]
         raise ClusterError(f"{type(error).__name__}: {text}. {remedy}") from None
     return True
+
+
+def describe_size() -> str:
+    """The nodes, CPUs and GPUs of the cluster that this process is connected to, as text."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    total, free = ray.cluster_resources(), ray.available_resources()
+    slots = (f"{total.get(name, 0):g} {name}s ({free.get(name, 0):g} free)" for name in ("CPU", "GPU"))
+    return ", ".join([count(len(alive), "node"), *slots])
 
 
 def refuse_a_lost_cluster(what: str) -> None:
