@@ -8,6 +8,7 @@ concerns only one rank's memory.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,12 +30,12 @@ Pair = tuple[str, str]
 
 
 def overlaps(wanted: Mapping[str, Held]) -> list[Pair]:
-    """All overlapping pairs. Raises CheckpointError for a tensor that overlaps itself, as after `expand`."""
+    """All overlapping pairs. Raises CheckpointError for a tensor of which several elements are one in memory."""
     for name, held in wanted.items():
-        if any(stride == 0 and size > 1 for size, stride in zip(held.local.shape, held.local.stride(), strict=True)):
+        if _overlaps_itself(held.local.shape, held.local.stride()):
             raise CheckpointError(
-                f"{name} cannot be loaded into: several of its elements are one in memory, as expand() makes them. "
-                "Load into a clone() of it."
+                f"{name} cannot be loaded into: several of its elements are one in memory, as expand() and "
+                "as_strided() can make them. Load into a clone() of it."
             )
     return [
         (first, second)
@@ -95,6 +96,25 @@ def _is_equal(a: Held, b: Held) -> bool:
     """True if both are equal to the bit."""
     pieces = (piece for part in a.parts for piece in cut(Piece(a, part), STAGE_BYTES))
     return all(_same_bits(piece.tensor, Piece(b, piece.part).tensor) for piece in pieces)
+
+
+def _overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """True if several elements have the same place.
+
+    They have not if every stride is beyond what the smaller strides reach together. Only tensors of other strides are
+    counted: that takes a byte of host memory for each place.
+    """
+    steps = sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1)
+    if 0 in shape or all(
+        stride > sum((size - 1) * smaller for smaller, size in steps[:at]) for at, (stride, _) in enumerate(steps)
+    ):
+        return False
+    num_places = 1 + sum((size - 1) * stride for stride, size in steps)
+    if num_places < math.prod(shape):
+        return True
+    places = np.zeros(num_places, np.bool_)
+    np.lib.stride_tricks.as_strided(places, tuple(shape), tuple(strides))[...] = True
+    return int(np.count_nonzero(places)) < math.prod(shape)
 
 
 def _near(wanted: Mapping[str, Held]) -> Iterator[tuple[str, str]]:

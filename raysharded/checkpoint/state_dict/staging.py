@@ -37,7 +37,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """The memory of a tensor that is in place, as bytes. Writing to them writes to the tensor."""
-    array: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    array: NDArray[np.uint8] = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return array
 
 
