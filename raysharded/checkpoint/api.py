@@ -77,15 +77,18 @@ def load(
 ) -> Loaded:
     """Fill `into` from the checkpoint in the folder `uri`, or from the newest complete one of the run in it.
 
-    `into` is what `save` takes: a module, `{"model": module, "optimizer": optimizer}`, or nested dicts of tensors,
-    which are filled in place. Layouts may differ from those of the save: each rank reads the boxes that it holds. Boxes
-    that several ranks hold are read by one rank, which sends them to the others. `names` selects tensors and values by
-    name or pattern, such as `layers.0.*`. `cast` converts dtypes.
+    `into` is a module, or a dict as `save` takes: `{"model": module, "optimizer": optimizer}`, or nested dicts and
+    lists of tensors and values. Modules, optimizers and tensors are filled in place; the result's `state` has the
+    checkpoint's values. Layouts may differ from those of the save: each rank reads the boxes that it holds. Boxes that
+    several ranks hold are read by one rank, which sends them to the others. `names` selects tensors and values by name
+    or pattern, such as `layers.0.*`. `cast` converts dtypes.
 
     Top-level entries of the checkpoint that `into` does not have are ignored: the model of a checkpoint can be loaded
-    alone. With `strict`, all other names that are missing on either side are an error that lists them; otherwise the
-    result lists them. Shapes and dtypes must always fit. An optimizer saved before its first step has no state after
-    the load either.
+    alone. With `strict`, all other names of tensors and values that are missing on either side are an error that lists
+    them; otherwise the result lists them. A name of the checkpoint has a place if any rank's `into` has one.
+    Within a part without tensors nothing is compared: it is returned as it was stored. An optimizer's settings that
+    depend on torch's version, or that a scheduler adds, may be missing on either side. Shapes and dtypes must always
+    fit. An optimizer saved before its first step has no state after the load either.
 
     All ranks pass the same uri, names and settings. Raises CheckpointError, CorruptCheckpoint or IncompleteCheckpoint,
     StorageError, and PeerFailed if another rank failed. After an error the contents of `into` are undefined.

@@ -191,9 +191,7 @@ def test_memory_that_there_is_not_is_said_before_anything_is_trained(
     result = invoke("check", "tests.preflight.tasks:loud", tmp_path / "runs")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: the check needs up to 1.")
-    assert (
-        "and 200.0 MiB is available, of which a tenth stays free. Give settings of a smaller model" in result.stderr
-    )
+    assert "and 200.0 MiB is available, of which a tenth stays free. Give settings of a smaller model" in result.stderr
     assert result.stdout.startswith("needs      7,670 parameters in 3 units\n")
     assert "two builds" not in result.stdout
     assert forks == [1]

@@ -66,7 +66,7 @@ class Entry(Protocol):
     def is_optional(self, path: Path, *, without_tree: bool) -> bool:
         """True if the checkpoint and the entry need not both have the value at a path within the entry.
 
-        `without_tree`: the checkpoint has tensors of the entry, and no tree, as the trainer's.
+        `without_tree`: the checkpoint has the entry, and no tree, as the trainer's.
         """
         ...
 

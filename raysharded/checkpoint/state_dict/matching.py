@@ -61,22 +61,22 @@ def match(
     *,
     used: Collection[str] = (),
     without_place: Sequence[str] = (),
-    nested: Collection[str] = (),
+    renamed: Collection[str] = (),
     chosen: Chosen,
     cast: bool,
 ) -> Match:
     """Match slots to a checkpoint's tensors.
 
     `scopes`: names of the checkpoint's parts in which every tensor and value must have a place to go; "" is all of it.
-    Names in `used` have one, values in `without_place` have none. Where a tensor was found under another name than its
-    first, that name's part replaces "". `nested` as in `_names_to_try`.
+    Names in `used` have one, values in `without_place` have none. Slots of the parts in `renamed` are looked for under
+    their other names. Where a tensor was found under another name than its first, that name's part replaces "".
     """
     found: dict[str, Held] = {}
     filled: dict[object, str] = {}
     ties: dict[str, str] = {}
     absent: list[Slot] = []
     elsewhere: set[str] = set()
-    names = _names_to_try(slots, tensors, nested)
+    names = _names_to_try(slots, renamed)
     for slot in slots:
         if not chosen.takes(*slot.names):
             continue
@@ -106,13 +106,10 @@ def match(
     )
 
 
-def _names_to_try(
-    slots: Sequence[Slot], tensors: Collection[str], nested: Collection[str]
-) -> dict[str, tuple[str, ...]]:
-    """Names under which to look for each slot's tensor, by the slot's name: the first of its names, or the others.
+def renamed_parts(slots: Sequence[Slot], tensors: Collection[str], nested: Collection[str]) -> set[str]:
+    """Parts of the load target whose slots have their other names in the checkpoint, and not their first.
 
-    All slots of a part use the same, the one under which more of them are found. If there are as many, the slots of
-    parts in `nested` use the others.
+    These are the ones of whose slots more are found under the other names, or as many if they are in `nested`.
     """
     parts: dict[str, list[Slot]] = defaultdict(list)
     for slot in slots:
@@ -122,12 +119,15 @@ def _names_to_try(
         firsts = sum(slot.name in tensors for slot in own)
         others = sum(any(name in tensors for name in slot.names[1:]) for slot in own)
         if others > firsts or (others == firsts and part in nested):
-            renamed |= {slot.name for slot in own if len(slot.names) > 1}
-    taken = {slot.name for slot in slots if slot.name not in renamed}
-    return {
-        slot.name: tuple(name for name in slot.names[1:] if name not in taken) if slot.name in renamed else (slot.name,)
-        for slot in slots
-    }
+            renamed.add(part)
+    return renamed
+
+
+def _names_to_try(slots: Sequence[Slot], renamed: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Names under which to look for each slot's tensor, by the slot's name."""
+    others = {slot.name: slot.names[1:] if slot.part in renamed else () for slot in slots}
+    taken = {name for name, other in others.items() if not other}
+    return {name: tuple(n for n in other if n not in taken) if other else (name,) for name, other in others.items()}
 
 
 def without_any_place(suspects: Sequence[Sequence[str]], placed: Sequence[Collection[str]]) -> list[str]:

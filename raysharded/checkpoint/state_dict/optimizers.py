@@ -189,7 +189,7 @@ def _settings_of_groups(key: Path, stored: Mapping[Path, Any]) -> dict[Any, set[
 
 
 def _added_by_schedulers(blank: Blank) -> list[dict[str, Any]]:
-    """What schedulers added to each of the checkpoint's groups."""
+    """Settings that schedulers added, for each of the checkpoint's groups."""
     groups = blank(("param_groups",), torch.device("cpu"))
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return []

@@ -117,8 +117,9 @@ def value_parts(
 ) -> Iterator[tuple[Path, Tree | None]]:
     """The largest parts of `wanted` in which neither tree has a tensor, as pairs (path, `stored`'s subtree).
 
-    Below them nothing is compared: a dict of settings is taken as it was stored. `may_be_whole` says at which paths a
-    part may be; the root may not. A single value of `wanted` where `stored` has nothing, or tensors, is (path, None).
+    Below them nothing is compared: a dict of settings is taken as it was stored. `may_be_whole` is True for paths at
+    which a part may be; the root may not. A single value of `wanted` where `stored` has nothing, or tensors, is (path,
+    None).
     Raises CorruptCheckpoint if `stored` is invalid.
     """
     unflatten(stored, lambda _: None)

@@ -16,10 +16,10 @@ from raysharded.checkpoint.format.manifest import SAFETENSORS_DTYPES
 from raysharded.checkpoint.reader import open_checkpoint
 from raysharded.checkpoint.sharded_io.checkpoint_uri import split
 from raysharded.checkpoint.sharded_io.coordinator import Coordinator
-from raysharded.checkpoint.sharded_io.load import _Answers, _Target
 from raysharded.checkpoint.sharded_io.save import About, Target, content_of, write
 from raysharded.checkpoint.state_dict import tree
 from raysharded.checkpoint.state_dict.entries import Entry, entry_of
+from raysharded.checkpoint.state_dict.load_target import Answers, LoadTarget
 from raysharded.errors import CheckpointError, ConfigError, CorruptCheckpoint, IncompleteCheckpoint
 from raysharded.testing.storages import save_rows
 from tests.checkpoint.state_dict.ranks import run_ranks
@@ -328,7 +328,7 @@ def test_a_load_walks_through_what_it_filled_once_however_many_tensors_there_are
     """A flat dict of 8,000 tensors took 7 s of processor time when every key walked through all of them."""
     api.save(tmp_path / "c", state := {f"t{number}": torch.zeros(1) for number in range(50)})
     entries: dict[tree.Path, Entry] = {(key,): entry_of(state, key) for key in state}
-    target = _Target.of(entries, open_checkpoint(open_storage(str(tmp_path)), "c"))
-    answers = _Answers(values={}, emptied=Counted(frozenset()))
+    target = LoadTarget.of(entries, open_checkpoint(open_storage(str(tmp_path)), "c").manifest)
+    answers = Answers(values={}, emptied=Counted(frozenset()))
     assert target.with_answers(answers, list(state)).keys() == state.keys()
     assert Counted.walks == 1

@@ -132,3 +132,27 @@ def test_settings_are_taken_whole_and_beside_tensors_one_by_one() -> None:
         "model": {"w": "model.w", "n": 5, "gone": 2},
         "settings": {"new": [1, 2]},
     }
+
+
+def flattened(state: dict[str, Any]) -> tree.Tree:
+    try:
+        return tree.flatten(state).tree
+    except CheckpointError:
+        assume(False)  # {1: tensor, "1": tensor}
+
+
+@given(states, states, st.integers(0, 4))
+def test_a_stored_value_is_taken_or_has_no_place(wanted: dict[str, Any], stored: dict[str, Any], levels: int) -> None:
+    target, source = flattened(wanted), flattened(stored)
+
+    def is_below(path: tree.Path) -> bool:
+        return len(path) >= levels
+
+    taken = {path: part for path, part in tree.value_parts(target, source, is_below) if part is not None}
+    inside = [(*at, *path) for at, part in taken.items() for path, _, _ in tree.leaves(part)]
+    without = list(tree.values_without_place(target, source, is_below))
+    assert sorted(map(repr, [*inside, *without])) == sorted(
+        repr(path) for path, name, _ in tree.leaves(source) if name is None
+    )
+    assert all(len(path) >= max(levels, 1) for path in taken)
+    assert not list(tree.values_without_place(source, source))
