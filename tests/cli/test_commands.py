@@ -227,11 +227,11 @@ def test_doctor_names_extras_that_are_missing_and_what_they_are_for(monkeypatch:
 
 
 def test_doctor_looks_at_limits_and_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (1024, 1024))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1024))
     found = machine.open_files()
     assert (found.ok, found.found) == (False, "at most 1024")
     assert "nofile" in found.advice
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (1024, 65536))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 65536))
     assert machine.open_files().advice == "Raise it: `ulimit -n 4096`."
     monkeypatch.setenv("HOME", str(tmp_path / "nothing"))
     found = machine.home()
