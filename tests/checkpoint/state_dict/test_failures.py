@@ -118,7 +118,11 @@ def test_a_rank_that_is_killed_in_a_save_is_an_error_on_the_others_within_the_ti
         assert isinstance(error, CheckpointError)
         assert seconds < SOON_S
         if dying == 3:
-            assert "1 of 4 ranks sent no message within 4 s: 3" in str(error)
+            named = "1 of 4 ranks sent no message within 4 s: 3" in str(error)
+            late = rank > 0 and "rank 0 sent no message within 4 s" in str(
+                error
+            )  # it began to wait later than this one
+            assert named or late
     with pytest.raises(IncompleteCheckpoint):
         api.open(tmp_path / "c")
     run_ranks(2, save_again, str(tmp_path))
