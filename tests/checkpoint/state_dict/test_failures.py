@@ -119,9 +119,7 @@ def test_a_rank_that_is_killed_in_a_save_is_an_error_on_the_others_within_the_ti
         assert seconds < SOON_S
         if dying == 3:
             named = "1 of 4 ranks sent no message within 4 s: 3" in str(error)
-            late = rank > 0 and "rank 0 sent no message within 4 s" in str(
-                error
-            )  # which began to wait later
+            late = rank > 0 and "rank 0 sent no message within 4 s" in str(error)  # which began to wait later
             assert named or late
     with pytest.raises(IncompleteCheckpoint):
         api.open(tmp_path / "c")
