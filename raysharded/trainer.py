@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from raysharded.driver.state.driver_config import DriverConfig
     from raysharded.driver.state.mesh_choice import Grouping
     from raysharded.preflight import Check, Needs, Report
-    from raysharded.protocol.messages import Job
+    from raysharded.protocol.job import Job
     from raysharded.protocol.worker_launcher import Launcher
 
 

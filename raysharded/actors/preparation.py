@@ -16,7 +16,7 @@ from raysharded.actors.model.build import Units, Wrapped, build_units_of, wrap
 from raysharded.actors.process.environment import use_threads
 from raysharded.errors import CollectiveAborted, StaleGeneration
 from raysharded.ids import GenerationId
-from raysharded.protocol.messages import Job
+from raysharded.protocol.job import Job
 from raysharded.task import has_tensor_parallelism
 
 

@@ -41,10 +41,10 @@ from raysharded.errors import RayshardedError, StaleGeneration, text_of
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Share, parity_of
 from raysharded.overrides import Decisions
+from raysharded.protocol.job import Job
 from raysharded.protocol.messages import (
     GenerationReady,
     GenerationSpec,
-    Job,
     Prepared,
     ProbeReply,
     Progress,
@@ -78,7 +78,7 @@ class Worker:
         engine = replace(job.engine, compile=False)  # the process that reads the data compiles nothing
         settings = functools.partial(prepare_torch, engine, job.num_threads, use_gpu=False)
         self._sources = Sources(job.data, job.evaluation, job.batch, job.engine, settings)
-        self._job = job = job if self._sources.process is None else _without_data(job)
+        self._job = job = job if self._sources.process is None else job.without_data()
         self._computing = ThreadPoolExecutor(1, "compute", initializer=self._begin_computing)
         """The one thread that computes for calls from all threads: OpenMP and the allocator keep state per thread."""
         self._compute_thread: int | None = None
@@ -397,9 +397,3 @@ class Worker:
     def _probe(self, phase: str, step: int) -> None:
         if self._job.faults is not None:
             self._job.faults.strike(self._worker, step, phase)
-
-
-def _without_data(job: Job) -> Job:
-    """The job without data, which another process holds: here they would take the same memory again."""
-    evaluation = None if job.evaluation is None else replace(job.evaluation, data=None)
-    return replace(job, data=None, evaluation=evaluation)

@@ -19,7 +19,8 @@ from raysharded.checkpoint import open_storage
 from raysharded.errors import StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.orphans.orphan_checkpoint import Peers, wait_for_turn, write_orphan_checkpoint
-from raysharded.protocol.messages import Job, Saved, WorkerInfo
+from raysharded.protocol.job import Job
+from raysharded.protocol.messages import Saved, WorkerInfo
 from raysharded.protocol.session import AdoptedWorker, DriverSession, FreedWorker, LeaseState, PartOf
 from raysharded.protocol.version import greeting
 

@@ -17,7 +17,8 @@ from typing import Any
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Copy, ShardMap, Share, StateSpec, shard_map
 from raysharded.overrides import Decisions, agree
-from raysharded.protocol.messages import FromMemory, Job, StepReport, Stopped, WorkerInfo
+from raysharded.protocol.job import Job
+from raysharded.protocol.messages import FromMemory, StepReport, Stopped, WorkerInfo
 
 _MAY_DIFFER = ("run_name", "faults", "grace_s", "preemption_notices", "collective_timeout_s")
 """Fields of a job that may differ: adopted workers keep those of the driver before."""

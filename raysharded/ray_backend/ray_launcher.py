@@ -15,7 +15,8 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from raysharded.config import ScalingConfig
 from raysharded.errors import ClusterError
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import Job, WorkerInfo
+from raysharded.protocol.job import Job
+from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.session import DriverSession, FoundWorkers, job_identity, run_digest
 from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost, WorkersOfAnotherVersion
 from raysharded.ray_backend import adoption, other_versions

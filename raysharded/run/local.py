@@ -28,7 +28,7 @@ from raysharded.run.translation import files_of, job_of, limits_of
 
 if TYPE_CHECKING:
     from raysharded.driver.state.state import State
-    from raysharded.protocol.messages import Job
+    from raysharded.protocol.job import Job
     from raysharded.protocol.worker_launcher import Launcher
     from raysharded.run.spec import RunSpec
 

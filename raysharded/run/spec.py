@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
-    from raysharded.protocol.messages import InitialWeights
+    from raysharded.protocol.job import InitialWeights
     from raysharded.task import Task
 
 

@@ -22,7 +22,7 @@ def with_initial_weights(spec: RunSpec, starts: Sequence[Mapping[str, Any]], key
     Raises ConfigError if the run began with another one; CheckpointError if there is none at `start_from`.
     """
     from raysharded.checkpoint.sharded_io.open_from_uri import open_uri
-    from raysharded.protocol.messages import InitialWeights
+    from raysharded.protocol.job import InitialWeights
 
     uri = spec.run.start_from
     if starts:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from raysharded.driver.checkpoints.committer import RunFiles
     from raysharded.driver.state.driver_config import DriverConfig
     from raysharded.driver.state.mesh_choice import Grouping
-    from raysharded.protocol.messages import Job
+    from raysharded.protocol.job import Job
     from raysharded.run.spec import RunSpec
 
 PREPARE_WITHIN_S = 30.0
@@ -82,7 +82,7 @@ def files_of(spec: RunSpec, storage: Storage, versions: Mapping[str, str]) -> Ru
 def job_of(spec: RunSpec) -> Job:
     """The description of the run that every worker is started with."""
     from raysharded.checkpoint import open_storage
-    from raysharded.protocol.messages import Job
+    from raysharded.protocol.job import Job
 
     return Job(
         run_name=spec.run.name,

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import Job
+from raysharded.protocol.job import Job
 from raysharded.protocol.session import DriverSession, FoundWorkers
 from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost
 from raysharded.testing import network

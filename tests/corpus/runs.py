@@ -21,7 +21,7 @@ from raysharded.driver.checkpoints.committer import RunFiles
 from raysharded.driver.driver import Driver
 from raysharded.ids import WorkerId
 from raysharded.ownership.leadership import LeaseTerms
-from raysharded.protocol.messages import Job
+from raysharded.protocol.job import Job
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests.corpus.program import SEED, Program

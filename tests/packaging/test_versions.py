@@ -12,7 +12,7 @@ import pytest
 from raysharded import versions
 from raysharded.cli import diagnostics
 from raysharded.config import BatchConfig, RunConfig, ScalingConfig
-from raysharded.protocol.messages import Job
+from raysharded.protocol.job import Job
 from raysharded.protocol.worker_launcher import Launcher
 from raysharded.trainer import ElasticTrainer
 from raysharded.versions import TESTED, untested

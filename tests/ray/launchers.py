@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import raysharded as rs
-from raysharded.protocol.messages import Job
+from raysharded.protocol.job import Job
 from raysharded.protocol.session import DriverSession
 from raysharded.protocol.worker_launcher import LeadershipCheck
 from raysharded.ray_backend.ray_launcher import RayLauncher

@@ -27,7 +27,7 @@ from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.ids import WorkerId
 from raysharded.layout import parity_of
 from raysharded.ownership.leadership import LeaseTerms
-from raysharded.protocol.messages import Job
+from raysharded.protocol.job import Job
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests import patches

@@ -26,7 +26,8 @@ from raysharded.driver.driver import Driver
 from raysharded.driver.state.state import State
 from raysharded.errors import CheckpointError, RunFailed, RunOwnedElsewhere
 from raysharded.journal.log import read
-from raysharded.protocol.messages import FromCheckpoint, Job
+from raysharded.protocol.job import Job
+from raysharded.protocol.messages import FromCheckpoint
 from tests import patches
 from tests.cases import tried_each_time
 from tests.training.harness import (

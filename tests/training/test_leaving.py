@@ -19,7 +19,7 @@ from raysharded.driver.driver import Driver
 from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.state import State
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import Job
+from raysharded.protocol.job import Job
 from raysharded.testing import Fault, FaultPlan
 from tests.cases import tried_each_time
 from tests.training.harness import Outcome, Tokens, make_driver, make_job, make_limits, train

@@ -24,7 +24,8 @@ from raysharded.journal.log import Journal, read
 from raysharded.orphans.leased_worker import LeasedWorker
 from raysharded.orphans.orphan_checkpoint import wait_for_turn, write_orphan_checkpoint
 from raysharded.ownership.lease import Holder, Process, encode, lease_key
-from raysharded.protocol.messages import FromStart, GenerationReady, GenerationSpec, Job, Stopped, StopReason
+from raysharded.protocol.job import Job
+from raysharded.protocol.messages import FromStart, GenerationReady, GenerationSpec, Stopped, StopReason
 from raysharded.protocol.session import DriverSession, PartOf
 from raysharded.protocol.version import PROTOCOL
 from tests.training.harness import make_job

@@ -16,7 +16,8 @@ from raysharded.driver.replay.rerun import Replay, load
 from raysharded.driver.state.events import Event, WorkerReply
 from raysharded.errors import TaskError
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import Job, ProbeReply, Saved, Stopped, StopReason
+from raysharded.protocol.job import Job
+from raysharded.protocol.messages import ProbeReply, Saved, Stopped, StopReason
 from raysharded.protocol.worker_launcher import WorkerLost
 from raysharded.report import load as load_report
 from raysharded.testing import Fault, FaultPlan

@@ -67,8 +67,7 @@ class Finding:
     """The first difference that a trial found."""
 
     kind: Literal["cut", "made anew", "idle", "late", "shape"]
-    """Kind of difference: on a shard, from a rebuilt optimizer, unchanged parameters, late state, or state of another
-    shape than its parameter."""
+    """On a shard; from a rebuilt optimizer; parameters unchanged; state late; state shaped unlike its parameter."""
     what: str = ""
     """State that differs, if it is state; empty: the parameters."""
     hooks: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from raysharded.actors.shards.store import ShardBuffer, torch_dtype
 from raysharded.checkpoint import Checkpoint, open_checkpoint, open_storage
 from raysharded.errors import ConfigError
 from raysharded.layout import Piece, StateSpec, TensorSpec
-from raysharded.protocol.messages import InitialWeights
+from raysharded.protocol.job import InitialWeights
 
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 

@@ -11,7 +11,8 @@ from raysharded.actors.reduction.gradient_exchange import Hosts, hosts_of
 from raysharded.actors.shards.store import HostMedium, ShardBuffer, ShardStore
 from raysharded.ids import WorkerId
 from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Mesh, Parity, Share, StateSpec, has_mirrors, mirror_of
-from raysharded.protocol.messages import GenerationSpec, Job
+from raysharded.protocol.job import Job
+from raysharded.protocol.messages import GenerationSpec
 
 MEETING_TIMEOUT_S = 30.0
 """Seconds for which a generation prepared in the background waits for its members."""

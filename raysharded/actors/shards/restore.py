@@ -29,7 +29,8 @@ from raysharded.actors.shards.transfer import broadcast, exchange, pass_on
 from raysharded.checkpoint import Checkpoint, Storage, open_checkpoint, open_storage
 from raysharded.errors import CheckpointError
 from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Missing, Piece, StateSpec, Target, make_plan
-from raysharded.protocol.messages import FromCheckpoint, FromMemory, FromStart, Job
+from raysharded.protocol.job import Job
+from raysharded.protocol.messages import FromCheckpoint, FromMemory, FromStart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,7 +30,8 @@ from raysharded.actors.task_calls.process_state import STAYS_CHANGED, Left, put_
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.telemetry.phases import Phases
 from raysharded.data import Loader
-from raysharded.protocol.messages import FromMemory, Job
+from raysharded.protocol.job import Job
+from raysharded.protocol.messages import FromMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,7 +45,8 @@ from raysharded.data import Loader
 from raysharded.errors import CollectiveAborted
 from raysharded.ids import GenerationId
 from raysharded.layout import StateSpec
-from raysharded.protocol.messages import Corruption, FromCheckpoint, FromMemory, Job, StepReport, StopReason
+from raysharded.protocol.job import Job
+from raysharded.protocol.messages import Corruption, FromCheckpoint, FromMemory, StepReport, StopReason
 
 _POLL_S = 0.05
 

@@ -18,7 +18,7 @@ from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.task_calls.task_numbers import half_precision
 from raysharded.data import Loader
 from raysharded.layout import Mesh
-from raysharded.protocol.messages import Job
+from raysharded.protocol.job import Job
 
 Share = tuple[int | None, list[Any], range]
 """(microbatch, its samples, their indices); None: the worker only joins the collectives."""

@@ -30,7 +30,7 @@ from raysharded.actors.telemetry.phases import Phases
 from raysharded.data import Loader, Microbatch
 from raysharded.data.ledger import Digest, add as add_digests
 from raysharded.errors import InexactError
-from raysharded.protocol.messages import Job
+from raysharded.protocol.job import Job
 from raysharded.task import Loss
 
 

@@ -18,7 +18,8 @@ from raysharded.actors.step.parameter_use import LEAVES_ALONE
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.telemetry.phases import Phases
 from raysharded.errors import NonFiniteLoss
-from raysharded.protocol.messages import Job, NonFinite
+from raysharded.protocol.job import Job
+from raysharded.protocol.messages import NonFinite
 
 
 def located(
