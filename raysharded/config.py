@@ -362,7 +362,7 @@ class RunConfig:
     start_from: str | os.PathLike[str] | None = None
     """Source of a new run's first weights: the folder or URL of a run, of one checkpoint, or of one imported from
     Hugging Face or `torch.distributed.checkpoint`. Optimizer and data start fresh. The source is resolved once: a run
-    keeps the checkpoint that it began with. None: the task draws the weights."""
+    keeps the checkpoint that it began with. A fork begins with its own. None: the task draws the weights."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When checkpoints are written, and how many are kept."""
     failure: FailureConfig = field(default_factory=FailureConfig)

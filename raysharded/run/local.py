@@ -151,7 +151,7 @@ class LocalRun(Run):
         finished = self._finished_before()
         if finished is not None:
             return finished
-        self._spec = with_initial_weights(self._spec, starts, self._files.key)
+        self._spec = with_initial_weights(self._spec, self._storage, starts, self._files.key)
         if self._spec.initial_weights is not None:
             self._files = files_of(self._spec, self._storage, versions())
         for sentence in untested_versions():

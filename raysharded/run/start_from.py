@@ -10,14 +10,19 @@ from raysharded.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from raysharded.checkpoint import SigningKey
+    from raysharded.checkpoint import SigningKey, Storage
     from raysharded.run.spec import RunSpec
 
 
-def with_initial_weights(spec: RunSpec, starts: Sequence[Mapping[str, Any]], key: SigningKey | None) -> RunSpec:
+def with_initial_weights(
+    spec: RunSpec, storage: Storage, starts: Sequence[Mapping[str, Any]], key: SigningKey | None
+) -> RunSpec:
     """The specification with the checkpoint that `RunConfig.start_from` names, or that the run began with.
 
-    `starts`: the journal entries with which the run's drivers began; `key`: the key of the checkpoint's signature.
+    A fork begins with its own checkpoint: `start_from` then has no effect.
+
+    `storage`: the run's; `starts`: the journal entries with which the run's drivers began; `key`: the key of the
+    checkpoint's signature.
 
     Raises ConfigError if the run began with another one; CheckpointError if there is none at `start_from`.
     """
@@ -25,6 +30,8 @@ def with_initial_weights(spec: RunSpec, starts: Sequence[Mapping[str, Any]], key
     from raysharded.protocol.job import InitialWeights
 
     uri = spec.run.start_from
+    if _is_fork(storage, starts):
+        return spec
     if starts:
         recorded = starts[-1].get("start_from")
         before = recorded["uri"] if recorded else None
@@ -39,3 +46,12 @@ def with_initial_weights(spec: RunSpec, starts: Sequence[Mapping[str, Any]], key
     found = open_uri(uri, key=key)
     weights = InitialWeights(uri=str(uri), url=found.storage.url, prefix=found.prefix, digest=found.digest)
     return replace(spec, initial_weights=weights)
+
+
+def _is_fork(storage: Storage, starts: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the run had a checkpoint before its first driver started."""
+    if starts:
+        return bool(starts[0]["resumed_after_step"])
+    from raysharded.checkpoint import list_checkpoints
+
+    return any(ref.complete for ref in list_checkpoints(storage))

@@ -129,6 +129,20 @@ def test_a_run_that_has_begun_keeps_the_checkpoint_that_it_began_with(tmp_path: 
         fitted(made)
 
 
+def test_a_fork_begins_with_its_own_checkpoint_whatever_became_of_the_source(tmp_path: Path) -> None:
+    uri, _ = pretrained(tmp_path)
+    made = trainer(tmp_path / "runs", "whole", 1, uri, checkpoint=rs.CheckpointConfig(every_steps=1, keep_last=9))
+    run = made.start_with(ProcessLauncher)
+    whole = run.wait()
+    uri.rename(tmp_path / "moved")
+    fork = run.fork("fork", 1)
+    assert fork.wait().fingerprint == whole.fingerprint
+    (started,) = (entry for entry in read(checkpoint.open_storage(fork.url)) if entry["kind"] == "started")
+    assert (started["resumed_after_step"], started.get("start_from")) == (1, None)
+    made.run = replace(made.run, name="fork", max_steps=STEPS + 1)
+    assert fitted(made).steps == STEPS + 1
+
+
 class Wider(GptTask):
     def build_model(self) -> nn.Module:
         model = Gpt()
