@@ -43,7 +43,7 @@ def save(
     `state` is a module, `{"model": module, "optimizer": optimizer}`, or nested dicts and lists of tensors, DTensors,
     numbers, text, bytes, bools and None. Each rank passes its own shards; data that several ranks hold is written once.
     Values with the same name must be equal on all ranks, and plain tensors are assumed to be equal. Values that differ
-    between ranks need different names.
+    between ranks need different names. Nothing may change the state during the call, which does not copy it.
 
     `metadata` and `data` (the position in the training data) are anything that JSON can hold. `metrics` is stored in
     the metadata, for retention of the best. Rank 0's values of the three are stored. With `overwrite`, the save

@@ -31,6 +31,11 @@ from raysharded.errors import CheckpointError, CorruptCheckpoint, RefusedCheckpo
 
 FORMAT = "raysharded-checkpoint"
 
+
+class ForeignManifest(CorruptCheckpoint):
+    """A file of another program that has the name of a manifest: a JSON object that no damage of ours could become."""
+
+
 _HEAD = b'{"digest":"'
 _DIGEST_END = len(_HEAD) + 64
 _HMAC_HEAD = b'","hmac":"'
@@ -136,7 +141,7 @@ def decode(
     `folder` is the name of the manifest's folder: if it names a save, it must name this one. With a key, a manifest
     that was not signed with it is rejected. Raises CorruptCheckpoint for bytes that do not match the digest or the
     signature, wrong types, paths that escape, and boxes that overlap or lie outside. Raises IncompleteCheckpoint for
-    missing boxes, CheckpointError for another version.
+    missing boxes, CheckpointError for another version, ForeignManifest for another program's file.
     """
     _check_digest(data, where)
     _check_signature(data, key, where)
@@ -195,10 +200,23 @@ def is_signed(data: bytes) -> bool:
 def _check_digest(data: bytes, where: str) -> None:
     actual = digest(data[_DIGEST_END:])
     if not data.startswith(_HEAD) or digest_of(data) != actual:
+        if is_foreign(data):
+            raise ForeignManifest(f"{where} is a file of another program, not the manifest of a checkpoint.")
         raise CorruptCheckpoint(
             f"{where}: {len(data)} bytes do not match their digest (stated {digest_of(data)!r}, is {actual!r}). It was "
             "changed or cut off after it was written; resume from another checkpoint."
         )
+
+
+def is_foreign(data: bytes) -> bool:
+    """Whether the bytes are a whole JSON object, not empty, without the fields that every manifest begins with."""
+    if _is_too_large(data):
+        return False
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError, MemoryError):
+        return False
+    return isinstance(body, dict) and bool(body) and not body.keys() & {"digest", "format", "save_id"}
 
 
 def _check_signature(data: bytes, key: SigningKey | None, where: str) -> None:

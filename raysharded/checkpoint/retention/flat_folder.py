@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from raysharded.checkpoint.format.encoding import ForeignManifest
 from raysharded.checkpoint.format.paths import MANIFEST_NAME, key_of
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
@@ -36,15 +37,31 @@ def newest_beside(storage: Storage, *, key: SigningKey | None = None) -> Checkpo
     Of one step it is the one whose name ends in the highest number. Up to 16 manifests are read: of the newest by name,
     of the newest by time, and of names that are not trusted. If names and steps disagree among these, all manifests are
     read, which is logged. Raises as `open_checkpoint` if the newest by name or by time cannot be used. Others that
-    cannot be used are skipped, which is logged too.
+    cannot be used are skipped, which is logged too, and so are files of other programs that are named like a manifest.
     """
     found = _found(storage)
-    if not found:
-        return None
-    named = sorted(found, key=_by_name)
-    latest = max(named, key=lambda name: (found[name] or 0.0, _by_name(name)))
-    needed = {named[-1], latest}
-    opened = _open(storage, _chosen(named, latest, found), needed, key)
+    while found:
+        named = sorted(found, key=_by_name)
+        latest = max(named, key=lambda name: (found[name] or 0.0, _by_name(name)))
+        try:
+            return _newest_of(storage, named, _chosen(named, latest, found), {named[-1], latest}, key)
+        except _Foreign as foreign:
+            found = {name: at for name, at in found.items() if name not in foreign.names}
+    return None
+
+
+class _Foreign(Exception):
+    """Folders that hold something else than a checkpoint."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__(names)
+        self.names = names
+
+
+def _newest_of(
+    storage: Storage, named: Sequence[str], chosen: Sequence[str], needed: set[str], key: SigningKey | None
+) -> Checkpoint:
+    opened = _open(storage, chosen, needed, key)
     if _disagree(opened):
         opened |= _open(storage, [name for name in named if name not in opened], needed, key)
         newest = _newest(opened)
@@ -86,9 +103,15 @@ def _chosen(named: Sequence[str], latest: str, found: Mapping[str, float | None]
 
 
 def _open(storage: Storage, names: Sequence[str], needed: set[str], key: SigningKey | None) -> dict[str, Checkpoint]:
+    foreign = set[str]()
+
     def one(name: str) -> Checkpoint | None:
         try:
             return open_checkpoint(storage, name, key=key)
+        except ForeignManifest as error:
+            foreign.add(name)
+            _log.warning("skipping a folder beside checkpoints: %s", error)
+            return None
         except CheckpointError as error:
             if name in needed:
                 raise
@@ -96,8 +119,10 @@ def _open(storage: Storage, names: Sequence[str], needed: set[str], key: Signing
             return None
 
     with Threads(_AT_ONCE, thread_name_prefix="raysharded-manifests") as pool:
-        opened = zip(names, pool.map(one, names), strict=True)
-        return {name: checkpoint for name, checkpoint in opened if checkpoint is not None}
+        opened = dict(zip(names, pool.map(one, names), strict=True))
+    if foreign:
+        raise _Foreign(foreign)
+    return {name: checkpoint for name, checkpoint in opened.items() if checkpoint is not None}
 
 
 def _disagree(opened: Mapping[str, Checkpoint]) -> bool:

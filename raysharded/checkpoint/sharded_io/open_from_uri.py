@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from raysharded.checkpoint.format.encoding import ForeignManifest
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.retention.catalog import newest_complete
@@ -29,7 +30,7 @@ def open_uri(uri: Uri, *, key: SigningKey | None = None) -> Checkpoint:
         return _newest(text, key, None)
     try:
         return open_checkpoint(open_storage(above), name, key=key)
-    except IncompleteCheckpoint as error:
+    except (IncompleteCheckpoint, ForeignManifest) as error:
         return _newest(text, key, error)
 
 

@@ -113,16 +113,18 @@ def find_place(url: str) -> Place:
 
 
 def _single(url: str) -> FolderPlace | None:
+    from raysharded.checkpoint.format.encoding import is_foreign
+    from raysharded.checkpoint.format.limits import MAX_MANIFEST_BYTES
     from raysharded.checkpoint.format.paths import MANIFEST_NAME
     from raysharded.checkpoint.sharded_io.checkpoint_uri import storage_above
     from raysharded.checkpoint.storage import NoSuchKey
 
     try:
         above, name = storage_above(url)
-        above.size(f"{name}/{MANIFEST_NAME}")
+        foreign = is_foreign(above.read(f"{name}/{MANIFEST_NAME}", 0, MAX_MANIFEST_BYTES))
     except (ConfigError, NoSuchKey):
         return None
-    return FolderPlace(above, name)
+    return None if foreign else FolderPlace(above, name)
 
 
 def find_run(url: str) -> RunPlace:

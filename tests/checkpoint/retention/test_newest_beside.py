@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from raysharded.checkpoint import api
 from raysharded.checkpoint.retention.flat_folder import newest_beside
 from raysharded.checkpoint.storage import Storage, open_storage
-from raysharded.errors import CorruptCheckpoint
+from raysharded.cli.checkpoint.target import BesidePlace, find_place
+from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint
 from raysharded.testing.storages import CountingStorage
 
 
@@ -118,6 +120,44 @@ def test_a_damaged_one_is_an_error_where_it_may_be_the_newest_and_else_passed_ov
     assert "passing over a checkpoint beside others" in caplog.text
     os.utime(tmp_path / "old-2-of-1" / "manifest.json")
     with pytest.raises(CorruptCheckpoint):
+        newest_beside(open_storage(str(tmp_path)))
+
+
+def test_files_of_other_programs_that_are_named_like_a_manifest_are_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of a web page, of a browser's extension, or of another library's data."""
+    saved(tmp_path, {"step-8": 8, "step-9": 9})
+    (tmp_path / "page-2025").mkdir()
+    for path in (tmp_path / "page-2025" / "manifest.json", tmp_path / "manifest.json"):
+        path.write_text(json.dumps({"short_name": "Plots", "icons": [{"src": "a.png"}], "version": 2}))
+    with caplog.at_level(logging.WARNING, "raysharded.checkpoint"):
+        assert api.load(tmp_path, {"w": torch.zeros(1, dtype=torch.int64)}).step == 9
+    assert "page-2025/manifest.json is a file of another program" in caplog.text
+    place = find_place(str(tmp_path))
+    assert isinstance(place, BesidePlace)
+    assert place.choose(None).step == 9
+    for name in ("step-8", "step-9"):
+        (tmp_path / name / "manifest.json").unlink()
+    with pytest.raises(IncompleteCheckpoint, match=r"is a file of another program.*not a folder that holds complete"):
+        api.open(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "swapped"])
+def test_a_damaged_manifest_is_never_taken_for_another_programs_file(tmp_path: Path, damage: str) -> None:
+    saved(tmp_path, {"step-8": 8, "step-9": 9})
+    path = tmp_path / "step-9" / "manifest.json"
+    whole = path.read_bytes()
+    body = json.loads(whole)
+    path.write_bytes(
+        {
+            "cut": whole[:-7],
+            "changed": whole.replace(b"format", b"forma_"),
+            "empty": b"{}",
+            "swapped": json.dumps({key: body[key] for key in reversed(body) if key != "digest"}).encode(),
+        }[damage]
+    )
+    with pytest.raises(CorruptCheckpoint, match="do not match their digest"):
         newest_beside(open_storage(str(tmp_path)))
 
 
