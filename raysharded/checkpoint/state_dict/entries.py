@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_dict
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.nn.parameter import is_lazy
 
 from raysharded.checkpoint.state_dict.optimizers import Blank, OptimizerEntry, local_part, nothing
 from raysharded.checkpoint.state_dict.tree import Path
@@ -164,6 +165,7 @@ class ModuleEntry:
 
     @property
     def state(self) -> Any:
+        _require_initialized(self.module)
         if not any(True for _ in self.module.parameters()) and not self.module.state_dict():
             return {}  # torch rejects it: a loss, or a stage of a pipeline without weights
         return get_model_state_dict(self.module)
@@ -227,6 +229,16 @@ def _give(module: nn.Module, values: Mapping[Any, Any]) -> None:
         )
 
 
+def _require_initialized(module: nn.Module) -> None:
+    named = (*module.named_parameters(), *module.named_buffers())
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        raise ConfigError(
+            f"{len(lazy)} tensors of the module are lazy and have no shape yet: {', '.join(lazy[:_MOST_SHOWN])}. Call "
+            "the module once with a batch, then save or load."
+        )
+
+
 def _only_module(state: Mapping[Any, Any], key: Any) -> nn.Module:
     modules = [value for value in state.values() if isinstance(value, nn.Module)]
     if len(modules) != 1:
@@ -246,4 +258,11 @@ def _require_own(optimizer: torch.optim.Optimizer, module: nn.Module, key: Any) 
             f"state[{key!r}] is an optimizer, and {foreign} of its {len(params)} parameters are not those of the "
             "module beside it. Give it with the module that it belongs to, and make it after what replaces parameters, "
             "such as fully_shard."
+        )
+    keys = [entry for entry in optimizer.state if not isinstance(entry, torch.Tensor)]
+    if keys:
+        raise ConfigError(
+            f"state[{key!r}] is an optimizer whose state has the keys {', '.join(map(repr, keys[:_MOST_SHOWN]))} "
+            "beside its parameters. These cannot be stored with it: keep them in a parameter group, or elsewhere in the "
+            "state."
         )

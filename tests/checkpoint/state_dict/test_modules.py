@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from raysharded.checkpoint import api, open_storage
+from raysharded.checkpoint.interop import RayshardedReader, RayshardedWriter
 from raysharded.errors import CheckpointError, ConfigError
 from raysharded.testing.storages import save_rows
 from tests.checkpoint.state_dict.ranks import run_ranks
@@ -305,3 +307,18 @@ def test_a_module_without_memory_is_refused(tmp_path: Path) -> None:
         model = make()
     with pytest.raises(CheckpointError, match="on the meta device"):
         api.load(tmp_path / "c", model)
+
+
+def test_a_backward_of_a_forward_before_the_load_is_an_error_as_after_torchs_load(tmp_path: Path) -> None:
+    """Its gradients would be of weights that are no longer there."""
+    model = nn.Linear(2, 2)
+    api.save(tmp_path / "c", model)
+    dcp.save({"m": model.state_dict()}, storage_writer=RayshardedWriter(str(tmp_path / "d")), no_dist=True)
+    for load in (
+        lambda: api.load(tmp_path / "c", model),
+        lambda: dcp.load({"m": model.state_dict()}, storage_reader=RayshardedReader(str(tmp_path / "d")), no_dist=True),
+    ):
+        loss = model.weight.square().sum()
+        load()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

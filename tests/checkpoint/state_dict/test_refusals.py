@@ -249,3 +249,27 @@ def test_what_is_printed_is_short(tmp_path: Path) -> None:
         pending.result(60)
     assert repr(pending) == f"PendingSave({str(tmp_path / 'c')!r}, step=3, saved)"
     assert repr(api.open(tmp_path / "c")) == f"OpenCheckpoint({str(tmp_path / 'c')!r}, step=3, 100 tensors)"
+
+
+def test_a_module_without_shapes_yet_is_refused_by_its_parameters(tmp_path: Path) -> None:
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.LazyBatchNorm1d())
+    for state in (lazy, {"model": lazy}):
+        with pytest.raises(ConfigError, match=r"6 tensors of the module are lazy and have no shape yet: 0\.weight"):
+            api.save(tmp_path / "c", state)
+    assert list(tmp_path.iterdir()) == []
+    api.save(tmp_path / "c", torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)))
+    with pytest.raises(ConfigError, match="Call the module once with a batch"):
+        api.load(tmp_path / "c", lazy)
+    lazy(torch.zeros(4, 2))
+    api.load(tmp_path / "c", lazy)
+
+
+def test_an_optimizer_with_state_beside_its_parameters_is_refused_by_its_keys(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    api.save(tmp_path / "c", state)
+    optimizer.state["calls"] = {"count": 1}
+    for refused in (lambda: api.save(tmp_path / "d", state), lambda: api.load(tmp_path / "c", state)):
+        with pytest.raises(ConfigError, match=r"whose state has the keys 'calls' beside its parameters"):
+            refused()
