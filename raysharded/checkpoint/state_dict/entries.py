@@ -263,6 +263,5 @@ def _require_own(optimizer: torch.optim.Optimizer, module: nn.Module, key: Any) 
     if keys:
         raise ConfigError(
             f"state[{key!r}] is an optimizer whose state has the keys {', '.join(map(repr, keys[:_MOST_SHOWN]))} "
-            "beside its parameters. These cannot be stored with it: keep them in a parameter group, or elsewhere in the "
-            "state."
+            "beside its parameters. These cannot be stored with it: keep them in a parameter group or elsewhere."
         )

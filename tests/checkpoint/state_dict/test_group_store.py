@@ -106,6 +106,8 @@ def remade(rank: int, folder: str) -> tuple[Any, int]:
     """
     assert fake_pg
     base = dist.distributed_c10d._get_default_store()
+    base.set(f"rank {rank}", "")  # a rank that is still connecting would fail if the other left
+    base.wait(["rank 0", "rank 1"], timedelta(seconds=LONG_S))
     dist.destroy_process_group()
     received: Any = None
     for group in range(2):
