@@ -1,7 +1,8 @@
 """The store of a process group: waits with a deadline, and a name for the group's messages.
 
-torch gives a group that is destroyed and made again over the same store the same prefix as before, and the store still
-holds the messages that a failed save left. So the ranks of a group agree on a random name before their first message:
+A group that is destroyed and made again over the same store gets the same prefix from torch. The store still holds the
+messages that a failed save of the earlier group left. So the ranks of a group agree on a random name before their first
+message:
 
 1. Rank 0 draws a name and publishes it as `session`.
 2. Every other rank draws a token, reads `session`, and sets `{name}/here/{rank}` to the token.

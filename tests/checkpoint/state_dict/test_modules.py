@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 
 from raysharded.checkpoint import api, open_storage
@@ -313,10 +314,10 @@ def test_a_backward_of_a_forward_before_the_load_is_an_error_as_after_torchs_loa
     """Its gradients would be of weights that are no longer there."""
     model = nn.Linear(2, 2)
     api.save(tmp_path / "c", model)
-    dcp.save({"m": model.state_dict()}, storage_writer=RayshardedWriter(str(tmp_path / "d")), no_dist=True)
+    dcp_save({"m": model.state_dict()}, storage_writer=RayshardedWriter(str(tmp_path / "d")), no_dist=True)
     for load in (
         lambda: api.load(tmp_path / "c", model),
-        lambda: dcp.load({"m": model.state_dict()}, storage_reader=RayshardedReader(str(tmp_path / "d")), no_dist=True),
+        lambda: dcp_load({"m": model.state_dict()}, storage_reader=RayshardedReader(str(tmp_path / "d")), no_dist=True),
     ):
         loss = model.weight.square().sum()
         load()

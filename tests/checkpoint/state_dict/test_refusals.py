@@ -269,7 +269,8 @@ def test_an_optimizer_with_state_beside_its_parameters_is_refused_by_its_keys(tm
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}
     api.save(tmp_path / "c", state)
-    optimizer.state["calls"] = {"count": 1}
+    own: Any = optimizer.state
+    own["calls"] = {"count": 1}
     for refused in (lambda: api.save(tmp_path / "d", state), lambda: api.load(tmp_path / "c", state)):
         with pytest.raises(ConfigError, match=r"whose state has the keys 'calls' beside its parameters"):
             refused()
