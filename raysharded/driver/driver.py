@@ -80,8 +80,10 @@ _LAST_WORDS_S = 1.0
 """Time limit for the journal's last entries when the run must end at once."""
 _STOPPED_LAST_WORDS_S = 10.0
 """Time limit for the journal's last entries after a stop request without a deadline."""
-_SAY_WAITING_AFTER_S = 10.0
-"""Interval at which a run that waits for workers reports what is missing."""
+_LOOK_FOR_SHORTAGE_S = 10.0
+"""Interval at which a run that waits for workers looks for what is missing, and reports it."""
+_SLOW_START_S = 30.0
+"""Workers that are not ready after this time are reported although nothing is missing."""
 _CLEANING_PATIENCE_S = 10.0
 """Longest wait of a finished run for the deletion of its old checkpoints."""
 
@@ -148,7 +150,7 @@ class Driver:
         self._requests = Requests()
         self._error: BaseException | None = None
         self._ended = False
-        self._said_waiting_at = self._ticked_at = 0.0
+        self._looked_for_shortage_at = self._ticked_at = 0.0
         self.state = State(
             limits=limits, driver=name, numerics=numerics.newest(), build_seed=build_seed_of(files.metadata)
         )
@@ -296,11 +298,12 @@ class Driver:
     def _say_what_is_missing(self) -> None:
         state, now = self.state, self._clock.monotonic()
         waiting = state.phase is Phase.GATHERING and len(state.ready) < state.limits.min_workers
-        if waiting and now - max(state.since, self._said_waiting_at) >= _SAY_WAITING_AFTER_S:
-            self._said_waiting_at = now
+        if waiting and now - max(state.since, self._looked_for_shortage_at) >= _LOOK_FOR_SHORTAGE_S:
+            self._looked_for_shortage_at = now
             missing = self._launcher.describe_shortage()
-            fields = {"ready": len(state.ready), "needed": state.limits.min_workers, "missing": missing}
-            self._record("waiting", fields)
+            if missing or state.start_failures or now - state.since >= _SLOW_START_S:
+                fields = {"ready": len(state.ready), "needed": state.limits.min_workers, "missing": missing}
+                self._record("waiting", fields)
 
     # -- in --
 

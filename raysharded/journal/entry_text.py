@@ -55,7 +55,8 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "start_failed":
             return f"worker {fields['worker']} did not start: {brief(fields['reason'])}"
         case "waiting":
-            return f"{fields['ready']} of at least {fields['needed']} workers are ready. {get('missing', '')}".rstrip()
+            ready = f"{fields['ready']} of at least {fields['needed']} workers are ready"
+            return f"{ready}. {fields['missing']}" if get("missing") else f"{ready}; the others take long to start"
         case "waiting_for_owner":
             return f"{fields['owner']} may hold the run: waiting {duration(fields['lease_s'])} for a sign of life"
         case "waiting_for_workers":

@@ -123,7 +123,8 @@ class Launcher(Protocol):
         ...
 
     def describe_shortage(self) -> str:
-        """Resources missing for workers that could not be started yet; empty if unknown."""
+        """Resources missing for workers that could not be started yet; empty if unknown, or if no resource is missing:
+        the workers are starting."""
         ...
 
     def abandon(self) -> None:

@@ -56,7 +56,7 @@ class Placing:
             return "SPREAD"
         coming = Counter(node for sent, node in self._sent.items() if sent not in there)
         taken = coming + Counter(there.values())
-        free = {node: room - coming[node] for node, room in self._room().items() if node not in unfit}
+        free = {node: room - coming[node] for node, room in self.room().items() if node not in unfit}
         node = choose_node(free, taken, self._group_size)
         if node is None:
             return "SPREAD"
@@ -67,7 +67,7 @@ class Placing:
         """Discard a lost worker."""
         self._sent.pop(worker, None)
 
-    def _room(self) -> dict[str, int]:
+    def room(self) -> dict[str, int]:
         """Node id -> number of further workers that fit there now."""
         available: dict[str, dict[str, float]] = ray_state.available_resources_per_node()
         return {
@@ -90,13 +90,23 @@ def node_table() -> dict[str, NodeInfo]:
 
 
 def node_of(actor: ActorHandle[Any]) -> str:
-    """Id of the node that an actor is, or was, placed on; empty if unknown."""
+    """Id of the node that an actor is, was, or may be placed on; empty if unknown."""
+    node = str(_record_of(actor).get("Address", {}).get("NodeID", ""))
+    return node if node.strip("f") else ""  # the id of no node is all ones
+
+
+def has_process(actor: ActorHandle[Any]) -> bool:
+    """True if an actor has a process, and with it its resources, or had one; it may still be starting."""
+    return bool(_record_of(actor).get("Pid"))
+
+
+def _record_of(actor: ActorHandle[Any]) -> Mapping[str, Any]:
+    """What Ray knows of an actor; empty if unknown. Ray has no public way without its dashboard."""
     try:
-        # Ray has no public way without its dashboard. The id of no node is all ones.
-        node = str(ray_state.actors(actor._actor_id.hex())["Address"]["NodeID"])
-        return node if node.strip("f") else ""
+        record: Mapping[str, Any] = ray_state.actors(actor._actor_id.hex())
     except Exception:  # noqa: BLE001 - used for reports and counts only: not worth a failure
-        return ""
+        return {}
+    return record
 
 
 def not_on(nodes: Iterable[str]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from raysharded.ray_backend.agents import Agents, Aside, OwnNode
 from raysharded.ray_backend.drain_watch import DrainWatch
 from raysharded.ray_backend.node_watch import NodeWatch
 from raysharded.ray_backend.peers import GROUP, GROUP_SIZE, NAMESPACE, RayPeers, name_of
-from raysharded.ray_backend.placement import Placing, node_of, node_table, not_on
+from raysharded.ray_backend.placement import Placing, has_process, node_of, node_table, not_on
 
 _CONCURRENT_CALLS = 16
 """Concurrent calls of a worker. One waits for notices; those of earlier drivers may wait for a notice or a save."""
@@ -261,6 +261,8 @@ class RayLauncher:
         self._watch.watch(facts.node_id)
 
     def describe_shortage(self) -> str:
+        if not self._is_short():
+            return ""
         have, free = ray.cluster_resources(), ray.available_resources()
         parts = [
             f"{amount:g} {name} (the cluster has {have.get(name, 0):g}, {free.get(name, 0):g} free)"
@@ -269,6 +271,16 @@ class RayLauncher:
         avoided = ", ".join(node_id[:8] for node_id in self._avoided)
         besides = f" No worker is placed on {avoided}, which failed too often." if avoided else ""
         return f"Each worker needs {' and '.join(parts)}.{besides}"
+
+    def _is_short(self) -> bool:
+        """False if every worker that is not ready has its resources, or can have them at once: it is starting."""
+        if self._owns_cluster:  # it has room for the workers required: see `refuse_the_impossible`
+            return False
+        unfit = {*self._avoided, *self._watch.dead()}
+        if any(room for node, room in self._placing.room().items() if node not in unfit):
+            return False
+        starting = [actor for worker, actor in self._actors.items() if worker not in self._facts]
+        return not starting or not all(map(has_process, starting))
 
     def abandon(self) -> None:
         if not self._owns_cluster:

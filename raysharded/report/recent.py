@@ -65,7 +65,7 @@ def entries_of(segment: bytes) -> list[dict[str, Any]]:
 
 def incident_line(entry: Mapping[str, Any]) -> str | None:
     """The sentence for an incident; None for other entries, and for those without the needed fields."""
-    if entry["kind"] != "recovery" and entry["kind"] not in incidents.KINDS:
+    if entry["kind"] != "recovery" and not incidents.is_incident(entry):
         return None
     try:
         return incident_text(entry["kind"], entry)

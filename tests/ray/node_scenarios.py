@@ -20,6 +20,7 @@ from raysharded.ids import WorkerId
 from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.worker_launcher import LeaveNotice, Reply, WorkerLost
 from raysharded.ray_backend.cluster import quiet_raylet
+from raysharded.ray_backend.placement import has_process
 from raysharded.ray_backend.ray_launcher import RayLauncher
 from raysharded.testing.ray_nodes import RayNodes
 from tests.ray.driving import PacedTokens, hurry
@@ -171,6 +172,8 @@ def stopped(folder: Path) -> dict[str, Any]:
     """A worker that is stopped (SIGSTOP) is ended by its node's agent."""
     launcher = make_launcher(make_job(str(folder)))
     launcher.start(WorkerId(0))
+    wait_until(lambda: has_process(launcher._actors[WorkerId(0)]), "the worker's process", WAIT_S)
+    shortage = launcher.describe_shortage()  # nobody has heard of the worker, which has all that the node has
     facts = answer_of(launcher, WAIT_S)
     wait_until(lambda: bool(agents()), "the agent", WAIT_S)
     os.kill(facts.pid, signal.SIGSTOP)
@@ -181,7 +184,8 @@ def stopped(folder: Path) -> dict[str, Any]:
     killed_s = time.monotonic() - at
     launcher.close()
     wait_until(lambda: not agents(), "the agent's end", WAIT_S)
-    return {"call_s": call_s, "killed_s": killed_s, "started": facts.started, "node_id": facts.node_id}
+    about = {"started": facts.started, "node_id": facts.node_id, "shortage": shortage}
+    return {"call_s": call_s, "killed_s": killed_s, **about}
 
 
 class DiesWhenRead(Tokens):

@@ -94,6 +94,27 @@ def test_what_a_recovery_says_is_not_said_twice() -> None:
     assert "worker 7" in found[1].text.lower()
 
 
+WAITING: Entry = ("waiting", {"ready": 1, "needed": 2, "missing": "Each worker needs 1 GPU."})
+SLOW: Entry = ("waiting", {"ready": 1, "needed": 2, "missing": ""})
+
+
+def test_a_slow_start_is_no_incident_and_a_shortage_is_one_however_often_it_is_said() -> None:
+    rest = [*generation(1, [0, 1], 0), step(1)]
+    assert told([started(), SLOW, SLOW, *rest]) == []
+    (short,) = told([started(), WAITING, WAITING, WAITING, *rest])
+    assert (short.kind, short.text) == ("waiting", "1 of at least 2 workers are ready. Each worker needs 1 GPU.")
+    later = ("waiting", {"ready": 0, "needed": 2, "missing": "Each worker needs 1 GPU."})
+    assert len(told([started(), WAITING, later, WAITING, *rest])) == 3
+
+
+@pytest.mark.parametrize(("after", "kinds"), [([0, 1], []), ([0, 1, 2], ["reshard"])])
+def test_a_pause_is_no_incident_and_a_change_of_the_workers_in_it_is_one(after: list[int], kinds: list[str]) -> None:
+    pause: list[Entry] = [("pause", {"step": 1}), ("paused", {"step": 1, "workers": [0, 1]})]
+    resume: Entry = ("resume", {"step": 1, "seconds": 5.0})
+    entries = [started(), *generation(1, [0, 1], 0), step(1), *pause, resume, *generation(2, after, 1), step(2, 2, 2)]
+    assert [incident.kind for incident in told(entries)] == kinds
+
+
 def test_a_reason_that_another_one_repeats_is_told_once() -> None:
     entries = [started(), *generation(1, [0, 1], 0), step(1), *generation(2, [0], 1), step(2, 1, 2)]
     reasons = ["step 2 is wrong", "computed wrong numbers: step 2 is wrong.", "computed wrong numbers: step 2 is wrong"]

@@ -97,6 +97,14 @@ def test_the_line_says_what_is_done_instead_of_training() -> None:
         (("failed", {"step": 6, "error": "TaskError: no"}), "step 6: failed"),
         (("stopped", {"step": 6}), "step 6: stopped"),
         (("data", {"num_samples": 3}), None),
+        (
+            ("waiting", {"ready": 0, "needed": 1, "missing": "Each worker needs 1 GPU."}),
+            "0 of at least 1 workers are ready. Each worker needs 1 GPU.",
+        ),
+        (
+            ("waiting", {"ready": 0, "needed": 1, "missing": ""}),
+            "0 of at least 1 workers are ready; the others take long to start",
+        ),
         (("something new", {}), None),
     ],
 )

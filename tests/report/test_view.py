@@ -64,6 +64,17 @@ def test_the_screen_has_all_that_people_look_for() -> None:
     assert next(line for line in found.splitlines() if "recovered" in line).rstrip().endswith("0.70 s")
 
 
+def test_neither_a_slow_start_nor_a_pause_is_an_incident() -> None:
+    short = ("waiting", {"ready": 0, "needed": 1, "missing": "Each worker needs 1 GPU."})
+    slow = ("waiting", {"ready": 0, "needed": 1, "missing": ""})
+    stop = [("pause", {"step": 1}), ("paused", {"step": 1, "workers": [0]}), ("resume", {"step": 1, "seconds": 5.0})]
+    watched = Watched(0)
+    for entry in with_times([started(), slow, short, *generation(1, [0], 0), step(1), *stop, step(2)]):
+        watched.take(entry["kind"], entry, entry["at"])
+    assert [one.text for one in watched.incidents] == ["0 of at least 1 workers are ready. Each worker needs 1 GPU."]
+    assert [one.text.split(":")[1][:7] for one in watched.asked] == [" a paus", " paused", " goes o"]
+
+
 @pytest.mark.parametrize("name", ["losses", "two_drivers"])
 def test_a_run_that_took_place_is_shown_as_its_report_has_it(name: str) -> None:
     entries = recorded(name)

@@ -60,7 +60,9 @@ class Chronicle:
                 self._generation(entry)
             case "formed":
                 self._formed(entry)
-            case "waiting" | "finished":
+            case "finished":
+                self.sessions[-1].note(kind, self.now)
+            case "waiting" if self.members is not None or incidents.is_incident(entry):  # else they are starting
                 self.sessions[-1].note(kind, self.now)
             case "rewind" if entry.get("who") == "asked":  # between two steps: its generation is being formed
                 self._because(f"to go back to step {entry['to_step']}, as was asked for")
@@ -75,7 +77,7 @@ class Chronicle:
                 self._open()
                 self.sessions[-1].note("found", self.now)
         incident = incidents.of_entry(entry, self.now / wall_time.MICRO, self.step)
-        if incident is not None:
+        if incident is not None and not self._is_told(incident):
             self.incidents.append(incident)
 
     def add_step(self, index: int) -> None:
@@ -92,7 +94,8 @@ class Chronicle:
             return
         self.closed, self.closed_lost_s, self.lost_s = change, self.lost_s, 0.0
         if change.before is not None and change.after:
-            self.incidents.append(incidents.of_reshard(change))
+            if not _only_resumes(change):
+                self.incidents.append(incidents.of_reshard(change))
         elif len(self.sessions) > 1:
             ended, started = self.sessions[-2].end, self.sessions[-1].begin
             self.incidents.append(
@@ -168,7 +171,7 @@ class Chronicle:
         """End a pause: the following time is the return to training, which excludes the pause."""
         self.sessions[-1].note("resume", self.now)
         self.paused, change = False, self._open()
-        change.since_s = self.now / wall_time.MICRO
+        change.since_s, change.resumes = self.now / wall_time.MICRO, True
 
     def _generation(self, entry: Entry) -> None:
         self.sessions[-1].note("generation", self.now)
@@ -193,9 +196,19 @@ class Chronicle:
         change.bytes_received += int(entry.get("bytes_received", 0))
         change.bytes_read += int(entry.get("bytes_read", 0))
 
+    def _is_told(self, incident: Incident) -> bool:
+        """True if the newest incident says the same: a run repeats that it waits for workers."""
+        same = self.incidents[-1:]
+        return incident.kind == "waiting" and [(one.text, one.step) for one in same] == [(incident.text, incident.step)]
+
     def _concerns_members(self, entry: Entry) -> bool:
         worker = entry.get("worker")
         return worker is None or self.members is None or worker in self.members
+
+
+def _only_resumes(change: Change) -> bool:
+    """True if the same workers went on after a pause."""
+    return change.resumes and not change.why and change.before == change.after
 
 
 def _is_part_of(incident: Incident, recovery: Recovery, change: Change) -> bool:

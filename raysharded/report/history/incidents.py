@@ -35,8 +35,6 @@ KINDS = {
     "node_avoided": "node",
     "drain": "node",
     "waiting": "waiting",
-    "paused": "pause",
-    "resume": "pause",
     "resize": "resize",
     "taken_over": "driver",
     "orphaned": "driver",
@@ -64,7 +62,6 @@ LETTERS = {
     "straggler": "S",
     "node": "N",
     "waiting": "P",
-    "pause": "H",
     "resize": "Z",
     "numbers": "!",
     "asked": "A",
@@ -81,8 +78,7 @@ NAMES = {
     "worker": "a worker",
     "straggler": "straggler",
     "node": "a node",
-    "waiting": "pause: too few workers",
-    "pause": "paused on request",
+    "waiting": "too few workers",
     "resize": "another number of workers wanted",
     "numbers": "wrong or non-finite numbers",
     "asked": "requested",
@@ -142,12 +138,19 @@ class Change:
     bytes_read: int = 0
     why: str = ""
     source: str = ""
+    resumes: bool = False
+    """Whether it ends a pause."""
+
+
+def is_incident(entry: Entry) -> bool:
+    """True if the entry is an incident by itself. Workers that take long to start, and lack nothing, are none."""
+    return entry["kind"] in KINDS and (entry["kind"] != "waiting" or bool(entry.get("missing")))
 
 
 def of_entry(entry: Entry, at_s: float, step: int) -> Incident | None:
     """The incident of a single entry; None for most, and for an older version's entry without the needed fields."""
     kind = entry["kind"]
-    if kind not in KINDS:
+    if not is_incident(entry):
         return None
     try:
         text = f"the run failed: {brief(entry['error'])}" if kind == "failed" else incident_text(kind, entry)

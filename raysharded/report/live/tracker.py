@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from raysharded.journal.entry_text import brief, incident_text
 from raysharded.quantities import count, listing, printable
+from raysharded.report.history.incidents import is_incident
 
 _WINDOW_S = 60.0
 _WINDOW_STEPS = 64
@@ -18,6 +19,7 @@ _POINTS = 256
 _HAPPENED = 8
 _ASKED = ("pause", "resume", "resize", "drain", "learning_rate", "reshard", "rewind", "stop")
 """Kinds of entries for requests; with `_refused`, for requests that were rejected."""
+_NO_INCIDENTS = ("step", "started", "finished", "stopped")
 
 
 class Standing(Protocol):
@@ -140,12 +142,12 @@ class Watched:
         )
 
     def _keep(self, kind: str, fields: Mapping[str, Any], at: float, lines: list[str]) -> None:
-        asked = kind.removesuffix("_refused") in _ASKED and fields.get("who", "asked") == "asked"
+        asked = kind.removesuffix("_refused") in (*_ASKED, "paused") and fields.get("who", "asked") == "asked"
         if asked and (kind != "rewind" or "who" in fields):
             self.asked.append(Happened(at=at, text=lines[0] if lines else printable(_in_words(kind, fields))))
         elif kind == "checkpoint":
             self.checkpoints.extend(Happened(at=at, text=line) for line in lines)
-        elif kind not in ("step", "started", "finished", "stopped"):
+        elif kind not in _NO_INCIDENTS and (kind != "waiting" or is_incident({"kind": kind, **fields})):
             cost_s = float(fields["total_s"]) if kind == "recovery" else None
             if kind == "formed" and self._done_at is not None:
                 cost_s = max(0.0, at - self._done_at)

@@ -1,0 +1,104 @@
+"""What a driver says while its workers start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysharded.checkpoint import open_storage
+from raysharded.checkpoint.retention.policy import Keep
+from raysharded.driver.checkpoints.committer import RunFiles
+from raysharded.driver.driver import Driver
+from raysharded.errors import ClusterError, RunFailed
+from raysharded.ids import WorkerId
+from raysharded.journal.reader import entries_of, read_segments
+from raysharded.protocol.session import DriverSession, FoundWorkers
+from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost
+from raysharded.run.listeners import ignore
+from tests.driver.scripted import LIMITS
+from tests.report.entries import ManualClock
+
+FULL = "Each worker needs 1 GPU (the cluster has 0, 0 free)."
+
+
+class NeverReady:
+    """Starts no worker, while the time of the clock goes by."""
+
+    def __init__(self, clock: ManualClock, shortage: str, failing: bool) -> None:
+        self.clock, self.shortage, self.failing = clock, shortage, failing
+        self.started: list[WorkerId] = []
+
+    def rendezvous(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    def where(self) -> tuple[str, str]:
+        return "", ""
+
+    def has_ended(self, cluster: str, job: str) -> bool:
+        return False
+
+    def of_another_version(self) -> None:
+        return None
+
+    def enter(self, terms: DriverSession, hold: LeadershipCheck) -> FoundWorkers:
+        return FoundWorkers()
+
+    def start(self, worker: WorkerId, avoid: tuple[str, ...] = ()) -> None:
+        self.started.append(worker)
+
+    def call(self, worker: WorkerId, method: str, *args: Any) -> None:
+        raise AssertionError("no worker is there")
+
+    def kill(self, worker: WorkerId, *, at_once: bool = True) -> None:
+        pass
+
+    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | LeaveNotice]:
+        self.clock.now += 0.5
+        died = self.started if self.failing else []
+        self.started = []
+        return [WorkerLost(worker=worker, reason="out of memory") for worker in died]
+
+    def describe_shortage(self) -> str:
+        return self.shortage
+
+    def abandon(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def said(folder: Path, *, shortage: str = "", failing: bool = False) -> list[tuple[float, str]]:
+    """(seconds since the start, what is missing) of every entry `waiting` of a run that fails within two minutes."""
+    clock = ManualClock()
+    launcher = NeverReady(clock, shortage, failing)
+    storage = open_storage(str(folder))
+    files = RunFiles(name="slow", storage=storage, keep=Keep(last=1), metadata={}, global_batch_size=8, key=None)
+    limits = replace(LIMITS, max_start_failures=8, start_backoff_s=6.0)
+    driver = Driver(limits, launcher, files, clock, ignore)
+    began = clock.wall()
+    with pytest.raises((ClusterError, RunFailed)):
+        driver.run()
+    entries = [entry for _, segment in read_segments(storage) for _, entry in entries_of(segment)]
+    return [(entry["at"] - began, entry["missing"]) for entry in entries if entry["kind"] == "waiting"]
+
+
+def test_workers_that_are_only_starting_are_not_mentioned_until_they_are_slow(tmp_path: Path) -> None:
+    (first, missing), *later = said(tmp_path)
+    assert 30 <= first < 42
+    assert missing == ""
+    assert len(later) >= 6
+
+
+def test_what_is_missing_is_said_after_ten_seconds(tmp_path: Path) -> None:
+    (first, missing), *_ = said(tmp_path, shortage=FULL)
+    assert 10 <= first < 12
+    assert missing == FULL
+
+
+def test_workers_that_fail_to_start_are_said_to_be_missing_after_ten_seconds(tmp_path: Path) -> None:
+    (first, _), *_ = said(tmp_path, failing=True)
+    assert 10 <= first < 12
