@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -19,6 +20,19 @@ from tests.report.test_page import HOSTILE, hostile_run, long_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.procs]
 JOURNALS = Path(__file__).parent / "journals"
+CUT = """
+[...document.querySelectorAll("td, dd, dt, figcaption, #charts svg, .legend li, p, fieldset label, .scroll")]
+  .filter((one) => {
+    const box = one.getBoundingClientRect();
+    return box.left < -0.5 || box.right > innerWidth + 0.5 || one.scrollWidth > Math.ceil(box.width);
+  }).map((one) => one.outerHTML.slice(0, 200))
+"""
+"""What is outside the window, or wider than its place, so that one had to scroll to see it."""
+TILES = """
+[...document.querySelectorAll(".tiles dd, .tiles dt, .tiles small")].map((one) =>
+  [getComputedStyle(one).color, getComputedStyle(one.closest("div")).backgroundColor])
+"""
+"""The colours of the texts in the tiles, and of what is behind them."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +58,7 @@ def page_of(report: RunReport, folder: Path) -> Path:
 
 def points(browser: Browser, chart: str, kind: str = ".line:not(.gone)") -> int:
     """Of the line, as drawn: every command of its path but the horizontal halves of steps ends at a point."""
-    path = browser.evaluate(f"document.querySelector('svg[data-chart={chart}] {kind}')?.getAttribute('d') ?? ''")
+    path = browser.evaluate(f"document.querySelector('svg[data-chart=\"{chart}\"] {kind}')?.getAttribute('d') ?? ''")
     return len(re.findall("[MLV]", path))
 
 
@@ -105,7 +119,9 @@ def test_values_are_told_where_the_pointer_is(browser: Browser, tmp_path: Path) 
     assert readout(browser) == ""
     browser.hover("svg[data-chart=loss]")
     assert re.match(
-        r"step 5 · 4\.92 s \(2026-11-21 21:05:27 UTC\) · loss 9\.517 · learning rate 0\.007222 · ", readout(browser)
+        r"step 5 · 4\.92 s \(2026-11-21 21:05:27 UTC\) · loss 9\.517 · metric: accuracy 0\.01563 · "
+        r"metric: logit 0\.6989 · learning rate 0\.007222 · tokens per second ",
+        readout(browser),
     )
     assert readout(browser).endswith("workers 2")
     browser.hover(".mark")
@@ -168,6 +184,100 @@ def test_it_fits_on_a_phone_in_the_dark_and_on_paper(browser: Browser, tmp_path:
         assert (luminance(paper) < 0.1) == dark
         assert points(browser, "loss") == 10
         check_quiet(browser, page)
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)])
+def test_nothing_is_cut_or_wider_than_the_screen(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
+    for name, report in (("pictured", recorded("pictured", tmp_path)), ("hostile", hostile(tmp_path))):
+        page = page_of(report, tmp_path)
+        browser.open(page, width=width, dark=dark)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width, name
+        assert browser.evaluate(CUT) == [], name
+        for ink, paper in browser.evaluate(TILES):
+            assert contrast(ink, paper) >= 4.5, name
+        assert (
+            browser.evaluate(
+                "Math.min(...[...document.querySelectorAll('.tiles > div')].map((one) => one.clientWidth))"
+            )
+            >= 140
+        )
+        check_quiet(browser, page)
+
+
+def hostile(folder: Path) -> RunReport:
+    return load(write_run(folder / "hostile", hostile_run()))
+
+
+def test_every_chart_has_its_title_and_evaluations_are_drawn_with_their_points(
+    browser: Browser, tmp_path: Path
+) -> None:
+    page = page_of(recorded("pictured", tmp_path), tmp_path)
+    browser.open(page)
+    titles = browser.evaluate("[...document.querySelectorAll('figcaption')].map((one) => one.firstChild.textContent)")
+    assert titles == [
+        "Incidents",
+        "Loss",
+        "Evaluation: loss",
+        "Evaluation: accuracy",
+        "Metric: accuracy",
+        "Learning rate",
+        "Tokens per second",
+        "Workers",
+    ]
+    assert points(browser, "evaluation/loss") == points(browser, "evaluation/accuracy") == 12
+    assert (
+        browser.evaluate("document.querySelectorAll('svg[data-chart=\"evaluation/loss\"] .dot:not(.gone)').length")
+        == 12
+    )
+    assert points(browser, "metrics/accuracy") == points(browser, "loss") == 60
+    browser.hover("svg[data-chart='evaluation/loss']")
+    assert re.search(r"step 29 · .* · evaluation: loss 3\.5\d* \(step 30\) · ", readout(browser))
+    check_quiet(browser, page)
+
+
+def test_the_scale_of_values_can_be_logarithmic(browser: Browser, tmp_path: Path) -> None:
+    page = page_of(recorded("pictured", tmp_path), tmp_path)
+    browser.open(page)
+
+    def lines() -> dict[str, str]:
+        found: dict[str, str] = browser.evaluate(
+            "Object.fromEntries([...document.querySelectorAll('svg[data-chart]')].map((one) =>"
+            " [one.dataset.chart, one.querySelector('.line:not(.gone)').getAttribute('d')]))"
+        )
+        return found
+
+    linear = lines()
+    browser.evaluate("document.querySelector('input[name=scale]').focus()")
+    browser.key("ArrowRight")
+    logarithmic = lines()
+    assert {name for name in linear if linear[name] == logarithmic[name]} == {"rate", "workers"}
+    heights = [float(y) for y in re.findall(r"[\d.]+ ([\d.]+)", logarithmic["loss"])]
+    losses = [record.loss for record in recorded("pictured", tmp_path / "again").summary.steps]
+    low, high = min(losses), max(losses)
+    for loss, height in zip(losses, heights, strict=True):
+        share = (math.log(loss / low) / math.log(high / low)) if high > low else 0.0
+        assert height == pytest.approx(max(heights) + (min(heights) - max(heights)) * share, abs=0.11)
+    caption = browser.evaluate("document.querySelectorAll('figcaption')[1].textContent")
+    assert caption == "Losslogarithmic · last 3.186"
+    browser.click("input[value=linear] + span")
+    assert lines() == linear
+    check_quiet(browser, page)
+
+
+def test_there_is_no_scale_to_choose_where_no_value_can_have_a_logarithm(browser: Browser, tmp_path: Path) -> None:
+    steps = [step(number, 1, loss=1.0 - number, lr=0.0) for number in (1, 2, 3)]
+    page = page_of(load(write_run(tmp_path / "run", [started(), data(), *generation(1, [0], 0), *steps])), tmp_path)
+    browser.open(page)
+    assert points(browser, "loss") == 3
+    assert browser.evaluate("document.getElementById('scale')") is None
+    check_quiet(browser, page)
+
+
+def test_steps_that_were_lost_apart_are_not_connected(browser: Browser, tmp_path: Path) -> None:
+    browser.open(page_of(recorded("pictured", tmp_path), tmp_path))
+    gone = browser.evaluate("document.querySelector('svg[data-chart=loss] .line.gone').getAttribute('d')")
+    assert (gone.count("M"), gone.count("L")) == (1, 9)  # the ten steps after the newest checkpoint
+    assert browser.evaluate("document.querySelectorAll('svg[data-chart=loss] .dot.gone').length") == 2
 
 
 def luminance(color: str) -> float:

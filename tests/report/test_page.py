@@ -183,6 +183,81 @@ def test_the_charts_have_every_step_that_was_computed(tmp_path: Path) -> None:
     assert [mark["letter"] for mark in found["marks"]] == ["R", "M"]
 
 
+def with_numbers(names: int, steps: int = 20) -> list[Entry]:
+    """A run with evaluations every five steps, and metrics in each."""
+    told: list[Entry] = []
+    for number in range(1, steps + 1):
+        evaluation = {"loss": 4.0 / number, "accuracy": number / 100} if number % 5 == 0 else {}
+        metrics = {f"metric {name}": number / (name + 1) for name in range(names)}
+        told.append(step(number, 1, evaluation=evaluation, metrics=metrics))
+    return [started(max_steps=steps), data(), *generation(1, [0], 0), *told]
+
+
+def page_of(entries: list[Entry]) -> str:
+    return RunReport(url="/x", summary=summarise(with_times(entries)), ledger=None).as_html()
+
+
+def test_evaluations_and_metrics_have_charts_and_tiles() -> None:
+    page = page_of(with_numbers(2))
+    charts = {chart["name"]: chart for chart in data_of(page)["charts"]}
+    named = {name: chart["title"] for name, chart in charts.items() if "/" in name}
+    assert named == {
+        "evaluation/loss": "Evaluation: loss",
+        "evaluation/accuracy": "Evaluation: accuracy",
+        "metrics/metric 0": "Metric: metric 0",
+        "metrics/metric 1": "Metric: metric 1",
+    }
+    assert charts["evaluation/loss"]["counted"]["step"] == [5, 10, 15, 20]
+    assert charts["evaluation/loss"]["counted"]["y"] == [0.8, 0.4, 0.2666667, 0.2]
+    assert len(charts["metrics/metric 1"]["counted"]["y"]) == 20
+    assert [charts[name]["sparse"] for name in ("evaluation/loss", "metrics/metric 1", "loss")] == [True, False, False]
+    said = " ".join(Parsed(page).text().split())
+    assert "Evaluation: accuracy 0.2 in step 20; from 0.05 to 0.2" in said
+    assert "Metric: metric 1 10 in step 20; from 0.5 to 10" in said
+
+
+def test_of_very_many_metrics_some_are_drawn_and_the_page_says_so() -> None:
+    page = page_of(with_numbers(40))
+    assert len(data_of(page)["charts"]) == 4 + 12
+    assert "30 more evaluations and metrics are not drawn." in Parsed(page).text()
+    assert "not drawn" not in Parsed(page_of(with_numbers(2))).text()
+
+
+@pytest.mark.parametrize(("weight", "unit", "other"), [(32.0, "Tokens", "Samples"), (4.0, "Samples", "Tokens")])
+def test_what_is_counted_is_named(weight: float, unit: str, other: str) -> None:
+    page = page_of([started(), data(), *generation(1, [0], 0), step(1, weight=weight), step(2, weight=weight)])
+    assert data_of(page)["charts"][2]["title"] == f"{unit} per second"
+    said = Parsed(page).text()
+    assert f"{unit} per second" in said
+    assert f"{2 * weight:.0f} {unit.lower()} in all" in said
+    assert f"{other} per second" not in said
+    assert "or samples" not in page
+
+
+def test_a_legend_has_only_what_is_there() -> None:
+    quiet = [started(), data(), *generation(1, [0], 0), step(1), step(2)]
+    said = Parsed(page_of(quiet)).text()
+    for words in ("Pale lines", "marks above", "computed again:", "found:"):
+        assert words not in said, words
+    assert '<ul class="legend">' not in page_of([*quiet, avoided(2)])
+    told = Parsed(page_of(run_with_a_loss())).text()
+    assert "Pale lines are steps whose results were lost." in told
+    assert "marks above" in told
+    assert "built" not in told  # no part of these costs
+    back: Entry = ("rewind", {"step": 2, "to_step": 1, "who": "asked", "skip_samples": 0, "skips": [], "reason": "x"})
+    undone = page_of([*quiet, back, *generation(2, [0], 1), step(2, 2, 2)])
+    assert "Pale lines are steps whose results were undone on request." in Parsed(undone).text()
+
+
+def test_steps_that_were_lost_apart_from_each_other_are_not_one_line() -> None:
+    entries = [started(), data(), *generation(1, [0, 1], 0), *[step(number) for number in (1, 2, 3)]]
+    entries += [*generation(2, [0], 1), *[step(number, 1, 2) for number in (2, 3, 4, 5, 6)]]
+    entries += [*generation(3, [0], 4), step(5, 1, 3), step(6, 1, 3)]
+    (loss, *_) = data_of(page_of(entries))["charts"]
+    assert loss["lost"]["step"] == [2, 3, None, 5, 6]
+    assert loss["lost"]["t"][2] is loss["lost"]["y"][2] is None
+
+
 def test_a_loss_that_is_not_finite_is_a_hole_in_the_line() -> None:
     entries = [started(), *generation(1, [0], 0), step(1), step(2, loss="nan"), step(3, loss="inf"), step(4)]
     report = RunReport(url="/x", summary=summarise(with_times(entries)), ledger=None)
@@ -224,9 +299,20 @@ def test_a_long_run_has_a_small_page_and_its_worst_steps_are_on_it() -> None:
 def test_a_run_of_very_many_steps_has_a_page_of_less_than_2_mb(steps: int) -> None:
     short = long_run(600)  # with its incidents and checkpoints; the steps are made without a journal of half a gigabyte
     session, log = Session(begin=0, end=steps * 1_500_000), StepLog()
-    like = {"at": 1e9, **step(1)[1]}
+    named = {f"metric {number}": number / 7 for number in range(20)}
+    like = {"at": 1e9, **step(1, metrics=named, evaluation=named)[1]}
     for first in range(1, steps + 1, 2000):
-        log.extend([{**like, "step": number, "loss": 9.0 / number} for number in range(first, first + 2000)])
+        log.extend(
+            [
+                {
+                    **like,
+                    "step": number,
+                    "loss": 9.0 / number,
+                    "metrics": {name: value * number % 1.7 for name, value in named.items()},
+                }
+                for number in range(first, first + 2000)
+            ]
+        )
     for index in range(steps):
         session.step(index + 1, 1, (index + 1) * 1_500_000)
     times, track = partition([session], log, range(steps))

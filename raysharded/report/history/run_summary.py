@@ -106,13 +106,19 @@ class RunSummary:
         return self.times.goodput if self.steps else math.nan
 
     @property
+    def unit(self) -> Literal["tokens", "samples"]:
+        """The items that the loss is averaged over: samples, unless a step had more of them than samples."""
+        has_more = (self.steps.real("weight") > self.steps.whole("reads")).any()
+        return "tokens" if has_more else "samples"
+
+    @property
     def weight(self) -> float:
-        """The sum of the loss's weights: the tokens (or samples) trained on."""
+        """The sum of the loss's weights: the number of `unit` trained on."""
         return math.fsum(self.steps.real("weight").tolist())
 
     @property
     def weight_per_s(self) -> float:
-        """Tokens (or samples) per second at work, including starts and recoveries; NaN without a time."""
+        """`weight` per second at work, including starts and recoveries; NaN without a time."""
         return self.weight / self.elapsed_s if self.elapsed_s > 0 else math.nan
 
     @property

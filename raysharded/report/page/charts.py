@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from raysharded.journal.entry_text import brief
 from raysharded.report.history.incidents import LETTERS, costliest
 from raysharded.report.history.run_summary import RunSummary
-from raysharded.report.history.step_table import Floats, Int64s
+from raysharded.report.history.step_table import Floats, Group, Int64s
 from raysharded.report.history.wall_time import MICRO, PARTS, Piece, Track
 
 
@@ -62,7 +65,11 @@ def _extremes(values: Floats) -> list[int]:
 
 BUCKETS = 1000
 """Nearly always more than the pixels of a chart's width."""
+NAMED_BUCKETS = 400
+"""Of an evaluation or a metric: there may be many."""
 LOST_BUCKETS = 250
+MOST_NAMED = 12
+"""Maximum number of charts of evaluations and metrics."""
 MOST_MARKS = 300
 MOST_PIECES = 1500
 _MOST_GAPS = 200
@@ -80,13 +87,15 @@ def drawn(summary: RunSummary) -> dict[str, Any]:
         "total": total / MICRO,
         "charts": [
             {
-                "name": name,
-                "title": title,
-                "stepped": name == "workers",
-                "counted": _series(track, counted, value(track), total, BUCKETS, stepped=name == "workers"),
-                "lost": _series(track, lost, value(track), total, LOST_BUCKETS, stepped=name == "workers"),
+                "name": chart.name,
+                "title": chart.title,
+                "stepped": chart.name == "workers",
+                "log": chart.name not in _FROM_ZERO,
+                "sparse": chart.steps is not None,
+                "counted": _series(track, counted, _gaps(track, counted, total), chart, chart.buckets),
+                "lost": _series(track, lost, _apart(lost), chart, min(chart.buckets, LOST_BUCKETS)),
             }
-            for name, title, value in _CHARTS
+            for chart in _charts(summary)
         ],
         "pieces": [
             [PARTS.index(piece.part), round(piece.begin / MICRO, 3), round(piece.end / MICRO, 3)]
@@ -108,16 +117,53 @@ def drawn(summary: RunSummary) -> dict[str, Any]:
     }
 
 
-def _loss(track: Track) -> Floats:
-    return track.records.real("loss")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chart:
+    name: str
+    """As the column of `metrics_table`, where it has one."""
+    title: str
+    values: Floats
+    """Of every computed step, in order of time."""
+    steps: npt.NDArray[np.bool_] | None = None
+    """The computed steps that have a value; None: all of them."""
+    buckets: int = BUCKETS
 
 
-def _lr(track: Track) -> Floats:
-    return track.records.real("lr")
+_FROM_ZERO = ("rate", "workers")
+"""Charts whose axis begins at 0: it cannot be logarithmic."""
+
+
+def _charts(summary: RunSummary) -> Iterator[_Chart]:
+    """The charts, from top to bottom."""
+    records = summary.track.records
+    yield _Chart(name="loss", title="Loss", values=records.real("loss"))
+    for group, name in named(summary)[:MOST_NAMED]:
+        has = records.has(group, name)
+        yield _Chart(
+            name=f"{group}/{name}",
+            title=title_of(group, name),
+            values=records.named(group, name),
+            steps=None if has.all() else has,
+            buckets=NAMED_BUCKETS,
+        )
+    yield _Chart(name="lr", title="Learning rate", values=records.real("lr"))
+    yield _Chart(name="rate", title=f"{summary.unit.capitalize()} per second", values=_rate(summary.track))
+    yield _Chart(name="workers", title="Workers", values=records.whole("workers").astype(np.float64))
+
+
+def named(summary: RunSummary) -> list[tuple[Group, str]]:
+    """(group, name) of the run's evaluations, then of its metrics."""
+    groups: tuple[Group, ...] = ("evaluation", "metrics")
+    return [(group, name) for group in groups for name in summary.track.records.names(group)]
+
+
+def title_of(group: Group, name: str) -> str:
+    """The title of an evaluation or a metric."""
+    return f"Evaluation: {brief(name, 60)}" if group == "evaluation" else f"Metric: {brief(name, 60)}"
 
 
 def _rate(track: Track) -> Floats:
-    """Tokens (or samples) per second."""
+    """Tokens, or samples, per second."""
     seconds = (np.array(track.ends) - np.array(track.begins)) / MICRO
     seconds = np.where(seconds == 0, track.records.total_s(), seconds)
     rate = np.full(len(seconds), np.nan)
@@ -125,32 +171,14 @@ def _rate(track: Track) -> Floats:
     return rate
 
 
-def _workers(track: Track) -> Floats:
-    return track.records.whole("workers").astype(np.float64)
-
-
-_CHARTS: tuple[tuple[str, str, Callable[[Track], Floats]], ...] = (
-    ("loss", "Loss", _loss),
-    ("lr", "Learning rate", _lr),
-    ("rate", "Tokens (or samples) per second", _rate),
-    ("workers", "Workers", _workers),
-)
-
-
-def _series(
-    track: Track,
-    indices: Int64s,
-    all_values: Floats,
-    total: int,
-    buckets: int,
-    *,
-    stepped: bool,
-) -> dict[str, list[Any]]:
-    """Columns: step, time, value. A non-finite value is None; a row of None is a gap, for the axis of time."""
-    values = all_values[indices]
-    gaps = _gaps(track, indices, total)
+def _series(track: Track, indices: Int64s, gaps: list[int], chart: _Chart, buckets: int) -> dict[str, list[Any]]:
+    """Columns: step, time, value. A non-finite value is None; a row of None is a gap: before each of `gaps`, places in
+    the track's `indices`."""
+    if chart.steps is not None:  # they are apart anyway
+        indices, gaps = indices[chart.steps[indices]], []
+    values = chart.values[indices]
     edges = {edge for place in gaps for edge in (place - 1, place)}
-    kept = sorted({*(changes(values, buckets) if stepped else extremes(values, buckets)), *edges})
+    kept = sorted({*(changes(values, buckets) if chart.name == "workers" else extremes(values, buckets)), *edges})
     steps: list[int | None] = []
     times: list[float | None] = []
     shown: list[float | None] = []
@@ -173,6 +201,14 @@ def _gaps(track: Track, indices: Int64s, total: int) -> list[int]:
     many."""
     apart = np.array(track.begins, dtype=np.int64)[indices[1:]] - np.array(track.ends, dtype=np.int64)[indices[:-1]]
     wide = np.flatnonzero(apart > total * _GAP)
+    widest = wide[np.argsort(-apart[wide], kind="stable")[:_MOST_GAPS]]
+    return sorted((widest + 1).tolist())
+
+
+def _apart(indices: Int64s) -> list[int]:
+    """The places of indices that do not follow the previous one: the widest gaps, if there are many."""
+    apart = np.diff(indices)
+    wide = np.flatnonzero(apart > 1)
     widest = wide[np.argsort(-apart[wide], kind="stable")[:_MOST_GAPS]]
     return sorted((widest + 1).tolist())
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from raysharded.data.ledger import LedgerReport
 from raysharded.report.history.run_summary import RunSummary
-from raysharded.report.page import sections
+from raysharded.report.page import sections, tiles
 from raysharded.report.page.charts import drawn
 from raysharded.report.page.markup import text
 
@@ -30,16 +30,18 @@ def render(summary: RunSummary, ledger: LedgerReport | None, *, url: str, damage
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
     )
     run = text(summary.run or "a run without a name")
+    data = drawn(summary)
     return Template(_asset("page.html")).substitute(
         policy=policy,
         title=f"{run}: raysharded report",
         style=style,
         script=script,
-        data=_as_json(drawn(summary)),
+        data=_as_json(data),
+        keys=sections.keys(summary, data),
         run=run,
         lead=sections.lead(summary, url),
         warnings=sections.warnings(summary, damage, ok=ok),
-        cards=sections.cards(summary, ledger),
+        tiles=tiles.tiles(summary, ledger),
         times=sections.times(summary),
         incidents=sections.incidents(summary.incidents),
         more=sections.more(summary),

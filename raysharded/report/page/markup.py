@@ -57,15 +57,15 @@ def table(
     columns: Sequence[tuple[str, str]],
     rows: Sequence[Sequence[str]],
     *,
-    stack: bool = False,
     attributes: Sequence[str] = (),
 ) -> str:
-    """Rows of HTML cells; if there are very many, the newest. `stack`: on narrow screens a row is a block."""
+    """Rows of HTML cells; if there are very many, the newest. `columns`: (title, class). On narrow screens a row is a
+    block, in which a number has its column's title before it."""
     shown = rows[-MOST_ROWS:]
     head = "".join(f'<th scope="col" class="{kind}">{title}</th>' for title, kind in columns)
     body = "".join(
         f"<tr {attributes[number] if attributes else ''}>"
-        + "".join(f'<td class="{kind}">{cell}</td>' for (_, kind), cell in zip(columns, row, strict=True))
+        + "".join(f"<td{_about(*column)}>{cell}</td>" for column, cell in zip(columns, row, strict=True))
         + "</tr>"
         for number, row in enumerate(shown)
     )
@@ -73,7 +73,11 @@ def table(
     note = f'<p class="note">And {left} more before.</p>' if left else ""
     named = any(title for title, _ in columns)
     head = f"<thead><tr>{head}</tr></thead>" if named else ""
-    kind = ' class="stack"' if stack else ""
-    inside = f"<table{kind}>{head}<tbody>{body}</tbody></table>"
+    inside = f"<table>{head}<tbody>{body}</tbody></table>"
     tall = " tall" if len(shown) > _TALL else ""
     return f'<div class="scroll{tall}" role="group" aria-label="table" tabindex="0">{inside}</div>{note}'
+
+
+def _about(title: str, kind: str) -> str:
+    label = f' data-label="{text(title)}"' if kind == "number" else ""
+    return f' class="{kind}"{label}'

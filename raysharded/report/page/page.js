@@ -8,9 +8,9 @@
   const place = document.getElementById("charts");
   const readout = document.getElementById("readout");
   const LINED = new Set(["recovery", "reshard", "resumed", "numbers", "failed"]);
-  const HEIGHT = 170, LEFT = 62, RIGHT = 12, TOP = 8, BOTTOM = 24, ROW = 24, ROWS = 3;
-  const name = { step: "step", t: "time" };
-  let axis = "step", width = 0, cursor = null, chosen = -1, views = [];
+  const HEIGHT = 170, LEFT = 62, RIGHT = 12, TOP = 8, BOTTOM = 24, ROW = 24, ROWS = 3, DOTS = 100;
+  const overWhat = { step: "step", t: "time" };
+  let axis = "step", scale = "linear", width = 0, cursor = null, chosen = -1, views = [];
 
   const make = (tag, attributes = {}, ...children) => {
     const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -64,6 +64,28 @@
     for (let index = Math.ceil(low / size - 1e-9); index * size <= high + size * 1e-9; index++) found.push(index * size);
     return found;
   };
+  // Values for an axis of logarithms: 1, 2 and 5 times powers of ten, or fewer, or more.
+  const powers = (low, high) => {
+    const few = [], all = [];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) {
+      for (const digit of [1, 2, 5]) {
+        const value = Number(`${digit}e${power}`);
+        if (value < low || value > high) continue;
+        all.push(value);
+        if (digit === 1) few.push(value);
+      }
+    }
+    if (all.length < 2) return ticks(low, high, 4, false);
+    return all.length <= 7 ? all : few.filter((_, index) => index % Math.ceil(few.length / 7) === 0);
+  };
+  const extent = (chart) => {
+    let low = Infinity, high = -Infinity;
+    for (const series of [chart.counted, chart.lost]) {
+      for (const y of series.y) if (y !== null) { low = Math.min(low, y); high = Math.max(high, y); }
+    }
+    return [low, high];
+  };
+  const canBeLog = (chart) => chart.log && extent(chart)[0] > 0 && extent(chart)[1] < Infinity;
   const domain = () => {
     if (axis === "t") return [0, data.total || 1];
     let low = Infinity, high = -Infinity;
@@ -75,12 +97,13 @@
     for (const mark of data.marks) { low = Math.min(low, mark.step); high = Math.max(high, mark.step); }
     return low < high ? [low, high] : [low - 1, high + 1];
   };
-  const range = (chart) => {
-    let low = Infinity, high = -Infinity;
-    for (const series of [chart.counted, chart.lost]) {
-      for (const y of series.y) if (y !== null) { low = Math.min(low, y); high = Math.max(high, y); }
-    }
+  const range = (chart, log) => {
+    let [low, high] = extent(chart);
     if (low > high) return [0, 1];
+    if (log) {
+      const room = low === high ? 2 : (high / low) ** 0.05;
+      return [low / room, high * room];
+    }
     if (chart.name === "workers" || chart.name === "rate") low = 0;
     if (low === high) return low ? [Math.min(0, 2 * low), Math.max(0, 2 * low)] : [-1, 1];
     const room = (high - low) * 0.05;
@@ -89,13 +112,14 @@
 
   // -- drawing --
 
-  // The points of a series in runs without a break: where a value is not finite, and in time where nothing was computed.
-  const runs = (series) => {
+  // The points of a series in runs without a break: where a value is not finite, and where a row is empty, which only
+  // for steps that count is no break over steps: nothing was computed between them for a while.
+  const runs = (series, gone) => {
     const found = [];
     let run = null, before = -Infinity;
     series.step.forEach((step, index) => {
       if (step === null) {
-        if (axis === "t") run = null;
+        if (axis === "t" || gone) run = null;
         return;
       }
       if (step <= before) run = null;
@@ -117,18 +141,19 @@
     if (!shown.length) return `${chart.title}: no step counts yet.`;
     let low = shown[0], high = shown[0];
     for (const value of shown) { low = Math.min(low, value); high = Math.max(high, value); }
-    return `${chart.title} over ${name[axis]}: from ${number(shown[0])} to ${number(shown[shown.length - 1])}, lowest ` +
+    return `${chart.title} over ${overWhat[axis]}: from ${number(shown[0])} to ${number(shown[shown.length - 1])}, lowest ` +
       `${number(low)}, highest ${number(high)}.`;
   };
 
   const drawChart = (chart, x, low, high) => {
-    const [bottom, top] = range(chart);
-    const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - (value - bottom) / (top - bottom));
+    const log = scale === "log" && canBeLog(chart), [bottom, top] = range(chart, log);
+    const at = log ? (value) => Math.log(value / bottom) / Math.log(top / bottom) : (value) => (value - bottom) / (top - bottom);
+    const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - at(value));
     const svg = make("svg", {
       viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", tabindex: "0", "aria-label": describe(chart), "data-chart": chart.name,
       "aria-describedby": "keys",
     });
-    for (const value of ticks(bottom, top, 5, false)) {
+    for (const value of log ? powers(bottom, top) : ticks(bottom, top, 5, false)) {
       if (chart.name === "workers" && value % 1) continue;
       svg.append(make("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
       svg.append(make("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, number(value)));
@@ -146,17 +171,18 @@
       svg.append(make("line", { class: `when k-${mark.kind}`, x1: at, x2: at, y1: TOP, y2: HEIGHT - BOTTOM }));
     }
     for (const [series, gone] of [[chart.lost, " gone"], [chart.counted, ""]]) {
-      const found = runs(series);
+      const found = runs(series, gone);
       const path = found.filter((run) => run.length > 1).map((run) => line(run, series, x, y, chart.stepped)).join("");
-      if (path) svg.append(make("path", { class: `line${gone}`, d: path }));
-      for (const [index] of found.filter((run) => run.length === 1)) {
+      if (path && !(chart.sparse && gone)) svg.append(make("path", { class: `line${gone}`, d: path }));
+      const dots = chart.sparse && (gone || series.y.length <= DOTS) ? found.flat() : found.filter((run) => run.length === 1).flat();
+      for (const index of dots) {
         svg.append(make("circle", { class: `dot${gone}`, cx: x(series[axis][index]), cy: y(series.y[index]), r: 2.5 }));
       }
     }
     const hair = make("line", { class: "cursor", x1: 0, x2: 0, y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
     const point = make("circle", { class: "point", r: 4, visibility: "hidden" });
     svg.append(hair, point);
-    return { chart, svg, x, y, hair, point };
+    return { chart, svg, x, y, hair, point, log };
   };
 
   // The lane above the charts: where time went, if time is the axis, and a mark for every incident.
@@ -194,10 +220,10 @@
     const lane = drawLane(x);
     views = charts.map((chart) => drawChart(chart, x, low, high));
     place.replaceChildren(
-      html("figure", "lane", html("figcaption", "", axis === "t" ? "Time and incidents" : "Incidents"), lane),
-      ...views.map(({ chart, svg }) => {
+      html("figure", "lane", html("figcaption", "", axis === "step" ? "Incidents" : data.marks.length ? "Time and incidents" : "Time"), lane),
+      ...views.map(({ chart, svg, log }) => {
         const last = chart.counted.y[chart.counted.y.length - 1];
-        const value = html("span", "", last === undefined ? "" : `last ${number(last)}`);
+        const value = html("span", "", [...(log ? ["logarithmic"] : []), ...(last === undefined ? [] : [`last ${number(last)}`])].join(" · "));
         return html("figure", "", html("figcaption", "", chart.title, value), svg);
       }),
     );
@@ -229,6 +255,7 @@
     return away(chart.lost, lost) < away(chart.counted, counted) ? [chart.lost, lost] : [chart.counted, counted];
   };
 
+  const name = (chart) => chart.title[0].toLowerCase() + chart.title.slice(1);
   const point = () => {
     const none = cursor === null;
     const said = [];
@@ -249,7 +276,8 @@
         const lost = series === view.chart.lost ? ", whose result was lost" : "";
         said.push(`step ${series.step[index]}${lost}`, `${duration(series.t[index])} (${moment(series.t[index])})`);
       }
-      said.push(`${view.chart.title.toLowerCase()} ${number(series.y[index])}`);
+      const elsewhere = view.chart.sparse ? ` (step ${series.step[index]})` : "";
+      said.push(`${name(view.chart)} ${number(series.y[index])}${elsewhere}`);
     }
     const mark = chosen >= 0 ? data.marks[chosen] : null;
     readout.replaceChildren(...(mark ? [html("strong", "", `${where(mark)}: `), mark.text] : [html("span", "said", said.join(" · "))]));
@@ -315,6 +343,13 @@
       draw();
     });
   });
+  if (charts.some(canBeLog)) {
+    document.querySelectorAll('input[name="scale"]').forEach((input) => {
+      input.addEventListener("change", () => { scale = input.value; draw(); });
+    });
+  } else {
+    document.getElementById("scale").remove();
+  }
   document.getElementById("course-section").hidden = false;
   draw();
   let drawn = place.clientWidth;

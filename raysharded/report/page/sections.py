@@ -6,17 +6,19 @@ All text from a journal passes through `markup.text`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from raysharded.data.ledger import LedgerReport
 from raysharded.journal.entry_text import brief
 from raysharded.journal.records import CheckpointRecord
-from raysharded.quantities import count, duration, listing, moment, short, size, span
+from raysharded.quantities import count, duration, listing, moment, size, span
 from raysharded.report.history.incidents import COSTS, LETTERS, NAMES, Cost, Incident, costliest
 from raysharded.report.history.run_summary import RunSummary
 from raysharded.report.history.wall_time import MEANING, PARTS, Times
+from raysharded.report.page.charts import MOST_NAMED, named
 from raysharded.report.page.markup import MOST_ROWS, bar, class_of, section, swatch, table, text, verdict
 
 _LONG = 400
@@ -50,39 +52,23 @@ def warnings(summary: RunSummary, damage: str, *, ok: bool) -> str:
     return "".join(f'<p class="warning">{text(warning)}</p>' for warning in found)
 
 
-def cards(summary: RunSummary, ledger: LedgerReport | None) -> str:
-    """The key figures."""
-    found: list[tuple[str, str, str]] = []
-    if summary.steps:
-        newest = summary.steps[-1]
-        all_losses = summary.steps.real("loss")
-        low = min(all_losses[np.isfinite(all_losses)].tolist(), default=math.nan)
-        found.append(("Loss", f"{newest.loss:.5g}", f"in step {newest.step}; lowest {low:.5g}"))
-        for name, value in list(newest.metrics.items())[:2]:
-            found.append((brief(name, 40), f"{value:.5g}", f"in step {newest.step}"))
-        found.append(("Goodput", f"{summary.goodput:.1%}", "of the time at work, in steps that count"))
-        found.append(
-            ("Throughput", f"{short(summary.weight_per_s)}/s", f"{short(summary.weight)} tokens or samples in all")
-        )
-        workers = sorted(set(summary.workers_by_step.values()))
-        found.append(
-            ("Workers", f"{workers[0]} to {workers[-1]}" if len(workers) > 1 else str(workers[0]), "at a step")
-        )
-    again = f"{count(summary.starts, 'driver')}" if summary.starts > 1 else "one driver"
-    found.append(("Time", duration(summary.times.total / 1e6), f"{duration(summary.elapsed_s)} at work, {again}"))
-    losses = sum(len(recovery.lost) for recovery in summary.recoveries)
-    redone = sum(recovery.steps_redone for recovery in summary.recoveries)
-    found.append(
-        ("Recoveries", str(len(summary.recoveries)), f"{count(losses, 'worker')} lost, {count(redone, 'step')} again")
-    )
-    if ledger is not None:
-        least = "" if ledger.exact else "at least "
-        told = f"{least}{ledger.samples_lost} lost, {least}{ledger.samples_repeated} repeated"
-        found.append(("Samples", told, f"{count(ledger.steps_checked, 'step')} checked"))
-    return "".join(
-        f"<div><dt>{text(name)}</dt><dd>{text(value)}<small>{text(note)}</small></dd></div>"
-        for name, value, note in found
-    )
+def keys(summary: RunSummary, data: Mapping[str, Any]) -> str:
+    """The legend of the charts, with `charts.drawn(summary)`: only of what they show."""
+    found = ["Point at a chart, or focus it and use the arrow keys, for its values."]
+    if data["marks"]:
+        found.append("The marks above the charts, and the dashed lines, are the incidents.")
+    undone = sum(summary.track.undone)
+    fates = [
+        word
+        for word, number in (("lost", summary.track.counts.count(0) - undone), ("undone on request", undone))
+        if number
+    ]
+    if fates:
+        found.append(f'<span class="swatch-line"></span> Pale lines are steps whose results were {" or ".join(fates)}.')
+    left = len(named(summary)) - MOST_NAMED
+    if left > 0:
+        found.append(f"{count(left, 'more evaluation or metric', 'more evaluations and metrics')} are not drawn.")
+    return " ".join(found)
 
 
 def times(summary: RunSummary) -> str:
@@ -105,8 +91,8 @@ def times(summary: RunSummary) -> str:
     rows.append(
         ("<strong>all</strong>", text(duration(whole.total / 1e6)), "100%", "from the first entry to the newest")
     )
-    columns = (("", "name"), ("took", "number"), ("of all", "number"), ("what it is", "wide"))
-    return bar(parts, "whole", f"The time: {said}.") + table(columns, rows, stack=True) + _phases(summary)
+    columns = (("", "name"), ("took", "number"), ("share", "number"), ("what it is", "wide"))
+    return bar(parts, "whole", f"The time: {said}.") + table(columns, rows) + _phases(summary)
 
 
 def incidents(found: Sequence[Incident]) -> str:
@@ -123,20 +109,28 @@ def incidents(found: Sequence[Incident]) -> str:
             f'aria-label="{NAMES[incident.kind]}">{LETTERS[incident.kind]}</span>'
         )
         cost = f"{text(span(incident.cost_s))}{_costbar(incident.costs, most)}" if incident.costs else ""
-        rows.append((letter, text(duration(incident.at_s)), f"step {incident.step}", text(incident.text), cost))
-    names = [name for name in COSTS if any(cost.name == name and cost.seconds for one in found for cost in one.costs)]
+        rows.append((letter, text(duration(incident.at_s)), str(incident.step), text(incident.text), cost))
+    costs = [cost for number in shown for cost in found[number].costs]
+    names = [name for name in COSTS if any(cost.name == name and cost.seconds > 0 for cost in costs)]
     legend = "".join(
         f"<li>{swatch(f'c-{name}')}<strong>{text(name)}</strong>: {text(COSTS[name])}</li>" for name in names
     )
     kinds = ", ".join(
         f"{LETTERS[kind]}: {NAMES[kind]}" for kind in NAMES if any(found[number].kind == kind for number in shown)
     )
-    columns = (("", "name"), ("after", "number"), ("at", "name"), ("what happened", "wide"), ("cost", "cost-cell"))
+    columns = (
+        ("", "name"),
+        ("after", "number"),
+        ("at step", "number"),
+        ("what happened", "wide"),
+        ("cost", "cost-cell"),
+    )
     left = len(found) - len(shown)
     more = f'<p class="note">And {left} more, which cost less.</p>' if left else ""
     marks = [f'data-incident="{number}"' for number in shown]
     key = f'<p class="note">{text(kinds)}.</p>'
-    return f'<ul class="legend">{legend}</ul>{table(columns, rows, stack=True, attributes=marks)}{more}{key}'
+    legend = f'<ul class="legend">{legend}</ul>' if legend else ""
+    return f"{legend}{table(columns, rows, attributes=marks)}{more}{key}"
 
 
 def more(summary: RunSummary) -> str:
@@ -164,7 +158,7 @@ def _workers(summary: RunSummary) -> str:
 
 
 def _nodes(summary: RunSummary) -> str:
-    columns = (("step", "number"), ("node", "name"), ("failures", "number"), ("the last ones", "wide"))
+    columns = (("step", "number"), ("node", "wide"), ("failures", "number"), ("the last ones", "wide"))
     rows = [
         (
             str(node.step),
