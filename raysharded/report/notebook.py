@@ -8,7 +8,7 @@ journal or a handle passes through `markup.text`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from raysharded.journal.entry_text import brief
 from raysharded.quantities import count, duration, short, span
 from raysharded.report.history.incidents import LETTERS, Incident, costliest
 from raysharded.report.history.run_summary import RunSummary
+from raysharded.report.history.step_table import Floats, Group, Int64s
 from raysharded.report.history.summary import summarise
 from raysharded.report.history.wall_time import MICRO
 from raysharded.report.live.tracker import Standing
@@ -31,23 +32,25 @@ _ROWS = 8
 _LONG = 240
 _SHORT = 24
 """Characters up to which a table cell stays on one line."""
+_NAMES = 6
+"""Maximum number of evaluations, and of metrics, in their lines."""
 _NEWEST = 64
 """Number of newest steps from which the speed is computed."""
-_LINE, _MARK, _GOOD, _BAD = "#3b82f6", "#d97706", "#16a34a", "#dc2626"
+_LINE, _EVALUATED, _MARK, _GOOD, _BAD = "#3b82f6", "#a855f7", "#d97706", "#16a34a", "#dc2626"
 _FAINT = "fill:currentColor;opacity:.12"
 _WIDTH, _HEIGHT, _LEFT, _TOP = 640, 150, 56, 14
 _CELL = "padding:.1em .8em .1em 0;text-align:left;vertical-align:top;background:transparent;border:0"
 
 
 def run_html(standing: Standing | None, journal: RunSummary | Iterable[Mapping[str, Any]]) -> str:
-    """State, progress, loss with marked incidents, workers and the newest incidents, in less than 60 KB for a run of
-    any length. `standing`: the status from the run's handle; None if only the journal is available. `journal`: its
-    entries from the first on, or their summary.
+    """State, progress, newest evaluation and metrics, loss with marked incidents, workers and the newest incidents, in
+    less than 60 KB for a run of any length. `standing`: the status from the run's handle; None if only the journal is
+    available. `journal`: its entries from the first on, or their summary.
 
     Raises KeyError, TypeError or ValueError for entries without the fields of their kind.
     """
     summary = journal if isinstance(journal, RunSummary) else summarise(journal)
-    parts = [_head(standing, summary), _progress(standing, summary), _curve(summary)]
+    parts = [_head(standing, summary), _progress(standing, summary), _numbers(summary), _curve(summary)]
     parts += [_workers(standing) if standing is not None else "", _incidents(summary.incidents), _saved(summary)]
     return f'<div style="font:13px/1.45 system-ui,sans-serif;max-width:{_WIDTH}px">{"".join(parts)}</div>'
 
@@ -73,7 +76,7 @@ def _progress(standing: Standing | None, summary: RunSummary) -> str:
     step_s = _step_s(summary)
     if math.isfinite(step_s) and summary.status == "unfinished":
         weight = summary.steps[-1].weight
-        words += [f"{span(step_s)} a step"] + ([f"{short(weight / step_s)} tokens or samples/s"] if step_s else [])
+        words += [f"{span(step_s)} a step"] + ([f"{short(weight / step_s)} {summary.unit}/s"] if step_s else [])
         words += [f"{duration((of - step) * step_s)} left"] if of > step else []
     share = min(1.0, step / of) if of else 0.0
     bar = (
@@ -82,6 +85,18 @@ def _progress(standing: Standing | None, summary: RunSummary) -> str:
         f'<rect width="{100 * share:.2f}" height="2" fill="{_LINE}"/></svg>'
     )
     return f"{bar if of else ''}<div>{text(' · '.join(words))}</div>"
+
+
+def _numbers(summary: RunSummary) -> str:
+    """The newest evaluation and the newest metrics; empty if there are none."""
+    groups: tuple[Group, ...] = ("evaluation", "metrics")
+    lines = []
+    for group in groups:
+        for record in summary.steps.with_any(group)[-1:]:
+            values = list(getattr(record, group).items())[:_NAMES]
+            told = ", ".join(f"{brief(name, 40)} {value:.5g}" for name, value in values)
+            lines.append(f"<div>{text(f'{group} in step {record.step}: {told}')}</div>")
+    return "".join(lines)
 
 
 def _step_s(summary: RunSummary) -> float:
@@ -97,10 +112,13 @@ def _step_s(summary: RunSummary) -> float:
 
 
 def _curve(summary: RunSummary) -> str:
-    """The loss over the steps; non-finite values are gaps."""
+    """The loss over the steps, and that of evaluations, if there is one; non-finite values are gaps."""
     numbers, losses = summary.steps.whole("step"), summary.steps.real("loss")
-    finite = losses[np.isfinite(losses)]
-    if not len(finite):
+    has = summary.steps.has("evaluation", "loss")
+    evaluated, at_steps = summary.steps.named("evaluation", "loss")[has], numbers[has]
+    finite = np.concatenate((losses, evaluated))
+    finite = finite[np.isfinite(finite)]
+    if not np.isfinite(losses).any():
         return ""
     low, high, last = float(finite.min()), float(finite.max()), max(int(numbers[-1]), 2)
     height, below = (high - low) or 1.0, _HEIGHT - 18
@@ -108,13 +126,10 @@ def _curve(summary: RunSummary) -> str:
     def x(step: int) -> float:
         return _LEFT + (_WIDTH - _LEFT - 4) * (max(step, 1) - 1) / (last - 1)
 
-    path, pen = [], "M"
-    for place in extremes(losses, _BUCKETS):
-        loss = float(losses[place])
-        if math.isfinite(loss):
-            y = _TOP + (below - _TOP) * (1 - (loss - low) / height)
-            path.append(f"{pen}{x(int(numbers[place])):.1f} {y:.1f}")
-        pen = "L" if math.isfinite(loss) else "M"
+    def y(loss: float) -> float:
+        return _TOP + (below - _TOP) * (1 - (loss - low) / height)
+
+    path, of_evaluations = _path(numbers, losses, x, y), _path(at_steps, evaluated, x, y)
     dot = f'<circle cx="{path[-1][1:].split()[0]}" cy="{path[-1].split()[1]}" r="2.5" fill="{_LINE}"/>'
     marks = "".join(_mark(summary.incidents[number], x, below) for number in costliest(summary.incidents, _MARKS))
     labels = "".join(
@@ -128,10 +143,35 @@ def _curve(summary: RunSummary) -> str:
     )
     axis = f'<path d="M{_LEFT} {below}H{_WIDTH}" stroke="currentColor" stroke-opacity=".3"/>'
     told = f"Loss over {count(len(losses), 'step')}: lowest {low:.4g}, highest {high:.4g}."
+    if of_evaluations:
+        labels += _legend()
+        dots = "".join(f"{point.replace('L', 'M')}h0" for point in of_evaluations)  # a line may be a single point
+        drawn = f'd="{"".join(of_evaluations)}{dots}" fill="none" stroke="{_EVALUATED}" stroke-width="2.5"'
+        marks += f'<path {drawn} stroke-linecap="round" stroke-linejoin="round"/>'
     line = f'<path d="{"".join(path)}" fill="none" stroke="{_LINE}" stroke-width="1.3" stroke-linejoin="round"/>'
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{text(told)}" style="width:100%;display:block">'
         f"{axis}{labels}{marks}{line}{dot}</svg>"
+    )
+
+
+def _path(numbers: Int64s, losses: Floats, x: Callable[[int], float], y: Callable[[float], float]) -> list[str]:
+    """The commands of a path through the finite losses."""
+    path, pen = [], "M"
+    for place in extremes(losses, _BUCKETS):
+        loss = float(losses[place])
+        if math.isfinite(loss):
+            path.append(f"{pen}{x(int(numbers[place])):.1f} {y(loss):.1f}")
+        pen = "L" if math.isfinite(loss) else "M"
+    return path
+
+
+def _legend() -> str:
+    """The names of both lines, in their colours, between the ends of the axis."""
+    names = ((-70, _LINE, "training"), (10, _EVALUATED, "evaluation"))
+    return "".join(
+        f'<text x="{_WIDTH // 2 + at}" y="{_HEIGHT - 3}" fill="{colour}" font-size="11">● {name}</text>'
+        for at, colour, name in names
     )
 
 

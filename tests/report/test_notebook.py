@@ -28,7 +28,9 @@ def test_it_has_state_progress_curve_workers_and_incidents() -> None:
         "tiny",
         "● training",
         "1 x 2 · process 4700 on trainer-1",
-        "step 6 of 6 · loss 0.83333 · 3 workers · 2.00 s a step · 16 tokens or samples/s",
+        "step 6 of 6 · loss 0.83333 · 3 workers · 2.00 s a step · 16 tokens/s",
+        "evaluation in step 5: loss 1.5",
+        "metrics in step 5: accuracy 0.5",
         "rank 1 worker 2 trainer-2 process 4713 agree 0.25 s busy per step",
         "Worker 1 was lost in step 4 (the process died); 2 workers of 3 went on from step 2",
         "newest checkpoint: step 3",
@@ -77,6 +79,17 @@ def test_a_hole_in_the_loss_is_a_hole_in_the_line() -> None:
     assert html.count('d="M56.0 132.0L201.0 14.0M491.0 14.0L636.0 132.0"') == 1
 
 
+def test_the_loss_of_evaluations_is_a_second_line_with_a_legend_if_there_is_one() -> None:
+    plain = [started(), *generation(1, [0], 0), step(1), step(2)]
+    assert "evaluation" not in told(plain).text()
+    evaluated = [*plain, step(3, evaluation={"loss": 9.0}), step(4, evaluation={"loss": 7.0, "accuracy": 0.5})]
+    html = run_html(None, with_times(evaluated))
+    said = " ".join(Parsed(html).text().split())
+    assert "● training ● evaluation" in said
+    assert "evaluation in step 4: loss 7, accuracy 0.5" in said
+    assert " 14.0L636.0 " in html  # the highest of all losses is the first evaluation's
+
+
 def test_very_many_steps_workers_and_incidents_are_a_small_piece() -> None:
     many = tuple(range(1000))
     standing = Stands(workers=many, nodes=dict.fromkeys(many, HOSTILE * 9), doing=dict.fromkeys(many, HOSTILE * 9))
@@ -86,6 +99,9 @@ def test_very_many_steps_workers_and_incidents_are_a_small_piece() -> None:
     assert f"{max(record.loss for record in summary.steps):.3g}" in html
     assert "And 992 more" in html
     assert run_html(None, summarise(with_times(hostile_run() * 200))).count("<g>") == 30
+    numbers = {f"{HOSTILE}{number}": 1.0 for number in range(100)}
+    steps = [step(number, metrics=numbers, evaluation={"loss": number % 7, **numbers}) for number in range(1, 2001)]
+    assert len(run_html(standing, with_times([started(), *generation(1, [0], 0), *steps])).encode()) < 60_000
 
 
 def test_a_report_shows_itself_as_its_run_does() -> None:
