@@ -101,7 +101,7 @@ def has_process(actor: ActorHandle[Any]) -> bool:
 
 
 def _record_of(actor: ActorHandle[Any]) -> Mapping[str, Any]:
-    """What Ray knows of an actor; empty if unknown. Ray has no public way without its dashboard."""
+    """Ray's record of an actor; empty if unknown. Ray has no public way without its dashboard."""
     try:
         record: Mapping[str, Any] = ray_state.actors(actor._actor_id.hex())
     except Exception:  # noqa: BLE001 - used for reports and counts only: not worth a failure

@@ -274,7 +274,7 @@ class RayLauncher:
 
     def _is_short(self) -> bool:
         """False if every worker that is not ready has its resources, or can have them at once: it is starting."""
-        if self._owns_cluster:  # it has room for the workers required: see `refuse_the_impossible`
+        if self._owns_cluster:  # it has the resources of the workers required: see `refuse_the_impossible`
             return False
         unfit = {*self._avoided, *self._watch.dead()}
         if any(room for node, room in self._placing.room().items() if node not in unfit):

@@ -17,7 +17,7 @@ from raysharded.report.history.summary import summarise
 from raysharded.report.live.screen import screen, sparkline
 from raysharded.report.live.tracker import Curve, Watched
 from raysharded.report.live.view import lines, view
-from tests.report.entries import data, finished, generation, run_with_a_loss, started, step, with_times
+from tests.report.entries import Entry, data, finished, generation, run_with_a_loss, started, step, with_times
 from tests.report.standing import Stands
 
 JOURNALS = Path(__file__).parent / "journals"
@@ -67,7 +67,11 @@ def test_the_screen_has_all_that_people_look_for() -> None:
 def test_neither_a_slow_start_nor_a_pause_is_an_incident() -> None:
     short = ("waiting", {"ready": 0, "needed": 1, "missing": "Each worker needs 1 GPU."})
     slow = ("waiting", {"ready": 0, "needed": 1, "missing": ""})
-    stop = [("pause", {"step": 1}), ("paused", {"step": 1, "workers": [0]}), ("resume", {"step": 1, "seconds": 5.0})]
+    stop: list[Entry] = [
+        ("pause", {"step": 1}),
+        ("paused", {"step": 1, "workers": [0]}),
+        ("resume", {"step": 1, "seconds": 5.0}),
+    ]
     watched = Watched(0)
     for entry in with_times([started(), slow, short, *generation(1, [0], 0), step(1), *stop, step(2)]):
         watched.take(entry["kind"], entry, entry["at"])

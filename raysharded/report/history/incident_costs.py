@@ -197,7 +197,7 @@ class Chronicle:
         change.bytes_read += int(entry.get("bytes_read", 0))
 
     def _is_told(self, incident: Incident) -> bool:
-        """True if the newest incident says the same: a run repeats that it waits for workers."""
+        """True if the newest incident is the same: a run that waits for workers reports it again and again."""
         same = self.incidents[-1:]
         return incident.kind == "waiting" and [(one.text, one.step) for one in same] == [(incident.text, incident.step)]
 
@@ -207,7 +207,7 @@ class Chronicle:
 
 
 def _only_resumes(change: Change) -> bool:
-    """True if the same workers went on after a pause."""
+    """True if the same workers continued after a pause."""
     return change.resumes and not change.why and change.before == change.after
 
 

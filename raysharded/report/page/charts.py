@@ -66,7 +66,7 @@ def _extremes(values: Floats) -> list[int]:
 BUCKETS = 1000
 """Nearly always more than the pixels of a chart's width."""
 NAMED_BUCKETS = 400
-"""Of an evaluation or a metric: there may be many."""
+"""Buckets of an evaluation or a metric: there may be many."""
 LOST_BUCKETS = 250
 MOST_NAMED = 12
 """Maximum number of charts of evaluations and metrics."""
@@ -82,6 +82,7 @@ def drawn(summary: RunSummary) -> dict[str, Any]:
     track, total = summary.track, summary.times.total
     counts = np.frombuffer(track.counts, dtype=np.uint8)
     counted, lost = np.flatnonzero(counts), np.flatnonzero(counts == 0)
+    gaps, apart = _gaps(track, counted, total), _apart(lost)
     return {
         "begun": summary.first_at if math.isfinite(summary.first_at) else None,
         "total": total / MICRO,
@@ -92,8 +93,8 @@ def drawn(summary: RunSummary) -> dict[str, Any]:
                 "stepped": chart.name == "workers",
                 "log": chart.name not in _FROM_ZERO,
                 "sparse": chart.steps is not None,
-                "counted": _series(track, counted, _gaps(track, counted, total), chart, chart.buckets),
-                "lost": _series(track, lost, _apart(lost), chart, min(chart.buckets, LOST_BUCKETS)),
+                "counted": _series(track, counted, gaps, chart, chart.buckets),
+                "lost": _series(track, lost, apart, chart, min(chart.buckets, LOST_BUCKETS)),
             }
             for chart in _charts(summary)
         ],
@@ -123,7 +124,7 @@ class _Chart:
     """As the column of `metrics_table`, where it has one."""
     title: str
     values: Floats
-    """Of every computed step, in order of time."""
+    """A value for every computed step, in order of time."""
     steps: npt.NDArray[np.bool_] | None = None
     """The computed steps that have a value; None: all of them."""
     buckets: int = BUCKETS
