@@ -68,7 +68,7 @@ def hostile_run() -> list[Entry]:
         started(run=HOSTILE, versions={HOSTILE: HOSTILE}, because=HOSTILE),
         data(),
         *generation(1, [0, 1], 0, HOSTILE),
-        step(1, metrics={HOSTILE: 1.0}, seconds={HOSTILE: 1.0}),
+        step(1, metrics={HOSTILE: 1.0}, evaluation={HOSTILE: 1.0}, seconds={HOSTILE: 1.0}),
         slow,
         ("worker_leaving", {"worker": 0, "step": 1, "reason": HOSTILE, "notice_s": 1.0}),
         ("worker_lost", {"worker": 1, "step": 1, "reason": HOSTILE}),
@@ -250,12 +250,14 @@ def test_a_legend_has_only_what_is_there() -> None:
 
 
 def test_steps_that_were_lost_apart_from_each_other_are_not_one_line() -> None:
-    entries = [started(), data(), *generation(1, [0, 1], 0), *[step(number) for number in (1, 2, 3)]]
-    entries += [*generation(2, [0], 1), *[step(number, 1, 2) for number in (2, 3, 4, 5, 6)]]
-    entries += [*generation(3, [0], 4), step(5, 1, 3), step(6, 1, 3)]
+    """Not even in a run that is so long that the time between them is nothing."""
+    many = [step(number) for number in range(1, 2501)]
+    entries = [started(), data(), *generation(1, [0, 1], 0), *many]
+    entries += [*generation(2, [0], 2499), *[step(number, 1, 2) for number in (2500, 2501, 2502)]]
+    entries += [*generation(3, [0], 2500), step(2501, 1, 3), step(2502, 1, 3)]
     (loss, *_) = data_of(page_of(entries))["charts"]
-    assert loss["lost"]["step"] == [2, 3, None, 5, 6]
-    assert loss["lost"]["t"][2] is loss["lost"]["y"][2] is None
+    assert loss["lost"]["step"] == [2500, None, 2501, 2502]
+    assert loss["lost"]["t"][1] is loss["lost"]["y"][1] is None
 
 
 def test_a_loss_that_is_not_finite_is_a_hole_in_the_line() -> None:
