@@ -29,11 +29,10 @@ _numbering = threading.Lock()
 
 
 @dataclass(slots=True)
-class CountingStorage:
-    """Counts reads. `reads` has (key, offset, bytes returned)."""
+class StorageAround:
+    """A storage that passes each operation on, by `_do`. Deletions are operations of one key each."""
 
     inner: Storage
-    reads: list[tuple[str, int, int]] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -48,74 +47,7 @@ class CountingStorage:
         return self.inner.retries
 
     def write(self, key: str, parts: Iterable[BytesLike]) -> None:
-        self.inner.write(key, parts)
-
-    def read(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
-        data = self.inner.read(key, offset, size)
-        self.reads.append((key, offset, len(data)))
-        return data
-
-    def read_into(self, key: str, offset: int, outs: Sequence[memoryview]) -> int:
-        count = self.inner.read_into(key, offset, outs)
-        self.reads.append((key, offset, count))
-        return count
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        return self.inner.put_if_absent(key, data)
-
-    def swaps(self) -> bool:
-        return isinstance(self.inner, CanSwap) and self.inner.swaps()
-
-    def swap(self, key: str, expected: bytes, data: bytes) -> bool:
-        return swap(self.inner, key, expected, data)
-
-    def delete(self, keys: Iterable[str]) -> None:
-        self.inner.delete(keys)
-
-    def size(self, key: str) -> int:
-        return self.inner.size(key)
-
-    def list(self, prefix: str = "") -> Keys:
-        return self.inner.list(prefix)
-
-    def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
-        return self.inner.unfinished(prefix)
-
-    def discard(self, unfinished: Iterable[Unfinished]) -> None:
-        self.inner.discard(unfinished)
-
-
-@dataclass(slots=True)
-class FailingStorage:
-    """Fails at operation number `fail_at` (from 0 on) and at all later ones, like a storage that becomes unavailable.
-
-    With `took_effect` the failing operation is done first and only its reply is lost. Otherwise a failing `write`
-    leaves half of its bytes under the key, as storages without a rename may; with `untouched` it leaves none. `fired`
-    is set when the failure occurs.
-    """
-
-    inner: Storage
-    fail_at: int
-    took_effect: bool = False
-    untouched: bool = False
-    operations: int = 0
-    fired: bool = False
-
-    @property
-    def url(self) -> str:
-        return self.inner.url
-
-    @property
-    def traits(self) -> Traits:
-        return self.inner.traits
-
-    @property
-    def retries(self) -> int:
-        return self.inner.retries
-
-    def write(self, key: str, parts: Iterable[BytesLike]) -> None:
-        data = b"".join(parts)
-        self._do("write", lambda: self.inner.write(key, parts), lambda: self.inner.write(key, [data[: len(data) // 2]]))
+        self._do("write", lambda: self.inner.write(key, parts))
 
     def read(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
         return self._do("read", lambda: self.inner.read(key, offset, size))
@@ -147,6 +79,50 @@ class FailingStorage:
 
     def discard(self, unfinished: Iterable[Unfinished]) -> None:
         self._do("discard", lambda: self.inner.discard(unfinished))
+
+    def _do(self, operation: str, act: Callable[[], T]) -> T:
+        """Carry out an operation, of that name."""
+        return act()
+
+
+@dataclass(slots=True)
+class CountingStorage(StorageAround):
+    """Counts reads. `reads` has (key, offset, bytes returned)."""
+
+    reads: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def read(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
+        data = self.inner.read(key, offset, size)
+        self.reads.append((key, offset, len(data)))
+        return data
+
+    def read_into(self, key: str, offset: int, outs: Sequence[memoryview]) -> int:
+        count = self.inner.read_into(key, offset, outs)
+        self.reads.append((key, offset, count))
+        return count
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self.inner.delete(keys)
+
+
+@dataclass(slots=True)
+class FailingStorage(StorageAround):
+    """Fails at operation number `fail_at` (from 0 on) and at all later ones, like a storage that becomes unavailable.
+
+    With `took_effect` the failing operation is done first and only its reply is lost. Otherwise a failing `write`
+    leaves half of its bytes under the key, as storages without a rename may; with `untouched` it leaves none. `fired`
+    is set when the failure occurs.
+    """
+
+    fail_at: int
+    took_effect: bool = False
+    untouched: bool = False
+    operations: int = 0
+    fired: bool = False
+
+    def write(self, key: str, parts: Iterable[BytesLike]) -> None:
+        data = b"".join(parts)
+        self._do("write", lambda: self.inner.write(key, parts), lambda: self.inner.write(key, [data[: len(data) // 2]]))
 
     def _do(self, operation: str, act: Callable[[], T], half: Callable[[], object] = lambda: None) -> T:
         with _numbering:  # some operations run concurrently

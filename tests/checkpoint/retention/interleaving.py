@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from raysharded.checkpoint.storage import BytesLike, Keys, Storage, Traits, Unfinished
+from raysharded.checkpoint.storage import Storage
+from raysharded.testing.storages import StorageAround
 
 T = TypeVar("T")
 
@@ -89,52 +90,11 @@ def every_order(
 
 
 @dataclass(slots=True)
-class Stepped:
+class Stepped(StorageAround):
     """Stops before every operation."""
 
-    inner: Storage
     stop: Callable[[], None]
 
-    @property
-    def url(self) -> str:
-        return self.inner.url
-
-    @property
-    def traits(self) -> Traits:
-        return self.inner.traits
-
-    @property
-    def retries(self) -> int:
-        return self.inner.retries
-
-    def write(self, key: str, parts: Iterable[BytesLike]) -> None:
-        self._do(lambda: self.inner.write(key, parts))
-
-    def read(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
-        return self._do(lambda: self.inner.read(key, offset, size))
-
-    def read_into(self, key: str, offset: int, outs: Sequence[memoryview]) -> int:
-        return self._do(lambda: self.inner.read_into(key, offset, outs))
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        return self._do(lambda: self.inner.put_if_absent(key, data))
-
-    def delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            self._do(lambda key=key: self.inner.delete([key]))  # type: ignore[misc]  # bound now
-
-    def size(self, key: str) -> int:
-        return self._do(lambda: self.inner.size(key))
-
-    def list(self, prefix: str = "") -> Keys:
-        return self._do(lambda: self.inner.list(prefix))
-
-    def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
-        return self._do(lambda: self.inner.unfinished(prefix))
-
-    def discard(self, unfinished: Iterable[Unfinished]) -> None:
-        self._do(lambda: self.inner.discard(unfinished))
-
-    def _do(self, act: Callable[[], T]) -> T:
+    def _do(self, operation: str, act: Callable[[], T]) -> T:
         self.stop()
         return act()
