@@ -21,11 +21,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from raysharded.checkpoint import api
 from raysharded.errors import CheckpointError, IncompleteCheckpoint
-from tests.checkpoint.state_dict.ranks import Killed, outcomes
+from tests.checkpoint.state_dict.ranks import Killed, outcomes, run_ranks
 
 WORLD_SIZE = 4
 TIMEOUT_S = 4.0
 """Of the group's start, and of each wait for another rank in a save."""
+UNDISTURBED_S = 60.0
+"""The same, of saves without a kill: only a hang reaches it."""
 ENDED_WITHIN_S = 40.0
 """A survivor waits for the group's start, for rank 0, and once for a load's files."""
 ROWS = 40_000
@@ -55,17 +57,19 @@ def state_of(step: int) -> dict[str, Any]:
     }
 
 
-def save(_rank: int, folder: str, step: int) -> int:
-    return api.save(f"{folder}/step-{step}", state_of(step), step=step, timeout_s=TIMEOUT_S).step
+def save(_rank: int, folder: str, step: int, timeout_s: float = TIMEOUT_S) -> int:
+    return api.save(f"{folder}/step-{step}", state_of(step), step=step, timeout_s=timeout_s).step
 
 
 def kill_one(folder: Path, count: int, seed: int = 0) -> Hits:
     """Raises AssertionError, or TimeoutError for a survivor that hangs."""
     hits, chance = Hits(), random.Random(seed)
-    outcomes(WORLD_SIZE, save, str(folder / "warm"), 0)  # what the ranks are forked from has to start too
+    run_ranks(
+        WORLD_SIZE, save, str(folder / "warm"), 0, UNDISTURBED_S
+    )  # what the ranks are forked from has to start too
     shutil.rmtree(folder / "warm")
     began = time.monotonic()
-    outcomes(WORLD_SIZE, save, str(folder), 0, group_timeout_s=TIMEOUT_S)
+    run_ranks(WORLD_SIZE, save, str(folder), 0, UNDISTURBED_S)
     undisturbed_s = time.monotonic() - began
     for step in range(1, count + 1):
         share = chance.random() if step > 1 else 0.2  # the first is early enough to hit, whatever the machine does
