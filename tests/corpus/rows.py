@@ -194,7 +194,7 @@ _LISTED: dict[str, tuple[Row, ...]] = {
         refused("state_by_shard", "of a shard than of the whole", "state that is the size of a gradient"),
         refused("scheduler_in_hook", "lr_scale", "a torch scheduler that a step hook drives"),
         refused("clip_in_step", "bits on a shard", "a step that clips by the norm"),
-        refused("noise_in_step", "bits on a shard|remembers|draws", "a step that draws noise"),
+        refused("noise_in_step", "bits on a shard|hidden state|draws", "a step that draws noise"),
         equal("lion", "Lion by hand"),
         equal("ema_in_state", "an average in optimizer.state, moved by a post hook"),
         equal("ema_twin", "a frozen twin that a step hook moves"),
