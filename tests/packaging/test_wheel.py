@@ -1,4 +1,4 @@
-"""What is shipped: the wheel, built from the sdist, imported where there is no checkout."""
+"""What is shipped: the wheel, built from the sdist, imported and run where there is no checkout."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from collections.abc import Sequence
@@ -29,9 +30,9 @@ print("\\n" + json.dumps(origins))
 """
 
 
-def run(command: Sequence[str | Path], cwd: Path) -> str:
+def run(command: Sequence[str | Path], cwd: Path, timeout_s: float = 300) -> str:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([*command], cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([*command], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -40,6 +41,7 @@ def run(command: Sequence[str | Path], cwd: Path) -> str:
 class Installed:
     """The wheel, and an environment that has it and this environment's packages, but not this checkout."""
 
+    sdist: Path
     wheel: Path
     python: Path
     site_packages: Path
@@ -54,8 +56,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     shutil.copytree(ROOT / "raysharded", source / "raysharded", ignore=shutil.ignore_patterns("__pycache__"))
     for room in ("actors", "checkpoint"):
         (source / room).symlink_to(f"raysharded/{room}")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    (source / "tests").mkdir()
+    for test in (ROOT / "tests").glob("test_*.py"):
+        shutil.copy(test, source / "tests")
 
     build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
     run([sys.executable, "-c", build, tmp / "sdist"], cwd=source)
@@ -71,7 +76,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     purelib = sysconfig.get_path("purelib", vars={"base": str(tmp / "venv")})
     # A path named in a .pth file is searched for packages, but its own .pth files (our editable install) are not read.
     Path(purelib, "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    return Installed(wheel, python, Path(purelib))
+    return Installed(sdist, wheel, python, Path(purelib))
 
 
 def test_the_wheel_holds_the_library_alone(installed: Installed) -> None:
@@ -86,6 +91,26 @@ def test_the_wheel_holds_the_library_alone(installed: Installed) -> None:
     assert shipped == {str(path.relative_to(ROOT)) for path in (ROOT / "raysharded").rglob("*.py")}
 
 
+def test_the_sdist_has_what_the_wheel_is_built_of(installed: Installed) -> None:
+    with tarfile.open(installed.sdist) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    beside = {name for name in names if not name.startswith(("raysharded/", "raysharded.egg-info"))}
+    assert beside - {""} == {
+        "LICENSE",
+        "MANIFEST.in",
+        "PKG-INFO",
+        "README.md",
+        "pyproject.toml",
+        "raysharded",
+        "setup.cfg",
+    }
+
+
+def test_an_index_accepts_both(installed: Installed, tmp_path: Path) -> None:
+    told = run([sys.executable, "-m", "twine", "check", "--strict", installed.wheel, installed.sdist], cwd=tmp_path)
+    assert told.count("PASSED") == 2
+
+
 def test_every_module_imports_outside_the_checkout(installed: Installed, tmp_path: Path) -> None:
     origins = json.loads(run([installed.python, "-c", IMPORT_ALL], cwd=tmp_path).splitlines()[-1])
     assert len(origins) == len([*(ROOT / "raysharded").rglob("*.py")])
@@ -95,3 +120,15 @@ def test_every_module_imports_outside_the_checkout(installed: Installed, tmp_pat
 
 def test_the_command_is_installed(installed: Installed, tmp_path: Path) -> None:
     assert "demo" in run([installed.python.parent / "raysharded", "--help"], cwd=tmp_path)
+
+
+@pytest.mark.ray
+def test_the_demo_runs_in_an_empty_folder(installed: Installed, tmp_path: Path) -> None:
+    """Takes a minute: three workers are killed only when those before were replaced."""
+    (tmp_path / "empty").mkdir()
+    command = [installed.python.parent / "raysharded", "demo", "--steps", "24", "--json", tmp_path / "demo.json"]
+    assert "Weights identical: yes" in run(command, cwd=tmp_path / "empty", timeout_s=600)
+    found = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
+    assert (found["steps"], found["identical"], found["samples_lost"], found["problems"]) == (24, True, 0, [])
+    assert sum(len(recovery["worker"]) for recovery in found["recoveries"]) == 3
+    assert list((tmp_path / "empty").iterdir()) == []
