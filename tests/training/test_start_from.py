@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 
 import raysharded as rs
 from raysharded import checkpoint
+from raysharded.checkpoint.interop import import_dcp, import_huggingface, place_of
 from raysharded.errors import CheckpointError, ConfigError
 from raysharded.ids import WorkerId
 from raysharded.journal.log import read
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests.cases import tried_each_time
+from tests.checkpoint.interop.ranks import bits
 from tests.training.harness import Gpt, GptTask, samples
 
 pytestmark = pytest.mark.procs
@@ -90,6 +94,38 @@ def test_weights_and_buffers_are_those_of_the_checkpoint(tmp_path: Path, dtype: 
     for name, value in model.named_parameters():
         assert torch.equal(found[f"model.{name}"], value.detach()), name
     assert torch.equal(found["buffer.positions"], model.get_buffer("positions").to(dtype).float())
+
+
+def hugging_face(folder: Path, model: nn.Module) -> None:
+    """A folder as `save_pretrained` writes one: two files and more, with an index, and no tied head."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+    (folder / "hf").mkdir()
+    huggingface_hub.save_torch_state_dict(state, folder / "hf", max_shard_size="8KB")
+    assert (folder / "hf" / "model.safetensors.index.json").exists()
+    import_huggingface(place_of(folder / "hf"), place_of(folder / "imported"))
+
+
+def dcp(folder: Path, model: nn.Module) -> None:
+    """A checkpoint with an optimizer and a number beside the model."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.distributed.checkpoint.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+    import_dcp(place_of(folder / "dcp"), place_of(folder / "imported"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("imported", [hugging_face, dcp])
+def test_weights_and_buffers_are_those_that_were_imported(
+    tmp_path: Path, imported: Callable[[Path, nn.Module], None]
+) -> None:
+    _, model = pretrained(tmp_path)
+    imported(tmp_path, model)
+    fitted(trainer(tmp_path / "runs", "still", 2, tmp_path / "imported", Still()))
+    found = first_weights(tmp_path / "runs" / "still")
+    assert found.keys() == {f"model.{name}" for name, _ in model.named_parameters()} | {"buffer.positions"}
+    for name, value in found.items():
+        assert bits(value) == bits(model.state_dict()[name.partition(".")[2]]), name
 
 
 @pytest.mark.parametrize(("workers", "kill"), tried_each_time([(3, True)], [(2, False), (3, False), (3, True)]))
