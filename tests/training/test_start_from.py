@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint
 from torch import nn
 
 import raysharded as rs
@@ -21,7 +20,7 @@ from raysharded.journal.log import read
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests.cases import tried_each_time
-from tests.checkpoint.interop.ranks import bits
+from tests.checkpoint.interop.ranks import bits, dcp
 from tests.training.harness import Gpt, GptTask, samples
 
 pytestmark = pytest.mark.procs
@@ -96,7 +95,7 @@ def test_weights_and_buffers_are_those_of_the_checkpoint(tmp_path: Path, dtype: 
     assert torch.equal(found["buffer.positions"], model.get_buffer("positions").to(dtype).float())
 
 
-def hugging_face(folder: Path, model: nn.Module) -> None:
+def from_hugging_face(folder: Path, model: nn.Module) -> None:
     """A folder as `save_pretrained` writes one: two files and more, with an index, and no tied head."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
     state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
@@ -106,16 +105,16 @@ def hugging_face(folder: Path, model: nn.Module) -> None:
     import_huggingface(place_of(folder / "hf"), place_of(folder / "imported"))
 
 
-def dcp(folder: Path, model: nn.Module) -> None:
+def from_dcp(folder: Path, model: nn.Module) -> None:
     """A checkpoint with an optimizer and a number beside the model."""
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
-    torch.distributed.checkpoint.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+    dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
     import_dcp(place_of(folder / "dcp"), place_of(folder / "imported"))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-@pytest.mark.parametrize("imported", [hugging_face, dcp])
+@pytest.mark.parametrize("imported", [from_hugging_face, from_dcp])
 def test_weights_and_buffers_are_those_that_were_imported(
     tmp_path: Path, imported: Callable[[Path, nn.Module], None]
 ) -> None:
