@@ -171,9 +171,9 @@ $(DEV): pyproject.toml | $(PACKAGE)
 	@$(PIP) install -e '.[dev]'
 	@touch $@
 
-# s3fs takes a botocore of its own choice: boto3 is named too, so that pip finds one that fits at once.
-$(S3FS): | $(DEV)
-	@$(PIP) install 's3fs>=2026.6' boto3
+# s3fs takes a botocore of its own choice, and with it a boto3.
+$(S3FS): pyproject.toml | $(DEV)
+	@$(PIP) install -e '.[s3]'
 	@touch $@
 
 # torch.compile, which the tests try too, needs a C++ compiler and Python's headers.

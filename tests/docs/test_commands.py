@@ -19,10 +19,10 @@ import pytest
 import typer
 
 import raysharded as rs
-from raysharded.cli import app
+from raysharded.cli import app, machine
 from raysharded.testing import processes
 from tests.cli.test_commands import succeed
-from tests.docs.blocks import PAGES, all_commands, blocks
+from tests.docs.blocks import PAGES, all_commands, blocks, page
 from tests.driver.recorded import recorded
 from tests.driver.scripted import training
 from tests.paths import ROOT
@@ -53,7 +53,7 @@ HERE: dict[str, dict[str, str]] = {
 """Command -> what is put in place of its parts here: other folders, fewer steps."""
 
 QUICKSTART = "tests/ray/test_quickstart.py::test_the_first_ten_minutes"
-INSTALLED = "tests/packaging/test_wheel.py::test_the_command_is_installed"
+INSTALLED = "tests/packaging/test_install.py::test_the_lines_of_the_readme_install_it_and_its_first_example_runs"
 EXAMPLES = "tests/examples/test_examples.py"
 KUBERAY = "tests/packaging/test_kuberay_yaml.py::test_kuberays_schema_accepts_it"
 ELSEWHERE = {
@@ -214,16 +214,16 @@ def named() -> Iterator[tuple[str, list[str]]]:
 def test_every_raysharded_command_that_is_named_exists_with_its_options() -> None:
     root = typer.main.get_command(app)
     seen = 0
-    for page, words in named():
+    for where, words in named():
         command: Any = root  # typer's classes may or may not be click's own
         options = {name for parameter in root.params for name in parameter.opts} | {"--help"}
         for word in words:
             if hasattr(command, "commands") and not word.startswith("-") and word != "...":
-                assert word in command.commands, f"{page}: raysharded {' '.join(words)}"
+                assert word in command.commands, f"{where}: raysharded {' '.join(words)}"
                 command = command.commands[word]
                 options |= {name for parameter in command.params for name in parameter.opts}
             elif word.startswith("--"):
-                assert word.partition("=")[0] in options, f"{page}: raysharded {' '.join(words)}"
+                assert word.partition("=")[0] in options, f"{where}: raysharded {' '.join(words)}"
         seen += 1
     assert seen > 60
 
@@ -233,6 +233,13 @@ def test_every_extra_that_is_named_exists() -> None:
     found = {extra for path in PAGES for extra in re.findall(r"(?:raysharded|\.)\[(\w+)\]", path.read_text("utf-8"))}
     assert found
     assert found <= set(extras)
+
+
+def test_the_table_of_extras_is_complete_and_doctor_knows_each() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| `pip install '\.\[(\w+)\]'` \|", page("quickstart.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted(declared.keys() - {"dev", "docs", "bench"})  # those are for the repository itself
+    assert machine.EXTRAS.keys() == set(rows)
 
 
 def test_every_make_target_that_is_named_exists() -> None:

@@ -126,7 +126,14 @@ def test_the_command_is_installed(installed: Installed, tmp_path: Path) -> None:
 def test_the_demo_runs_in_an_empty_folder(installed: Installed, tmp_path: Path) -> None:
     """Takes a minute: three workers are killed only when those before were replaced."""
     (tmp_path / "empty").mkdir()
-    command = [installed.python.parent / "raysharded", "demo", "--steps", "24", "--json", tmp_path / "demo.json"]
+    command = [
+        str(installed.python.parent / "raysharded"),
+        "demo",
+        "--steps",
+        "24",
+        "--json",
+        str(tmp_path / "demo.json"),
+    ]
     assert "Weights identical: yes" in run(command, cwd=tmp_path / "empty", timeout_s=600)
     found = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
     assert (found["steps"], found["identical"], found["samples_lost"], found["problems"]) == (24, True, 0, [])
