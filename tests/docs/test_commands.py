@@ -54,6 +54,7 @@ HERE: dict[str, dict[str, str]] = {
 
 QUICKSTART = "tests/ray/test_quickstart.py::test_the_first_ten_minutes"
 INSTALLED = "tests/packaging/test_install.py::test_the_lines_of_the_readme_install_it_and_its_first_example_runs"
+ADAPTER = "tests/docs/test_python.py::test_an_adapter_is_trained_and_exported_as_the_guide_says"
 EXAMPLES = "tests/examples/test_examples.py"
 KUBERAY = "tests/packaging/test_kuberay_yaml.py::test_kuberays_schema_accepts_it"
 ELSEWHERE = {
@@ -79,6 +80,8 @@ ELSEWHERE = {
     "raysharded run train.py run.max_steps=400 scaling.num_workers=2": QUICKSTART,
     "raysharded checkpoint ls runs/first": QUICKSTART,
     "raysharded checkpoint verify runs/first": QUICKSTART,
+    "raysharded checkpoint import llama base --map peft.json": ADAPTER,
+    "raysharded checkpoint export runs/lora adapter --format peft --config lora/adapter_config.json": ADAPTER,
     "kubectl apply -f docs/kuberay.yaml": KUBERAY,
     "kubectl get rayjob gpt": KUBERAY,
     "kubectl logs -f job/gpt": KUBERAY,

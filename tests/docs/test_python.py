@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import importlib.util
 import re
+import shlex
 import socket
 import sys
 import textwrap
@@ -24,11 +25,13 @@ import torch
 import raysharded as rs
 from raysharded import checkpoint
 from raysharded.testing import processes
-from tests.docs.blocks import PAGES, blocks, page
+from tests.cli.test_commands import succeed
+from tests.docs.blocks import PAGES, blocks, commands, page
 from tests.driver.recorded import recorded
 from tests.driver.scripted import training
 from tests.paths import ROOT
 from tests.report.entries import run_with_a_loss, write_run
+from tests.training.harness import Tokens
 
 ELSEWHERE = {
     "README.md": "packaging/test_readme.py",
@@ -179,6 +182,45 @@ def test_a_loop_of_ones_own_keeps_its_state_with_the_functions_shown(
     assert torch.equal(other.weight, model.weight)
 
 
+# -- an adapter --
+
+
+@pytest.mark.procs
+def test_an_adapter_is_trained_and_exported_as_the_guide_says(load: Load, tmp_path: Path) -> None:
+    """Takes longer than most: each process imports transformers."""
+    peft = pytest.importorskip("peft", reason="needs `pip install peft`")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=67, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama", max_shard_size="5KB")
+    base = transformers.LlamaForCausalLM.from_pretrained("llama")
+    (shown,) = (block for block in blocks(page("exchange.md"), "python") if "get_peft_model" in block)
+    (tmp_path / "peft.json").write_text(*blocks(page("exchange.md"), "json"))
+    imports, exports = (line for line in commands(page("exchange.md")) if "peft" in line)
+
+    succeed(*shlex.split(imports)[1:])
+    trainer = rs.ElasticTrainer(
+        task=load("adapt", f"import torch\n{shown}").Adapt(),
+        data=Tokens(),
+        batch=rs.BatchConfig(global_batch_size=4, microbatch_size=2),
+        scaling=rs.ScalingConfig(num_workers=2),
+        run=rs.RunConfig(name="lora", storage_path=str(tmp_path / "runs"), max_steps=2, start_from="base"),
+    )
+    trained = checkpoint.open(processes.fit(trainer).checkpoint)
+    succeed(*shlex.split(exports)[1:])
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+    }
+    adapted = peft.PeftModel.from_pretrained(base, "adapter").state_dict()
+    assert {f"model.{name}" for name in adapted} == {name for name in trained.tensors if name.startswith("model.")}
+    for name, value in adapted.items():  # the adapter's, from its files; and the base model's, which the run left
+        assert torch.equal(trained.read(f"model.{name}"), value), name
+    assert any(value.abs().sum() > 0 for name, value in adapted.items() if ".lora_B." in name), "drawn as zeros"
+
+
 # -- the other pages --
 
 
@@ -240,7 +282,7 @@ def test_a_checkpoint_s_file_is_read_as_the_format_says(
 
 def test_a_layout_is_planned_as_the_guide_says() -> None:
     from raysharded.planning.plans import setting_of_task
-    from tests.training.harness import GptTask, Tokens
+    from tests.training.harness import GptTask
 
     batch = rs.BatchConfig(global_batch_size=16, microbatch_size=2)
     setting = setting_of_task(GptTask(), Tokens(), batch, rs.EngineConfig(), on_gpu=False, checkpoints=False)

@@ -16,6 +16,7 @@ _EXPORTS = {
     "RayshardedReader": "raysharded.checkpoint.interop.dcp.reader",
     "RayshardedWriter": "raysharded.checkpoint.interop.dcp.writer",
     "export_huggingface": "raysharded.checkpoint.interop.huggingface.exporter",
+    "export_peft": "raysharded.checkpoint.interop.huggingface.adapter",
     "import_huggingface": "raysharded.checkpoint.interop.huggingface.importer",
     "place_of": "raysharded.checkpoint.interop.locations",
     "NameMap": "raysharded.checkpoint.interop.names",
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from raysharded.checkpoint.interop.dcp.importer import import_dcp as import_dcp
     from raysharded.checkpoint.interop.dcp.reader import RayshardedReader as RayshardedReader
     from raysharded.checkpoint.interop.dcp.writer import RayshardedWriter as RayshardedWriter
+    from raysharded.checkpoint.interop.huggingface.adapter import export_peft as export_peft
     from raysharded.checkpoint.interop.huggingface.exporter import export_huggingface as export_huggingface
     from raysharded.checkpoint.interop.huggingface.importer import import_huggingface as import_huggingface
     from raysharded.checkpoint.interop.locations import place_of as place_of
@@ -37,6 +39,7 @@ __all__ = [
     "RayshardedWriter",
     "export_dcp",
     "export_huggingface",
+    "export_peft",
     "import_dcp",
     "import_huggingface",
     "place_of",

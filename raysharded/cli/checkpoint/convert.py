@@ -61,32 +61,38 @@ class To(StrEnum):
 
     DCP = "dcp"
     SAFETENSORS = "safetensors"
+    PEFT = "peft"
     RAYSHARDED = "raysharded"
 
 
 def export(
     run: Run,
     dest: Annotated[str, typer.Argument(metavar="DEST", help="A new folder or URL.", show_default=False)],
-    to: Annotated[To, typer.Option("--format", help="torch.distributed.checkpoint, Hugging Face, or a copy.")],
+    to: Annotated[
+        To, typer.Option("--format", help="torch.distributed.checkpoint, Hugging Face, an adapter, or a copy.")
+    ],
     step: Step = None,
     names: Names = None,
     name_map: Map = None,
     dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="safetensors: convert floating point, as to bfloat16.")
+        str | None, typer.Option(metavar="DTYPE", help="safetensors, peft: convert floating point, as to bfloat16.")
     ] = None,
     config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="safetensors: a config.json to copy for from_pretrained.")
+        str | None,
+        typer.Option(metavar="FILE", help="safetensors: a config.json to copy; peft: an adapter_config.json."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint in another format, or a copy of it. Needs a bounded amount of memory."""
-    if to is not To.SAFETENSORS and (name_map or dtype or config):
-        raise typer.BadParameter("--map, --dtype and --config are for --format safetensors.")
+    to_hugging_face = to in (To.SAFETENSORS, To.PEFT)
+    if not to_hugging_face and (name_map or dtype or config):
+        raise typer.BadParameter("--map, --dtype and --config are for --format safetensors or peft.")
     checkpoint = open_chosen(find_place(run), step)
-    total = None if names or name_map else sum(info.size_bytes for info in checkpoint.manifest.tensors.values())
+    whole = not (names or name_map or to is To.PEFT)
+    total = sum(info.size_bytes for info in checkpoint.manifest.tensors.values()) if whole else None
     with byte_progress(f"export to {dest}", total, quiet=as_json) as progress:
         options: dict[str, Any] = {"names": tuple(names or ()), "progress": progress}
-        if to is To.SAFETENSORS:
+        if to_hugging_face:
             options |= {"name_map": read_map(name_map), "dtype": dtype, "config": _content(config)}
         done = _export(checkpoint, dest, to, options)
     say({"step": checkpoint.step, "dest": dest, "format": to.value, **asdict(done)}, as_json)
@@ -103,6 +109,10 @@ def _export(checkpoint: Checkpoint, dest: str, to: To, options: dict[str, Any]) 
         from raysharded.checkpoint.interop.huggingface.exporter import export_huggingface
 
         return export_huggingface(checkpoint, place_of(dest), **options)
+    if to is To.PEFT:
+        from raysharded.checkpoint.interop.huggingface.adapter import export_peft
+
+        return export_peft(checkpoint, place_of(dest), **options)
     from raysharded.checkpoint.interop.copy import copy_checkpoint
 
     return copy_checkpoint(checkpoint, place_of(dest), key=key(), **options)

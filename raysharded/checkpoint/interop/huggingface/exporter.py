@@ -71,15 +71,9 @@ def export_huggingface(
             f"the name map leaves none of the {len(manifest.tensors)} tensors (first: {list(manifest.tensors)[:3]}). "
             "Give one that fits them."
         )
-    require_storable(renamed.values())
-    source = {new: old for old, new in renamed.items()}
-    tensors = {new: _cast_info(manifest.tensors[old], dtype) for new, old in source.items()}
-    files = [in_order(some) for some in share_out(tensors, max_file_bytes)]
-    data = _Data(checkpoint, source, tensors, progress)
-    written = _write(dest, files, data, with_dtype(config, dtype) if config and dtype else config)
-    return Exported(
-        files=tuple(written), num_tensors=len(tensors), size_bytes=sum(info.size_bytes for info in tensors.values())
-    )
+    config = with_dtype(config, dtype) if config and dtype else config
+    folder = Folder(place=dest, weights=WEIGHTS_NAME, config_name=CONFIG_NAME, config=config)
+    return write_folder(checkpoint, folder, renamed, dtype=dtype, max_file_bytes=max_file_bytes, progress=progress)
 
 
 def default_map(manifest: Manifest) -> NameMap:
@@ -90,19 +84,55 @@ def default_map(manifest: Manifest) -> NameMap:
     return MODEL_ONLY if "model" in parts and "model" not in manifest.tensors else EVERYTHING
 
 
-def _write(dest: Place, files: list[dict[str, TensorInfo]], data: _Data, config: bytes | None) -> list[str]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Folder:
+    """The folder to write, the names of its files, and the bytes of its config, if one is given."""
+
+    place: Place
+    weights: str
+    config_name: str
+    config: bytes | None
+
+
+def write_folder(
+    checkpoint: Checkpoint,
+    folder: Folder,
+    renamed: Mapping[str, str],
+    *,
+    dtype: str | None,
+    max_file_bytes: int | None,
+    progress: Progress,
+) -> Exported:
+    """Write the tensors, under their new names, and the config.
+
+    `renamed`: map from names in the checkpoint to new names. `max_file_bytes`: None for one file of any size.
+
+    Raises as `export_huggingface`.
+    """
+    manifest = checkpoint.manifest
+    require_storable(renamed.values())
+    source = {new: old for old, new in renamed.items()}
+    tensors = {new: _cast_info(manifest.tensors[old], dtype) for new, old in source.items()}
+    size_bytes = sum(info.size_bytes for info in tensors.values())
+    files = [in_order(some) for some in share_out(tensors, size_bytes if max_file_bytes is None else max_file_bytes)]
+    written = _write(folder, files, _Data(checkpoint, source, tensors, progress))
+    return Exported(files=tuple(written), num_tensors=len(tensors), size_bytes=size_bytes)
+
+
+def _write(folder: Folder, files: list[dict[str, TensorInfo]], data: _Data) -> list[str]:
+    dest, config = folder.place, folder.config
     storage, _ = dest
-    names = [WEIGHTS_NAME]
+    names = [folder.weights]
     if len(files) > 1:
         names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
-    refuse_existing(dest, [WEIGHTS_NAME, INDEX_NAME])
-    new_config = config is not None and not _has_config(dest, config)
+    refuse_existing(dest, [folder.weights, INDEX_NAME])
+    new_config = config is not None and not _has_config(folder, config)
     with undone_on_error(dest) as begun:
         if config is not None and new_config:
-            storage.write(begun(CONFIG_NAME), [config])
+            storage.write(begun(folder.config_name), [config])
         for name, tensors in zip(names, files, strict=True):
             storage.write(begun(name), FileParts(tensors, data.of))
-        written = [*names, *([CONFIG_NAME] if config is not None else [])]
+        written = [*names, *([folder.config_name] if config is not None else [])]
         if len(files) > 1:
             total = sum(info.size_bytes for tensors in files for info in tensors.values())
             placed = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
@@ -112,17 +142,17 @@ def _write(dest: Place, files: list[dict[str, TensorInfo]], data: _Data, config:
     return written
 
 
-def _has_config(dest: Place, config: bytes) -> bool:
-    """Whether the folder already has this config.json. Raises CheckpointError if it has another one."""
-    storage, prefix = dest
+def _has_config(folder: Folder, config: bytes) -> bool:
+    """Whether the folder already has this config. Raises CheckpointError if it has another one."""
+    storage, prefix = folder.place
     try:
-        if storage.read(key_of(prefix, CONFIG_NAME)) == config:
+        if storage.read(key_of(prefix, folder.config_name)) == config:
             return True
     except NoSuchKey:
         return False
     raise CheckpointError(
-        f"{url_of(dest)} has another {CONFIG_NAME} already, and nothing is overwritten. Choose another folder, delete "
-        "that one first, or give none, to keep it."
+        f"{url_of(folder.place)} has another {folder.config_name} already, and nothing is overwritten. Choose another "
+        "folder, delete that one first, or give none, to keep it."
     )
 
 
@@ -173,7 +203,7 @@ def _leave_out_tied(checkpoint: Checkpoint, renamed: dict[str, str], config: byt
 
 def is_tied(config: bytes) -> bool:
     """Whether a config.json ties the embeddings. Raises CheckpointError if it is not a JSON object."""
-    return _parsed(config).get("tie_word_embeddings") is True
+    return parsed_config(config).get("tie_word_embeddings") is True
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes:
@@ -182,7 +212,7 @@ def with_dtype(config: bytes, dtype: str) -> bytes:
     transformers calls the field `dtype`, before version 4.56 `torch_dtype`. Existing fields are changed. If neither
     exists, `torch_dtype` is added, which all versions know.
     """
-    found = _parsed(config)
+    found = parsed_config(config)
     if not _DTYPE_FIELDS & found.keys():
         found["torch_dtype"] = dtype
     return json.dumps(_replaced(found, dtype), indent=2).encode() + b"\n"
@@ -197,13 +227,14 @@ def _replaced(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     return config | changed
 
 
-def _parsed(config: bytes) -> dict[str, Any]:
+def parsed_config(config: bytes, name: str = CONFIG_NAME) -> dict[str, Any]:
+    """The fields of a config. Raises CheckpointError if it is not a JSON object."""
     try:
         found = json.loads(config)
     except ValueError as error:
-        raise CheckpointError(f"the {CONFIG_NAME} is not JSON: {error}.") from None
+        raise CheckpointError(f"the {name} is not JSON: {error}.") from None
     if not isinstance(found, dict):
-        raise CheckpointError(f"the {CONFIG_NAME} is not a JSON object.")
+        raise CheckpointError(f"the {name} is not a JSON object.")
     return found
 
 
