@@ -14,10 +14,10 @@ import numpy as np
 
 from raysharded.checkpoint.byte_ranges import BoxIndex, Bytes, Piece
 from raysharded.checkpoint.chunk_reader import DataFiles
-from raysharded.checkpoint.format.encoding import decode, digest_of, is_signed
+from raysharded.checkpoint.format.encoding import ForeignManifest, decode, digest_of, is_signed
 from raysharded.checkpoint.format.limits import MAX_MANIFEST_BYTES
 from raysharded.checkpoint.format.manifest import Manifest, TensorInfo
-from raysharded.checkpoint.format.paths import MANIFEST_NAME, is_replaced, key_of, replaced_name
+from raysharded.checkpoint.format.paths import MANIFEST_NAME, is_data, is_replaced, key_of, replaced_name
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.format.tiling import is_within
 from raysharded.checkpoint.storage import NoSuchKey, Storage
@@ -133,7 +133,8 @@ def open_checkpoint(
 
     With a `key`, a manifest that was not signed with it is rejected. With a `digest`, only the manifest of that digest
     is accepted. It may have been replaced since, as long as the files it needs exist. Raises IncompleteCheckpoint if
-    the save was never committed, CorruptCheckpoint if the manifest is damaged, rejected, or of another save.
+    the save was never committed, CorruptCheckpoint if the manifest is damaged, rejected, or of another save. Raises
+    ForeignManifest, a CorruptCheckpoint, for another program's file in a folder without a checkpoint's data.
     """
     at = key_of(prefix, MANIFEST_NAME)
     where = f"{join_url(storage.url, at)}"
@@ -145,13 +146,18 @@ def open_checkpoint(
                 f"{where} has digest {digest_of(data)!r}, expected {digest!r}: it is not the checkpoint that was meant."
             )
         data = replaced
-    manifest = decode(
-        data,
-        where,
-        folder=prefix.rpartition("/")[2],
-        key=key,
-        read_index=lambda path, size: _read_index(storage, prefix, path, size),
-    )
+    try:
+        manifest = decode(
+            data,
+            where,
+            folder=prefix.rpartition("/")[2],
+            key=key,
+            read_index=lambda path, size: _read_index(storage, prefix, path, size),
+        )
+    except ForeignManifest as error:
+        if not any(is_data(one, prefix) for one in storage.list(prefix)):
+            raise
+        raise CorruptCheckpoint(f"{error} It replaced the manifest of the checkpoint whose data are there.") from None
     files = DataFiles(storage, prefix, manifest.files)
     return Checkpoint(storage, prefix, manifest, digest_of(data), is_signed(data), BoxIndex(manifest), files)
 

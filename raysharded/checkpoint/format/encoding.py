@@ -33,9 +33,10 @@ FORMAT = "raysharded-checkpoint"
 
 
 class ForeignManifest(CorruptCheckpoint):
-    """A file of another program that has the name of a manifest: a JSON object that no damage of ours could become."""
+    """A file of another program that has the name of a manifest: a JSON object that is no damaged manifest."""
 
 
+_OWN_FIELDS = {"digest", "hmac", "format", "run", "generation", "save_id", "writer", "created_at", "tensors", "files"}
 _HEAD = b'{"digest":"'
 _DIGEST_END = len(_HEAD) + 64
 _HMAC_HEAD = b'","hmac":"'
@@ -209,14 +210,14 @@ def _check_digest(data: bytes, where: str) -> None:
 
 
 def is_foreign(data: bytes) -> bool:
-    """Whether the bytes are a whole JSON object, not empty, without the fields that every manifest begins with."""
-    if _is_too_large(data):
+    """Whether the bytes are a whole JSON object, not empty, that has none of a manifest's fields."""
+    if data.startswith(_HEAD) or _is_too_large(data):
         return False
     try:
         body = json.loads(data)
     except (ValueError, RecursionError, MemoryError):
         return False
-    return isinstance(body, dict) and bool(body) and not body.keys() & {"digest", "format", "save_id"}
+    return isinstance(body, dict) and bool(body) and not body.keys() & _OWN_FIELDS
 
 
 def _check_signature(data: bytes, key: SigningKey | None, where: str) -> None:

@@ -25,6 +25,7 @@ MANIFEST_NAME = "manifest.json"
 
 _REPLACED = re.compile(r"replaced-[0-9a-f]{16}\.json")
 
+_SUBFOLDER = re.compile(r"[0-9a-f]{12}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SAVE_ID = re.compile(r"[A-Za-z0-9_]{1,64}")
 _SPREAD = re.compile(r"\.\./[0-9a-f]{2}/(step-[0-9]{10,}-[A-Za-z0-9_]{1,64})/([^/]+)")
@@ -66,6 +67,17 @@ def replaced_name(digest: str) -> str:
 def is_replaced(name: str) -> bool:
     """Whether a file in a checkpoint's folder is named like such a copy."""
     return _REPLACED.fullmatch(name) is not None
+
+
+def is_data(key: str, prefix: str) -> bool:
+    """Whether a key is named like a file of a checkpoint in the folder `prefix`, other than its manifest."""
+    *folders, name = key.removeprefix(f"{prefix}/").split("/")
+    if not folders and is_replaced(name):
+        return True
+    if len(folders) == 2 and _SPREAD_DIGITS.fullmatch(folders[0]):
+        del folders[0]
+    own = not folders or (len(folders) == 1 and _SUBFOLDER.fullmatch(folders[0]) is not None)
+    return own and name.endswith((".safetensors", ".safetensors.b3"))
 
 
 def data_path(prefix: str, writer: str, *, partitioned: bool = False, subfolder: str = "") -> str:

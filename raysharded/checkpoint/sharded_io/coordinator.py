@@ -14,19 +14,21 @@ leaves the process group as it was.
 from __future__ import annotations
 
 import json
+import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from numbers import Real
 from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 import raysharded.errors
-from raysharded.checkpoint.sharded_io.group_store import RANK0_SHARE, came, explained, late, next_store, no_rank0
+from raysharded.checkpoint.state_dict.rank_merge import listed
 from raysharded.errors import (
     CheckpointError,
     ConfigError,
@@ -43,6 +45,10 @@ _MOST_TIMEOUT_S = 1e9  # 30 years: stores and clocks overflow somewhere beyond
 
 Json = Any
 _PART_BYTES = 4 << 20  # TCPStore takes values of up to 8 MiB (MAX_PAYLOAD_LEN of its libuv backend)
+_RANK0_SHARE = 0.9
+"""Share of the timeout after which rank 0 times out, before the others: it knows which rank's message is missing."""
+
+_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def require_timeout(timeout_s: object) -> None:
@@ -109,8 +115,8 @@ class Coordinator:
     def of(process_group: dist.ProcessGroup | None, timeout_s: float) -> Coordinator:
         """A coordinator for the ranks of a process group. None is the default group, or this process if there is none.
 
-        All ranks of the group must call it in the same order among their calls for that group. A group's first call
-        waits for all ranks. Raises as `require_timeout`, and CheckpointError for ranks that do not call it in time.
+        All ranks of the group must call it in the same order among their calls for that group. Raises as
+        `require_timeout`.
         """
         require_timeout(timeout_s)
         if process_group is None and not (dist.is_available() and dist.is_initialized()):
@@ -123,7 +129,9 @@ class Coordinator:
             )
         if world_size == 1:
             return Coordinator(None, 0, 1, timeout_s)
-        return Coordinator(next_store(group, rank, world_size, timeout_s), rank, world_size, timeout_s)
+        number = _counts[group] = _counts.get(group, 0) + 1
+        store: Any = dist.distributed_c10d._get_process_group_store(group)
+        return Coordinator(PrefixStore(f"raysharded/{number}", store), rank, world_size, timeout_s)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -152,12 +160,15 @@ class Coordinator:
             return None
         got = self._early[number]
         got[0] = value
-        deadline = monotonic() + self._timeout_s * RANK0_SHARE
+        deadline = monotonic() + self._timeout_s * _RANK0_SHARE
         while len(got) < self.world_size:
             message = self._receive(deadline - monotonic())
             if message is None:
                 missing = [rank for rank in range(self.world_size) if rank not in got]
-                raise CheckpointError(late(missing, self.world_size, self._timeout_s))
+                raise CheckpointError(
+                    f"{len(missing)} of {self.world_size} ranks sent no message within {self._timeout_s:g} s: "
+                    f"{listed(missing)}. Check their logs; if they were only slow, give a larger timeout_s."
+                )
             _, rank, at, given = message
             self._early[at][rank] = given
         del self._early[number]
@@ -175,7 +186,10 @@ class Coordinator:
             return values[0]
         message = self._receive(self._timeout_s)
         if message is None:
-            raise CheckpointError(no_rank0(self.rank, self._timeout_s))
+            raise CheckpointError(
+                f"rank {self.rank}: rank 0 sent no message within {self._timeout_s:g} s. Check its log; if it "
+                "was only slow, give a larger timeout_s."
+            )
         return message[3]
 
     def _clean(self) -> None:
@@ -195,7 +209,7 @@ class Coordinator:
         store = self._open_store()
         data = zlib.compress(json.dumps(message, separators=(",", ":")).encode(), 1)
         parts = [data[at : at + _PART_BYTES] for at in range(0, len(data), _PART_BYTES)]
-        with explained(self.rank):
+        with _explained(self.rank):
             number = store.add(f"{rank}/count", 1)
             for at, part in enumerate(parts[1:], start=1):
                 store.set(f"{rank}/{number}/{at}", part)  # type: ignore[arg-type] # bytes are accepted, and intended
@@ -204,8 +218,8 @@ class Coordinator:
     def _receive(self, timeout_s: float) -> list[Json] | None:
         """The next message for this rank; None if none arrived in time. Raises PeerFailed for an error message."""
         store, key = self._open_store(), f"{self.rank}/{self._received + 1}"
-        with explained(self.rank):
-            if not came(store, [key], timeout_s):
+        with _explained(self.rank):
+            if not _came(store, key, timeout_s):
                 return None
             self._received += 1
             head = store.get(key)
@@ -225,10 +239,33 @@ class Coordinator:
         """
         assert self._store is not None, "there is one rank, which has no store"
         if not self._connected:
-            with explained(self.rank):
+            with _explained(self.rank):
                 self._store, self._connected = self._store.clone(), True
         store: Store = self._store
         return store
+
+
+def _came(store: Store, key: str, timeout_s: float) -> bool:
+    """Whether the key is set within the time."""
+    try:
+        store.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
+    except RuntimeError as error:  # each kind of store raises its own type
+        if isinstance(error, dist.DistNetworkError) or "timeout" not in str(error).lower():
+            raise
+        return False
+    return True
+
+
+@contextmanager
+def _explained(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"rank {rank}: the store of the process group failed: {said}. The process that serves it, usually rank "
+            "0's or its launcher, has ended; see its log."
+        ) from error
 
 
 def _as_error(rank: int, kind: str, text: str, phase: str) -> PeerFailed:

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import increment_version
 
 from raysharded.checkpoint.read_plan.dedup import Share, assign
 from raysharded.checkpoint.read_plan.groups import unions_of
@@ -54,7 +53,6 @@ def fill(
     plans = None if everyone is None else _plans(checkpoint, everyone, stage_bytes)
     for value in coordinator.scatter(plans):
         _carry_out(checkpoint, held, Phase.from_json(value), coordinator, group, stage_bytes)
-    increment_version([one.local for one in held])  # a backward of an earlier forward is an error, as after copy_
 
 
 def require_all_well(coordinator: Coordinator) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from raysharded.checkpoint.format.manifest import TensorInfo
 from raysharded.checkpoint.reader import Checkpoint
@@ -78,6 +79,7 @@ def load_into(
         fill(checkpoint, wanted, coordinator, group)
         require_equal(wanted, matched.ties)
         put_in_place(wanted, untied, pairs)
+        increment_version([target.flat.tensors[one.name] for one in matched.found.values()])  # as after `copy_`
         state = target.with_answers(answers, [one.name for one in matched.found.values()])
         require_all_well(coordinator)
     except BaseException:

@@ -70,4 +70,5 @@ def _newest(uri: str, key: SigningKey | None, error: CheckpointError | None) -> 
         ) from error
     if error is None:
         raise IncompleteCheckpoint(f"{storage.url} holds no complete checkpoint.")
-    raise IncompleteCheckpoint(f"{error} It is not a folder that holds complete checkpoints either.") from error
+    kind = ForeignManifest if isinstance(error, ForeignManifest) else IncompleteCheckpoint
+    raise kind(f"{error} It is not a folder that holds complete checkpoints either.") from error

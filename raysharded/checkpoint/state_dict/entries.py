@@ -165,10 +165,16 @@ class ModuleEntry:
 
     @property
     def state(self) -> Any:
-        _require_initialized(self.module)
         if not any(True for _ in self.module.parameters()) and not self.module.state_dict():
             return {}  # torch rejects it: a loss, or a stage of a pipeline without weights
-        return get_model_state_dict(self.module)
+        values = get_model_state_dict(self.module)
+        lazy = [name for name, value in values.items() if isinstance(value, torch.Tensor) and is_lazy(value)]
+        if lazy:
+            raise ConfigError(
+                f"{len(lazy)} tensors of the module are lazy and have no shape yet: {', '.join(lazy[:_MOST_SHOWN])}. "
+                "Call the module once with a batch, then save or load."
+            )
+        return values
 
     def to_fill(self, blank: Blank = nothing) -> Any:
         return self.state
@@ -226,16 +232,6 @@ def _give(module: nn.Module, values: Mapping[Any, Any]) -> None:
             f"the module's load_state_dict does not take {len(refused)} values that its state_dict has: "
             f"{', '.join(refused[:_MOST_SHOWN])}. A state_dict hook replaced or added them. Register the "
             "load_state_dict hook that is its inverse, or leave them out by choosing the rest with names=[...]."
-        )
-
-
-def _require_initialized(module: nn.Module) -> None:
-    named = (*module.named_parameters(), *module.named_buffers())
-    lazy = [name for name, tensor in named if is_lazy(tensor)]
-    if lazy:
-        raise ConfigError(
-            f"{len(lazy)} tensors of the module are lazy and have no shape yet: {', '.join(lazy[:_MOST_SHOWN])}. Call "
-            "the module once with a batch, then save or load."
         )
 
 

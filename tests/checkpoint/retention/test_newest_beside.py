@@ -15,7 +15,7 @@ from raysharded.checkpoint import api
 from raysharded.checkpoint.retention.flat_folder import newest_beside
 from raysharded.checkpoint.storage import Storage, open_storage
 from raysharded.cli.checkpoint.target import BesidePlace, find_place
-from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint
+from raysharded.errors import CorruptCheckpoint
 from raysharded.testing.storages import CountingStorage
 
 
@@ -139,8 +139,17 @@ def test_files_of_other_programs_that_are_named_like_a_manifest_are_skipped(
     assert place.choose(None).step == 9
     for name in ("step-8", "step-9"):
         (tmp_path / name / "manifest.json").unlink()
-    with pytest.raises(IncompleteCheckpoint, match=r"is a file of another program.*not a folder that holds complete"):
+    with pytest.raises(CorruptCheckpoint, match=r"is a file of another program.*not a folder that holds complete"):
         api.open(tmp_path)
+
+
+def test_a_manifest_that_another_programs_file_replaced_is_an_error(tmp_path: Path) -> None:
+    """Such as the error of a proxy: an older checkpoint must not take its place, nor a start from nothing."""
+    saved(tmp_path, {"step-8": 8, "step-9": 9})
+    (tmp_path / "step-9" / "manifest.json").write_text('{"error": {"code": 403}}')
+    for uri in (tmp_path, tmp_path / "step-9"):
+        with pytest.raises(CorruptCheckpoint, match="replaced the manifest of the checkpoint whose data are there"):
+            api.open(uri)
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "swapped"])

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from raysharded.checkpoint import api, open_storage
 from raysharded.checkpoint.interop import RayshardedReader, RayshardedWriter
@@ -323,3 +324,21 @@ def test_a_backward_of_a_forward_before_the_load_is_an_error_as_after_torchs_loa
         load()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+def backward_of_a_dtensor(_rank: int, uri: str) -> str:
+    w = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
+    api.save(uri, {"w": w})
+    loss = (w * w).sum()
+    api.load(uri, {"w": w})
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.procs
+def test_so_is_that_of_a_dtensor(tmp_path: Path) -> None:
+    for error in run_ranks(2, backward_of_a_dtensor, str(tmp_path / "c")):
+        assert "modified by an inplace operation" in error

@@ -262,6 +262,8 @@ def test_a_module_without_shapes_yet_is_refused_by_its_parameters(tmp_path: Path
         api.load(tmp_path / "c", lazy)
     lazy(torch.zeros(4, 2))
     api.load(tmp_path / "c", lazy)
+    lazy.register_buffer("cache", torch.nn.UninitializedBuffer(), persistent=False)
+    api.save(tmp_path / "d", lazy)
 
 
 def test_an_optimizer_with_state_beside_its_parameters_is_refused_by_its_keys(tmp_path: Path) -> None:
