@@ -3,16 +3,13 @@ ones. Errors state what is missing."""
 
 from __future__ import annotations
 
-import difflib
 import gc
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.checkpoint.claims import CLAIMS_FOLDER
-from raysharded.checkpoint.storage.folders import list_folders
 from raysharded.config import BatchConfig
 from raysharded.data.ledger import LedgerReport, ReadColumns, check
 from raysharded.data.order import ORDERS
@@ -20,11 +17,12 @@ from raysharded.errors import StorageError
 from raysharded.journal import log
 from raysharded.journal.reader import entries_of, read_some, segment_keys, steps_of
 from raysharded.journal.records import Span
-from raysharded.locations import join_url, scheme_of
+from raysharded.locations import join_url
 from raysharded.report.history import parallel_reader
 from raysharded.report.history.run_summary import RunSummary
 from raysharded.report.history.step_table import Columns
 from raysharded.report.history.summary import Fold
+from raysharded.report.nearby import advice
 from raysharded.report.run_report import RunReport
 
 if TYPE_CHECKING:
@@ -74,7 +72,6 @@ def _check_span(span: Span, batch: Mapping[str, int], num_samples: int, records:
 
 _DAMAGE = (ValueError, KeyError, TypeError, IndexError)
 """Errors caused by bytes that no driver wrote."""
-_NAMES = 5
 _STEPS_AT_ONCE = 2048
 
 
@@ -246,58 +243,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def advice(storage: Storage) -> str:
-    """The runs that exist instead, if they can be listed cheaply; otherwise the expected argument."""
-    plain = " Give the folder of one run, <RunConfig.storage_path>/<RunConfig.name>."
-    if close := meant(storage):
-        return close
-    if not _is_here(storage.url):
-        return plain
-    folder = os.path.dirname(_path(storage.url))
-    runs = _runs_in(folder)
-    return f" Runs there: {_names(folder, runs)}." if runs else plain
-
-
-def meant(storage: Storage) -> str:
-    """The runs that the user of this URL may have meant: runs in it, or next to it with a similar name; empty if none.
-    Never raises."""
-    if _is_here(storage.url) and (inside := _runs_in(_path(storage.url))):
-        return f" It holds runs: give one of them, {_names(_path(storage.url), inside)}."
-    path, mark, options = storage.url.partition("?")
-    folder, name = os.path.split(_path(path))
-    above = folder + mark + options
-    try:
-        beside = list_folders(open_storage(above))
-        close = difflib.get_close_matches(name, beside, n=_NAMES, cutoff=0.5)
-        runs = [found for found in close if {log.FOLDER, CLAIMS_FOLDER} & set(_inside(above, found))]
-    except StorageError:
-        return ""
-    return f" Did you mean {_names(folder, runs)}?" if runs else ""
-
-
-def _inside(above: str, name: str) -> list[str]:
-    return list_folders(open_storage(join_url(above, name)))
-
-
-def _is_here(url: str) -> bool:
-    return scheme_of(url) in (None, "file")
-
-
-def _path(url: str) -> str:
-    return url.removeprefix("file://")
-
-
-def _names(folder: str, runs: list[str]) -> str:
-    more = f" and {len(runs) - _NAMES} more" if len(runs) > _NAMES else ""
-    return ", ".join(os.path.join(folder, run) for run in runs[:_NAMES]) + more
-
-
-def _runs_in(folder: str) -> list[str]:
-    """The names of the runs in a folder of this machine, sorted."""
-    try:
-        with os.scandir(folder) as found:
-            return sorted(entry.name for entry in found if os.path.isdir(os.path.join(entry.path, log.FOLDER)))
-    except OSError:
-        return []

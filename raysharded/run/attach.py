@@ -7,6 +7,7 @@ import os
 
 from raysharded.errors import ClusterError, ConfigError, StorageError
 from raysharded.ray_backend import cluster
+from raysharded.report.nearby import near
 from raysharded.run import process_hooks
 from raysharded.run.handle import Run
 from raysharded.run.hosted import submission
@@ -26,21 +27,17 @@ def attach(run: str, address: str | None = None) -> Run:
     The handle reads storage alone if the run is over, or if `fit()` drives it in another process. It also does so if
     the driver's version of raysharded has another protocol.
 
-    Raises ConfigError for an unknown run, with similar names; ClusterError without a cluster.
+    Raises ConfigError for an unknown run, with similar names. Raises ClusterError for a name if no cluster can be
+    reached, with the runs near the working directory.
     """
     process_hooks.install()
-    there_is_one = cluster.find_cluster(address, log_to_driver=False)
     url = _url_of(run)
+    there_is_one = _find_cluster(run if url is None else None, address)
     if url is not None:
         name = os.path.basename(url.partition("?")[0].rstrip("/"))
         if there_is_one and host_of(host_name(name, url)) is not None:
             return _driven(name, url)
         return _stored(name, url)
-    if not there_is_one:
-        raise ClusterError(
-            f"there is no Ray cluster here that could know a run named {run!r}. Give its address, set RAY_ADDRESS, or "
-            "give the run's folder or URL, <storage_path>/<name>."
-        )
     known = submission.known_runs()
     urls = known.get(run, [])
     driven = [one for one in urls if host_of(host_name(run, one)) is not None]
@@ -50,7 +47,25 @@ def attach(run: str, address: str | None = None) -> Run:
         return _driven(run, driven[0])
     if urls:
         return _stored(run, urls[0])
-    raise ConfigError(f"no run named {run!r} was started on this cluster{_meant(run, known)}")
+    raise ConfigError(f"no run named {run!r} was started on this cluster{_meant(run, known)}{near(run)}")
+
+
+def _find_cluster(name: str | None, address: str | None) -> bool:
+    """Whether there is a cluster. Raises ClusterError if none answers; without any too, for a run given by its name."""
+    try:
+        if cluster.find_cluster(address, log_to_driver=False):
+            return True
+        why = f"there is no Ray cluster here that could know a run named {name!r}."
+    except ClusterError as error:
+        if name is None:
+            raise
+        why = str(error)
+    if name is None:
+        return False
+    raise ClusterError(
+        f"no cluster: {why}{near(name)} Give the run's folder or URL, <storage_path>/{name}, or the address of its "
+        "cluster (RAY_ADDRESS, or the address argument, --address)."
+    ) from None
 
 
 def _driven(name: str, url: str) -> Run:

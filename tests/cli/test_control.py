@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import raysharded
+from raysharded.errors import ClusterError
 from raysharded.ray_backend import cluster
 from tests.cli.test_commands import fail, invoke, succeed
 from tests.report.entries import run_with_a_loss, write_run
@@ -27,6 +29,47 @@ def test_a_name_means_nothing_without_a_cluster() -> None:
         ["learning-rate", "gpt", "0.5"],
     ):
         assert "there is no Ray cluster here that could know a run named 'gpt'" in fail(*command)
+
+
+COMMANDS = [
+    *[[command, "gpt-5m"] for command in ("status", "report", "replay", "attach", "pause", "stop", "save")],
+    ["kill", "gpt-5m", "--worker", "0"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_name_without_a_cluster_leads_to_the_run_in_a_folder_here(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "runs" / "gpt-5m", run_with_a_loss())
+    write_run(tmp_path / "runs" / "gpt-5x", run_with_a_loss())
+    monkeypatch.chdir(tmp_path)
+    error = fail(*command)
+    assert error.startswith("no cluster: ")
+    assert " Did you mean runs/gpt-5m? " in error
+    assert "<storage_path>/gpt-5m" in error
+
+
+def test_without_a_cluster_similar_names_come_next_and_then_any_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "Did you mean" not in fail("status", "gpt-5m")
+    write_run(tmp_path / "gpt-5x", run_with_a_loss())
+    write_run(tmp_path / "old" / "bert", run_with_a_loss())
+    assert " Did you mean ./gpt-5x? " in fail("status", "gpt-5m")
+    assert " Runs here: ./gpt-5x, old/bert. " in fail("status", "zzzz")
+    with pytest.raises(ClusterError, match=r"^no cluster: .* Did you mean old/bert\?"):
+        raysharded.attach("bert")
+
+
+def test_a_cluster_that_does_not_answer_is_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_ANSWER_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs" / "gpt", run_with_a_loss())
+    error = fail("attach", "gpt", "--address", "127.0.0.1:1")
+    assert error.startswith("no cluster: there is no Ray cluster at 127.0.0.1:1: nothing answered")
+    assert " Did you mean runs/gpt? " in error
 
 
 def test_a_run_that_is_over_is_not_changed_and_may_be_stopped(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def find_place(url: str) -> Place:
     beside = side_by_side(storage)
     if beside:
         return BesidePlace(storage, beside)
-    from raysharded.report.loader import meant
+    from raysharded.report.nearby import meant
 
     raise CheckpointError(
         f"there are no checkpoints at {storage.url}.{meant(storage)} Give the folder of one run, "

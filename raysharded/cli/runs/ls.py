@@ -22,7 +22,7 @@ def runs(
     Reads a few small files of each run. If a run's driver is on another machine and seems silent, it is read twice, a
     few seconds apart.
     """
-    from raysharded.report.loader import advice
+    from raysharded.report.nearby import advice
     from raysharded.report.overview import find_runs
 
     found = find_runs(url)

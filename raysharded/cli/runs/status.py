@@ -20,17 +20,15 @@ RunStorage = Annotated[
 
 
 def url_of(run: str) -> str:
-    """The URL of a run's storage. A string that may be a path is used as one; a plain name is looked up on the cluster,
-    if there is one. Raises ConfigError for a name unknown to the cluster, with similar names."""
+    """The URL of a run's storage. A string that may be a path is used as one; a plain name is looked up on the cluster.
+
+    Raises as `raysharded.attach` for a name that no cluster knows.
+    """
     if os.sep in run or os.path.exists(run):
         return run
-    from raysharded.errors import ClusterError
     from raysharded.run.attach import attach
 
-    try:
-        return attach(run).url
-    except ClusterError:
-        return run
+    return attach(run).url
 
 
 def status(

@@ -1,0 +1,102 @@
+"""Runs that a user may have meant: in a folder, beside it with a similar name, or near the working directory."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+
+from raysharded.checkpoint import Storage, open_storage
+from raysharded.checkpoint.claims import CLAIMS_FOLDER
+from raysharded.checkpoint.storage.folders import list_folders
+from raysharded.errors import StorageError
+from raysharded.journal import log
+from raysharded.locations import join_url, scheme_of
+
+_NAMES = 5
+_FOLDERS = 200
+"""Folders of the working directory that are searched for runs."""
+
+
+def near(name: str) -> str:
+    """The runs near the working directory that a name may mean, as a sentence after a space; empty if none.
+
+    They are in this folder or in one of its folders, as `runs/NAME`. Runs of this name come first, then those with
+    similar names, then any. Never raises.
+    """
+    found = list(_near())
+    names = {os.path.basename(run) for run in found}
+    close = [name] if name in names else difflib.get_close_matches(name, sorted(names), n=_NAMES, cutoff=0.5)
+    meant = [run for other in close for run in found if os.path.basename(run) == other]
+    if meant:
+        return f" Did you mean {' or '.join(meant[:_NAMES])}?"
+    more = f" and {len(found) - _NAMES} more" if len(found) > _NAMES else ""
+    return f" Runs here: {', '.join(found[:_NAMES])}{more}." if found else ""
+
+
+def _near() -> Iterator[str]:
+    """Paths of the runs in the working directory, then of those in its folders."""
+    here = _runs_in(os.curdir)
+    yield from (os.path.join(os.curdir, run) for run in here)
+    try:
+        with os.scandir(os.curdir) as found:
+            folders = sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith("."))
+    except OSError:
+        return
+    for folder in [name for name in folders if name not in here][:_FOLDERS]:
+        yield from (os.path.join(folder, run) for run in _runs_in(folder))
+
+
+def advice(storage: Storage) -> str:
+    """The runs that exist instead, if they can be listed cheaply; otherwise the expected argument."""
+    plain = " Give the folder of one run, <RunConfig.storage_path>/<RunConfig.name>."
+    if close := meant(storage):
+        return close
+    if not _is_here(storage.url):
+        return plain
+    folder = os.path.dirname(_path(storage.url))
+    runs = _runs_in(folder)
+    return f" Runs there: {_names(folder, runs)}." if runs else plain
+
+
+def meant(storage: Storage) -> str:
+    """The runs that the user of this URL may have meant: runs in it, or next to it with a similar name; empty if none.
+    Never raises."""
+    if _is_here(storage.url) and (inside := _runs_in(_path(storage.url))):
+        return f" It holds runs: give one of them, {_names(_path(storage.url), inside)}."
+    path, mark, options = storage.url.partition("?")
+    folder, name = os.path.split(_path(path))
+    above = folder + mark + options
+    try:
+        beside = list_folders(open_storage(above))
+        close = difflib.get_close_matches(name, beside, n=_NAMES, cutoff=0.5)
+        runs = [found for found in close if {log.FOLDER, CLAIMS_FOLDER} & set(_inside(above, found))]
+    except StorageError:
+        return ""
+    return f" Did you mean {_names(folder, runs)}?" if runs else ""
+
+
+def _inside(above: str, name: str) -> list[str]:
+    return list_folders(open_storage(join_url(above, name)))
+
+
+def _is_here(url: str) -> bool:
+    return scheme_of(url) in (None, "file")
+
+
+def _path(url: str) -> str:
+    return url.removeprefix("file://")
+
+
+def _names(folder: str, runs: list[str]) -> str:
+    more = f" and {len(runs) - _NAMES} more" if len(runs) > _NAMES else ""
+    return ", ".join(os.path.join(folder, run) for run in runs[:_NAMES]) + more
+
+
+def _runs_in(folder: str) -> list[str]:
+    """The names of the runs in a folder of this machine, sorted."""
+    try:
+        with os.scandir(folder) as found:
+            return sorted(entry.name for entry in found if os.path.isdir(os.path.join(entry.path, log.FOLDER)))
+    except OSError:
+        return []
