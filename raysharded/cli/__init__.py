@@ -208,7 +208,9 @@ def report(
 
         write_page(html, found.as_html())
     if as_json:
-        print_json(found.as_dict())
+        from raysharded.run.stored_status import status_at
+
+        print_json({**found.as_dict(), "run_status": status_at(found.url).as_dict()})
     elif html is None:
         console().print(found)
     if not found.ok or found.damage:

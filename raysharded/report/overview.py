@@ -65,6 +65,12 @@ class RunOverview:
     newest_entry_at: float | None
     """Time of the newest entry: seconds since 1970, by the driver's clock."""
     num_segments: int
+    driver_pid: int | None = None
+    """Process id of that driver, on its node."""
+    driver_node: str = ""
+    """Host name of that driver's node; empty if there is none."""
+    driver_since: float | None = None
+    """Time since which that driver has held the run: seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,13 +130,13 @@ def _look(storage: Storage, now: float) -> _Found:
     except _DAMAGE as error:
         tail, damage = Tail(num_segments=0), f"its journal cannot be read ({type(error).__name__}: {error})"
     state = "damaged" if damage else _state(tail, owner, lease, now)
-    holds = state in ("new", "running", "silent")
+    holder = lease.holder if lease and state in ("new", "running", "silent") else None
     path = storage.url.partition("?")[0].rstrip("/")
     glance = RunOverview(
         url=storage.url,
         name=tail.name or path.rpartition("/")[2],
         state=state,
-        driver=str(lease.holder) if holds and lease and lease.holder else "",
+        driver=str(holder) if holder else "",
         error=damage or (tail.error if state == "failed" else ""),
         step=tail.step,
         max_steps=tail.max_steps,
@@ -140,6 +146,9 @@ def _look(storage: Storage, now: float) -> _Found:
         checkpoint_at=commit.created_at if commit else None,
         newest_entry_at=tail.at,
         num_segments=tail.num_segments,
+        driver_pid=(holder.process.pid or None) if holder else None,
+        driver_node=holder.host if holder else "",
+        driver_since=holder.since if holder else None,
     )
     return _Found(storage=storage, glance=glance, owner=owner, lease=lease, paused=tail.paused)
 

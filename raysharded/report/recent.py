@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,8 @@ _SEGMENTS = 128
 """Number of segments to read: ten minutes of a short run, an hour of a long one."""
 _AT_ONCE = 16
 _INCIDENTS = 5
+_OLDER = 4096
+"""Number of segments before them that are searched for the newest members and their processes: a day and more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +28,12 @@ class Recent:
     """The content of the newest segments."""
 
     members: tuple[int, ...]
-    """Workers of the newest generation, by rank; empty if it is older than the segments read."""
+    """Workers of the newest generation, by rank; empty if it is far older than the segments read."""
     generation: int | None
+    pids: Mapping[int, int]
+    """Member -> process id on its node, as far as known."""
+    nodes: Mapping[int, str]
+    """Member -> the host name of its node, as far as known."""
     step_s: float | None
     """Wall time per step, over the newest consecutive steps of one generation."""
     incidents: tuple[tuple[float, str], ...]
@@ -36,18 +44,75 @@ class Recent:
 
 def read_recent(storage: Storage) -> Recent:
     """The recent history. Unreadable entries are ignored. Raises StorageError."""
-    keys = sorted(key for key in storage.list(log.FOLDER) if key.endswith(".jsonl"))
-    with ThreadPoolExecutor(_AT_ONCE, "raysharded-journal") as pool:
-        found = [entry for part in pool.map(storage.read, keys[-_SEGMENTS:]) for entry in entries_of(part)]
-    newest = next((entry for entry in reversed(found) if entry["kind"] == "generation"), None)
-    happened = [(float(entry["at"]), text) for entry in found if (text := incident_line(entry)) is not None]
-    return Recent(
-        members=tuple(newest["members"]) if newest else (),
-        generation=int(newest["generation"]) if newest else None,
-        step_s=_step_s(found),
-        incidents=tuple(happened[-_INCIDENTS:]),
-        last_segment=int(keys[-1].rpartition("/")[2].split(".")[0]) if keys else 0,
-    )
+    return RecentReader(storage).read()
+
+
+class RecentReader:
+    """Reads the recent history again and again: every segment once. Not thread-safe."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._window: deque[list[dict[str, Any]]] = deque(maxlen=_SEGMENTS)
+        """Entries of the newest segments."""
+        self._last_key = ""
+        self._generation: tuple[int, tuple[int, ...]] | None = None
+        """The newest generation, and its members."""
+        self._ready: dict[int, tuple[int, str]] = {}
+        """Worker -> its process id and node, when it was ready last."""
+
+    def read(self) -> Recent:
+        """The recent history now, as `read_recent`."""
+        keys = sorted(key for key in self._storage.list(log.FOLDER) if key.endswith(".jsonl"))
+        is_first = not self._last_key
+        for part in self._read([key for key in keys if key > self._last_key][-_SEGMENTS:]):
+            self._window.append(entries_of(part))
+            for entry in self._window[-1]:
+                self._add(entry)
+        self._last_key = keys[-1] if keys else ""
+        if is_first:
+            self._look_back(keys[:-_SEGMENTS])
+        return self._recent()
+
+    def _recent(self) -> Recent:
+        found = [entry for entries in self._window for entry in entries]
+        happened = [(float(entry["at"]), text) for entry in found if (text := incident_line(entry)) is not None]
+        generation, members = self._generation or (None, ())
+        known = {member: self._ready[member] for member in members if member in self._ready}
+        return Recent(
+            members=members,
+            generation=generation,
+            pids={member: pid for member, (pid, _) in known.items()},
+            nodes={member: node for member, (_, node) in known.items()},
+            step_s=_step_s(found),
+            incidents=tuple(happened[-_INCIDENTS:]),
+            last_segment=int(self._last_key.rpartition("/")[2].split(".")[0]) if self._last_key else 0,
+        )
+
+    def _add(self, entry: Mapping[str, Any]) -> None:
+        with suppress(KeyError, TypeError, ValueError):  # no driver wrote it
+            if entry["kind"] == "generation":
+                self._generation = int(entry["generation"]), tuple(map(int, entry["members"]))
+            elif entry["kind"] == "worker_ready":
+                self._ready[int(entry["worker"])] = int(entry["pid"]), str(entry["node"])
+
+    def _look_back(self, keys: Sequence[str]) -> None:
+        """Find the members and their processes in older segments, if they are not known."""
+        for last in range(len(keys), max(0, len(keys) - _OLDER), -_SEGMENTS):
+            if self._generation is not None and self._ready.keys() >= set(self._generation[1]):
+                return
+            for part in reversed(list(self._read(keys[max(0, last - _SEGMENTS) : last]))):
+                if b'"generation"' in part or b'"worker_ready"' in part:
+                    self._add_older(entries_of(part))
+
+    def _add_older(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        generation, ready = self._generation, dict(self._ready)
+        for entry in entries:
+            self._add(entry)
+        self._generation, self._ready = generation or self._generation, {**self._ready, **ready}
+
+    def _read(self, keys: Sequence[str]) -> Iterator[bytes]:
+        with ThreadPoolExecutor(_AT_ONCE, "raysharded-journal") as pool:
+            yield from pool.map(self._storage.read, keys)
 
 
 def entries_of(segment: bytes) -> list[dict[str, Any]]:

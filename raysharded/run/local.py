@@ -278,23 +278,29 @@ class LocalRun(Run):
         driver, limit = self._steering.driver, self._spec.run.max_steps
         if driver is None:
             phase = "over" if self._ended.is_set() else "starting"
-            steps = self._result.steps if self._result else 0
-            return Status(phase=phase, step=steps, max_steps=limit, workers=(), name=self.name, url=self.url)
+            steps, where = self._result.steps if self._result else 0, {"name": self.name, "url": self.url}
+            return Status(phase=phase, state=self._state(), step=steps, max_steps=limit, workers=(), **where)
         state = driver.state
         ready = {int(worker): facts for worker, facts in state.facts.items() if worker in state.ready}
         seen = {int(worker): one for worker, one in state.step_times.newest.items() if worker in state.members}
         loss = state.measured.get("loss")
         return Status(
             phase="over" if self._ended.is_set() else state.phase.value,
+            state=self._state(),
+            error=str(self._error) if self._error is not None and self._state() == "failed" else "",
             step=state.step,
             max_steps=limit,
             workers=tuple(map(int, state.members)),
+            num_workers=len(state.members),
+            generation=int(state.generation) if state.members else None,
             pids={worker: facts.pid for worker, facts in ready.items()},
             nodes={worker: facts.node for worker, facts in ready.items()},
             mesh=str(state.mesh) if state.members else "",
             name=self.name,
             url=self.url,
             driver=f"driver {state.driver} (process {os.getpid()} on {platform.node()})",
+            driver_pid=os.getpid(),
+            driver_node=platform.node(),
             started_at=self._began_at,
             loss=None if loss is None else float(loss),
             losses=state.losses,
@@ -302,6 +308,16 @@ class LocalRun(Run):
             doing={worker: one.phase for worker, one in seen.items()},
             busy_s={worker: sum(one.busy.values()) for worker, one in seen.items() if one.num_steps},
         )
+
+    def _state(self) -> str:
+        """The state that `raysharded status` shows."""
+        driver = self._steering.driver
+        if not self._ended.is_set():
+            return "new" if driver is None else "paused" if driver.state.phase.value == "paused" else "running"
+        if self._result is not None:
+            return "finished"
+        stopped = self._steering.is_stopped() or (driver is not None and driver.state.stop_requested)
+        return "stopped" if stopped or isinstance(self._error, KeyboardInterrupt) else "failed"
 
     def entries(self, after: int = 0, timeout_s: float = 0.0) -> list[Entry]:
         return self._entries.after(after, timeout_s)

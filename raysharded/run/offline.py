@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raysharded.errors import ClusterError, RunFailed
@@ -13,6 +15,7 @@ from raysharded.run.results import Entry, Result, Status, last_numbers
 if TYPE_CHECKING:
     from raysharded.checkpoint import SigningKey, Storage
     from raysharded.report.overview import RunOverview
+    from raysharded.report.recent import RecentReader
 
 _LOOK_UP_S = 1.0
 _LINES = 1 << 20
@@ -31,20 +34,19 @@ class StoredRun(Run):
 
         self._storage = open_storage(url)
         self.name, self.url, self._why_not_asked = name, self._storage.url, why_not_asked
+        self._recent: RecentReader | None = None
+        self._reading = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[StoredRun], tuple[str, str, str]]:
+        return StoredRun, (self.name, self.url, self._why_not_asked)
 
     def status(self) -> Status:
-        found = self._look()
-        return Status(
-            phase=found.state,
-            step=found.step or 0,
-            max_steps=found.max_steps or 0,
-            workers=(),
-            name=self.name,
-            url=self.url,
-            driver=found.driver,
-            loss=found.loss,
-            checkpoint_step=found.checkpoint_step,
-        )
+        from raysharded.report.recent import RecentReader
+        from raysharded.run.stored_status import stored_status
+
+        with self._reading:
+            self._recent = self._recent or RecentReader(self._storage)
+            return replace(stored_status(self._look(), self._recent.read()), name=self.name)
 
     def entries(self, after: int = 0, timeout_s: float = 0.0) -> list[Entry]:
         deadline = time.monotonic() + timeout_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ def last_numbers(measured: Mapping[str, float]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """The current status of a run."""
+    """The current status of a run, as its driver has it, or as its storage shows it."""
 
     phase: str
     """`starting`, the driver's current activity (`training`, ...), or `over`.
@@ -82,14 +83,83 @@ class Status:
     """Start time of that driver: seconds since 1970."""
     loss: float | None = None
     """Loss of the newest step; None before the first of this driver."""
-    losses: int = 0
-    """Workers that this driver has lost."""
+    losses: int | None = 0
+    """Workers that this driver has lost; None: unknown."""
     checkpoint_step: int | None = None
     """Step of the newest committed checkpoint."""
     doing: Mapping[int, str] = field(default_factory=dict)
     """Worker -> its phase of a step at the last probe, at most every 10 s."""
     busy_s: Mapping[int, float] = field(default_factory=dict)
     """Worker -> seconds per step in which it did not wait for others, an average of its newest steps."""
+    state: str = ""
+    """The state that `raysharded status` shows: `running`, `paused`, `finished`, ..."""
+    num_workers: int | None = None
+    """Number of members, also where they are not known one by one; None: unknown."""
+    generation: int | None = None
+    driver_pid: int | None = None
+    """Process id of the driver on its node."""
+    driver_node: str = ""
+    """Host name of the driver's node; empty: unknown."""
+    checkpoint_at: float | None = None
+    """Time of that checkpoint's commit: seconds since 1970."""
+    newest_entry_at: float | None = None
+    """Time of the newest journal entry: seconds since 1970, by the driver's clock."""
+    num_segments: int | None = None
+    """Segments of the journal."""
+    step_s: float | None = None
+    """Seconds per step, over the newest steps."""
+    error: str = ""
+    """The error that the run failed with, or the damage of its journal."""
+    incidents: tuple[tuple[float, str], ...] = ()
+    """The newest few incidents, oldest first: seconds since 1970, and one sentence."""
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the last step at the present pace; None if the run does not train, or if it is unknown."""
+        if self.state != "running" or not self.max_steps or self.step_s is None:
+            return None
+        return max(0, self.max_steps - self.step) * self.step_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """The status as JSON, in the shape in which every command prints it (docs/cli.md). Unknown values are null."""
+        from raysharded.report.run_report import plain
+
+        count = len(self.workers) if self.num_workers is None and self.workers else self.num_workers
+        age_s = None if self.newest_entry_at is None else time.time() - self.newest_entry_at
+        found: dict[str, Any] = plain(
+            {
+                "name": self.name,
+                "url": self.url,
+                "state": self.state,
+                "phase": self.phase,
+                "error": self.error,
+                "step": self.step,
+                "max_steps": self.max_steps or None,
+                "loss": self.loss,
+                "step_s": self.step_s,
+                "left_s": self.left_s,
+                "workers": count,
+                "members": self.workers,
+                "pids": self.pids,
+                "nodes": self.nodes,
+                "doing": self.doing,
+                "busy_s": self.busy_s,
+                "generation": self.generation,
+                "mesh": self.mesh,
+                "losses": self.losses,
+                "driver": self.driver,
+                "driver_pid": self.driver_pid,
+                "driver_node": self.driver_node,
+                "started_at": self.started_at,
+                "checkpoint_step": self.checkpoint_step,
+                "checkpoint_at": self.checkpoint_at,
+                "newest_entry_at": self.newest_entry_at,
+                "age_s": age_s,
+                "num_segments": self.num_segments,
+                "incidents": [{"at": at, "text": text} for at, text in self.incidents],
+            }
+        )
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

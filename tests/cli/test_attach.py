@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 import raysharded
 from raysharded.cli import app
 from raysharded.cli.runs.attach import _until_next
+from raysharded.run import Status
 from tests.report.entries import run_with_a_loss, with_times
 from tests.report.standing import Stands
 
@@ -30,8 +32,8 @@ class Handle:
     def is_over(self) -> bool:
         return True
 
-    def status(self) -> Stands:
-        return Stands()
+    def status(self) -> Status:
+        return Status(**asdict(Stands()))
 
 
 def attached(monkeypatch: pytest.MonkeyPatch, handle: Handle, *arguments: str) -> Any:
@@ -47,7 +49,12 @@ def attached(monkeypatch: pytest.MonkeyPatch, handle: Handle, *arguments: str) -
 def test_every_entry_is_a_value_after_where_the_run_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     found = attached(monkeypatch, Handle(), "--json")
     values = [json.loads(line) for line in found.stdout.splitlines()]
-    assert (found.exit_code, values[0]["kind"], values[0]["workers"]) == (0, "status", [0, 2])
+    assert (found.exit_code, values[0]["kind"], values[0]["members"]) == (0, "status", [0, 2])
+    assert (values[0]["workers"], values[0]["pids"], values[0]["nodes"]["2"]) == (
+        2,
+        {"0": 4711, "2": 4713},
+        "trainer-2",
+    )
     assert values[1:] == with_times(run_with_a_loss())
 
 

@@ -77,7 +77,12 @@ def test_a_run_that_is_over_is_not_changed_and_may_be_stopped(tmp_path: Path) ->
     assert "is over (finished, step 6). Start it again with its trainer to resume it." in fail("rewind", url, "2")
     assert "it is at step 6 of 6 (finished)" in succeed("stop", url)
     status = json.loads(succeed("stop", url, "--json"))
-    assert (status["phase"], status["step"], status["workers"]) == ("finished", 6, [])
+    assert (status["phase"], status["state"], status["step"], status["members"]) == (
+        "finished",
+        "finished",
+        6,
+        [0, 2, 3],
+    )
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:

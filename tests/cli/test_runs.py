@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,9 @@ from raysharded.ownership.process_identity import this_process
 from raysharded.report import overview
 from raysharded.report.live.follow import follow
 from raysharded.report.overview import find_runs, look
-from raysharded.report.recent import read_recent
+from raysharded.report.recent import RecentReader, read_recent
+from raysharded.run import Status
+from raysharded.run.offline import StoredRun
 from raysharded.testing.storages import CountingStorage
 from tests.cli.test_commands import fail, succeed
 from tests.report.entries import Entry, data, generation, run_with_a_loss, started, step, write_run
@@ -212,6 +216,51 @@ def test_status_says_who_and_how_many_and_what_happened_last(tmp_path: Path) -> 
     out = succeed("status", tmp_path)
     for part in ("running: its driver is at work", "4 of 6", "2: 0, 3", "worker 1 lost", "driver driver0"):
         assert part in out
+
+
+def ready(worker: int, pid: int, node: str) -> Entry:
+    return ("worker_ready", {"worker": worker, "pid": pid, "node": node, "node_id": "n", "start_cpu_s": 1.0})
+
+
+def test_a_status_has_one_shape_wherever_it_is_printed_as_json(tmp_path: Path) -> None:
+    """The driver's, with every value that a handle and that storage know, and the processes of the members."""
+    folder = tmp_path / "x"
+    journal_now(folder, [started(run="x"), ready(0, 11, "node-a"), ready(1, 12, "node-b"), *at_work()[1:]])
+    journal_now(folder, [("worker_lost", {"worker": 1, "step": 2, "reason": "died"}), ready(3, 13, "node-b")])
+    journal_now(folder, [*generation(2, [0, 3], 2), step(3, gen=2)])
+    own(folder, "driver0", process=this_process(), lease_s=15.0)
+    (listed,) = json.loads(succeed("runs", tmp_path, "--json"))
+    status = json.loads(succeed("status", folder, "--json"))
+    in_report = json.loads(succeed("report", folder, "--json"))["run_status"]
+    handle = StoredRun("x", str(folder)).status().as_dict()
+    shapes = [list(found) for found in (status, listed, in_report, handle, Status(**NOTHING).as_dict())]
+    assert shapes == [shapes[0]] * 5
+    for found in (status, in_report, handle):
+        assert (found["workers"], found["members"], found["generation"]) == (2, [0, 3], 2)
+        assert (found["pids"], found["nodes"]) == ({"0": 11, "3": 13}, {"0": "node-a", "3": "node-b"})
+    for found in (status, listed, in_report, handle):
+        assert (found["driver_pid"], found["driver_node"], found["started_at"]) == (os.getpid(), "node-1", 1.0)
+        assert (found["state"], found["phase"], found["name"], found["step"]) == ("running", "running", "x", 3)
+    out = succeed("status", folder)
+    for part in ("2: 0, 3", "on node-a: 0 is process 11", "on node-b: 3 is process 13", f"(process {os.getpid()} on"):
+        assert part in out
+
+
+NOTHING: dict[str, Any] = {"phase": "starting", "step": 0, "max_steps": 0, "workers": ()}
+
+
+def test_processes_that_began_long_ago_are_found_in_older_segments(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    entries = [started(name="x"), ready(0, 11, "a"), ready(1, 12, "b"), *generation(1, [0, 1], 0), ready(0, 21, "c")]
+    for number, (kind, fields) in enumerate([*entries, *(step(number) for number in range(1, 500))], 1):
+        lines = [{"kind": "segment", "writer": "w"}, {"kind": kind, "at": float(number), **fields}]
+        storage.write(segment_key(number), ["".join(json.dumps(line) + "\n" for line in lines).encode()])
+    counting = CountingStorage(storage)
+    reader = RecentReader(counting)
+    for _ in range(2):
+        found = reader.read()
+        assert (found.members, found.pids, found.nodes) == ((0, 1), {0: 21, 1: 12}, {0: "c", 1: "b"})
+        assert len(counting.reads) == len(entries) + 499  # each segment once
 
 
 def test_status_of_a_name_that_is_mistyped_names_the_run_that_is_like_it(tmp_path: Path) -> None:

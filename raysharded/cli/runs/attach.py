@@ -55,11 +55,9 @@ def _show(handle: Any) -> None:
 
 
 def _as_json(handle: Any) -> None:
-    from dataclasses import asdict
-
     from raysharded.report.run_report import plain
 
-    print_json_line({"kind": "status", **plain(asdict(handle.status()))})
+    print_json_line({"kind": "status", **handle.status().as_dict()})
     for batch in _batches(handle):
         for entry in batch:
             print_json_line(plain(entry))

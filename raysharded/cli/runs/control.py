@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -169,8 +169,7 @@ def _say(run: Run, what: str, as_json: bool) -> None:
     """Print the request and the run's status."""
     status = run.status()
     if as_json:
-        found: dict[str, Any] = asdict(status)
-        print_json({**found, "workers": list(status.workers)})
+        print_json(status.as_dict())
         return
     of = f" of {status.max_steps}" if status.max_steps else ""
     console().print(f"run {run.name} {what}; it is at step {status.step}{of} ({status.phase})", soft_wrap=True)

@@ -27,7 +27,9 @@ def runs(
 
     found = find_runs(url)
     if as_json:
-        print_json([as_row(run) for run in found])
+        from raysharded.run.stored_status import stored_status
+
+        print_json([stored_status(run).as_dict() for run in found])
         return
     if not found:
         from raysharded.checkpoint import open_storage
@@ -35,17 +37,6 @@ def runs(
         storage = open_storage(url)
         raise StorageError(f"there are no runs at {storage.url}.{advice(storage)}")
     console().print(_table(url, found))
-
-
-def as_row(run: RunOverview) -> dict[str, Any]:
-    """A run as JSON."""
-    import time
-    from dataclasses import asdict
-
-    from raysharded.report.run_report import plain
-
-    age_s = None if run.newest_entry_at is None else time.time() - run.newest_entry_at
-    return {**plain(asdict(run)), "age_s": age_s}
 
 
 def _table(url: str, found: list[RunOverview]) -> Any:  # rich's

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from raysharded.cli.errors import AsJson, console, print_json, print_json_line
-from raysharded.cli.runs.ls import as_row, cells, state_text
+from raysharded.cli.runs.ls import cells, state_text
 
 if TYPE_CHECKING:
     from raysharded.report.overview import RunOverview
-    from raysharded.report.recent import Recent
+    from raysharded.run import Status
 
 RunStorage = Annotated[
     str, typer.Argument(metavar="RUN", help="The run's folder or URL, <storage_path>/<name>; or its name on a cluster.")
@@ -47,14 +47,16 @@ def status(
     from raysharded.report.loader import open_run
     from raysharded.report.overview import look
     from raysharded.report.recent import read_recent
+    from raysharded.run.stored_status import stored_status
 
     storage = open_run(url_of(run))
     (glance,) = look([storage])
     recent = read_recent(storage)
+    found = stored_status(glance, recent)
     if as_json:
-        (print_json_line if follow else print_json)(_as_dict(glance, recent))
+        (print_json_line if follow else print_json)(found.as_dict())
     else:
-        _show(glance, recent)
+        _show(glance, found)
     if not follow:
         return
     from raysharded.report.live.follow import follow as follow_run
@@ -71,27 +73,7 @@ def status(
         typer.echo(line)
 
 
-def _as_dict(run: RunOverview, recent: Recent) -> dict[str, Any]:
-    return {
-        **as_row(run),
-        "members": recent.members,
-        "generation": recent.generation,
-        "step_s": recent.step_s,
-        "left_s": _left_s(run, recent),
-        "incidents": [{"at": at, "text": text} for at, text in recent.incidents],
-    }
-
-
-def _left_s(run: RunOverview, recent: Recent) -> float | None:
-    if run.state != "running" or None in (run.step, run.max_steps, recent.step_s):
-        return None
-    assert run.step is not None
-    assert run.max_steps is not None
-    assert recent.step_s is not None
-    return max(0, run.max_steps - run.step) * recent.step_s
-
-
-def _show(run: RunOverview, recent: Recent) -> None:
+def _show(run: RunOverview, found: Status) -> None:
     from rich.text import Text
 
     from raysharded.quantities import duration, moment
@@ -107,18 +89,28 @@ def _show(run: RunOverview, recent: Recent) -> None:
     if run.error:
         table.add_row("error", Text(run.error))
     table.add_row("step", step or "none")
-    if recent.step_s is not None:
-        left = _left_s(run, recent)
-        rest = f"; {duration(left)} left" if left else ""
-        table.add_row("a step takes", f"{duration(recent.step_s)}{rest}")
+    if found.step_s is not None:
+        rest = f"; {duration(found.left_s)} left" if found.left_s else ""
+        table.add_row("a step takes", f"{duration(found.step_s)}{rest}")
     table.add_row("loss", loss or "none")
-    members = "" if not recent.members else f": {', '.join(map(str, recent.members))}"
+    members = "" if not found.workers else f": {', '.join(map(str, found.workers))}"
     table.add_row("workers", f"{workers or 'none'}{members}")
+    for node, processes in _processes(found):
+        table.add_row("", Text(f"on {node}: {processes}"))
     if run.checkpoint_at is not None:
         checkpoint += f", committed {moment(run.checkpoint_at)}"
     table.add_row("newest checkpoint", checkpoint or "none")
     table.add_row("newest entry", f"{age}, of {run.num_segments} segments" if age else "none")
     out = console()
     out.print(table)
-    for at, text in recent.incidents:
+    for at, text in found.incidents:
         out.print(Text(f"{moment(at)}  {text}"), soft_wrap=True)
+
+
+def _processes(found: Status) -> list[tuple[str, str]]:
+    """Every node, with the process ids of its workers."""
+    nodes: dict[str, list[str]] = {}
+    for worker in found.workers:
+        if worker in found.nodes:
+            nodes.setdefault(found.nodes[worker], []).append(f"{worker} is process {found.pids.get(worker, 'unknown')}")
+    return [(node, ", ".join(processes)) for node, processes in nodes.items()]

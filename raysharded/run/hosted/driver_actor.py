@@ -17,6 +17,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -136,10 +137,9 @@ class DriverActor:
     def status(self) -> Status:
         if self._run is not None:
             return self._run.status()
-        phase, order = ("over" if self._ended.is_set() else "starting"), self._order
-        if order is None:
-            return Status(phase=phase, step=0, max_steps=0, workers=())
-        return Status(phase=phase, step=0, max_steps=order.max_steps, workers=(), name=order.name, url=order.url)
+        (phase, state), order = ("over", "failed") if self._ended.is_set() else ("starting", "new"), self._order
+        found = Status(phase=phase, state=state, step=0, max_steps=0, workers=())
+        return replace(found, max_steps=order.max_steps, name=order.name, url=order.url) if order else found
 
     def entries(self, after: int, timeout_s: float) -> list[Entry]:
         until = time.monotonic() + timeout_s
