@@ -308,7 +308,12 @@ def lost_writes(unfinished: Iterable[Unfinished], newest: int) -> Sequence[Unfin
 
 def list_numbers(storage: Storage) -> list[int]:
     """The numbers of all claims, in order."""
-    matches = (_NUMBER.fullmatch(key) for key in storage.list(CLAIMS_FOLDER))
+    return numbers_of(storage.list(CLAIMS_FOLDER))
+
+
+def numbers_of(keys: Iterable[str]) -> list[int]:
+    """The numbers of the claims among some keys, in order."""
+    matches = map(_NUMBER.fullmatch, keys)
     return sorted(int(match[1]) for match in matches if match)
 
 

@@ -13,7 +13,7 @@ import typer
 
 from raysharded.cli import check, checkpoint, completion, data, doctor, plan
 from raysharded.cli.errors import AsJson, Commands, console, print_json
-from raysharded.cli.runs import attach, control, kill, ls, status
+from raysharded.cli.runs import attach, control, kill, ls, rm, status
 from raysharded.cli.runs.status import RunStorage, url_of
 from raysharded.errors import ClusterError, ConfigError
 
@@ -38,6 +38,7 @@ app.command("runs")(ls.runs)
 app.command("status")(status.status)
 app.command("attach")(attach.attach)
 app.command("kill")(kill.kill)
+app.command("rm")(rm.rm)
 for _name, _command in control.COMMANDS.items():
     app.command(_name)(_command)
 

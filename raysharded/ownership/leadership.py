@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 from raysharded.checkpoint import Claims, NoSuchKey, NotOwner, Storage
 from raysharded.checkpoint.claims import Claim, find_newest
+from raysharded.checkpoint.removal_mark import refuse_removed
 from raysharded.clock import Clock
 from raysharded.errors import RunFailed, RunOwnedElsewhere, StorageError
 from raysharded.ids import GenerationId
@@ -33,6 +34,8 @@ from raysharded.protocol.worker_launcher import LeadershipCheck
 T = TypeVar("T")
 
 _log = logging.getLogger("raysharded.driver")
+REMOVER = "removal_"
+"""Beginning of the names of processes that hold a run to remove it, or to copy into it."""
 _PATIENCE_S = 60.0
 """Longest time that storage may fail while the run's leader is determined."""
 _LOOK_UP_S = 0.5
@@ -52,6 +55,8 @@ class LeaseTerms:
     """Checked during the wait: whether to stop waiting."""
     ending: bool = False
     """Whether the run is acquired for an orphan checkpoint: others wait for it instead of being refused."""
+    removing: bool = False
+    """Whether the run is acquired to be removed, or for a copy into it, and may be half removed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,11 +125,13 @@ class RunLeadership:
     def acquire(self) -> AcquiredLease:
         """Lead the run from a generation above all claimed ones, and show it from now on.
 
-        Raises RunOwnedElsewhere, with the leader and its start time, if another driver leads it. Raises RunFailed if
-        the wait for one that may be dead was cancelled; StorageError after a minute of failures.
+        Raises RunOwnedElsewhere, with the leader and its start time, if another driver leads it, or if the run is being
+        removed. Raises RunFailed if the wait for one that may be dead was cancelled; StorageError after a minute of
+        failures.
         """
         try:
             owner, seen, because, first = self._acquired()
+            self._refuse_removed()
         except BaseException:
             if self._holder.beat:  # it belongs to no leader
                 with contextlib.suppress(StorageError):
@@ -146,6 +153,7 @@ class RunLeadership:
         while True:
             owner = self._patiently(lambda: find_newest(self._storage)[1])
             seen, because = self._wait_for(owner)
+            self._refuse_removed()
             self._patiently(self._beat)  # the lease exists before the claim
             instead_of = owner
 
@@ -184,6 +192,10 @@ class RunLeadership:
                 watch.set()
             now = self._patiently(lambda: self._look(owner.writer))
 
+    def _refuse_removed(self) -> None:
+        if not self._terms.removing:
+            self._patiently(lambda: refuse_removed(self._storage, RunOwnedElsewhere))
+
     def _is_dead(self, holder: Holder) -> bool:
         if is_gone(holder.process):
             return True
@@ -191,10 +203,10 @@ class RunLeadership:
         return bool(known and holder.cluster == self._holder.cluster and self._has_ended(holder.cluster, holder.job))
 
     def _held_by(self, owner: Claim, holder: Holder | None) -> str:
-        return (
-            f"run {self._run!r} under {self._storage.url} is held by {holder or f'driver {owner.writer}'}, which is "
-            "alive. Wait for it, end it, or take the run over with fit(take_over=True): it then ends with an error."
-        )
+        held = f"run {self._run!r} under {self._storage.url} is held by {holder or f'driver {owner.writer}'}, which is "
+        if self._terms.removing or owner.writer.startswith(REMOVER):
+            return f"{held}alive. Wait for it, or end it; then try again."
+        return f"{held}alive. Wait for it, end it, or take over with fit(take_over=True): it then ends with an error."
 
     def _look(self, driver: str) -> Seen | None:
         key = lease_key(driver)

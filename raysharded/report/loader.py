@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.checkpoint.claims import CLAIMS_FOLDER
+from raysharded.checkpoint.removal_mark import refuse_removed
 from raysharded.config import BatchConfig
 from raysharded.data.ledger import LedgerReport, ReadColumns, check
 from raysharded.data.order import ORDERS
@@ -76,8 +77,9 @@ _STEPS_AT_ONCE = 2048
 
 
 def open_run(run_url: str) -> Storage:
-    """The storage of a run. Raises StorageError, with runs that may be meant, if there is none."""
+    """The storage of a run. Raises StorageError, with runs that may be meant, if there is none, or none any more."""
     storage = open_storage(run_url)
+    refuse_removed(storage, StorageError)
     if not storage.list(log.FOLDER) and not storage.list(CLAIMS_FOLDER):
         raise StorageError(_no_run(storage))
     return storage
@@ -141,6 +143,7 @@ def _fold(storage: Storage) -> tuple[RunSummary, str]:
 
 def read_fold(storage: Storage) -> tuple[Fold, str]:
     """The fold of the journal up to the first damaged entry, and that entry's place; empty if there is none."""
+    refuse_removed(storage, StorageError)
     keys = segment_keys(storage)
     if len(keys) >= parallel_reader.FEWEST:
         with suppress(parallel_reader.Unavailable):

@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterator
 
 from raysharded.checkpoint import Storage, open_storage
-from raysharded.checkpoint.claims import CLAIMS_FOLDER
+from raysharded.checkpoint.removal_mark import REMOVAL_KEY
 from raysharded.checkpoint.storage.folders import list_folders
 from raysharded.errors import StorageError
 from raysharded.journal import log
 from raysharded.locations import join_url, scheme_of
+from raysharded.report.overview import is_run
 
 _NAMES = 5
 _FOLDERS = 200
@@ -70,14 +71,15 @@ def meant(storage: Storage) -> str:
     try:
         beside = list_folders(open_storage(above))
         close = difflib.get_close_matches(name, beside, n=_NAMES, cutoff=0.5)
-        runs = [found for found in close if {log.FOLDER, CLAIMS_FOLDER} & set(_inside(above, found))]
+        runs = [found for found in close if is_run(open_storage(join_url(above, found)))]
     except StorageError:
         return ""
     return f" Did you mean {_names(folder, runs)}?" if runs else ""
 
 
-def _inside(above: str, name: str) -> list[str]:
-    return list_folders(open_storage(join_url(above, name)))
+def _is_run_at(folder: str) -> bool:
+    removed = os.path.exists(os.path.join(folder, *REMOVAL_KEY.split("/")))
+    return os.path.isdir(os.path.join(folder, log.FOLDER)) and not removed
 
 
 def _is_here(url: str) -> bool:
@@ -97,6 +99,6 @@ def _runs_in(folder: str) -> list[str]:
     """The names of the runs in a folder of this machine, sorted."""
     try:
         with os.scandir(folder) as found:
-            return sorted(entry.name for entry in found if os.path.isdir(os.path.join(entry.path, log.FOLDER)))
+            return sorted(entry.name for entry in found if _is_run_at(entry.path))
     except OSError:
         return []

@@ -16,8 +16,9 @@ from typing import Literal
 from raysharded.checkpoint import NoSuchKey, Storage, open_storage
 from raysharded.checkpoint.claims import CLAIMS_FOLDER, Claim, list_numbers, read_claim
 from raysharded.checkpoint.format.paths import MANIFEST_NAME
+from raysharded.checkpoint.removal_mark import is_marked, refuse_removed
 from raysharded.checkpoint.storage.folders import list_folders
-from raysharded.errors import CorruptCheckpoint
+from raysharded.errors import CorruptCheckpoint, StorageError
 from raysharded.journal import log
 from raysharded.locations import join_url
 from raysharded.ownership.lease import BEATS_PER_LEASE, Seen, decode, has_changed, lease_key
@@ -85,7 +86,11 @@ class _Found:
 
 
 def is_run(storage: Storage) -> bool:
-    """True if the storage is the folder of one run."""
+    """True if the storage is the folder of one run, and the run is not being removed."""
+    return _has_folders(storage) and not is_marked(storage)
+
+
+def _has_folders(storage: Storage) -> bool:
     return bool({log.FOLDER, CLAIMS_FOLDER} & set(list_folders(storage)))
 
 
@@ -94,8 +99,9 @@ def find_runs(
 ) -> list[RunOverview]:
     """The runs directly below a folder or URL, by name; for a run itself, that run. Raises StorageError.
 
-    Reads a few small files of each, several runs at once. If some seem silent, it waits once for all of them, and polls
-    again. The wait is as long as their drivers take to show activity (5 s by default).
+    What is left of a run that is being removed is none. Reads a few small files of each, several runs at once. If some
+    seem silent, it waits once for all of them, and polls again. The wait is as long as their drivers take to show
+    activity (5 s by default).
     """
     above = open_storage(url)
     names = list_folders(above)
@@ -103,16 +109,26 @@ def find_runs(
         return look([above], now=now, pause=pause)
     below = [open_storage(join_url(above.url, name)) for name in names]
     with ThreadPoolExecutor(_AT_ONCE, "raysharded-runs") as pool:
-        runs = [storage for storage, found in zip(below, pool.map(is_run, below), strict=True) if found]
-    return look(runs, now=now, pause=pause)
+        runs = [storage for storage, found in zip(below, pool.map(_has_folders, below), strict=True) if found]
+    return _glances(runs, _look_unless_removed, now, pause)
 
 
 def look(
     runs: Sequence[Storage], *, now: Callable[[], float] = time.time, pause: Callable[[float], None] = time.sleep
 ) -> list[RunOverview]:
-    """An overview of each run, in order; as `find_runs`."""
+    """An overview of each run, in order; as `find_runs`. Raises StorageError for a run that is being removed."""
+    return _glances(runs, _look, now, pause)
+
+
+def _glances(
+    runs: Sequence[Storage],
+    look_at: Callable[[Storage, float], _Found | None],
+    now: Callable[[], float],
+    pause: Callable[[float], None],
+) -> list[RunOverview]:
     with ThreadPoolExecutor(_AT_ONCE, "raysharded-runs") as pool:
-        found = list(pool.map(lambda storage: _look(storage, now()), runs))
+        looked = pool.map(lambda storage: look_at(storage, now()), runs)
+        found = [run for run in looked if run is not None]
         silent = [run for run in found if run.glance.state == "silent"]
         if silent:
             leases_s = [run.lease.holder.lease_s for run in silent if run.lease and run.lease.holder]
@@ -122,7 +138,17 @@ def look(
     return [_paused(run) if run.paused and run.glance.state == "running" else run.glance for run in found]
 
 
+def _look_unless_removed(storage: Storage, now: float) -> _Found | None:
+    try:
+        return _look(storage, now)
+    except StorageError:
+        if is_run(storage):
+            raise
+        return None
+
+
 def _look(storage: Storage, now: float) -> _Found:
+    refuse_removed(storage, StorageError)
     owner, commit = _claims(storage)
     lease = _lease(storage, owner)
     try:

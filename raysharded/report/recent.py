@@ -34,6 +34,8 @@ class Recent:
     """Member -> process id on its node, as far as known."""
     nodes: Mapping[int, str]
     """Member -> the host name of its node, as far as known."""
+    ready_at: Mapping[int, float]
+    """Member -> the time when it was ready, by the driver's clock."""
     step_s: float | None
     """Wall time per step, over the newest consecutive steps of one generation."""
     incidents: tuple[tuple[float, str], ...]
@@ -57,8 +59,8 @@ class RecentReader:
         self._last_key = ""
         self._generation: tuple[int, tuple[int, ...]] | None = None
         """The newest generation, and its members."""
-        self._ready: dict[int, tuple[int, str]] = {}
-        """Worker -> its process id and node, when it was ready last."""
+        self._ready: dict[int, tuple[int, str, float]] = {}
+        """Worker -> its process id, its node, and the time when it was ready last."""
 
     def read(self) -> Recent:
         """The recent history now, as `read_recent`."""
@@ -81,8 +83,9 @@ class RecentReader:
         return Recent(
             members=members,
             generation=generation,
-            pids={member: pid for member, (pid, _) in known.items()},
-            nodes={member: node for member, (_, node) in known.items()},
+            pids={member: pid for member, (pid, _, _) in known.items()},
+            nodes={member: node for member, (_, node, _) in known.items()},
+            ready_at={member: at for member, (_, _, at) in known.items()},
             step_s=_step_s(found),
             incidents=tuple(happened[-_INCIDENTS:]),
             last_segment=int(self._last_key.rpartition("/")[2].split(".")[0]) if self._last_key else 0,
@@ -93,7 +96,7 @@ class RecentReader:
             if entry["kind"] == "generation":
                 self._generation = int(entry["generation"]), tuple(map(int, entry["members"]))
             elif entry["kind"] == "worker_ready":
-                self._ready[int(entry["worker"])] = int(entry["pid"]), str(entry["node"])
+                self._ready[int(entry["worker"])] = int(entry["pid"]), str(entry["node"]), float(entry["at"])
 
     def _look_back(self, keys: Sequence[str]) -> None:
         """Find the members and their processes in older segments, if they are not known."""

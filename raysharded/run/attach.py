@@ -76,11 +76,12 @@ def _driven(name: str, url: str) -> Run:
 def _url_of(run: str) -> str | None:
     """URL of the run's storage, if `run` is a folder or URL; None for a name."""
     from raysharded.checkpoint import open_storage
+    from raysharded.checkpoint.removal_mark import is_marked
     from raysharded.report.overview import is_run
 
     if "/" in run or os.path.isdir(run):
         storage = open_storage(run)
-        if "/" in run or is_run(storage):
+        if "/" in run or is_run(storage) or is_marked(storage):
             return storage.url
     return None
 

@@ -100,8 +100,10 @@ class LocalRun(Run):
     ) -> None:
         """With Ray, unless `launch` makes another launcher; `start` starts a fork (None: in this process)."""
         from raysharded.checkpoint import check_writable, open_storage
+        from raysharded.checkpoint.removal_mark import refuse_removed
 
         storage = open_storage(spec.url)
+        refuse_removed(storage, ConfigError)
         check_writable(storage)
         self.name, self.url = spec.run.name, storage.url
         self._spec, self._storage, self._take_over, self._launch = spec, storage, take_over, launch

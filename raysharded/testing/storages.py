@@ -18,6 +18,7 @@ from raysharded.checkpoint.claims import Claims, commit_claimed
 from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
 from raysharded.checkpoint.format.paths import save_prefix
 from raysharded.checkpoint.storage import BytesLike, Keys, Storage, Traits, Unfinished
+from raysharded.checkpoint.storage.folders import list_folders, list_links, remove_folders
 from raysharded.checkpoint.storage.swap import CanSwap, swap
 from raysharded.checkpoint.writer import ShardTensor, commit, write_shard
 from raysharded.errors import StorageError
@@ -73,6 +74,15 @@ class StorageAround:
 
     def list(self, prefix: str = "") -> Keys:
         return self._do("list", lambda: self.inner.list(prefix))
+
+    def folders(self) -> Keys:
+        return self._do("list", lambda: list_folders(self.inner))
+
+    def links(self, prefix: str = "") -> Keys:
+        return self._do("list", lambda: list_links(self.inner, prefix))
+
+    def remove_folders(self, prefix: str) -> Keys:
+        return self._do("delete", lambda: remove_folders(self.inner, prefix))
 
     def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
         return self._do("unfinished", lambda: self.inner.unfinished(prefix))

@@ -19,6 +19,7 @@ from raysharded.checkpoint.format.manifest import Manifest
 from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER, MANIFEST_NAME, key_of, save_folder_of, save_prefix
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
+from raysharded.checkpoint.removal_mark import text_of_removed
 from raysharded.checkpoint.retention.claim_history import History
 from raysharded.checkpoint.retention.fork_reference import REFERENCE_NAME, open_reference
 from raysharded.checkpoint.storage import Storage
@@ -206,7 +207,8 @@ def survey(storage: Storage) -> Survey:
     """The run's saves as they are now.
 
     Reads claims from the newest back until the newest commit and every manifest's claim are found. Files are listed
-    before claims, so that a save committed in between is not taken for debris, nor for lost.
+    before claims, so that a save committed in between is not taken for debris, nor for lost. Raises CheckpointError if
+    the run is being removed, or its removal was interrupted.
     """
     found: dict[tuple[int, str], dict[str, int | None]] = {}
     links = {link: save_folder_of(f"{link}/") for link in list_links(storage, CHECKPOINTS_FOLDER)}
@@ -217,6 +219,8 @@ def survey(storage: Storage) -> Survey:
         if named is not None:
             found.setdefault(named, {})[key] = size
     history = History(storage)
+    if history.is_of_removed_run:
+        raise CheckpointError(text_of_removed(storage.url))
     saves = [replace(unresolved(*named, sizes), linked=named in linked) for named, sizes in found.items()]
     refs = _resolved(storage, saves, history)
     return Survey(sorted(refs, key=_order), history)

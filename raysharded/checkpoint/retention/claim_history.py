@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from raysharded.checkpoint.claims import Claim, claim_key, list_numbers, read_claim
+from raysharded.checkpoint.claims import CLAIMS_FOLDER, Claim, claim_key, numbers_of, read_claim
+from raysharded.checkpoint.removal_mark import REMOVAL_KEY
 from raysharded.checkpoint.storage import NoSuchKey, Storage
 from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CorruptCheckpoint
@@ -18,7 +19,10 @@ class History:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._unread = _with_missing(list_numbers(storage))
+        keys = storage.list(CLAIMS_FOLDER)
+        self.is_of_removed_run = REMOVAL_KEY in keys
+        """Whether the run is being removed, or its removal was interrupted."""
+        self._unread = _with_missing(numbers_of(keys))
         self.newest_number = self._unread[-1] if self._unread else 0
         """Number of the newest claim, readable or not; 0 if there is none."""
         self._newest: Claim | None = None

@@ -20,6 +20,9 @@ from raysharded.checkpoint.storage import Storage, open_storage
 from raysharded.errors import CheckpointError
 from raysharded.locations import join_url
 
+FORK_PIN = "fork-"
+"""Beginning of the tags of forks' pins."""
+
 
 def fork(parent: Storage, ref: CheckpointRef, run: Storage, *, wall: Callable[[], float] = time.time) -> Reference:
     """Make `run`, which has no checkpoint yet, begin with the checkpoint `ref` of the run at `parent`.
@@ -35,11 +38,11 @@ def fork(parent: Storage, ref: CheckpointRef, run: Storage, *, wall: Callable[[]
         prefix=ref.prefix,
         step=ref.step,
         manifest_digest=digest,
-        pin=_tag_of(run),
+        pin=tag_of(run.url),
         created_at=wall(),
     )
     _check_empty(run, wanted)
-    pin(parent, wanted.pin, ref, wall=wall)
+    pin(parent, wanted.pin, ref, fork=run.url, wall=wall)
     if not run.put_if_absent(f"{wanted.folder}/{REFERENCE_NAME}", encode_reference(wanted)):
         found = read_reference(run, wanted.folder)
         if not found.is_same(wanted):
@@ -79,8 +82,8 @@ def _check_empty(run: Storage, wanted: Reference) -> None:
             )
 
 
-def _tag_of(run: Storage) -> str:
+def tag_of(url: str) -> str:
     """Tag of the pin that keeps a fork's checkpoint, derived from the fork's URL."""
-    name = run.url.partition("?")[0].rstrip("/").rsplit("/", 1)[-1]
+    name = url.partition("?")[0].rstrip("/").rsplit("/", 1)[-1]
     plain = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name)[:64]
-    return f"fork-{plain}-{hashlib.blake2b(run.url.encode(), digest_size=4).hexdigest()}"
+    return f"{FORK_PIN}{plain}-{hashlib.blake2b(url.encode(), digest_size=4).hexdigest()}"

@@ -4,7 +4,7 @@
 
 A pin may race with a deletion. A deletion first marks the checkpoint with a tombstone, which stays as long as any of
 its files, and then checks for pins. `pin` first puts the pin, and then checks for a tombstone. In any order, one of
-them sees the other (Dekker's rule), and the one that does gives way.
+them sees the other (Dekker's rule), and the one that does gives way. The mark of a run's removal is such a tombstone.
 
 Law: a checkpoint that `pin` returned for is not deleted before `unpin`.
 """
@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 
 from raysharded.checkpoint.format import signed_json
 from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER, MANIFEST_NAME
+from raysharded.checkpoint.removal_mark import is_marked, text_of_removed
 from raysharded.checkpoint.retention.catalog import TOMBSTONE_NAME, CheckpointRef, open_ref
 from raysharded.checkpoint.storage import NoSuchKey, Storage
 from raysharded.errors import CheckpointError
@@ -47,9 +48,13 @@ class Pin:
     """Random id that distinguishes the pin from another's of the same tag, when a reply was lost."""
     created_at: float
     """Time in seconds since the Unix epoch, for people."""
+    fork: str = ""
+    """URL of the fork that needs the checkpoint; empty for other pins, and those of older versions."""
 
 
-def pin(storage: Storage, tag: str, ref: CheckpointRef, *, wall: Callable[[], float] = time.time) -> Pin:
+def pin(
+    storage: Storage, tag: str, ref: CheckpointRef, *, fork: str = "", wall: Callable[[], float] = time.time
+) -> Pin:
     """Keep a committed checkpoint until `unpin`. The tag may name it already; one caller at a time for a tag.
 
     Raises CheckpointError if the tag names another or is invalid (valid: 1 to 128 letters, digits, '.', '_', '-').
@@ -65,9 +70,16 @@ def pin(storage: Storage, tag: str, ref: CheckpointRef, *, wall: Callable[[], fl
         raise CheckpointError(f"step {ref.step} under {join_url(storage.url, ref.prefix)} is {what}.")
     digest = ref.digest or open_ref(storage, ref).digest
     wanted = Pin(
-        tag=tag, prefix=ref.prefix, step=ref.step, manifest_digest=digest, id=secrets.token_hex(8), created_at=wall()
+        tag=tag,
+        prefix=ref.prefix,
+        step=ref.step,
+        manifest_digest=digest,
+        id=secrets.token_hex(8),
+        created_at=wall(),
+        fork=fork,
     )
-    put = storage.put_if_absent(key, signed_json.seal(asdict(wanted), _FORMAT))
+    body = {name: value for name, value in asdict(wanted).items() if name != "fork" or value}
+    put = storage.put_if_absent(key, signed_json.seal(body, _FORMAT))
     found = wanted if put else read_pin(storage, tag)
     if (found.prefix, found.manifest_digest) != (ref.prefix, digest):
         raise CheckpointError(
@@ -109,10 +121,14 @@ def read_pin(storage: Storage, tag: str) -> Pin:
         manifest_digest=signed_json.text(body, "manifest_digest", where),
         id=signed_json.text(body, "id", where),
         created_at=signed_json.seconds(body, "created_at", where),
+        fork=signed_json.text(body, "fork", where) if "fork" in body else "",
     )
 
 
 def _give_way_to_deletion(storage: Storage, tag: str, ref: CheckpointRef, *, mine: bool) -> None:
+    if is_marked(storage):
+        storage.delete([_key_of(tag)] if mine else [])
+        raise CheckpointError(text_of_removed(storage.url))
     files = storage.list(ref.prefix)
     marked, there = f"{ref.prefix}/{TOMBSTONE_NAME}" in files, f"{ref.prefix}/{MANIFEST_NAME}" in files
     where = f"step {ref.step} under {join_url(storage.url, ref.prefix)}"

@@ -38,6 +38,22 @@ def list_links(storage: Storage, prefix: str = "") -> Keys:
 
 
 @runtime_checkable
+class HasFolderTree(Protocol):
+    """A storage in which folders may exist without files."""
+
+    def remove_folders(self, prefix: str) -> Keys: ...
+
+
+def remove_folders(storage: Storage, prefix: str) -> Keys:
+    """Remove the folder `prefix` and those in it as far as they have no files, and the links to folders in them.
+
+    Returns the links; what they lead to stays. For "" only the storage's own folder, if it is empty. Raises
+    StorageError.
+    """
+    return storage.remove_folders(prefix) if isinstance(storage, HasFolderTree) else []
+
+
+@runtime_checkable
 class HasTimes(Protocol):
     """A storage whose listings can include write times without more requests. All of raysharded's can."""
 

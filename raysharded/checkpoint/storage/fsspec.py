@@ -166,6 +166,22 @@ class FsspecStorage:
 
         return self._call("list", "", once)
 
+    def remove_folders(self, prefix: str) -> Keys:
+        """Remove folders without files, as in `remove_folders`. Object stores have none."""
+
+        def once(fs: Any, path: str) -> None:
+            if fs.async_impl:
+                return
+            with suppress(FileNotFoundError):
+                fs.invalidate_cache()
+                folders = [folder for folder, _, _ in fs.walk(path)] if prefix else [path]
+                for folder in sorted(folders, key=len, reverse=True):
+                    with suppress(OSError):
+                        fs.rmdir(folder)
+
+        self._call("delete", prefix, once)
+        return []
+
     def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
         return []  # fsspec does not list them
 

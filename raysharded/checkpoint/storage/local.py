@@ -147,6 +147,25 @@ class LocalStorage:
                 return []
         return [f"{prefix}/{name}" if prefix else name for name in names]
 
+    def remove_folders(self, prefix: str) -> Keys:
+        """Remove folders without files, as in `remove_folders`."""
+        top, links = self._path(prefix) if prefix else self.root, []
+        with self._explained("delete", prefix):
+            if os.path.islink(top):
+                return []
+            if not prefix:
+                with suppress(OSError):
+                    os.rmdir(top)
+                return []
+            for folder, names, _ in os.walk(top, topdown=False, onerror=_raise_unless_missing):
+                inside = [path for path in (os.path.join(folder, name) for name in names) if os.path.islink(path)]
+                for path in inside:
+                    _unlink(path)
+                links += inside
+                with suppress(OSError):
+                    os.rmdir(folder)
+        return sorted(os.path.relpath(path, self.root).replace(os.sep, "/") for path in links)
+
     def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
         found = ((key, _TEMPORARY.fullmatch(key)) for key in self._walk(prefix))
         return [Unfinished(key=match[1], token=key) for key, match in found if match]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,9 +14,6 @@ from raysharded.errors import ConfigError
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import Storage
-
-TITLE = "ray::Tenant"
-"""Start of every worker's command line, as Ray sets it."""
 
 
 def kill(
@@ -47,6 +43,7 @@ def _process_of(storage: Storage, worker: int) -> int:
     import platform
 
     from raysharded.journal.log import read
+    from raysharded.run.live_processes import is_worker
 
     ready = {int(entry["worker"]): entry for entry in read(storage) if entry["kind"] == "worker_ready"}
     found: dict[str, Any] | None = ready.get(worker)
@@ -56,13 +53,6 @@ def _process_of(storage: Storage, worker: int) -> int:
     pid, node = int(found["pid"]), str(found["node"])
     if node != platform.node():
         raise ConfigError(f"worker {worker} is on {node}, and this is {platform.node()}: run the command there.")
-    if pid <= 1 or not _is_worker(pid):
+    if pid <= 1 or not is_worker(pid):
         raise ConfigError(f"worker {worker}, process {pid}, has exited. `raysharded status` shows the members.")
     return pid
-
-
-def _is_worker(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(TITLE.encode())
-    except OSError:
-        return False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from raysharded.errors import ClusterError, RunOwnedElsewhere
+from raysharded.errors import ClusterError, ConfigError, RunOwnedElsewhere
 from raysharded.protocol.session import run_digest
 from raysharded.ray_backend import cluster, ray_launcher
 from raysharded.ray_backend.peers import NAMESPACE
@@ -47,9 +47,11 @@ def start_hosted(spec: RunSpec, *, take_over: bool = False) -> AttachedRun:
     StorageError.
     """
     from raysharded.checkpoint import check_writable, open_storage
+    from raysharded.checkpoint.removal_mark import refuse_removed
 
     spec = submission.absolute(spec)
     storage = open_storage(spec.url)
+    refuse_removed(storage, ConfigError)
     check_writable(storage)
     if cluster.connect():
         ray_launcher.refuse_the_impossible(spec.scaling)
