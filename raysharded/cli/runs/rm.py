@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,14 +39,21 @@ def rm(
     from raysharded.run.removal import carry_out, planned
 
     plan = planned(run, with_forks=with_forks, copy_into_forks=copy_into_forks, address=address)
-    if not yes:
-        typer.confirm(_question(plan), abort=True, err=True)
+    if not yes and not _agreed(_question(plan)):
+        typer.echo("nothing was removed", err=True)
+        raise typer.Exit(1)
     done = carry_out(plan, lambda text: typer.echo(text, err=True))
     if as_json:
         print_json(asdict(done))
         return
     for line in _lines(done):
         typer.echo(line)
+
+
+def _agreed(question: str) -> bool:
+    """The answer to a question, on standard error: standard output is for results."""
+    typer.echo(f"{question} [y/N] ", err=True, nl=False)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _question(plan: RemovalPlan) -> str:
