@@ -9,7 +9,8 @@ Each claim is put once if absent, as in Delta Lake's _delta_log.
 Put-if-absent gives every number to exactly one claimer. A claimer puts the number after the newest claim that it knows.
 If that number is taken, it reads the claim there and decides again. Therefore the newest claim alone determines who
 owns the run, since which generation, and how far it is committed; no older claim need be read. A claim is never deleted
-or replaced. The number may be taken by the claimer's own claim, whose reply was lost; it compares the ids first.
+or replaced, unless the whole run is removed (`removal_mark`). The number may be taken by the claimer's own claim, whose
+reply was lost; it compares the ids first.
 
 Laws: a number is claimed once. Once another claimer owns the run, no claim of an older owner is made. A claim that was
 reported as made is in the sequence; a rejected claim is not.

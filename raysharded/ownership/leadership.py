@@ -205,7 +205,7 @@ class RunLeadership:
     def _held_by(self, owner: Claim, holder: Holder | None) -> str:
         held = f"run {self._run!r} under {self._storage.url} is held by {holder or f'driver {owner.writer}'}, which is "
         if self._terms.removing or owner.writer.startswith(REMOVER):
-            return f"{held}alive. Wait for it, or end it; then try again."
+            return f"{held}alive. Wait for it, or end it; then repeat this."
         return f"{held}alive. Wait for it, end it, or take over with fit(take_over=True): it then ends with an error."
 
     def _look(self, driver: str) -> Seen | None:

@@ -99,7 +99,7 @@ def find_runs(
 ) -> list[RunOverview]:
     """The runs directly below a folder or URL, by name; for a run itself, that run. Raises StorageError.
 
-    What is left of a run that is being removed is none. Reads a few small files of each, several runs at once. If some
+    Omits runs that are being removed. Reads a few small files of each, several runs at once. If some
     seem silent, it waits once for all of them, and polls again. The wait is as long as their drivers take to show
     activity (5 s by default).
     """

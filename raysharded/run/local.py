@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
@@ -280,8 +281,9 @@ class LocalRun(Run):
         driver, limit = self._steering.driver, self._spec.run.max_steps
         if driver is None:
             phase = "over" if self._ended.is_set() else "starting"
-            steps, where = self._result.steps if self._result else 0, {"name": self.name, "url": self.url}
-            return Status(phase=phase, state=self._state(), step=steps, max_steps=limit, workers=(), **where)
+            steps = self._result.steps if self._result else 0
+            found = Status(phase=phase, state=self._state(), step=steps, max_steps=limit, workers=())
+            return dataclasses.replace(found, name=self.name, url=self.url)
         state = driver.state
         ready = {int(worker): facts for worker, facts in state.facts.items() if worker in state.ready}
         seen = {int(worker): one for worker, one in state.step_times.newest.items() if worker in state.members}

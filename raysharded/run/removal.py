@@ -135,7 +135,7 @@ def _owned(storage: Storage, name: str, say: Callable[[str], None]) -> Iterator[
         claims,
         clock,
         LeaseTerms(lease_s=_LEASE_S, removing=True),
-        lambda _: None,  # `RunRemoval` asks
+        lambda _: None,  # `RunRemoval` checks
         waits,
         where=("", ""),
         has_ended=lambda _cluster, _job: False,

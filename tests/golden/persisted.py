@@ -24,6 +24,7 @@ import typer.testing
 
 import raysharded as rs
 from raysharded.checkpoint import SigningKey, fork, list_checkpoints, open_storage, pin
+from raysharded.checkpoint.retention.run_removal import RunRemoval
 from raysharded.checkpoint.retention.two_phase_delete import retire
 from raysharded.data.pack import pack
 from raysharded.driver.replay.encoding import Decoder, Encoder
@@ -123,6 +124,7 @@ def _write_checkpoints(folder: Path, patch: pytest.MonkeyPatch) -> None:
     pin(storage, "best", refs[0])
     fork(storage, refs[0], open_storage(str(folder / "fork")))
     assert retire(storage, refs[1], number=1)
+    RunRemoval(open_storage(str(folder / "removed")), []).begin(lambda: False)
     state = {"weight": samples.raw("float32", 64, 64), "scalar": samples.raw("int64")}
     samples.save(open_storage(str(folder / "signed")), state, key=SigningKey(b"a key of 16 bytes"))
     samples.save(open_storage(str(folder / "tables")), state, chunk=64)

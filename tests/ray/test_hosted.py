@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import raysharded as rs
 from raysharded.checkpoint import open_storage
 from raysharded.cli import app
-from raysharded.errors import CheckpointError, ConfigError, RunFailed, RunOwnedElsewhere, TaskError
+from raysharded.errors import CheckpointError, ConfigError, RunFailed, RunOwnedElsewhere, StorageError, TaskError
 from raysharded.journal.log import read
 from raysharded.run.hosted.registry import host_of, hosts
 from tests.docs.blocks import blocks, page
@@ -78,13 +78,24 @@ def test_a_run_goes_on_when_the_process_that_started_it_is_killed_and_is_attache
     run = rs.attach("driven")
     with pytest.raises(RunOwnedElsewhere, match=r"driven already \(process \d+ on .*attach\('driven'\)"):
         trainer(tmp_path, 1).start()
+    wait_until(lambda: run.status().step >= 1, "a step")
+    with pytest.raises(ConfigError, match=r"its driver actor is at work \(process \d+ on "):
+        rs.remove_run("driven")
+    status = run.status().as_dict()
+    assert (status["driver_pid"], status["name"]) == (host_pid(run), "driven")
+    assert (status["state"], status["workers"], len(status["pids"])) == ("running", 1, 1)
     hurry(tmp_path)
     kinds = [kind for batch in run.follow() for _, kind, _ in batch]
     assert kinds[0] == "started"
     assert kinds[-1] == "finished"
     assert_right(run, run.wait(240))
-    assert rs.attach(str(tmp_path / "driven")).status().phase == "over"
+    over = rs.attach(str(tmp_path / "driven")).status()
+    assert (over.phase, over.state) == ("over", "finished")
     assert_no_slot_is_leaked()
+    rs.remove_run("driven")
+    assert not (tmp_path / "driven").exists()
+    with pytest.raises(StorageError, match="there is no run at"):
+        run.report()
 
 
 def test_a_host_that_is_killed_is_started_again_and_takes_the_workers_over_from_memory(tmp_path: Path) -> None:

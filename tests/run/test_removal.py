@@ -257,6 +257,7 @@ def test_a_checkpoint_that_cannot_be_copied_keeps_the_run(tmp_path: Path) -> Non
     assert [ref.state for ref in list_checkpoints(child) if ref.complete] == ["reference"]
 
 
+@pytest.mark.slow
 def test_a_copy_that_stops_anywhere_is_made_by_the_next_call(tmp_path: Path) -> None:
     parent = make_run(tmp_path / "w" / "parent", saves=(5,))
     child = make_fork(parent, tmp_path / "w" / "child")
@@ -333,7 +334,7 @@ def test_a_driver_that_shows_itself_while_the_removal_waits_keeps_the_run(tmp_pa
         told.append(text)
         hold(run, process=elsewhere, beat=2)
 
-    with pytest.raises(RunOwnedElsewhere, match=r"which is alive\. Wait for it, or end it; then try again\."):
+    with pytest.raises(RunOwnedElsewhere, match=r"which is alive\. Wait for it, or end it; then repeat this\."):
         carry_out(plan, say)
     assert "may still hold" in told[0]
     assert newest_complete(run.storage).checkpoint is not None
@@ -454,6 +455,7 @@ def test_a_pin_after_the_mark_gives_way(tmp_path: Path) -> None:
     assert list_pins(run.storage) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["torn", "untouched", "took effect"])
 def test_a_removal_that_stops_anywhere_leaves_the_run_or_what_is_none_and_is_finished(tmp_path: Path, how: str) -> None:
     parent = make_run(tmp_path / "w" / "parent", saves=(5,))

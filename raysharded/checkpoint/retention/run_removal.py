@@ -6,7 +6,7 @@
 3. The manifests are deleted, then all other files, then the claims, and last the mark.
 
 An interrupted removal leaves the mark, and the next one continues. A removal that finds another's mark in place of its
-own ends: a process that stood still for long deletes nothing of a later run.
+mark ends: a process that stood still for long deletes nothing of a later run.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RunRemoval:
             for pin in list_pins(self._storage):
                 raise CheckpointError(
                     f"step {pin.step} of the run at {self._storage.url} was pinned just now, as {pin.tag!r}: the run "
-                    "stays. Try again to see by whom."
+                    "stays. Repeat the removal to see by whom."
                 )
         except RayshardedError:
             if not was_torn:  # nothing was deleted: the run is as before
@@ -173,5 +173,5 @@ def refuse_linked(storage: Storage, folders: Sequence[str]) -> None:
     if linked:
         raise ConfigError(
             f"the run at {storage.url} stays: its folder {linked[0]} is a link to a folder elsewhere, and nothing is "
-            "deleted there. Move that folder here in place of the link, or delete both by hand; then try again."
+            "deleted there. Move that folder here in place of the link, or delete both by hand; then repeat this."
         )

@@ -26,11 +26,11 @@ def rm(
     copy_into_forks: Annotated[
         bool, typer.Option("--copy-into-forks", help="First copy the checkpoints that its forks need into them.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Omit the request for confirmation.")] = False,
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a run from its storage: checkpoints, journal, claims. Asks for confirmation.
+    """Remove a run from its storage: checkpoints, journal, claims. Requests confirmation.
 
     A run stays while a driver or workers of it are there, while a fork needs one of its checkpoints, and while a
     checkpoint is pinned. Files that raysharded did not write stay. Repeated, it finishes a removal that was
