@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 import raysharded as rs
-from raysharded.checkpoint import open_storage
+from raysharded.checkpoint import fork, list_checkpoints, open_storage
 from raysharded.errors import ClusterError, ConfigError, RunFailed
 from raysharded.ids import WorkerId
 from raysharded.journal.log import read
@@ -110,9 +112,9 @@ def test_a_run_is_followed_forked_and_known_from_storage_when_it_is_over(tmp_pat
         run.reshard(None)
     with pytest.raises(ConfigError, match="'asked' is this run's own name"):
         run.fork("asked")
-    fork = run.fork("other", 4)
-    assert fork.wait(WAIT_S).fingerprint == undisturbed().fingerprint
-    assert [entry["step"] for entry in recorded(fork, "step")] == list(range(5, STEPS + 1))
+    other = run.fork("other", 4)
+    assert other.wait(WAIT_S).fingerprint == undisturbed().fingerprint
+    assert [entry["step"] for entry in recorded(other, "step")] == list(range(5, STEPS + 1))
 
     stored = StoredRun("asked", run.url)
     assert stored.wait(WAIT_S) == run.wait()
@@ -124,12 +126,44 @@ def test_a_run_is_followed_forked_and_known_from_storage_when_it_is_over(tmp_pat
 
 
 @pytest.mark.procs
+def test_a_fork_with_a_copy_trains_to_the_same_bits_without_its_parent(tmp_path: Path) -> None:
+    parent = trainer(tmp_path, every_steps=4, keep_last=9).start_with(ProcessLauncher)
+    parent.wait(WAIT_S)
+    [ref] = [ref for ref in list_checkpoints(open_storage(parent.url)) if ref.step == 4]
+    fork(open_storage(parent.url), ref, open_storage(str(tmp_path / "copied")))
+    assert rs.remove_run(parent.url, copy_into_forks=True).copied == (str(tmp_path / "copied"),)
+    made = trainer(tmp_path)
+    made.run = replace(made.run, name="copied")
+    copied = made.start_with(ProcessLauncher)
+    assert copied.wait(WAIT_S).fingerprint == undisturbed().fingerprint
+    assert [entry["step"] for entry in recorded(copied, "step")] == list(range(5, STEPS + 1))
+
+
+@pytest.mark.procs
 def test_a_run_that_is_driven_elsewhere_is_told_from_storage_and_cannot_be_asked(tmp_path: Path) -> None:
     held = Held(trainer(tmp_path), 2, tmp_path)
     run = held.run
     stored = StoredRun("asked", run.url)
     with pytest.raises(ClusterError, match=r"Run.checkpoint: run 'asked' is running .*\(it is held by driver"):
         stored.checkpoint()
+    live, seen = run.status().as_dict(), stored.status().as_dict()
+    assert list(live) == list(seen)
+    for name in (
+        "name",
+        "url",
+        "state",
+        "workers",
+        "members",
+        "pids",
+        "nodes",
+        "generation",
+        "driver_pid",
+        "driver_node",
+    ):
+        assert live[name] == seen[name], name
+    assert (live["state"], live["workers"], live["driver_pid"], len(live["pids"])) == ("running", 2, os.getpid(), 2)
+    with pytest.raises(ConfigError, match=r"it is running, held by driver"):
+        rs.remove_run(run.url)
     run.stop()
     held.let_go()
     with pytest.raises(RunFailed, match="Stopped"):

@@ -25,7 +25,7 @@ from raysharded.checkpoint import (
     pin,
     unpin,
 )
-from raysharded.checkpoint.removal_mark import REMOVAL_KEY, encode_mark, is_marked, new_mark, read_mark
+from raysharded.checkpoint.removal_mark import REMOVAL_KEY, encode_mark, is_marked, new_mark, read_mark, refuse_removed
 from raysharded.checkpoint.retention.run_removal import RunRemoval
 from raysharded.clock import SystemClock
 from raysharded.errors import CheckpointError, ConfigError, RayshardedError, RunOwnedElsewhere, StorageError
@@ -41,6 +41,7 @@ from raysharded.run.offline import StoredRun
 from raysharded.run.removal import carry_out, planned, remove_run
 from raysharded.run.removal_plan import RemovalPlan
 from raysharded.testing.storages import FailingStorage
+from tests.checkpoint.retention.interleaving import every_order
 from tests.checkpoint.retention.runs import Run, ref_of
 from tests.report.entries import data, generation, run_with_a_loss, started, step, write_run
 
@@ -444,6 +445,62 @@ def test_a_pin_or_a_driver_that_was_faster_keeps_the_run_whole(tmp_path: Path, r
         RunRemoval(run.storage, FOLDERS).begin(lambda: claims.find_rival() is not None)
     assert not is_marked(run.storage)
     assert whole <= set(run.storage.list())
+
+
+def begun_in(storage: Storage) -> Callable[[Storage], object]:
+    """The begin of a removal, of a run that it owns."""
+    claims = Claims(storage, "removal_x")
+    claims.own(1)
+
+    def begin(stepped: Storage) -> bool:
+        owns = replace_storage(claims, stepped)
+        RunRemoval(stepped, FOLDERS).begin(lambda: owns.find_rival() is not None)
+        return True
+
+    return begin
+
+
+def replace_storage(claims: Claims, storage: Storage) -> Claims:
+    claims._storage = storage
+    return claims
+
+
+@pytest.mark.parametrize("rival", ["pin", "driver"])
+def test_in_every_order_of_a_removal_and_a_rival_one_gives_way(tmp_path: Path, rival: str) -> None:
+    made = 0
+
+    def make() -> Storage:
+        nonlocal made
+        made += 1
+        storage = open_storage(f"memory://{tmp_path}/{made}")
+        Run(storage).save(5)
+        return storage
+
+    def calls(storage: Storage) -> list[Callable[[Storage], object]]:
+        [ref] = list_checkpoints(storage)
+
+        def claim(stepped: Storage) -> bool:
+            Claims(stepped, "driver2").own(1)
+            refuse_removed(stepped, RunOwnedElsewhere)
+            return True
+
+        def put_pin(stepped: Storage) -> bool:
+            pin(stepped, "best", ref)
+            return True
+
+        return [begun_in(storage), put_pin if rival == "pin" else claim]
+
+    seen = set()
+    for ran in every_order(make, calls):
+        removed, other = (outcome is True for outcome in ran.outcomes)
+        assert not (removed and other)
+        assert removed or all(isinstance(outcome, (bool, RayshardedError)) for outcome in ran.outcomes)
+        mark = read_mark(ran.storage)
+        assert (mark is not None and mark.begun) == removed
+        assert removed or mark is None
+        assert removed or newest_complete(ran.storage).checkpoint is not None
+        seen.add((removed, other))
+    assert seen == {(True, False), (False, True), (False, False)}, "each can win, and both can give way"
 
 
 def test_a_pin_after_the_mark_gives_way(tmp_path: Path) -> None:
