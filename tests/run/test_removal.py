@@ -25,6 +25,7 @@ from raysharded.checkpoint import (
     pin,
     unpin,
 )
+from raysharded.checkpoint.claims import find_newest
 from raysharded.checkpoint.removal_mark import REMOVAL_KEY, encode_mark, is_marked, new_mark, read_mark, refuse_removed
 from raysharded.checkpoint.retention.run_removal import RunRemoval
 from raysharded.clock import SystemClock
@@ -453,16 +454,14 @@ def begun_in(storage: Storage) -> Callable[[Storage], object]:
     claims.own(1)
 
     def begin(stepped: Storage) -> bool:
-        owns = replace_storage(claims, stepped)
-        RunRemoval(stepped, FOLDERS).begin(lambda: owns.find_rival() is not None)
+        def is_rivalled() -> bool:
+            _, newest = find_newest(stepped)
+            return newest is None or newest.id != claims.id
+
+        RunRemoval(stepped, FOLDERS).begin(is_rivalled)
         return True
 
     return begin
-
-
-def replace_storage(claims: Claims, storage: Storage) -> Claims:
-    claims._storage = storage
-    return claims
 
 
 @pytest.mark.parametrize("rival", ["pin", "driver"])
