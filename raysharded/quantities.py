@@ -54,6 +54,11 @@ def count(number: int, thing: str, things: str | None = None) -> str:
     return f"{number} {thing if number == 1 else things or thing + 's'}"
 
 
+def steps_done(done: int, of: int | None) -> str:
+    """ "3 of 6 steps", "1 step"; `of` is None if not known."""
+    return count(done, "step") if of is None else f"{done} of {count(of, 'step')}"
+
+
 def listing(items: list[str] | tuple[str, ...]) -> str:
     """ "3", "3 and 5", "3, 5 and 8"."""
     return " and ".join([", ".join(items[:-1]), items[-1]]) if len(items) > 1 else "".join(items)

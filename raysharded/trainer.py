@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
 from raysharded.deprecation import warn_of_old_name
 from raysharded.errors import ConfigError
+from raysharded.quantities import count
 from raysharded.run import process_hooks, translation
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Run
@@ -99,7 +100,7 @@ class ElasticTrainer:
         data, wanted = evaluation.data, evaluation.num_samples
         if isinstance(data, Sequence) and wanted > len(data):
             raise ConfigError(
-                f"EvalConfig.num_samples={wanted}: evaluation.data has {len(data)} samples. Take "
+                f"EvalConfig.num_samples={wanted}: evaluation.data has {count(len(data), 'sample')}. Take "
                 f"num_samples={len(data)} or less."
             )
 

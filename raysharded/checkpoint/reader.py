@@ -23,6 +23,7 @@ from raysharded.checkpoint.format.tiling import is_within
 from raysharded.checkpoint.storage import NoSuchKey, Storage
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from raysharded.locations import join_url
+from raysharded.quantities import count
 
 Request = tuple[str, Sequence[int], Sequence[int], memoryview | Bytes]
 """(tensor, offsets, sizes, destination): a writable, contiguous buffer of exactly the box's bytes."""
@@ -90,7 +91,7 @@ class Checkpoint:
         """Read every byte; raise the first CorruptCheckpoint or IncompleteCheckpoint, with the number that follow."""
         damage = self.find_damage()
         if damage:
-            more = f" ({len(damage) - 1} further parts are damaged.)" if len(damage) > 1 else ""
+            more = f" ({count(len(damage) - 1, 'further damaged part')}.)" if len(damage) > 1 else ""
             raise type(damage[0])(f"{damage[0]}{more}")
 
     def _info(self, name: str) -> TensorInfo:

@@ -6,27 +6,33 @@ Heavy modules are imported only when a command needs them: `raysharded --help` l
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raysharded.cli import check, checkpoint, completion, data, doctor, plan
-from raysharded.cli.errors import AsJson, Commands, console, print_json
+from raysharded.cli import check, checkpoint, completion, data, doctor, plan, streams
+from raysharded.cli.errors import AsJson, Commands, print_json
+from raysharded.cli.output import console, echo, require_writable
 from raysharded.cli.runs import attach, control, kill, ls, rm, status
 from raysharded.cli.runs.status import RunStorage, url_of
+from raysharded.cli.usage import App
 from raysharded.errors import ClusterError, ConfigError
+from raysharded.quantities import count
 
 if TYPE_CHECKING:
     from raysharded.trainer import ElasticTrainer
 
-app = typer.Typer(
+_WIDEST = 120
+"""Characters of a line of help that are still read with ease."""
+
+app = App(
     cls=Commands,
     help="Elastic, fault-tolerant sharded training on Ray: the same weights, bit for bit, at any number of workers.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # an internal error is shown with Python's traceback
-    rich_markup_mode=None,
+    context_settings={"max_content_width": _WIDEST},
 )
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
@@ -45,16 +51,21 @@ for _name, _command in control.COMMANDS.items():
 
 def main() -> None:
     """The `raysharded` command. Ends the process: 0, 1 after an error, 2 for wrong usage, 130 after Ctrl-C."""
+    streams.secure()
     if completion.VARIABLE in os.environ:
         completion.enable()
-    app(prog_name=completion.PROGRAM)
+    try:
+        app(prog_name=completion.PROGRAM)
+    except streams.OutputError as error:
+        echo(f"error: standard output cannot be written: {error.strerror}. Give it another place.", err=True)
+        sys.exit(1)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
         from raysharded import __version__
 
-        typer.echo(__version__)
+        echo(__version__)
         raise typer.Exit
 
 
@@ -74,7 +85,7 @@ def demo(
     ] = None,
     steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Optimizer steps to train.")] = None,
     workers: Annotated[int | None, typer.Option(metavar="N", min=1, help="Workers to start with.")] = None,
-    storage: Annotated[str | None, typer.Option(metavar="URL", help="Keep the runs under this folder or URL.")] = None,
+    storage: Annotated[str | None, typer.Option(metavar="FOLDER", help="Keep the runs in this folder.")] = None,
     chaos: Annotated[
         str | None,
         typer.Option(
@@ -92,6 +103,8 @@ def demo(
     """
     from raysharded.demo import run_demo
 
+    if json_path is not None:
+        require_writable(json_path)
     raise typer.Exit(
         run_demo(json_path=json_path, steps=steps, workers=workers, storage=storage, chaos=chaos, seed=seed)
     )
@@ -163,9 +176,8 @@ def run(
     if as_json:
         print_json(asdict(result))
         return
-    out = console()
-    out.print(f"run {result.name}: {result.steps} steps, fingerprint {result.fingerprint}", soft_wrap=True)
-    out.print(f"report: raysharded report {result.url}", soft_wrap=True)
+    echo(f"run {result.name}: {count(result.steps, 'step')}, fingerprint {result.fingerprint}")
+    echo(f"report: raysharded report {result.url}")
 
 
 def _start(trainer: ElasticTrainer, *, take_over: bool, chaos: str | None, as_json: bool) -> None:
@@ -182,9 +194,8 @@ def _start(trainer: ElasticTrainer, *, take_over: bool, chaos: str | None, as_js
     if as_json:
         print_json({"name": started.name, "url": started.url})
         return
-    out = console()
-    out.print(f"run {started.name} has begun: raysharded attach {started.name}", soft_wrap=True)
-    out.print(f"its folder: {started.url}", soft_wrap=True)
+    echo(f"run {started.name} has begun: raysharded attach {started.name}")
+    echo(f"its folder: {started.url}")
 
 
 @app.command()
@@ -213,7 +224,8 @@ def report(
 
         print_json({**found.as_dict(), "run_status": status_at(found.url).as_dict()})
     elif html is None:
-        console().print(found)
+        with console() as out:
+            out.print(found)
     if not found.ok or found.damage:
         raise typer.Exit(1)
 
@@ -238,6 +250,6 @@ def replay(
         print_json([found.as_dict() for found in replays])
     else:
         for line in (line for found in replays for line in found.lines()):
-            typer.echo(line)
+            echo(line)
     if any(found.differences for found in replays):
         raise typer.Exit(1)

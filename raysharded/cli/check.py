@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raysharded.cli.errors import AsJson, console, print_json, show_error
+from raysharded.cli.errors import AsJson, print_json, show_error
+from raysharded.cli.output import console, echo
 from raysharded.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def check(
             show_error(error)
             raise typer.Exit(_WRONG_USAGE) from None
         except _OutOfTime:
-            typer.echo(f"error: not done within {timeout:g} s. Give it a longer --timeout, or fewer --steps.", err=True)
+            echo(f"error: not done within {timeout:g} s. Give it a longer --timeout, or fewer --steps.", err=True)
             raise typer.Exit(1) from None
     _show_tracebacks(report)
     if as_json:
@@ -141,18 +142,20 @@ def _show(found: Needs | Check) -> None:
     from raysharded.preflight.requirements import Needs
     from raysharded.preflight.results import line_of_check, lines_of_needs
 
-    for line in lines_of_needs(found) if isinstance(found, Needs) else [line_of_check(found)]:
-        console().print(line, soft_wrap=True)
+    with console() as out:
+        for line in lines_of_needs(found) if isinstance(found, Needs) else [line_of_check(found)]:
+            out.print(line)
 
 
 def _show_end(report: Report) -> None:
     from raysharded.preflight.results import lines_at_end
 
-    for line in lines_at_end(report):
-        console().print(line, soft_wrap=True)
+    with console() as out:
+        for line in lines_at_end(report):
+            out.print(line)
 
 
 def _show_tracebacks(report: Report) -> None:
     """Print the tracebacks of the task's errors, each once."""
     for text in dict.fromkeys(found.user_traceback.rstrip() for found in report.checks if found.user_traceback):
-        typer.echo(text, err=True)
+        echo(text, err=True)

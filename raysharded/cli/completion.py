@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from raysharded.cli.errors import AsJson, print_json
+from raysharded.cli.output import echo
 
 PROGRAM = "raysharded"
 VARIABLE = "_RAYSHARDED_COMPLETE"
@@ -37,7 +38,7 @@ def completion(
     if as_json:
         print_json({"shell": shell.value, "script": script})
     else:
-        typer.echo(script)
+        echo(script)
 
 
 def enable() -> None:

@@ -7,15 +7,11 @@ from typing import Annotated
 
 import typer
 
-from raysharded.cli.errors import AsJson, console, print_json
-from raysharded.cli.suggestions import Suggesting
+from raysharded.cli.errors import AsJson, print_json
+from raysharded.cli.output import console, echo
+from raysharded.cli.usage import App
 
-app = typer.Typer(
-    cls=Suggesting,
-    help="Create token files from text, and inspect them.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+app = App(help="Create token files from text, and inspect them.")
 
 
 class Format(StrEnum):
@@ -35,9 +31,7 @@ class Compression(StrEnum):
 
 @app.command()
 def pack(
-    inputs: Annotated[
-        list[str], typer.Argument(metavar="INPUT...", help="Files, folders or globs; local paths or URLs.")
-    ],
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Files, folders or globs; local paths or URLs.")],
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="A folder without Parquet files, or its URL.")],
     input_format: Annotated[
         Format | None, typer.Option("--format", help="By default from each file's suffix.", case_sensitive=False)
@@ -78,8 +72,8 @@ def pack(
         return
     if packed.skipped:
         names = ", ".join(packed.skipped[:3]) + (", ..." if len(packed.skipped) > 3 else "")
-        typer.echo(f"left out: {count(len(packed.skipped), 'hidden file')} ({names})", err=True)
-    typer.echo(
+        echo(f"left out: {count(len(packed.skipped), 'hidden file')} ({names})", err=True)
+    echo(
         f"{output}: {count(packed.tokens, 'token')} of {count(packed.documents, 'document')} in "
         f"{count(packed.files, 'file')}, {size(packed.bytes)}"
     )
@@ -87,7 +81,7 @@ def pack(
 
 @app.command()
 def info(
-    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Token files, folders or globs.")],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Token files, folders or globs.")],
     seq_len: Annotated[int | None, typer.Option(metavar="N", min=1, help="Also count samples of N tokens.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -116,4 +110,5 @@ def info(
     table = facts_table()
     for name, value in found.items():
         table.add_row(name, str(value))
-    console().print(table)
+    with console() as out:
+        out.print(table)

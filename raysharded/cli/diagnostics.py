@@ -164,6 +164,7 @@ def shared_memory() -> Finding:
 def storage(opened: Storage) -> list[Finding]:
     """A run's requirements on storage: writing, put-if-absent, and a clock close to this one."""
     from raysharded.checkpoint import check_writable
+    from raysharded.checkpoint.storage import probing
 
     try:
         check_writable(opened)
@@ -171,21 +172,22 @@ def storage(opened: Storage) -> list[Finding]:
         return [Finding(name="storage", found=f"{opened.url}: not writable", ok=False, advice=str(error))]
     findings = [Finding(name="storage", found=f"{opened.url}: writable")]
     key = f".raysharded-probe-{secrets.token_hex(6)}"
-    try:
-        findings.append(_conditional_write(opened, key))
-        findings.append(_clock(opened, key))
-        findings.append(_uploads(opened))
-    except StorageError as error:
-        findings.append(Finding(name="operations", found="one failed", ok=False, advice=str(error)))
-    finally:
-        opened.delete([key])
+    with probing(opened):
+        try:
+            findings.append(_conditional_write(opened, key))
+            findings.append(_clock(opened, key))
+            findings.append(_uploads(opened))
+        except StorageError as error:
+            findings.append(Finding(name="operations", found="one failed", ok=False, advice=str(error)))
+        finally:
+            opened.delete([key])
     return findings
 
 
 def _conditional_write(opened: Storage, key: str) -> Finding:
     first, second = opened.put_if_absent(key, b"first"), opened.put_if_absent(key, b"second")
     if (first, second, opened.read(key)) != (True, False, b"first"):
-        advice = "Two drivers of one run would not detect each other here: choose another storage_path."
+        advice = "Two drivers of one run would not detect each other here: choose another folder or URL."
         return Finding(name="conditional write", found="the second of two writers won", ok=False, advice=advice)
     if not getattr(opened, "puts_atomically", lambda: True)():
         advice = "It checks, then writes: never start a run from two places at once. See docs/storage.md, Fallbacks."

@@ -13,7 +13,8 @@ import typer
 
 import raysharded
 from raysharded.cli import diagnostics, machine
-from raysharded.cli.errors import AsJson, console, print_json
+from raysharded.cli.errors import AsJson, print_json
+from raysharded.cli.output import console
 from raysharded.errors import StorageError
 
 _PACKAGES = ("torch", "ray", "pyarrow", "fsspec", "boto3", "safetensors", "numpy")
@@ -58,7 +59,8 @@ def doctor(
                 )
         for problem in problems:
             table.add_row("problem", verdict(good=False, text=problem))
-        console().print(table)
+        with console() as out:
+            out.print(table)
     if problems:
         raise typer.Exit(1)
 

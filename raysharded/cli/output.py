@@ -1,4 +1,4 @@
-"""Output of commands besides lines of text: atomic files, and a bar for long work."""
+"""Output of commands: lines, tables, atomic files, and a bar for long work."""
 
 from __future__ import annotations
 
@@ -7,10 +7,41 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import typer
 
 from raysharded.errors import StorageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_UNLIMITED = 1 << 20
+"""Width of output that is not a terminal: tables are complete, one line per row."""
+
+
+def echo(text: str | bytes, *, err: bool = False, nl: bool = True) -> None:
+    """Print a line, to standard error with `err`, in the stream's own encoding: typer would write UTF-8 to ASCII."""
+    typer.echo(text, file=sys.stderr if err else sys.stdout, nl=nl)
+
+
+@contextmanager
+def console() -> Iterator[Console]:
+    """Standard output for tables. Text is printed unchanged: names may resemble rich's markup.
+
+    Wide tables are shortened to a terminal's width, and to nothing else. What is no terminal gets no trailing blanks.
+    """
+    from rich.console import Console
+
+    is_terminal = sys.stdout.isatty()
+    out = Console(width=None if is_terminal else _UNLIMITED, highlight=False, markup=False, emoji=False)
+    if is_terminal:
+        yield out
+        return
+    with out.capture() as captured:
+        yield out
+    sys.stdout.write("\n".join(line.rstrip() for line in captured.get().split("\n")))
+    sys.stdout.flush()
 
 
 def write_page(path: str, page: str) -> None:
@@ -19,7 +50,7 @@ def write_page(path: str, page: str) -> None:
     Raises StorageError if the file cannot be written.
     """
     if path == "-":
-        typer.echo(page, nl=False)
+        echo(page.encode(), nl=False)  # UTF-8, as the page itself says
         return
     temporary = f"{path}.{secrets.token_hex(4)}.tmp"
     try:
@@ -32,7 +63,23 @@ def write_page(path: str, page: str) -> None:
         raise StorageError(
             f"{path}: the page cannot be written: {error.strerror}. Give a file in a folder that you may write to."
         ) from error
-    typer.echo(f"{path}: {len(page.encode()) / 1024:.0f} KiB; open it in any browser", err=True)
+    echo(f"{path}: {len(page.encode()) / 1024:.0f} KiB; open it in any browser", err=True)
+
+
+def screen() -> Console | None:
+    """The terminal at standard output, to redraw in place; None if there is none that can."""
+    from rich.console import Console
+
+    out = Console(highlight=False, markup=False, emoji=False)
+    return out if sys.stdout.isatty() and not out.is_dumb_terminal else None
+
+
+def require_writable(path: str) -> None:
+    """Raise StorageError if a file cannot be written there, before the work whose result it is for."""
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        what = "it is a folder" if os.path.isdir(path) else f"{folder} is no folder that you may write to"
+        raise StorageError(f"{path} cannot be written: {what}. Give a file in a folder that you may write to.")
 
 
 @contextmanager

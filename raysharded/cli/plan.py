@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raysharded.cli.errors import AsJson, console, print_json, show_error
+from raysharded.cli.errors import AsJson, print_json, show_error
+from raysharded.cli.output import console
 from raysharded.errors import ConfigError
+from raysharded.quantities import count, listing
 
 if TYPE_CHECKING:
     from raysharded.config import BatchConfig, EngineConfig
@@ -20,9 +23,15 @@ if TYPE_CHECKING:
     from raysharded.planning.plans import Plan
     from raysharded.planning.search import Cluster
 
-_WIDTH = 100
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTkmgt]i?)?B?")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def _above_zero(value: float | None) -> float | None:
+    """A speed in the unit of its option. Raises BadParameter."""
+    if value is not None and not 0 < value < math.inf:
+        raise typer.BadParameter(f"{value:g}: give a number above 0.")
+    return value
 
 
 def plan(
@@ -62,9 +71,15 @@ def plan(
         typer.Option("--activation-checkpointing/--no-activation-checkpointing", help="For a config: on by default."),
     ] = None,
     accumulation: Annotated[str | None, typer.Option(metavar="MODE", help="sharded or local.")] = None,
-    tflops: Annotated[float | None, typer.Option(metavar="N", help="Effective speed of one device.")] = None,
-    node_bandwidth: Annotated[float | None, typer.Option(metavar="GB/S", help="Per worker, inside a node.")] = None,
-    network_bandwidth: Annotated[float | None, typer.Option(metavar="GB/S", help="Per worker, to other nodes.")] = None,
+    tflops: Annotated[
+        float | None, typer.Option(metavar="N", help="Effective speed of one device.", callback=_above_zero)
+    ] = None,
+    node_bandwidth: Annotated[
+        float | None, typer.Option(metavar="GB/S", help="Per worker, inside a node.", callback=_above_zero)
+    ] = None,
+    network_bandwidth: Annotated[
+        float | None, typer.Option(metavar="GB/S", help="Per worker, to other nodes.", callback=_above_zero)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a run's requirements before its launch: memory, traffic, and the layouts that fit.
@@ -78,7 +93,7 @@ def plan(
             raise ConfigError(f"{target} takes no arguments, but got {' '.join(arguments)!r}; leave them out.")
         if tensor not in (None, 1):
             raise ConfigError(
-                f"--tensor={tensor}: a config.json is planned without tensor parallelism; plan a trainer whose task "
+                f"--tensor {tensor}: a config.json is planned without tensor parallelism; plan a trainer whose task "
                 "has parallelize: FILE.py:NAME."
             )
         run = _of_config(Path(target), global_batch_size, microbatch_size, seq_len, workers)
@@ -179,15 +194,16 @@ def _of_config(
     from raysharded.planning.plans import setting_of_config
 
     shape = read_config(path)
-    length = _given(path, "--seq-len", seq_len)
+    length, num_samples, num_workers = _given(
+        path, {"--seq-len": seq_len, "--global-batch-size": global_batch_size, "--workers": workers}
+    )
     batch = BatchConfig(
-        global_batch_size=_given(path, "--global-batch-size", global_batch_size),
-        microbatch_size=1 if microbatch_size is None else microbatch_size,
+        global_batch_size=num_samples, microbatch_size=1 if microbatch_size is None else microbatch_size
     )
     return _Run(
         batch=batch,
         engine=EngineConfig(param_dtype="bfloat16", activation_checkpointing=True),
-        workers=_given(path, "--workers", workers),
+        workers=num_workers,
         degree=1,
         measure=lambda engine: setting_of_config(shape, batch, engine, seq_len=length, on_gpu=True),
         on_gpu=True,
@@ -195,12 +211,15 @@ def _of_config(
     )
 
 
-def _given(path: Path, option: str, value: int | None) -> int:
-    if value is None:
-        raise ConfigError(f"{path} does not describe a run: give {option} N.")
-    if value < 1:
-        raise ConfigError(f"{option}={value}: give a whole number of 1 or more.")
-    return value
+def _given(path: Path, options: Mapping[str, int | None]) -> list[int]:
+    """The options' values. Raises ConfigError that names all missing ones."""
+    if missing := [f"{option} N" for option, value in options.items() if value is None]:
+        raise ConfigError(f"{path} does not describe a run: give {listing(missing)}.")
+    given = {option: value for option, value in options.items() if value is not None}
+    for option, value in given.items():
+        if value < 1:
+            raise ConfigError(f"{option} {value}: give a whole number of 1 or more.")
+    return list(given.values())
 
 
 def _cluster(workers: int, **given: float | None) -> Cluster:
@@ -233,7 +252,7 @@ def _layout(workers: int, shards: int | None, degree: int) -> Mesh | None:
     if shards not in layouts:
         groups = f" in groups of whole {degree}" if degree > 1 else ""
         raise ConfigError(
-            f"--shards={shards} does not divide {workers} workers{groups}; take one of "
+            f"--shards {shards} does not divide {count(workers, 'worker')}{groups}; take one of "
             f"{', '.join(map(str, sorted(layouts)[:12]))}."
         )
     return layouts[shards]
@@ -244,7 +263,7 @@ def _bytes(option: str, text: str | None) -> int | None:
         return None
     match = _SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) == 0:
-        raise ConfigError(f"{option}={text}: give a size, such as 80GiB or 500GB.")
+        raise ConfigError(f"{option} {text}: give a size, such as 80GiB or 500GB.")
     unit = (match[2] or "").lower()
     return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** _POWERS[unit[:1]])
 
@@ -252,4 +271,5 @@ def _bytes(option: str, text: str | None) -> int | None:
 def _show(found: Plan) -> None:
     from raysharded.planning.tables import show
 
-    show(found, console(_WIDTH))
+    with console() as out:
+        show(found, out)

@@ -15,11 +15,14 @@ import copy
 import dataclasses
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from raysharded import config
+from raysharded.cli.option_names import translated, unquoted
 from raysharded.cli.suggestions import close_to
 from raysharded.errors import ConfigError
 from raysharded.task import Task
@@ -71,8 +74,17 @@ def read_settings(path: str | None, overrides: Sequence[str]) -> Settings:
 
 
 def apply(found: ElasticTrainer | Task | type[Task], settings: Settings) -> ElasticTrainer:
-    """A copy of the trainer with the settings applied, or a new trainer for a task. Raises ConfigError; `found` is
-    unchanged."""
+    """A copy of the trainer with the settings applied, or a new trainer for a task. Raises ConfigError, which speaks of
+    settings; `found` is unchanged."""
+    if not settings and isinstance(found, ElasticTrainer):
+        return found
+    try:
+        return _applied(found, settings)
+    except ConfigError as error:
+        raise ConfigError(_in_settings(str(error))) from error
+
+
+def _applied(found: ElasticTrainer | Task | type[Task], settings: Settings) -> ElasticTrainer:
     if isinstance(found, ElasticTrainer):
         if "task" in settings:
             raise ConfigError("task: the target is a trainer, which has its task. Give a Task's class as the target.")
@@ -92,9 +104,22 @@ def apply(found: ElasticTrainer | Task | type[Task], settings: Settings) -> Elas
     return ElasticTrainer(task=task, data=_data(settings["data"], "data"), **parts)
 
 
+def _in_settings(message: str) -> str:
+    """The message of a configuration class, with settings instead of its fields."""
+    section = {kind.__name__: name for name, kind in (_SECTIONS | NESTED).items()}.get(re.split("[.: ]", message)[0])
+    if section is None:
+        return message
+    fields = [field.name for field in dataclasses.fields((_SECTIONS | NESTED)[section])]
+    told = translated(message, {name: partial(_setting, f"{section}.{name}") for name in fields})
+    kind = (_SECTIONS | NESTED)[section].__name__
+    return f"{section}{told.removeprefix(kind)}" if told.startswith(kind) else told
+
+
+def _setting(name: str, text: str) -> str:
+    return f"{name}={unquoted(text)}"
+
+
 def _changed(trainer: ElasticTrainer, settings: Settings) -> ElasticTrainer:
-    if not settings:
-        return trainer
     parts: dict[str, Any] = {name: getattr(trainer, name) for name in ("task", "data", *_SECTIONS)}
     for name, values in settings.items():
         parts[name] = _data(values, "data") if name == "data" else _configured(name, parts[name], values)

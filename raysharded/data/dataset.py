@@ -16,6 +16,7 @@ from raysharded.data.text.files import File, PathLike, as_paths, file_system, fi
 from raysharded.data.text.token_file import TokenFile, TokenHeader
 from raysharded.data.text.token_reader import TokenReader
 from raysharded.errors import ConfigError, DataError
+from raysharded.quantities import count
 
 _OPEN_THREADS = 16
 _PART = re.compile(r"part-([0-9]{5,})\.parquet")
@@ -150,8 +151,9 @@ def _read_index(paths: tuple[str, ...], seq_len: int) -> _Index:
     starts = np.cumsum([0, *(header.num_tokens for header in headers)], dtype=np.int64)
     if starts[-1] < seq_len + 1:
         raise DataError(
-            f"{', '.join(file.name for file in files[:3])}: {starts[-1]} tokens in {len(files)} file(s) are too few "
-            f"for one sample of seq_len + 1 = {seq_len + 1} tokens. Add data, or take a smaller seq_len."
+            f"{', '.join(file.name for file in files[:3])}: {count(int(starts[-1]), 'token')} in "
+            f"{count(len(files), 'file')} are too few for one sample of seq_len + 1 = {seq_len + 1} tokens. Add data, or "
+            "take a smaller seq_len."
         )
     return _Index(tuple(files), starts, headers[0].vocab_size)
 

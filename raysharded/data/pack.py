@@ -20,6 +20,7 @@ from raysharded.data.text.files import File, PathLike, as_paths, file_system, fi
 from raysharded.data.text.token_file import COLUMN, TokenHeader, token_dtype
 from raysharded.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from raysharded.errors import ConfigError, DataError, StorageError
+from raysharded.quantities import count
 
 Compression = Literal["zstd", "none"]
 _TOOLS_FOLDERS = frozenset(("_temporary", "_spark_metadata", "_delta_log", "__pycache__"))
@@ -92,9 +93,8 @@ def pack(
                 parts.write(end)
                 num_documents += 1
         if num_documents == 0:
-            raise DataError(
-                f"{files[0].name}: no text in it, nor in the other {len(files) - 1} inputs. Nothing to pack."
-            )
+            others = f", nor in {count(len(files) - 1, 'other input')}" if len(files) > 1 else ""
+            raise DataError(f"{files[0].name}: no text in it{others}. Nothing to pack.")
     return PackReport(
         files=parts.num_parts,
         documents=num_documents,
@@ -166,7 +166,7 @@ class _Parts:
             old = [p for p in self._fs.find(self._path, maxdepth=1) if p.endswith(".parquet")]
         if old:
             raise ConfigError(
-                f"pack: {self._folder} already has {len(old)} Parquet files. Empty it, or choose another."
+                f"pack: {self._folder} already has {count(len(old), 'Parquet file')}. Empty it, or choose another."
             )
         return self
 

@@ -15,6 +15,7 @@ from raysharded.data.dataset import TokenDataset
 from raysharded.data.loader import MicrobatchLoader
 from raysharded.errors import ConfigError
 from raysharded.ids import derive_seed
+from raysharded.quantities import count
 
 _CHECKED = 2
 """Number of samples, besides the first, that are read twice at the start."""
@@ -78,7 +79,7 @@ class Sources:
             held_out, wanted = self.held_out.num_samples, self._evaluation.num_samples
             if wanted > held_out:
                 raise ConfigError(
-                    f"EvalConfig.num_samples={wanted}: evaluation.data has {held_out} samples. Take "
+                    f"EvalConfig.num_samples={wanted}: evaluation.data has {count(held_out, 'sample')}. Take "
                     f"num_samples={held_out} or less."
                 )
             last = wanted - 1

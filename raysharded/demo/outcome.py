@@ -10,6 +10,7 @@ from rich.table import Table
 
 from raysharded.data import LedgerReport
 from raysharded.errors import RunFailed
+from raysharded.quantities import count
 from raysharded.report import load
 
 
@@ -146,7 +147,7 @@ def _problems(
 ) -> list[str]:
     problems = []
     if sorted(workers) != list(range(1, steps + 1)):
-        problems.append(f"{len(workers)} of {steps} steps were done")
+        problems.append(f"{len(workers)} of {count(steps, 'step')} done")
     if lost or repeated or not all(ledger.ok for ledger in ledgers):
         problems.append(f"samples: {lost} lost, {repeated} repeated")
     if not identical:

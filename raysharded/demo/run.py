@@ -19,7 +19,8 @@ from rich.console import Console
 from raysharded.clock import SystemClock
 from raysharded.config import BatchConfig, FailureConfig, RunConfig, ScalingConfig
 from raysharded.demo.outcome import Outcome, Training, show
-from raysharded.errors import ConfigError, RayshardedError
+from raysharded.errors import ConfigError, RayshardedError, StorageError
+from raysharded.locations import local_path
 from raysharded.report.live.progress import LiveView
 from raysharded.run import Run
 from raysharded.testing.chaos import Chaos
@@ -53,6 +54,8 @@ def run_demo(
     steps, workers = steps or STEPS, workers or WORKERS
     if workers < WORKERS:
         raise ConfigError(f"--workers {workers}: the demo kills two workers at once; give {WORKERS} or more.")
+    if storage is not None:
+        _local(storage)
     hazards = parse_hazards(chaos) if chaos is not None else ()
     if inside := [hazard.kind for hazard in hazards if hazard.kind in ORDERED]:
         raise ConfigError(f"--chaos: {inside[0]} is not for the demo; give {', '.join(SIGNALLED)}.")
@@ -76,11 +79,22 @@ def run_demo(
     return 0 if outcome.held else 1
 
 
+def _local(storage: str) -> str:
+    """The path of a folder. Raises ConfigError for storage elsewhere."""
+    path = local_path(storage)
+    if path is None:
+        raise ConfigError(f"--storage {storage}: the demo keeps its runs on this machine; give a folder.")
+    return path
+
+
 @contextmanager
 def _folder(storage: str | None) -> Iterator[Path]:
     if storage is not None:
-        path = Path(storage)
-        path.mkdir(parents=True, exist_ok=True)
+        path = Path(_local(storage))
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"--storage {storage}: the folder cannot be made: {error.strerror}.") from error
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="raysharded-demo-") as name:

@@ -47,7 +47,8 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "pause_refused":
             return f"step {fields['step']}: no pause: {brief(fields['reason'])}"
         case "resize_refused":
-            return f"step {fields['step']}: not resized to {fields['workers']} workers: {brief(fields['reason'])}"
+            wanted = count(fields["workers"], "worker")
+            return f"step {fields['step']}: not resized to {wanted}: {brief(fields['reason'])}"
         case "drain_refused":
             return f"step {fields['step']}: node {fields['node']} is not drained: {brief(fields['reason'])}"
         case "node_avoided":
@@ -55,7 +56,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "start_failed":
             return f"worker {fields['worker']} did not start: {brief(fields['reason'])}"
         case "waiting":
-            ready = f"{fields['ready']} of at least {fields['needed']} workers are ready"
+            ready = f"{fields['ready']} of at least {count(fields['needed'], 'worker')} ready"
             return f"{ready}. {fields['missing']}" if get("missing") else f"{ready}; the others take long to start"
         case "waiting_for_owner":
             return f"{fields['owner']} may hold the run: waiting {duration(fields['lease_s'])} for a sign of life"

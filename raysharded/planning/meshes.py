@@ -5,6 +5,7 @@ from __future__ import annotations
 from raysharded.actors.numerics.microbatch_schedule import Schedule
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh
+from raysharded.quantities import count
 
 
 def mesh_of(replicas: int, shards: int, tensor: int) -> Mesh:
@@ -30,8 +31,8 @@ def layouts_of(workers: int, degree: int = 1) -> list[Mesh]:
     if workers % degree:
         few = workers // degree * degree
         raise ConfigError(
-            f"{workers} workers are not a multiple of the tensor parallel degree {degree}; take "
-            f"{f'{few} or ' if few else ''}{few + degree}."
+            f"{count(workers, 'worker')} {'is' if workers == 1 else 'are'} not a multiple of the tensor parallel "
+            f"degree {degree}; take {f'{few} or ' if few else ''}{few + degree}."
         )
     groups = workers // degree
     sizes = [n for n in range(1, int(groups**0.5) + 1) if groups % n == 0]

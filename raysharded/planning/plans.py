@@ -26,6 +26,7 @@ from raysharded.planning.search import (
 )
 from raysharded.planning.trace import Trace, repeat_unit
 from raysharded.planning.tracing.measurement import measure
+from raysharded.quantities import count
 from raysharded.task import Task
 
 _MEASURED_LAYERS = 3
@@ -131,8 +132,8 @@ def make_plan(
     """Evaluate all layouts of the cluster's workers. `builds_whole`: the task has no `init_weights`."""
     if wanted is not None and wanted.world_size != cluster.workers:
         raise ConfigError(
-            f"layout {wanted} is of {wanted.world_size} workers, not of {cluster.workers}: replicas times shards must "
-            "be the number of workers."
+            f"layout {wanted} is of {count(wanted.world_size, 'worker')}, not of {cluster.workers}: replicas times "
+            "shards must be the number of workers."
         )
     found = options(setting, cluster)
     best = recommended(found)

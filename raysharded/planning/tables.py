@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +11,7 @@ from raysharded.planning.plans import Plan
 from raysharded.planning.search import short_duration
 from raysharded.planning.traffic.worker_traffic import KINDS as LINKS
 from raysharded.quantities import count, size
+from raysharded.report.history.row_table import RowTable
 from raysharded.report.history.tables import DIM, facts_table, verdict
 
 _WHAT = {
@@ -81,17 +81,18 @@ def _facts(plan: Plan) -> Table:
     return table
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+def _table(first: str, *numbers: str) -> RowTable:
+    table = RowTable()
+    table.add_column(first)
+    for name in numbers:
+        table.add_column(name, right=True)
     return table
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: Plan) -> RowTable:
     memory = plan.chosen.memory
     table = _table("memory of a worker", "bytes")
-    table.add_column("", style=DIM, overflow="fold")
+    table.add_column(style=DIM, long="wrap")
     for kind in KINDS:
         if memory.kinds[kind]:
             where = "host: " if memory.on_gpu and kind in HOST_KINDS else ""
@@ -104,19 +105,24 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _traffic(plan: Plan) -> Table:
+def _traffic(plan: Plan) -> RowTable:
     traffic = plan.chosen.traffic
     table = _table("sent by a worker in a step", "bytes", "to other nodes")
-    table.add_column("", style=DIM, overflow="fold")
+    table.add_column(style=DIM, long="wrap")
     for kind in LINKS:
         if traffic.sent[kind]:
             table.add_row(kind.replace("_", "-"), size(traffic.sent[kind]), size(traffic.between[kind]), _LINK[kind])
-    table.add_row("together", size(traffic.total), size(traffic.total_between), "")
+    table.add_row("together", size(traffic.total), size(traffic.total_between))
     return table
 
 
-def _layouts(plan: Plan) -> Table:
-    table = _table("layout", "device", "host per node", "sent", "to other nodes", "rounds", "idle", "step", "fits")
+def _layouts(plan: Plan) -> RowTable:
+    table = RowTable()
+    table.add_column("layout")
+    for name, rank in (("device", 0), ("host per node", 1), ("sent", 2), ("to other nodes", 3), ("rounds", 5)):
+        table.add_column(name, right=True, rank=rank)
+    for name, rank in (("idle", 4), ("step", 0), ("fits", 0)):
+        table.add_column(name, right=True, rank=rank)
     for each in plan.options[:_MOST_ROWS]:
         chosen = " *" if each.layout == plan.chosen.layout else ""
         table.add_row(

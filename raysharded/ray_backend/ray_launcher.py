@@ -19,6 +19,7 @@ from raysharded.protocol.job import Job
 from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.session import DriverSession, FoundWorkers, job_identity, run_digest
 from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost, WorkersOfAnotherVersion
+from raysharded.quantities import count
 from raysharded.ray_backend import adoption, other_versions
 from raysharded.ray_backend.agents import Agents, Aside, OwnNode
 from raysharded.ray_backend.drain_watch import DrainWatch
@@ -48,9 +49,10 @@ def refuse_the_impossible(scaling: ScalingConfig) -> None:
         if fits < scaling.min_workers:
             less = " (cpus_per_worker=0.5, say)" if name == "CPU" else ""
             raise ClusterError(
-                f"at least {scaling.min_workers} workers with {amount:g} {name} each are required, and this machine "
-                f"has {have.get(name, 0):g} {name}: enough for {fits}. Lower the minimum in ScalingConfig.num_workers, "
-                f"require less per worker{less}, or connect to a larger cluster with ray.init(address=...)."
+                f"the run needs at least {count(scaling.min_workers, 'worker')} with {amount:g} {name} each, and this "
+                f"machine has {have.get(name, 0):g} {name}: enough for {fits}. Lower the minimum in "
+                f"ScalingConfig.num_workers, require less per worker{less}, or connect to a larger cluster with "
+                "ray.init(address=...)."
             )
 
 

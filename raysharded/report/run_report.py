@@ -108,15 +108,15 @@ class RunReport:
 
     def __rich__(self) -> RenderableType:
         summary = self.summary
-        parts: list[RenderableType] = [run_table(summary), "", *self._warnings(), time_table(summary.times)]
+        parts: list[RenderableType] = [run_table(summary), "", *self._warnings(), time_table(summary.times), ""]
         if summary.incidents:
-            parts.append(incident_table(summary.incidents))
+            parts += [incident_table(summary.incidents), ""]
         if summary.worker_events:
-            parts.append(worker_table(summary))
+            parts += [worker_table(summary), ""]
         if summary.avoided_nodes:
-            parts.append(node_table(summary.avoided_nodes))
+            parts += [node_table(summary.avoided_nodes), ""]
         if summary.checkpoints:
-            parts.append(checkpoint_table(summary.checkpoints))
+            parts += [checkpoint_table(summary.checkpoints), ""]
         return Group(*parts, _proof_table(self))
 
     def _warnings(self) -> list[RenderableType]:

@@ -35,7 +35,7 @@ def forked(spec: RunSpec, storage: Storage, name: str, step: int | None, where: 
     run = dataclasses.replace(spec.run, name=name, storage_path=where or spec.run.storage_path)
     other = dataclasses.replace(spec, run=run)
     if open_storage(other.url).url == storage.url:
-        raise ConfigError(f"Run.fork: {name!r} is this run's own name. Give the fork another name or storage_path.")
+        raise ConfigError(f"Run.fork: {name!r} is this run's own name. Give the fork another name or storage.")
     fork(storage, _chosen(storage, step), open_storage(other.url))
     return other
 

@@ -238,7 +238,7 @@ def test_an_output_that_has_data_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     pack(tmp_path / "a.txt", tmp_path / "out")
     before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    with pytest.raises(ConfigError, match="already has 1 Parquet files"):
+    with pytest.raises(ConfigError, match="already has 1 Parquet file\\."):
         pack(tmp_path / "a.txt", tmp_path / "out")
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
 

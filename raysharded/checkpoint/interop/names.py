@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from raysharded.errors import CheckpointError
+from raysharded.quantities import count
 
 _MOST_TOLD = 20
 _TRAINER_PREFIXES = ("model.", "buffer.", "optim.", "number.")
@@ -82,7 +83,7 @@ class NameMap:
         if lost:
             more = f" and {len(lost) - _MOST_TOLD} more" if len(lost) > _MOST_TOLD else ""
             raise CheckpointError(
-                f"the name map names {len(lost)} missing tensors: {', '.join(map(repr, lost[:_MOST_TOLD]))}"
+                f"the name map names {count(len(lost), 'missing tensor')}: {', '.join(map(repr, lost[:_MOST_TOLD]))}"
                 f"{more}. There are {len(there)}, first {list(names)[:3]}. An object's names are whole names; patterns "
                 "are given as an array."
             )
@@ -126,7 +127,9 @@ def chosen(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     every, wanted = list(names), list(patterns)
     for pattern in wanted:
         if not any(matches(name, pattern) for name in every):
-            raise CheckpointError(f"no tensor is called {pattern!r}; there are {len(every)}, first {every[:3]}.")
+            raise CheckpointError(
+                f"no tensor is called {pattern!r}; the first of {count(len(every), 'tensor')}: {every[:3]}."
+            )
     return [name for name in every if not wanted or any(matches(name, pattern) for pattern in wanted)]
 
 

@@ -12,8 +12,10 @@ A storage promises:
 from __future__ import annotations
 
 import errno
+import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -137,19 +139,35 @@ def open_storage(url: str) -> Storage:
     return FsspecStorage(join_url(url))
 
 
+@contextmanager
+def probing(storage: Storage) -> Iterator[None]:
+    """A context for a test of storage, after which nothing of it is left.
+
+    The folders that the storage makes for it are removed at the end; one that somebody uses by then stays.
+    """
+    made: Sequence[str] = getattr(storage, "missing_folders", list)()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for folder in made:
+                os.rmdir(folder)
+
+
 def check_writable(storage: Storage) -> None:
     """Write, read and remove a small file. Raises StorageError with the remedy if that fails."""
     key, data = f".raysharded-probe-{secrets.token_hex(6)}", b"raysharded"
-    try:
-        storage.write(key, [data])
-        found = storage.read(key)
-        storage.delete([key])
-    except StorageError as error:
-        raise StorageError(f"the storage path {storage.url} cannot be written to: {error}") from error
+    with probing(storage):
+        try:
+            storage.write(key, [data])
+            found = storage.read(key)
+            storage.delete([key])
+        except StorageError as error:
+            raise StorageError(f"the storage path {storage.url} cannot be written to: {error}") from error
     if found != data:
         raise StorageError(
             f"the storage path {storage.url} does not give back what was written to it ({found!r} instead of "
-            f"{data!r}). Choose another storage_path."
+            f"{data!r}). Choose another folder or URL."
         )
 
 
@@ -181,11 +199,11 @@ def _remedy(operation: str, cause: Exception) -> str:
     if isinstance(cause, PermissionError) and operation in ("read", "size", "list"):
         return "Give this user read access to it, and to the folders above it."
     if isinstance(cause, PermissionError):
-        return "Give this user write access to it, or choose another storage_path."
+        return "Give this user write access to it, or choose another folder or URL."
     if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "Free some space, lower keep_last, or choose another storage_path."
+        return "Free some space, keep fewer checkpoints, or choose another folder or URL."
     if isinstance(cause, OSError) and cause.errno == errno.EROFS:
-        return "The file system is read-only: choose another storage_path."
+        return "The file system is read-only: choose another folder or URL."
     if isinstance(cause, (NotADirectoryError, FileExistsError, IsADirectoryError)):
-        return "A file and a folder have the same path there: move one away, or choose another storage_path."
+        return "A file and a folder have the same path there: move one away, or choose another folder or URL."
     return "Check that the URL is right and that it can be reached from this machine with these credentials."

@@ -51,6 +51,14 @@ class LocalStorage:
     def retries(self) -> int:
         return 0  # the operating system retries
 
+    def missing_folders(self) -> Keys:
+        """The folders that the first write makes, innermost first."""
+        folder, missing = self.root, []
+        while not os.path.exists(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        return missing
+
     def write(self, key: str, parts: Iterable[BytesLike]) -> None:
         with self._explained("write", key):
             self._replace("write", key, parts)

@@ -5,17 +5,10 @@ One module for each group of commands; `target` resolves their first argument.
 
 from __future__ import annotations
 
-import typer
-
 from raysharded.cli.checkpoint import convert, diff, gc, ls, pin, verify
-from raysharded.cli.suggestions import Suggesting
+from raysharded.cli.usage import App
 
-app = typer.Typer(
-    cls=Suggesting,
-    help="Show checkpoints, verify, keep, delete and convert them.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+app = App(help="Show checkpoints, verify, keep, delete and convert them.")
 app.command("ls")(ls.list_)
 app.command("show")(ls.show)
 app.command("verify")(verify.verify)

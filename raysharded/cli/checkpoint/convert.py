@@ -11,7 +11,7 @@ import typer
 
 from raysharded.cli.checkpoint.target import AsJson, Run, Step, find_place, key, open_chosen
 from raysharded.cli.errors import print_json
-from raysharded.cli.output import byte_progress
+from raysharded.cli.output import byte_progress, echo
 from raysharded.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -45,14 +45,15 @@ def read_map(path: str | None) -> NameMap | None:
 
 def say(done: dict[str, Any], as_json: bool) -> None:
     """Print the result of a conversion."""
-    from raysharded.quantities import size
+    from raysharded.quantities import count, size
 
     if as_json:
         print_json(done)
         return
     kind = "checkpoint" if done["format"] == "raysharded" else done["format"]
-    typer.echo(
-        f"step {done['step']}: {done['num_tensors']} tensors, {size(done['size_bytes'])} ({kind}) at {done['dest']}"
+    echo(
+        f"step {done['step']}: {count(done['num_tensors'], 'tensor')}, {size(done['size_bytes'])} ({kind}) at "
+        f"{done['dest']}"
     )
 
 

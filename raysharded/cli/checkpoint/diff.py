@@ -10,8 +10,9 @@ import typer
 
 from raysharded.cli.checkpoint.convert import Names
 from raysharded.cli.checkpoint.target import AsJson, find_place, open_chosen
-from raysharded.cli.errors import console, print_json
-from raysharded.cli.output import byte_progress
+from raysharded.cli.errors import print_json
+from raysharded.cli.output import byte_progress, console, echo
+from raysharded.quantities import count
 
 if TYPE_CHECKING:
     from raysharded.checkpoint.interop.diff import Diff
@@ -63,13 +64,12 @@ def _json_number(value: Any) -> Any:
 
 
 def _show(found: Diff) -> None:
-    from rich import box
-    from rich.table import Table
+    from raysharded.report.history.row_table import RowTable
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("tensor", overflow="fold")
+    table = RowTable()
+    table.add_column("tensor", long="shorten")
     for name in ("differing", "max", "mean", "relative L2"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, right=True)
     for name in found.only_in_a:
         table.add_row(name, "only in A")
     for name in found.only_in_b:
@@ -83,13 +83,15 @@ def _show(found: Diff) -> None:
             t.name, f"{t.num_differing} of {t.num_elements}{note}", f"{t.max_abs:.3g}", f"{t.mean_abs:.3g}", ratio
         )
     if not found.is_empty:
-        console().print(table)
-    typer.echo(f"{_equal(found)}{'' if not found.is_empty else '; nothing differs'}.")
+        with console() as out:
+            out.print(table)
+    echo(f"{_equal(found)}{'' if not found.is_empty else '; nothing differs'}.")
 
 
 def _equal(found: Diff) -> str:
     """The number of equal tensors, and the evidence: files with the same digests were not read."""
+    equal = f"{count(len(found.equal), 'tensor')} {'is' if len(found.equal) == 1 else 'are'} equal"
     if found.equal and len(found.by_digests) == len(found.equal):
-        return f"{len(found.equal)} tensors are equal by their digests"
-    some = f", {len(found.by_digests)} of them by their digests" if found.by_digests else ""
-    return f"{len(found.equal)} tensors are equal to the bit{some}"
+        return f"{equal} by {'its digest' if len(found.equal) == 1 else 'their digests'}"
+    some = f", {len(found.by_digests)} of them by digest" if found.by_digests else ""
+    return f"{equal} to the bit{some}"

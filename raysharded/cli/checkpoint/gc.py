@@ -13,6 +13,7 @@ import typer
 
 from raysharded.cli.checkpoint.target import AsJson, FolderPlace, Run, RunPlace, find_place, key
 from raysharded.cli.errors import print_json
+from raysharded.cli.output import echo
 from raysharded.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ def collect(
         print_json({**asdict(done), "dry_run": dry_run})
         return
     for line in _lines(done) or ["nothing to delete"]:
-        typer.echo(line)
+        echo(line)
     if dry_run:
-        typer.echo("This was a dry run: nothing was deleted.")
+        echo("This was a dry run: nothing was deleted.")
 
 
 def _collect(url: str, keep: Keep | None, now: bool, dry_run: bool) -> Pruned:
@@ -115,7 +116,7 @@ def _working(what: str) -> Iterator[None]:
     from rich.console import Console
     from rich.text import Text
 
-    with Console(stderr=True).status(Text(what)):
+    with Console(stderr=True).status(Text(what), spinner="line"):
         yield
 
 

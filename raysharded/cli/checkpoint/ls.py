@@ -15,7 +15,8 @@ from raysharded.cli.checkpoint.target import (
     find_place,
     open_chosen,
 )
-from raysharded.cli.errors import console, print_json
+from raysharded.cli.errors import print_json
+from raysharded.cli.output import console, echo
 from raysharded.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -29,27 +30,27 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     if as_json:
         print_json(rows)
         return
-    from rich import box
-    from rich.table import Table
-
     from raysharded.quantities import moment
+    from raysharded.report.history.row_table import RowTable
 
-    table = Table(title=place.storage.url, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("step", justify="right")
-    table.add_column("folder", overflow="fold")
-    table.add_column("data files", justify="right")
-    table.add_column("state", no_wrap=True)
-    table.add_column("committed", no_wrap=True)
-    table.add_column("pins", overflow="fold")
+    table = RowTable()
+    table.add_column("step", right=True)
+    table.add_column("folder", long="shorten")
+    table.add_column("data files", right=True, rank=1)
+    table.add_column("state")
+    table.add_column("committed")
+    table.add_column("pins", long="shorten")
     for row in rows:
         committed = moment(row["committed_at"]) if row["committed_at"] is not None else ""
         state = "never committed" if row["state"] in ("unclaimed", "unfinished") else row["state"]
         step, files = ("" if row[name] is None else str(row[name]) for name in ("step", "files"))
         table.add_row(step, row["prefix"], files, state, committed, ", ".join(row["pins"]))
-    console().print(table)
-    for row in rows:
-        if row["reason"]:
-            console().print(row["reason"], soft_wrap=True)
+    echo(place.storage.url)
+    with console() as out:
+        out.print(table)
+        for row in rows:
+            if row["reason"]:
+                out.print(row["reason"])
 
 
 def show(run: Run, step: Step = None, as_json: AsJson = False) -> None:
@@ -58,7 +59,7 @@ def show(run: Run, step: Step = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json(found)
         return
-    from raysharded.quantities import moment, size
+    from raysharded.quantities import count, moment, size
     from raysharded.report.history.tables import facts_table
 
     table = facts_table()
@@ -66,7 +67,9 @@ def show(run: Run, step: Step = None, as_json: AsJson = False) -> None:
         table.add_row(name, str(found[name]))
     table.add_row("written", f"{moment(found['created_at'])} by {found['writer']}")
     table.add_row(
-        "size", f"{size(found['size_bytes'])} in {len(found['files'])} data files, {len(found['tensors'])} tensors"
+        "size",
+        f"{size(found['size_bytes'])} in {count(len(found['files']), 'data file')}, "
+        f"{count(len(found['tensors']), 'tensor')}",
     )
     table.add_row("manifest", found["digest"])
     for name, value in (("data", found["data"]), *found["metadata"].items()):
@@ -76,7 +79,8 @@ def show(run: Run, step: Step = None, as_json: AsJson = False) -> None:
             )
     for name, tensor in found["tensors"].items():
         table.add_row(name, f"{tensor['dtype']} {tensor['shape']}")
-    console().print(table)
+    with console() as out:
+        out.print(table)
 
 
 def _rows(place: Place) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import typer
 
 from raysharded.cli.checkpoint.target import AsJson, RunOnly, Step, find_run
 from raysharded.cli.errors import print_json
+from raysharded.cli.output import echo
 
 Tag = Annotated[str, typer.Argument(metavar="TAG", help="A name: letters, digits, '.', '_' or '-'.")]
 
@@ -22,7 +23,7 @@ def pin(run: RunOnly, tag: Tag, step: Step = None, as_json: AsJson = False) -> N
     if as_json:
         print_json(asdict(made))
     else:
-        typer.echo(f"{tag}: step {made.step} ({made.prefix})")
+        echo(f"{tag}: step {made.step} ({made.prefix})")
 
 
 def unpin(run: RunOnly, tag: Tag, as_json: AsJson = False) -> None:
@@ -33,7 +34,7 @@ def unpin(run: RunOnly, tag: Tag, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"tag": tag, "removed": True})
     else:
-        typer.echo(f"{tag}: removed")
+        echo(f"{tag}: removed")
 
 
 def fork(
@@ -51,4 +52,4 @@ def fork(
     if as_json:
         print_json(asdict(made))
     else:
-        typer.echo(f"{new_run} begins with step {made.step} of {made.parent}, which is pinned there as {made.pin}")
+        echo(f"{new_run} begins with step {made.step} of {made.parent}, which is pinned there as {made.pin}")

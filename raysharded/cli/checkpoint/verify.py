@@ -20,8 +20,9 @@ from raysharded.cli.checkpoint.target import (
     open_chosen,
 )
 from raysharded.cli.errors import print_json
-from raysharded.cli.output import byte_progress
+from raysharded.cli.output import byte_progress, echo
 from raysharded.errors import CheckpointError
+from raysharded.quantities import count
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import Checkpoint, CheckpointRef
@@ -45,10 +46,10 @@ def verify(
         print_json([{"step": at, "prefix": prefix, "ok": not bad, "damage": bad} for at, prefix, bad in found])
     else:
         for at, prefix, bad in found:
-            what = "whole" if not bad else f"{len(bad)} damaged parts"
-            typer.echo(f"{f'step {at}' if at is not None else 'no step'}: {what} ({prefix})")
+            what = "whole" if not bad else count(len(bad), "damaged part")
+            echo(f"{f'step {at}' if at is not None else 'no step'}: {what} ({prefix})")
             for error in bad:
-                typer.echo(f"  {error}")
+                echo(f"  {error}")
     if any(bad for *_, bad in found):
         raise typer.Exit(1)
 

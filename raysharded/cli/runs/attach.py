@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from raysharded.cli.errors import AsJson, console, print_json_line
+from raysharded.cli.errors import AsJson, print_json_line
+from raysharded.cli.output import echo, screen
+from raysharded.cli.streams import leave_if_unread
 
 _WAIT_S = 2.0
 _SHARE = 0.01
@@ -40,18 +42,18 @@ def attach(
         else:
             _show(handle)
     except KeyboardInterrupt:
-        typer.echo("left the view; the run continues", err=True)
+        echo("left the view; the run continues", err=True)
 
 
 def _show(handle: Any) -> None:
     from raysharded.report.live.view import lines, view
 
-    out = console()
-    if out.is_terminal and not out.is_dumb_terminal:
+    out = screen()
+    if out is not None:
         view(_batches(handle), handle.status, out)
         return
     for line in lines(_batches(handle), handle.status().max_steps, past=True):
-        typer.echo(line)
+        echo(line)
 
 
 def _as_json(handle: Any) -> None:
@@ -64,7 +66,7 @@ def _as_json(handle: Any) -> None:
 
 
 def _batches(handle: Any) -> Iterator[Sequence[dict[str, Any]]]:
-    """Batches of all entries so far, then of new ones, possibly empty, until the run is over."""
+    """Batches of all entries so far, then of new ones, possibly empty, until the run is over, or nobody reads them."""
     import time
 
     after, over = 0, False
@@ -77,10 +79,11 @@ def _batches(handle: Any) -> Iterator[Sequence[dict[str, Any]]]:
         yield _fields(new)
         if new:
             after = new[-1][0]
-            time.sleep(_until_next(time.process_time() - used_s))
+            leave_if_unread(_until_next(time.process_time() - used_s))
         elif over:
             return
         else:
+            leave_if_unread()
             over = handle.is_over()
 
 

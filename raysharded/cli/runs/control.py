@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raysharded.cli.errors import AsJson, console, print_json
+from raysharded.cli.errors import AsJson, print_json
+from raysharded.cli.output import echo
+from raysharded.quantities import count
 
 if TYPE_CHECKING:
     from raysharded.run import Run
@@ -45,7 +47,7 @@ def resize(
     """Continue a run with N workers from the next step on."""
     found = _attached(run, address)
     found.resize(workers)
-    _say(found, f"is to have {workers} workers", as_json)
+    _say(found, f"is to have {count(workers, 'worker')}", as_json)
 
 
 def drain(
@@ -105,12 +107,12 @@ def save(
     try:
         written = found.checkpoint(timeout_s)
     except TimeoutError as error:
-        typer.echo(f"error: {error}", err=True)
+        echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     if as_json:
         print_json(asdict(written))
     else:
-        console().print(f"checkpoint of step {written.step}: {written.url}", soft_wrap=True)
+        echo(f"checkpoint of step {written.step}: {written.url}")
 
 
 def stop(
@@ -172,4 +174,4 @@ def _say(run: Run, what: str, as_json: bool) -> None:
         print_json(status.as_dict())
         return
     of = f" of {status.max_steps}" if status.max_steps else ""
-    console().print(f"run {run.name} {what}; it is at step {status.step}{of} ({status.phase})", soft_wrap=True)
+    echo(f"run {run.name} {what}; it is at step {status.step}{of} ({status.phase})")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raysharded.cli.errors import AsJson, print_json
+from raysharded.cli.output import echo
 from raysharded.cli.runs.status import RunStorage, url_of
 from raysharded.errors import ConfigError
 
@@ -35,7 +36,7 @@ def kill(
     if as_json:
         print_json({"worker": worker, "pid": pid, "url": storage.url})
     else:
-        typer.echo(f"worker {worker}, process {pid}: killed")
+        echo(f"worker {worker}, process {pid}: killed")
 
 
 def _process_of(storage: Storage, worker: int) -> int:

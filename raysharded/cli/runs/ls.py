@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raysharded.cli.errors import AsJson, console, print_json
+from raysharded.cli.errors import AsJson, print_json
+from raysharded.cli.output import console, echo
 from raysharded.errors import StorageError
 
 if TYPE_CHECKING:
+    from raysharded.report.history.row_table import RowTable
     from raysharded.report.overview import RunOverview
 
 
@@ -36,22 +38,22 @@ def runs(
 
         storage = open_storage(url)
         raise StorageError(f"there are no runs at {storage.url}.{advice(storage)}")
-    console().print(_table(url, found))
+    echo(url)
+    with console() as out:
+        out.print(_table(found))
 
 
-def _table(url: str, found: list[RunOverview]) -> Any:  # rich's
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+def _table(found: list[RunOverview]) -> RowTable:
+    from raysharded.report.history.row_table import RowTable
 
-    table = Table(title=url, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("run", overflow="fold")
-    table.add_column("state", no_wrap=True)
-    for name in ("step", "loss", "workers", "checkpoint", "newest entry"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("driver", overflow="fold")
+    table = RowTable()
+    table.add_column("run", long="shorten")
+    table.add_column("state")
+    for name, rank in (("step", 0), ("loss", 3), ("workers", 2), ("checkpoint", 4), ("newest entry", 1)):
+        table.add_column(name, right=True, rank=rank)
+    table.add_column("driver", long="shorten", rank=5)
     for run in found:
-        table.add_row(Text(run.name), state_text(run), *cells(run), Text(run.driver or run.error))
+        table.add_row(run.name, state_text(run), *cells(run), run.driver or run.error)
     return table
 
 

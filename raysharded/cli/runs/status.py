@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raysharded.cli.errors import AsJson, console, print_json, print_json_line
+from raysharded.cli.errors import AsJson, print_json, print_json_line
+from raysharded.cli.output import console, echo
 from raysharded.cli.runs.ls import cells, state_text
+from raysharded.cli.streams import leave_if_unread
 
 if TYPE_CHECKING:
     from raysharded.report.overview import RunOverview
@@ -61,7 +63,7 @@ def status(
         return
     from raysharded.report.live.follow import follow as follow_run
 
-    told = follow_run(storage, glance, recent.last_segment, every_s=every_s)
+    told = follow_run(storage, glance, recent.last_segment, every_s=every_s, pause=leave_if_unread)
     if as_json:
         for changes in told:
             for change in changes:
@@ -70,13 +72,13 @@ def status(
     from raysharded.report.live.view import lines
 
     for line in lines(told, glance.max_steps or 0):
-        typer.echo(line)
+        echo(line)
 
 
 def _show(run: RunOverview, found: Status) -> None:
     from rich.text import Text
 
-    from raysharded.quantities import duration, moment
+    from raysharded.quantities import count, duration, moment
     from raysharded.report.history.tables import facts_table
     from raysharded.report.overview import MEANING
 
@@ -100,11 +102,14 @@ def _show(run: RunOverview, found: Status) -> None:
     if run.checkpoint_at is not None:
         checkpoint += f", committed {moment(run.checkpoint_at)}"
     table.add_row("newest checkpoint", checkpoint or "none")
-    table.add_row("newest entry", f"{age}, of {run.num_segments} segments" if age else "none")
-    out = console()
-    out.print(table)
+    table.add_row("newest entry", f"{age}, of {count(run.num_segments, 'segment')}" if age else "none")
+    incidents = facts_table()
     for at, text in found.incidents:
-        out.print(Text(f"{moment(at)}  {text}"), soft_wrap=True)
+        incidents.add_row(Text(moment(at)), Text(text))
+    with console() as out:
+        out.print(table)
+        if found.incidents:
+            out.print(incidents)
 
 
 def _processes(found: Status) -> list[tuple[str, str]]:

@@ -35,7 +35,7 @@ COLUMN = "tokens"
 FORMAT = "raysharded.tokens"
 VERSION = 1
 _DTYPES = (np.uint8, np.uint16, np.uint32)
-_REPACK = "Write it again with raysharded.data.pack."
+_REPACK = "Write it again with `raysharded data pack`."
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -119,7 +119,7 @@ def _why_not_parquet(file: File, handle: Any) -> str:
         return f"the file is empty. Copy it again, or {_REPACK[0].lower()}{_REPACK[1:]}"
     if head == b"PAR1":
         return f"the Parquet file is truncated or its footer is damaged ({size} bytes). Copy it again from its source."
-    return f"not a Parquet file: it begins with {head!r}. Turn text into token files with raysharded.data.pack."
+    return f"not a Parquet file: it begins with {head!r}. Turn text into token files with `raysharded data pack`."
 
 
 def _parse_header(file: File, parquet: Any) -> TokenHeader:
@@ -129,7 +129,7 @@ def _parse_header(file: File, parquet: Any) -> TokenHeader:
     if metadata.get("raysharded.format") != FORMAT:
         raise DataError(
             f"{file.name}: a Parquet file, but without the metadata of the token format ({columns}). "
-            "Pack its text with raysharded.data.pack."
+            "Pack its text with `raysharded data pack`."
         )
     if metadata.get("raysharded.format_version") != str(VERSION):
         raise DataError(

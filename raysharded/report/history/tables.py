@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from raysharded.journal.records import AvoidedNode, CheckpointRecord, Recovery
-from raysharded.quantities import count, duration, listing, moment, size
+from raysharded.quantities import count, duration, listing, moment, size, steps_done
 from raysharded.report.history.incidents import Incident, costliest
+from raysharded.report.history.row_table import RowTable
 from raysharded.report.history.run_summary import RunSummary
 from raysharded.report.history.wall_time import MEANING, PARTS, Times
 
@@ -35,10 +35,9 @@ def verdict(*, good: bool, text: str) -> Text:
 def run_table(summary: RunSummary) -> Table:
     """The run as a whole: its progress, workers and speed."""
     table = facts_table()
-    of = f" of {summary.max_steps}" if summary.max_steps is not None else ""
     state = verdict(good=summary.status != "failed", text=summary.status)
     table.add_row("run", Text(summary.run))
-    table.add_row("state", Text.assemble(state, f", {summary.last_step}{of} steps"))
+    table.add_row("state", Text.assemble(state, f", {steps_done(summary.last_step, summary.max_steps)}"))
     if summary.error:
         table.add_row("error", Text(summary.error))
     if summary.steps:
@@ -120,13 +119,13 @@ def _times(summary: RunSummary) -> str:
     return text
 
 
-def time_table(times: Times) -> Table:
+def time_table(times: Times) -> RowTable:
     """The division of the run's time."""
-    table = Table(title="time", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("part", no_wrap=True)
-    table.add_column("took", justify="right", no_wrap=True)
-    table.add_column("of all", justify="right", no_wrap=True)
-    table.add_column("what it is", overflow="fold")
+    table = RowTable("time")
+    table.add_column("part")
+    table.add_column("took", right=True)
+    table.add_column("of all", right=True)
+    table.add_column("what it is", long="wrap")
     for part in PARTS:
         if times.parts[part]:
             share = times.parts[part] / times.total
@@ -134,13 +133,13 @@ def time_table(times: Times) -> Table:
     return table
 
 
-def incident_table(incidents: Sequence[Incident]) -> Table:
+def incident_table(incidents: Sequence[Incident]) -> RowTable:
     """The incidents in order; if there are very many, those with the highest cost."""
-    table = Table(title="incidents", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("at", justify="right", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("cost", justify="right", no_wrap=True)
-    table.add_column("what happened", overflow="fold")
+    table = RowTable("incidents")
+    table.add_column("at", right=True)
+    table.add_column("step", right=True)
+    table.add_column("cost", right=True)
+    table.add_column("what happened", long="wrap")
     shown = costliest(incidents, _MOST_INCIDENTS)
     for incident in map(incidents.__getitem__, shown):
         cost = duration(incident.cost_s) if incident.costs else ""
@@ -150,15 +149,16 @@ def incident_table(incidents: Sequence[Incident]) -> Table:
     return table
 
 
-def recovery_table(recoveries: Sequence[Recovery], *, found_s: Sequence[float] | None = None) -> Table:
+def recovery_table(recoveries: Sequence[Recovery], *, found_s: Sequence[float] | None = None) -> RowTable:
     """One row per recovery. `found_s`: seconds from each loss to its detection, if known. The total then begins at the
     loss, otherwise at the detection."""
-    table = Table(title="recoveries", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = RowTable("recoveries")
     table.add_column("lost")
-    times = ["aborted", "resharded", "first step", "total"]
-    for name in ["workers", "state from", "after step", *(["found"] if found_s is not None else []), *times]:
-        table.add_column(name, justify="left" if name == "state from" else "right", no_wrap=True)
-    table.add_column("computed again", justify="right")
+    ranks = {"workers": 0, "state from": 3, "after step": 2, **({"found": 4} if found_s is not None else {})}
+    ranks |= {"aborted": 5, "resharded": 6, "first step": 7, "total": 0}
+    for name, rank in ranks.items():
+        table.add_column(name, right=name != "state from", rank=rank)
+    table.add_column("computed again", right=True)
     for number, recovery in enumerate(recoveries):
         found = [] if found_s is None else [found_s[number]]
         parts = [*found, recovery.abort_s, recovery.reshard_s, recovery.first_step_s, recovery.total_s + sum(found)]
@@ -173,42 +173,45 @@ def recovery_table(recoveries: Sequence[Recovery], *, found_s: Sequence[float] |
     return table
 
 
-def worker_table(summary: RunSummary) -> Table:
+def worker_table(summary: RunSummary) -> RowTable:
     """The workers that left or joined, in order."""
-    table = Table(title="workers", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("step", justify="right")
-    table.add_column("worker", justify="right")
-    table.add_column("what", no_wrap=True)
-    table.add_column("why", overflow="fold")
+    table = RowTable("workers")
+    table.add_column("step", right=True)
+    table.add_column("worker", right=True)
+    table.add_column("what")
+    table.add_column("why", long="wrap")
     for event in summary.worker_events:
         table.add_row(str(event.step), str(event.worker), event.what, Text(event.reason))
     return table
 
 
-def node_table(nodes: Sequence[AvoidedNode]) -> Table:
+def node_table(nodes: Sequence[AvoidedNode]) -> RowTable:
     """The nodes that get no new workers."""
-    table = Table(title="avoided nodes", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("step", justify="right")
-    table.add_column("node", no_wrap=True)
-    table.add_column("failures", justify="right")
-    table.add_column("the last ones", overflow="fold")
+    table = RowTable("avoided nodes")
+    table.add_column("step", right=True)
+    table.add_column("node", long="shorten")
+    table.add_column("failures", right=True)
+    table.add_column("the last ones", long="wrap")
     for node in nodes:
         name = f"{node.host or '?'} ({node.node[:8]})"
-        table.add_row(str(node.step), name, str(node.failures), Text("\n".join(node.reasons)))
+        table.add_row(str(node.step), name, str(node.failures), Text("; ".join(node.reasons)))
     return table
 
 
-def checkpoint_table(checkpoints: Sequence[CheckpointRecord]) -> Table:
+def checkpoint_table(checkpoints: Sequence[CheckpointRecord]) -> RowTable:
     """The checkpoints that were written, failed, or were skipped."""
-    table = Table(title="checkpoints", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("step", justify="right")
-    table.add_column("when", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("took", justify="right", no_wrap=True)
-    table.add_column("folder", overflow="fold")
-    table.add_column("fingerprint", overflow="fold")
+    table = RowTable("checkpoints")
+    table.add_column("step", right=True)
+    table.add_column("when")
+    table.add_column("size", right=True)
+    table.add_column("took", right=True)
+    table.add_column("folder", long="shorten")
+    table.add_column("fingerprint", long="shorten")
     for record in checkpoints:
-        where = Text(record.prefix) if record.prefix else verdict(good=False, text=record.problem)
+        where = Text(record.prefix)
+        if not record.prefix:
+            where = verdict(good=False, text=record.problem)
+            where.no_wrap = False  # a sentence
         how_much = size(record.size_bytes) if record.size_bytes is not None else ""
         took = duration(record.seconds) if math.isfinite(record.seconds) else ""
         table.add_row(str(record.step), moment(record.at), how_much, took, where, record.fingerprint)

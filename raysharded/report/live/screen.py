@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from raysharded.quantities import count, duration, printable, span
+from raysharded.report.history.row_table import RowTable
 from raysharded.report.history.tables import BAD, DIM, GOOD, facts_table
 from raysharded.report.live.progress import progress_text
 from raysharded.report.live.tracker import Happened, Standing, Watched
@@ -80,7 +80,7 @@ def _bar(watched: Watched, standing: Standing | None) -> RenderableType:
     return ProgressBar(total=max(total, 1), completed=min(done, max(total, 1)), width=_WIDE)
 
 
-def _workers(standing: Standing) -> Table:
+def _workers(standing: Standing) -> RowTable:
     """A line for each worker; if there are very many, for the slowest."""
     ranks = list(enumerate(standing.workers))
     shown = ranks
@@ -88,13 +88,13 @@ def _workers(standing: Standing) -> Table:
         slowest = sorted(ranks, key=lambda one: standing.busy_s.get(one[1], 0.0), reverse=True)
         shown = sorted(slowest[:_MOST_WORKERS])
     title = count(len(ranks), "worker") + ("" if shown is ranks else f", the {len(shown)} slowest")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("rank", justify="right")
-    table.add_column("worker", justify="right")
-    table.add_column("node", overflow="fold")
-    table.add_column("process", justify="right")
-    table.add_column("doing", no_wrap=True)
-    table.add_column("busy per step", justify="right", no_wrap=True)
+    table = RowTable(title)
+    table.add_column("rank", right=True, rank=2)
+    table.add_column("worker", right=True)
+    table.add_column("node", long="shorten")
+    table.add_column("process", right=True, rank=1)
+    table.add_column("doing", long="shorten")
+    table.add_column("busy per step", right=True)
     for rank, worker in shown:
         busy_s, pid = standing.busy_s.get(worker), standing.pids.get(worker)
         table.add_row(

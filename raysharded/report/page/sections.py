@@ -14,7 +14,7 @@ import numpy as np
 from raysharded.data.ledger import LedgerReport
 from raysharded.journal.entry_text import brief
 from raysharded.journal.records import CheckpointRecord
-from raysharded.quantities import count, duration, listing, moment, size, span
+from raysharded.quantities import count, duration, listing, moment, size, span, steps_done
 from raysharded.report.history.incidents import COSTS, LETTERS, NAMES, Cost, Incident, costliest
 from raysharded.report.history.run_summary import RunSummary
 from raysharded.report.history.wall_time import MEANING, PARTS, Times
@@ -27,9 +27,9 @@ _LONG = 400
 
 def lead(summary: RunSummary, url: str) -> str:
     """The run in a sentence or two."""
-    of = f" of {summary.max_steps}" if summary.max_steps is not None else ""
+    steps = steps_done(summary.last_step, summary.max_steps)
     tone = "bad" if summary.status == "failed" else "good" if summary.status == "finished" else ""
-    words = [f'<span class="pill {tone}">{text(summary.status)}</span> {summary.last_step}{of} steps']
+    words = [f'<span class="pill {tone}">{text(summary.status)}</span> {steps}']
     if math.isfinite(summary.first_at):
         words.append(f"begun {text(moment(summary.first_at))}")
     if summary.status == "unfinished":

@@ -147,7 +147,7 @@ def test_a_map_that_names_tensors_that_there_are_not_is_refused(tmp_path: Path) 
     names = NameMap.of({"a": "x.a", "c.*": "x", "d": None})
     with pytest.raises(CheckpointError, match=r"names 2 missing tensors: 'c\.\*', 'd'"):
         export_huggingface(checkpoint, place_of(str(tmp_path / "out")), name_map=names)
-    with pytest.raises(CheckpointError, match="names 1 missing tensors: 'x'"):
+    with pytest.raises(CheckpointError, match="names 1 missing tensor: 'x'"):
         _imported(tmp_path / "some.safetensors", tmp_path / "back", name_map=NameMap.of({"a": "a", "x": "b"}))
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "back").exists()

@@ -95,7 +95,7 @@ def test_deleting_the_last_file_of_a_local_folder_removes_the_folder(tmp_path: P
 
 def test_an_unwritable_path_ends_in_one_clear_message(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StorageError, match=r"file/run cannot be written to: .* choose another storage_path"):
+    with pytest.raises(StorageError, match=r"file/run cannot be written to: .* choose another folder or URL"):
         check_writable(open_storage(str(tmp_path / "file" / "run")))
 
 

@@ -28,6 +28,7 @@ from raysharded.checkpoint.interop.writer_stream import Identity, Ingest
 from raysharded.checkpoint.storage import NoSuchKey, Storage
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, StorageError
 from raysharded.locations import join_url
+from raysharded.quantities import count as counted
 
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{1,9})-of-(?P<total>[0-9]{1,9})\.safetensors", re.DOTALL)
 """Name of a numbered file of a folder's weights."""
@@ -114,7 +115,7 @@ def _files(source: Place) -> dict[str, dict[str, Stored]]:
         missing = [name for name, where in wanted.items() if where == file and name not in header]
         if missing:
             raise IncompleteCheckpoint(
-                f"{join_url(storage.url, at)} lacks {len(missing)} tensors that {INDEX_NAME} names; first: "
+                f"{join_url(storage.url, at)} lacks {counted(len(missing), 'tensor')} that {INDEX_NAME} names; first: "
                 f"{missing[0]!r}. The folder is a mixture of two; get it again."
             )
         found[at] = {name: stored for name, stored in header.items() if wanted.get(name) == file}
@@ -136,8 +137,8 @@ def _single(source: Place) -> str:
         )
     if len(names) != 1:
         raise CheckpointError(
-            f"{url_of(source)} has no {INDEX_NAME} and {len(names)} safetensors files. Give a folder with an index or "
-            "with one such file, or the file itself."
+            f"{url_of(source)} has no {INDEX_NAME} and {counted(len(names), 'safetensors file')}. Give a folder with "
+            "an index or with one such file, or the file itself."
         )
     return names[0]
 

@@ -46,7 +46,7 @@ _DENIED = "Allow these credentials to get, put, list and delete objects there, a
 _EXPIRED = "The credentials have expired: renew them where boto3 finds them on this machine, then start again."
 _UNKNOWN = "The server does not accept these credentials: check what boto3 finds on this machine (`aws configure list`)"
 _REGION = "The bucket is in another region: add ?region=... to the URL, or set AWS_REGION."
-_FULL = "Free some space or raise the quota, lower keep_last, or choose another storage_path."
+_FULL = "Free some space or raise the quota, keep fewer checkpoints, or choose another folder or URL."
 _REMEDIES = {
     "AccessDenied": _DENIED,
     "AllAccessDisabled": "Allow these credentials to use the bucket.",

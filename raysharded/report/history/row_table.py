@@ -1,0 +1,93 @@
+"""A table with a row for each record, that fits the width at hand without breaking a row in two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
+from rich.table import Table
+from rich.text import Text
+
+Long: TypeAlias = Literal["keep", "shorten", "wrap"]
+"""Treatment of a cell that is too wide: a number is kept, a name is cut off with an ellipsis, a sentence is wrapped."""
+_GAP = 2
+_LEAST = {"shorten": 12, "wrap": 24}
+"""Characters that a column needs to be of use."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Column:
+    name: str
+    right: bool
+    long: Long
+    rank: int
+    style: str
+
+
+class RowTable:
+    """A table for rich. Where it is too wide, columns of a rank are omitted, and long cells shortened or wrapped.
+
+    A console without limit (output that is not a terminal) shows everything, one line per row.
+    """
+
+    def __init__(self, title: str = "") -> None:
+        self._title = title
+        self._columns: list[_Column] = []
+        self._rows: list[list[Text]] = []
+
+    def add_column(
+        self, name: str = "", *, right: bool = False, long: Long = "keep", rank: int = 0, style: str = ""
+    ) -> None:
+        """Add a column. `rank`: columns with the highest are omitted first; 0: never."""
+        self._columns.append(_Column(name=name, right=right, long=long, rank=rank, style=style))
+
+    def add_row(self, *cells: str | Text) -> None:
+        """Add a row; cells of the last columns may be left out. A text's own `no_wrap` has precedence."""
+        row = [cell.copy() if isinstance(cell, Text) else Text(cell) for cell in cells]
+        self._rows.append(row + [Text() for _ in self._columns[len(row) :]])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        shown = self._fitting(options.max_width)
+        table = Table(
+            title=self._title or None,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+            collapse_padding=True,
+        )
+        for column in (self._columns[number] for number in shown):
+            table.add_column(
+                Text(column.name),
+                justify="right" if column.right else "left",
+                style=column.style,
+                no_wrap=column.long == "keep",
+                overflow="fold" if column.long == "wrap" else "ellipsis",
+            )
+        for row in self._rows:
+            for number in shown:
+                if self._columns[number].long == "shorten" and row[number].no_wrap is None:
+                    row[number].no_wrap, row[number].overflow = True, "ellipsis"
+            table.add_row(*(row[number] for number in shown))
+        yield table
+
+    def _fitting(self, width: int) -> list[int]:
+        """The columns to show."""
+        shown = list(range(len(self._columns)))
+        needs = [self._needs(number) for number in shown]
+        while sum(needs[number] + _GAP for number in shown) - _GAP > width:
+            least = max(shown, key=lambda number: self._columns[number].rank)
+            if not self._columns[least].rank:
+                break
+            shown.remove(least)
+        return shown
+
+    def _needs(self, number: int) -> int:
+        """Characters that a column needs."""
+        column = self._columns[number]
+        widest = max((row[number].cell_len for row in self._rows), default=0)
+        return max(cell_len(column.name), min(widest, _LEAST.get(column.long, widest)))
