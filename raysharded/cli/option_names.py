@@ -14,8 +14,10 @@ from enum import Enum
 from typing import Any
 
 _VALUE = r"""'[^']*'|"[^"]*"|\([^()]*\)|\[[^\[\]]*\]|[^\s,;:()]*[^\s,;:().]"""
-_PHRASE = re.compile(rf"(?:^[A-Za-z][\w.]*: |(?<![\w.(])[A-Z]\w*\.|(?<![\w.(]))([a-z]\w*)(?:=| (?=['\"]))({_VALUE})")
-"""`name=value` or `name 'value'`, with the function or class before it; not in a call, which is code to write."""
+_PHRASE = re.compile(rf"(?:^[A-Za-z][\w.]*: |(?<![\w.(])[A-Z]\w*\.|(?<![\w.(]))([a-z]\w*)=({_VALUE})")
+"""`name=value` with the function or class before it; not in a call, which is code to write."""
+_SUBJECT = re.compile(r"^([a-z]\w*) (?='[^']*':)")
+"""`name 'value':`, at the beginning of a message."""
 _CHOICES = re.compile(r"one of ((?:None|'[^']*')(?:, (?:None|'[^']*'))*)")
 _ADVICE = re.compile(r"[;,]? or (?:give|set) (\w+)=(?:True|False)(?=[.;,])")
 
@@ -55,6 +57,7 @@ class Wording:
     def of(self, message: str) -> str:
         """The message with the command's options instead of Python's names, where it speaks of them."""
         told = re.sub(rf"^(?:Run\.\w+|{re.escape(self.command)})(?:\(\))?: ", "", message)
+        told = _SUBJECT.sub(lambda found: f"{found[1]}=" if found[1] in self.options else found[0], told)
         named = {name for name, text in _PHRASE.findall(told) if name in self.options and self.options[name].has(text)}
         named |= {name for name, option in self.options.items() if option.is_switch}
         told = translated(told, {name: self.options[name].phrase for name in named})

@@ -88,20 +88,25 @@ def leave_if_unread(wait_s: float = 0.0) -> None:
 def _secured(stream: TextIO | None, number: int, *, strict: bool) -> TextIO:
     if stream is not None:
         stream.flush()
-    encoding = "utf-8" if stream is None else stream.encoding
-    keeps_bytes = stream is not None and stream.errors == "surrogateescape"
     return io.TextIOWrapper(
         _Outlet(number, strict=strict),  # it writes all of it, as a buffered file does
-        encoding=encoding,
-        errors="surrogateescape" if keeps_bytes and codecs.lookup(encoding).name == "utf-8" else _ERRORS,
-        line_buffering=True,
+        encoding="utf-8" if stream is None else stream.encoding,
+        errors=_ERRORS,
         write_through=True,
     )
 
 
 def _substituted(error: UnicodeError) -> tuple[str | bytes, int]:
-    """The characters that an encoding does not have, each as wide as before where rich counts on it."""
+    """Bytes for characters that an encoding does not have.
+
+    What rich draws with has a substitute of the same width, and a file's name that is no text keeps its bytes.
+    """
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = error.object[error.start : error.end].translate(_SUBSTITUTES)
-    return text.encode("ascii", "backslashreplace").decode(), error.end
+    return b"".join(_escaped(character) for character in text), error.end
+
+
+def _escaped(character: str) -> bytes:
+    is_byte = 0xDC80 <= ord(character) <= 0xDCFF  # of a name, as Python decodes it
+    return character.encode("ascii", "surrogateescape" if is_byte else "backslashreplace")

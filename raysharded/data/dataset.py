@@ -152,8 +152,8 @@ def _read_index(paths: tuple[str, ...], seq_len: int) -> _Index:
     if starts[-1] < seq_len + 1:
         raise DataError(
             f"{', '.join(file.name for file in files[:3])}: {count(int(starts[-1]), 'token')} in "
-            f"{count(len(files), 'file')} are too few for one sample of seq_len + 1 = {seq_len + 1} tokens. Add data, or "
-            "take a smaller seq_len."
+            f"{count(len(files), 'file')} are too few for one sample of seq_len + 1 = {seq_len + 1} tokens. Add data, "
+            "or take a smaller seq_len."
         )
     return _Index(tuple(files), starts, headers[0].vocab_size)
 

@@ -47,11 +47,10 @@ def config(tmp_path: Path) -> str:
 RUN = ("--global-batch-size", 32, "--seq-len", 16, "--workers", 8)
 
 
-def test_a_config_is_planned_at_100_columns(config: str) -> None:
+def test_a_config_is_planned(config: str) -> None:
     out = succeed("plan", config, *RUN, "--device-memory", "1GiB", "--host-memory", "10GB")
     for part in ("parameters in 6 units", "activation checkpointing", "fits", "1x8", "8x1", "all-gather", "because: "):
         assert part in out
-    assert max(map(len, out.splitlines())) <= 100
 
 
 def test_json_has_the_same(config: str) -> None:
@@ -106,7 +105,7 @@ def test_a_trainer_with_tensor_parallelism_is_planned_in_whole_groups(parallel: 
     [
         (("--tensor", 3, "--workers", 8), "8 workers are not a multiple of the tensor parallel degree 3; take 6 or 9."),
         (("--tensor", 0), "a tensor parallel degree of 0: give 1 or more."),
-        (("--shards", 3), "--shards=3 does not divide 8 workers in groups of whole 2; take one of 2, 4, 8."),
+        (("--shards", 3), "--shards 3 does not divide 8 workers in groups of whole 2; take one of 2, 4, 8."),
         (("--tensor", 5), "of length 48, over 5 workers; choose a tensor_parallel_degree that divides it."),
     ],
 )
@@ -119,13 +118,13 @@ def test_degrees_that_cannot_be_are_one_sentence(parallel: Path, arguments: tupl
     [
         (("--global-batch-size", 32, "--seq-len", 16), "does not describe a run: give --workers N."),
         (("--global-batch-size", 32, "--workers", 8), "does not describe a run: give --seq-len N."),
-        ((*RUN[:-1], 0), "--workers=0: give a whole number of 1 or more."),
-        ((*RUN, "--device-memory", "80 gigs"), "--device-memory=80 gigs: give a size, such as 80GiB or 500GB."),
-        ((*RUN, "--shards", 3), "--shards=3 does not divide 8 workers; take one of 1, 2, 4, 8."),
+        ((*RUN[:-1], 0), "--workers 0: give a whole number of 1 or more."),
+        ((*RUN, "--device-memory", "80 gigs"), "--device-memory 80 gigs: give a size, such as 80GiB or 500GB."),
+        ((*RUN, "--shards", 3), "--shards 3 does not divide 8 workers; take one of 1, 2, 4, 8."),
         ((*RUN, "--tensor", 2), "a config.json is planned without tensor parallelism; plan a trainer whose task has"),
-        ((*RUN, "--microbatch-size", 5), "global_batch_size=32 is not a multiple of microbatch_size=5"),
-        ((*RUN, "--param-dtype", "float8"), "EngineConfig.param_dtype='float8': choose one of"),
-        ((*RUN, "--workers-per-node", 0), "workers_per_node=0: give a whole number of 1 or more."),
+        ((*RUN, "--microbatch-size", 5), "--global-batch-size 32 is not a multiple of --microbatch-size 5"),
+        ((*RUN, "--param-dtype", "float8"), "--param-dtype float8: choose one of float32, bfloat16."),
+        ((*RUN, "--workers-per-node", 0), "--workers-per-node 0: give a whole number of 1 or more."),
     ],
 )
 def test_wrong_input_is_one_sentence(config: str, arguments: tuple[Any, ...], message: str) -> None:

@@ -134,7 +134,7 @@ def test_a_mistyped_setting_in_a_file_names_the_file_and_the_nearest(tmp_path: P
         ({**WHOLE, "data": {"paths": "x", "seqlen": 3}}, "did you mean data.seq_len?"),
         ({name: WHOLE[name] for name in ("task", "data", "batch")}, "it needs the settings scaling, run as well"),
         ({**WHOLE, "batch": 3}, "batch=3: give its fields"),
-        ({**WHOLE, "batch": {"global_batch_size": "many", "microbatch_size": 2}}, "global_batch_size='many'"),
+        ({**WHOLE, "batch": {"global_batch_size": "many", "microbatch_size": 2}}, "batch.global_batch_size=many: give"),
     ],
 )
 def test_what_does_not_make_a_trainer_says_what_is_missing(settings: dict[str, Any], message: str) -> None:

@@ -1,0 +1,146 @@
+"""Standard streams that are closed, full, unread or ASCII: no command fails because of them, but for a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raysharded.checkpoint import open_storage
+from raysharded.journal.log import segment_key
+from raysharded.ownership.process_identity import this_process
+from tests.cli.processes import COMMAND, environment, shell
+from tests.cli.test_commands import succeed
+from tests.cli.test_run import write as write_trainer
+from tests.cli.test_runs import at_work, journal_now, own
+from tests.report.entries import run_with_a_loss, started, step, write_run
+
+pytestmark = pytest.mark.procs
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A folder of one finished run."""
+    write_run(tmp_path / "runs" / "tiny", run_with_a_loss())
+    return tmp_path / "runs"
+
+
+def test_closed_streams_change_neither_the_work_nor_the_exit_status(runs: Path) -> None:
+    page = runs.parent / "page.html"
+    ran = shell(
+        f"raysharded report {runs}/tiny --html {page} >&- 2>&- <&-; echo $?\n"
+        f"raysharded runs {runs} >&-; echo $?\n"
+        "raysharded --help >&-; echo $?\n"
+        f"raysharded status {runs}/none 2>&-; echo $?\n"
+        "raysharded status 2>&-; echo $?\n"
+    )
+    assert (ran.stdout.split(), ran.stderr) == ([b"0", b"0", b"0", b"1", b"2"], b"")
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_a_file_that_a_command_opens_does_not_take_the_place_of_a_closed_stream(runs: Path) -> None:
+    """What a trainer's code prints must not get into its files."""
+    file = runs.parent / "log"
+    fit = f'log = open({str(file)!r}, "w"); os = __import__("os"); os.write(1, b"x"); os.write(2, b"x"); log.close(); '
+    ran = shell(f"raysharded run {write_trainer(runs.parent, fit + _FINISHED)} >&- 2>&-")
+    assert (ran.returncode, file.read_text()) == (0, "")
+
+
+_FINISHED = 'return rs.Result(name="tiny", url="/runs/tiny", steps=6, fingerprint="f" * 32, checkpoint="")'
+
+
+def test_a_reader_that_leaves_is_no_error(runs: Path) -> None:
+    lines = [{"kind": "segment", "writer": "a"}]
+    for at, (kind, fields) in enumerate([started(max_steps=3000), *(step(number) for number in range(1, 3000))]):
+        lines.append({"kind": kind, "at": float(at), **fields})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    open_storage(str(runs / "long")).write(segment_key(1), [text.encode()])
+    assert len(succeed("report", runs / "long", "--json")) > 1 << 16, "no more than a pipe holds"
+    commands = [
+        f"report {runs}/long --json",
+        f"report {runs}/tiny",
+        f"runs {runs}",
+        f"status {runs}/tiny",
+        "--help",
+        "completion bash",
+    ]
+    ran = shell("".join(f"raysharded {one} | head -1 >/dev/null; echo ${{PIPESTATUS[0]}}\n" for one in commands))
+    assert (ran.stdout.split(), ran.stderr) == ([b"0"] * len(commands), b"")
+
+
+def test_a_run_goes_on_without_its_console(runs: Path) -> None:
+    """The driver prints more than a pipe holds after its reader has left, and does the rest of its work."""
+    done = runs.parent / "done"
+    fit = (
+        "sys = __import__('sys'); "
+        "[print('x' * 999, file=stream, flush=True) for stream in (sys.stdout, sys.stderr) for _ in range(200)]; "
+        f"open({str(done)!r}, 'w').close(); "
+    )
+    ran = shell(
+        f"raysharded run {write_trainer(runs.parent, fit + _FINISHED)} 2>&1 | head -1 >/dev/null; echo ${{PIPESTATUS[0]}}"
+    )
+    assert (ran.stdout, ran.stderr) == (b"0\n", b"")
+    assert done.exists()
+
+
+def test_a_command_goes_on_when_its_terminal_hangs_up(runs: Path) -> None:
+    """With `nohup`, say: writing to the terminal then fails with EIO."""
+    script = (
+        "import os, pty, sys\n"
+        "outside, inside = pty.openpty()\n"
+        "os.dup2(inside, 1); os.close(inside); os.close(outside)\n"
+        "from raysharded.cli import main\n"
+        "main()\n"
+    )
+    page = runs.parent / "page.html"
+    command = [sys.executable, "-c", script, "report", str(runs / "tiny"), "--html", str(page), "--json"]
+    ran = subprocess.run(command, capture_output=True, env=environment(), timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert page.exists()
+
+
+def test_what_only_shows_ends_with_its_reader(tmp_path: Path) -> None:
+    """The run goes on without a new line: no write tells the command that its reader has left."""
+    journal_now(tmp_path, at_work())
+    own(tmp_path, "driver0", process=this_process())
+    command = [*COMMAND.split(), "status", str(tmp_path), "--follow", "--every", "3600", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as process:
+        assert process.stdout is not None
+        assert b'"state":"running"' in process.stdout.readline()
+        assert process.poll() is None
+        process.stdout.close()
+        assert process.wait(60) == 0
+
+
+def test_a_full_disk_is_one_error_and_1(runs: Path) -> None:
+    ran = shell(f"raysharded runs {runs} >/dev/full; echo $?; raysharded status {runs}/none 2>/dev/full; echo $?")
+    assert ran.stdout.split() == [b"1", b"1"]
+    assert ran.stderr.startswith(b"error: standard output cannot be written: No space left on device.")
+    assert ran.stderr.count(b"\n") == 1
+
+
+def test_an_ascii_stream_gets_ascii(runs: Path) -> None:
+    (runs / "tiny").rename(runs / "s\u00fc\u00df")
+    run = runs / "s\u00fc\u00df"
+    commands = [f"runs {runs}", f"status {run}", f"report {run}", f"report {run} --json", f"status {run}/none"]
+    ran = shell("".join(f"raysharded {one} 2>&1\n" for one in commands), PYTHONIOENCODING="ascii")
+    assert ran.stdout.isascii()
+    assert b"s\\xfc\\xdf" in ran.stdout
+    assert b"Traceback" not in ran.stdout
+    page = shell(f"raysharded report {run} --html - 2>/dev/null", PYTHONIOENCODING="ascii").stdout
+    assert "s\u00fc\u00df" in page.decode()  # a page says itself that it is UTF-8
+
+
+@pytest.mark.parametrize("utf8", ["0", "1"])
+def test_the_c_locale_prints_names_as_they_are(utf8: str, tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/\xff\xc3\xbc"
+    write_run(Path(os.fsdecode(name)), run_with_a_loss())
+    script = f"raysharded status {os.fsdecode(name)}"
+    variables = {"LC_ALL": "C", "PYTHONUTF8": utf8, "PYTHONCOERCECLOCALE": "0"}
+    ran = shell(script, **variables)
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    assert name in ran.stdout
