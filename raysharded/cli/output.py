@@ -29,7 +29,7 @@ def echo(text: str | bytes, *, err: bool = False, nl: bool = True) -> None:
 def console() -> Iterator[Console]:
     """Standard output for tables. Text is printed unchanged: names may resemble rich's markup.
 
-    Wide tables are shortened to a terminal's width, and to nothing else. What is no terminal gets no trailing blanks.
+    Wide tables are shortened for terminals only. Other outputs get no trailing blanks.
     """
     from rich.console import Console
 
@@ -50,7 +50,7 @@ def write_page(path: str, page: str) -> None:
     Raises StorageError if the file cannot be written.
     """
     if path == "-":
-        echo(page.encode(), nl=False)  # UTF-8, as the page itself says
+        echo(page.encode(), nl=False)  # UTF-8, which the page declares
         return
     temporary = f"{path}.{secrets.token_hex(4)}.tmp"
     try:

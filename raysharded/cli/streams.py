@@ -99,7 +99,7 @@ def _secured(stream: TextIO | None, number: int, *, strict: bool) -> TextIO:
 def _substituted(error: UnicodeError) -> tuple[str | bytes, int]:
     """Bytes for characters that an encoding does not have.
 
-    What rich draws with has a substitute of the same width, and a file's name that is no text keeps its bytes.
+    Characters that rich draws with have a substitute of the same width. A file's name that is no text keeps its bytes.
     """
     if not isinstance(error, UnicodeEncodeError):
         raise error

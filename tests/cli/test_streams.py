@@ -80,9 +80,8 @@ def test_a_run_goes_on_without_its_console(runs: Path) -> None:
         "[print('x' * 999, file=stream, flush=True) for stream in (sys.stdout, sys.stderr) for _ in range(200)]; "
         f"open({str(done)!r}, 'w').close(); "
     )
-    ran = shell(
-        f"raysharded run {write_trainer(runs.parent, fit + _FINISHED)} 2>&1 | head -1 >/dev/null; echo ${{PIPESTATUS[0]}}"
-    )
+    command = f"raysharded run {write_trainer(runs.parent, fit + _FINISHED)}"
+    ran = shell(f"{command} 2>&1 | head -1 >/dev/null; echo ${{PIPESTATUS[0]}}")
     assert (ran.stdout, ran.stderr) == (b"0\n", b"")
     assert done.exists()
 
