@@ -24,7 +24,7 @@ class Shell(Enum):
 
 
 def completion(
-    shell: Annotated[Shell, typer.Argument(help="The shell.")],
+    shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
     as_json: AsJson = False,
 ) -> None:
     """Print the script for a shell's completion of commands and options.

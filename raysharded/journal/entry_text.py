@@ -56,7 +56,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "start_failed":
             return f"worker {fields['worker']} did not start: {brief(fields['reason'])}"
         case "waiting":
-            ready = f"{fields['ready']} of at least {count(fields['needed'], 'worker')} ready"
+            ready = f"{count(fields['ready'], 'worker')} ready, at least {fields['needed']} needed"
             return f"{ready}. {fields['missing']}" if get("missing") else f"{ready}; the others take long to start"
         case "waiting_for_owner":
             return f"{fields['owner']} may hold the run: waiting {duration(fields['lease_s'])} for a sign of life"

@@ -54,7 +54,7 @@ _FINISHED = 'return rs.Result(name="tiny", url="/runs/tiny", steps=6, fingerprin
 
 
 def test_a_reader_that_leaves_is_no_error(runs: Path) -> None:
-    lines = [{"kind": "segment", "writer": "a"}]
+    lines: list[dict[str, object]] = [{"kind": "segment", "writer": "a"}]
     for at, (kind, fields) in enumerate([started(max_steps=3000), *(step(number) for number in range(1, 3000))]):
         lines.append({"kind": kind, "at": float(at), **fields})
     text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -108,11 +108,14 @@ def test_what_only_shows_ends_with_its_reader(tmp_path: Path) -> None:
     own(tmp_path, "driver0", process=this_process())
     command = [*COMMAND.split(), "status", str(tmp_path), "--follow", "--every", "3600", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as process:
-        assert process.stdout is not None
-        assert b'"state":"running"' in process.stdout.readline()
-        assert process.poll() is None
-        process.stdout.close()
-        assert process.wait(60) == 0
+        try:
+            assert process.stdout is not None
+            assert b'"state":"running"' in process.stdout.readline()
+            assert process.poll() is None
+            process.stdout.close()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
 
 
 def test_a_full_disk_is_one_error_and_1(runs: Path) -> None:

@@ -86,8 +86,8 @@ def test_everything_that_is_missing_is_told_at_once(path: tuple[str, ...]) -> No
         ("data pack", "Missing argument 'INPUT', argument 'OUTPUT'."),
         ("data pack in", "Missing argument 'INPUT'."),
         ("kill", "Missing argument 'RUN', option '--worker'."),
-        ("completion", "Missing argument 'shell' (choose from: bash, zsh, fish)."),
-        ("completion tcsh", "Invalid value for 'shell': 'tcsh' is not one of 'bash', 'zsh', 'fish'."),
+        ("completion", "Missing argument 'SHELL' (choose from: bash, zsh, fish)."),
+        ("completion tcsh", "Invalid value for 'SHELL': 'tcsh' is not one of 'bash', 'zsh', 'fish'."),
     ],
 )
 def test_only_what_is_missing_is_told_to_be(arguments: str, message: str) -> None:

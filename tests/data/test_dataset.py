@@ -208,7 +208,7 @@ def test_damaged_files_are_named_with_what_is_wrong(folder: Path) -> None:
         (good[:3], "not a Parquet file"),
         (good[: len(good) // 2], "truncated", "Copy it again"),
         (good[:-1], "truncated"),
-        (b"once upon a time" * 20, "not a Parquet file", "once", "raysharded.data.pack"),
+        (b"once upon a time" * 20, "not a Parquet file", "once", "`raysharded data pack`"),
     ):
         bad.write_bytes(content)
         _refused(str(folder), str(bad), *words)
@@ -219,7 +219,7 @@ def test_files_of_another_format_are_named_with_what_is_wrong(folder: Path) -> N
     tokens = _random_tokens(50)
     good = TokenHeader(tokenizer="bytes", vocab_size=257, num_tokens=50).to_metadata()
     _write(bad, tokens, metadata={})
-    _refused(str(folder), str(bad), "without the metadata", "raysharded.data.pack")
+    _refused(str(folder), str(bad), "without the metadata", "`raysharded data pack`")
     _write(bad, tokens, metadata=good | {"raysharded.format_version": "2"})
     _refused(str(folder), str(bad), "version '2'", "Upgrade")
     _write(bad, tokens, metadata={k: v for k, v in good.items() if k != "raysharded.vocab_size"})
