@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 _VALUE = r"""'[^']*'|"[^"]*"|\([^()]*\)|\[[^\[\]]*\]|[^\s,;:()]*[^\s,;:().]"""
-_PHRASE = re.compile(rf"(?:^[A-Za-z][\w.]*: |(?<![\w.(])[A-Z]\w*\.|(?<![\w.(]))([a-z]\w*)=({_VALUE})")
+_PHRASE = re.compile(rf"(?:^[A-Za-z][\w.]*: |(?<![\w.(])[A-Z]\w*\.(?:\w+\.)?|(?<![\w.(]))([a-z]\w*)=({_VALUE})")
 """`name=value` with the function or class before it; not in a call, which is code to write."""
 _SUBJECT = re.compile(r"^([a-z]\w*) (?='[^']*':)")
 """`name 'value':`, at the beginning of a message."""

@@ -163,6 +163,7 @@ WORDS = Wording(
     [
         ("pack: input_format='xml': choose one of None, 'text', 'jsonl'.", "--format xml: choose one of text, jsonl."),
         ("EngineConfig.steps=3: give 4.", "--steps 3: give 4."),
+        ("Run.train.steps=3: give 4.", "--steps 3: give 4."),
         ("Some: steps=3 is too few. Take steps=4.", "--steps 3 is too few. Take --steps 4."),
         ("steps=5 in the file is too few", "steps=5 in the file is too few"),
         ("unset=3: give 4", "unset=3: give 4"),
