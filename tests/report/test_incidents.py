@@ -102,7 +102,7 @@ def test_a_slow_start_is_no_incident_and_a_shortage_is_one_however_often_it_is_s
     rest = [*generation(1, [0, 1], 0), step(1)]
     assert told([started(), SLOW, SLOW, *rest]) == []
     (short,) = told([started(), WAITING, WAITING, WAITING, *rest])
-    assert (short.kind, short.text) == ("waiting", "1 of at least 2 workers are ready. Each worker needs 1 GPU.")
+    assert (short.kind, short.text) == ("waiting", "1 worker ready, at least 2 needed. Each worker needs 1 GPU.")
     later = ("waiting", {"ready": 0, "needed": 2, "missing": "Each worker needs 1 GPU."})
     assert len(told([started(), WAITING, later, WAITING, *rest])) == 3
 

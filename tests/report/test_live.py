@@ -99,11 +99,11 @@ def test_the_line_says_what_is_done_instead_of_training() -> None:
         (("data", {"num_samples": 3}), None),
         (
             ("waiting", {"ready": 0, "needed": 1, "missing": "Each worker needs 1 GPU."}),
-            "0 of at least 1 workers are ready. Each worker needs 1 GPU.",
+            "0 workers ready, at least 1 needed. Each worker needs 1 GPU.",
         ),
         (
             ("waiting", {"ready": 0, "needed": 1, "missing": ""}),
-            "0 of at least 1 workers are ready; the others take long to start",
+            "0 workers ready, at least 1 needed; the others take long to start",
         ),
         (("something new", {}), None),
     ],

@@ -75,7 +75,7 @@ def test_neither_a_slow_start_nor_a_pause_is_an_incident() -> None:
     watched = Watched(0)
     for entry in with_times([started(), slow, short, *generation(1, [0], 0), step(1), *stop, step(2)]):
         watched.take(entry["kind"], entry, entry["at"])
-    assert [one.text for one in watched.incidents] == ["0 of at least 1 workers are ready. Each worker needs 1 GPU."]
+    assert [one.text for one in watched.incidents] == ["0 workers ready, at least 1 needed. Each worker needs 1 GPU."]
     assert [one.text.split(":")[1][:7] for one in watched.asked] == [" a paus", " paused", " goes o"]
 
 
