@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from raysharded.cli.errors import AsJson, print_json
+from raysharded.cli.output import echo
 from raysharded.cli.runs.control import Address
+from raysharded.quantities import count
 
 if TYPE_CHECKING:
     from raysharded.run.removal import Removed
@@ -40,19 +42,19 @@ def rm(
 
     plan = planned(run, with_forks=with_forks, copy_into_forks=copy_into_forks, address=address)
     if not yes and not _agreed(_question(plan)):
-        typer.echo("nothing was removed", err=True)
+        echo("nothing was removed", err=True)
         raise typer.Exit(1)
-    done = carry_out(plan, lambda text: typer.echo(text, err=True))
+    done = carry_out(plan, lambda text: echo(text, err=True))
     if as_json:
         print_json(asdict(done))
         return
     for line in _lines(done):
-        typer.echo(line)
+        echo(line)
 
 
 def _agreed(question: str) -> bool:
     """The answer to a question, on standard error: standard output is for results."""
-    typer.echo(f"{question} [y/N] ", err=True, nl=False)
+    echo(f"{question} [y/N] ", err=True, nl=False)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
@@ -73,7 +75,7 @@ def _lines(done: Removed) -> list[str]:
     return [
         *(f"{url}: has its own copy of the checkpoint that it began with" for url in done.copied),
         *(f"{url}: removed, a fork" for url in done.forks),
-        f"{done.url}: removed, {done.num_files} files",
+        f"{done.url}: removed, {count(done.num_files, 'file')}",
         *(f"{link}: a link, removed; what it leads to is still there" for link in done.links),
         *(f"{key}: left, raysharded did not write it" for key in done.left),
     ]
