@@ -3,17 +3,17 @@
 #   make demo     the main job: a small GPT that loses workers, gets new ones, and ends with the same weights
 #   make test     all tests but those of the next lines, and those that need a GPU
 #   make test-clusters   tests that start Ray clusters of several nodes, job servers and notebooks of their own
-#   make test-long   by hand, before a release: more cases, and longer runs, of what the others try; it goes on where it
-#                    was ended (docs/dev/long-runs.md)
+#   make test-long   by hand, before a release: more cases, and longer runs, of the other tests; it resumes where it was
+#                    interrupted (docs/dev/long-runs.md)
 #   make compat   before a release: the demo, the quick tests and the engine's with the lowest and the newest versions that
-#                 pyproject.toml allows, each in an environment of its own; COMPAT=lowest:demo,engine does a part
+#                 pyproject.toml allows, each in a separate environment; COMPAT=lowest:demo,engine does a part
 #   make mutants  before a release: 60 changes of single places of the engine's code, drawn by a seed, each against the
-#                 engine's tests for four minutes at most: 95 of 100 should be found; goes on where it was ended
+#                 engine's tests, for four minutes at most: 95 of 100 should be found; resumes where interrupted
 #   make test-s3  the tests on a real S3 server (Ceph's, from Debian's packages, unpacked into a cache: 70 MB once)
 #   make check    format, lint, types, import layers, and the quick tests, on two cores: a minute or two
 #   make docs     the documentation as a site, build/site/index.html, which needs no network
-#   make bench    raysharded beside what people would use instead, in less than an hour on two cores: a page in build/
-#   make bench-quick   the same of smaller things, in minutes: whether it works
+#   make bench    raysharded compared with its alternatives, in less than an hour on two cores: a page in build/
+#   make bench-quick   the same at smaller sizes, in minutes: a check that it works
 #   make bench-full    the same with five rounds and more, in four to five hours: docs/benchmarks.md
 #   make clean    remove what was built and cached; .venv stays
 #
@@ -49,19 +49,19 @@ S3FS := $(VENV)/.installed-s3fs
 BROWSER := $(VENV)/.has-browser
 PEERS := $(patsubst benchmarks/environments/%.txt,.venv-bench/%/.installed,$(wildcard benchmarks/environments/*.txt))
 
-# Tests run two at a time, but for those that use Ray, which fill both cores by themselves, and those that are about
-# time: one by one, and only the files that have any are looked at.
+# Tests run two at a time, but for those that use Ray, which fill both cores by themselves, and those that depend on
+# timing: they run one by one, and only the files with such tests are collected.
 QUICK := not long and not ray and not gpu and not s3 and not slow and not procs and not alone
 TWO_AT_A_TIME := not long and not ray and not gpu and not s3 and not alone
 ONE_BY_ONE := not long and (ray or alone) and not clusters and not gpu and not s3
 CLUSTERS := not long and clusters and not gpu and not s3
 SIDE_BY_SIDE := -n 2 --dist worksteal
 SLOWEST := --durations=12
-# A test with processes of its own may fail once because something else took the machine: it gets a second try, a few do
-# at most, and the first failure is printed with its traceback, as it may be a race that is worth finding. Quick tests
-# get none (tests/second_tries.py), and a table at the end has all that needed one.
+# A test with separate processes may fail once because another program took the machine: it is retried, at most a few
+# tests per run. The first failure is printed with its traceback, as it may be a race that is worth finding. Quick tests
+# are not retried (tests/second_tries.py). A table at the end lists all tests that needed a retry.
 SECOND_TRY := --max-suite-reruns 3 --rerun-show-tracebacks
-# The files of tests in which one of these words stands, unless PYTEST_ARGS names others.
+# The files of tests that contain one of these words, unless PYTEST_ARGS names others.
 files_with = $(if $(findstring tests,$(PYTEST_ARGS)),,$$(grep -rlE "$(1)" tests --include="test_*.py"))
 timed = $(if $(CLOCK),$(CLOCK) $(1))
 
@@ -84,7 +84,7 @@ test-clusters: $(DEV)
 	@$(call timed,clusters) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "$(CLUSTERS)" \
 		$(call files_with,mark\.clusters) $(PYTEST_ARGS)
 
-# What passed at this commit is not run again: it may be ended at any time and goes on from there.
+# Tests that passed at this commit are not repeated: the run may be interrupted at any time and resumes from there.
 LONG := build/long/$(shell git rev-parse --short HEAD 2>/dev/null)
 test-long: $(DEV) $(COMPILER)
 	@$(call timed,long) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "long and not gpu and not s3" \
@@ -94,7 +94,7 @@ test-long: $(DEV) $(COMPILER)
 		--passed $(LONG)/histories.txt tests/driver/test_simulation.py tests/driver/test_replay.py \
 		tests/driver/test_histories.py $(PYTEST_ARGS)
 
-# What has passed for the same commit is not done again. Results: .venv-compat/results.txt
+# Parts that passed for the same commit are not repeated. Results: .venv-compat/results.txt
 compat: $(COMPILER)
 	@QUICK='$(QUICK)' PYTEST_ARGS='$(PYTEST_ARGS)' NEWEST_TORCH='$(NEWEST_TORCH)' \
 		$(PYTHON) -m tests.packaging.compat $(COMPAT)
@@ -136,7 +136,7 @@ clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find raysharded tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-# Who is measured beside raysharded has an environment of its own: pinned, never a dependency; torch first, as above.
+# Each peer that is measured has a separate environment: pinned, never a dependency; torch first, as above.
 .venv-bench/%/.installed: benchmarks/environments/%.txt | $(BIN)/python
 	@echo "installing benchmarks/environments/$*.txt into .venv-bench/$*"
 	@$(PYTHON) -m venv .venv-bench/$*
@@ -144,7 +144,7 @@ clean:
 	@.venv-bench/$*/bin/python -m pip --disable-pip-version-check --quiet install -r $<
 	@touch $@
 
-# A bare Debian has Python without its venv module: install it if we may, otherwise say what to install.
+# A bare Debian has Python without its venv module: install it if permitted, otherwise print what to install.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    echo "raysharded needs Python 3.11 or later; '$(PYTHON)' is not. Name one: make PYTHON=python3.11 ..."; exit 1; }

@@ -22,7 +22,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(arguments: list[str]) -> int:
-    """The command's exit status; 2 for arguments that are none."""
+    """The command's exit status; 2 for invalid arguments."""
     match arguments:
         case ["run", name, *command] if command:
             return run(name, command)
@@ -72,7 +72,7 @@ def _reap(main_pid: int) -> int:
 
 
 def _reap_orphans(within_s: float) -> int:
-    """Give what is left of the command's processes so long to end; how many have not."""
+    """Wait so long for the remaining processes of the command to end; the number of those that did not."""
     deadline = time.monotonic() + within_s
     while True:
         try:

@@ -1,1 +1,1 @@
-"""raysharded beside what people would use instead: `python -m benchmarks --help`."""
+"""raysharded compared with its alternatives: `python -m benchmarks --help`."""

@@ -1,7 +1,7 @@
-"""raysharded beside what people would use instead.
+"""raysharded compared with its alternatives.
 
-python -m benchmarks NAME [--effort quick|hour|full] [--out FOLDER]   measure, and write FOLDER/NAME.json
-python -m benchmarks page [--effort quick|hour|full] [--out FOLDER]   write benchmarks.md and its plots from these
+- Measure, and write FOLDER/NAME.json: `python -m benchmarks NAME [--effort quick|hour|full] [--out FOLDER]`
+- Write benchmarks.md and its plots from these: `python -m benchmarks page [--effort quick|hour|full] [--out FOLDER]`
 
 NAME may be `all`. With full effort FOLDER is benchmarks/results and the page docs/benchmarks.md, which are committed;
 otherwise build/benchmarks/EFFORT has both.
@@ -53,7 +53,7 @@ def measure(name: str, out: Path, effort: Effort) -> None:
 
 
 def measure_all(out: Path, effort: Effort) -> int:
-    """Every benchmark in a process of its own; one that fails does not keep the others from running."""
+    """Run every benchmark in a separate process; one that fails does not keep the others from running."""
     failed = []
     for name in NAMES:
         command = [sys.executable, "-m", "benchmarks", name, "--effort", effort, "--out", str(out)]

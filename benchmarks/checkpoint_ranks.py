@@ -107,14 +107,14 @@ class Worker:
         return write_shard(open_storage(self.url), prefix, writer=f"rank{self.rank:05d}", tensors=tensors)
 
     def load(self, prefix: str) -> tuple[int, int]:
-        """(bytes read, bytes wanted)"""
+        """(bytes read, bytes wanted)."""
         return open_checkpoint(open_storage(self.url), prefix).read_many(self._placed()), len(self.data)
 
     def plain_save(self, name: str) -> None:
         plain.write(self.url, f"{name}-{self.rank}", self.data)
 
     def plan_plain_load(self, prefix: str) -> None:
-        """Which bytes of which files the shard is, neighbours together."""
+        """Find the bytes of the files that make up the shard; neighbours are read together."""
         checkpoint = open_checkpoint(open_storage(self.url), prefix)
         index, files = BoxIndex(checkpoint.manifest), checkpoint.manifest.files
         pieces = [
@@ -130,7 +130,7 @@ class Worker:
                 self.ranges.append((key, piece.start, piece.stop))
 
     def plain_load(self) -> None:
-        """The planned bytes, one after the other into the shard's memory."""
+        """Read the planned bytes, one after the other, into the shard's memory."""
         plain.read(self.url, self.ranges, self.data)
 
     def connect(self, port: int) -> None:
@@ -139,9 +139,9 @@ class Worker:
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
 
     def stall(self, step: int) -> tuple[float, float]:
-        """Seconds until a save beside training lets it go on, and until it is durable.
+        """Seconds for which an asynchronous save blocks training, and until the save is durable.
 
-        The processes save one checkpoint together, in which each has tensors of its own.
+        The processes save one checkpoint together, in which each has separate tensors.
         """
         state = {
             f"{self.rank}.{name}": torch.from_numpy(data.view(np.float32)).view(sizes)
@@ -158,7 +158,7 @@ class Worker:
         return seconds, time.perf_counter() - began
 
     def _sharded(self) -> dict[str, Any]:
-        """The state as FSDP2 has it."""
+        """The state in the form that FSDP2 has."""
         mesh, known = init_device_mesh("cpu", (self.world,)), shapes(self.layers)
         found = dict[str, Any]()
         local = {name: (data, sizes) for name, _, sizes, data in self._placed()}
@@ -178,11 +178,11 @@ class Worker:
         return FsspecWriter(f"{bucket}/{path}", **options)
 
     def torch_save(self, path: str) -> None:
-        """By torch.distributed.checkpoint."""
+        """Save by torch.distributed.checkpoint."""
         dcp_save(self._sharded(), storage_writer=self._torch_writer(path))
 
     def torch_load(self, path: str) -> None:
-        """The same."""
+        """Load by torch.distributed.checkpoint."""
         if self.url.startswith("s3://"):
             bucket, options = _fsspec(self.url)
             reader: StorageReader = FsspecReader(f"{bucket}/{path}", **options)
@@ -191,9 +191,9 @@ class Worker:
         dcp_load(self._sharded(), storage_reader=reader)
 
     def torch_stall(self, path: str) -> tuple[float, float]:
-        """As `stall`, by `async_save` into buffers that it keeps: the fastest that it has without CUDA."""
+        """As `stall`, by torch's `async_save` into buffers that it keeps: its fastest way without CUDA."""
         if self.stager is None:
-            self.stager = DefaultStager(StagingOptions(False, False, False, False))  # what else there is needs CUDA
+            self.stager = DefaultStager(StagingOptions(False, False, False, False))  # the other options need CUDA
         state = self._sharded()
         dist.barrier()
         began = time.perf_counter()
@@ -207,7 +207,8 @@ class Worker:
         return self._copied([(self._room(), self.data)])
 
     def copy_tensors(self) -> float:
-        """The same, tensor by tensor, as states have them: glibc copies 200 MB at once past the cache, and faster."""
+        """Seconds for one copy, tensor by tensor, as in real states: glibc copies 200 MB at once past the cache, and
+        faster."""
         sizes = [len(tensor) for *_, tensor in self._placed()]
         cuts = np.cumsum(sizes)[:-1]
         return self._copied(list(zip(np.split(self._room(), cuts), np.split(self.data, cuts), strict=True)))
@@ -226,7 +227,7 @@ class Worker:
         return time.perf_counter() - began
 
     def peak_memory(self) -> int:
-        """Bytes, the most since `reset_peak`."""
+        """The most bytes since `reset_peak`."""
         return peak_bytes()
 
     def reset_peak(self) -> int:
@@ -234,7 +235,9 @@ class Worker:
 
 
 def serve(connection: Connection, environment: dict[str, str], *about: Any) -> None:
-    """What a process does; those of the fork server have its environment, not that of who asks for them."""
+    """Run one process. A process of the fork server has the server's environment, not that of the process that requests
+    it.
+    """
     os.environ.update(environment)
     torch.set_num_threads(1)
     worker = Worker.of(*about)
@@ -273,7 +276,7 @@ class Group:
 
     def close(self) -> None:
         for connection, process in zip(self.connections, self._processes, strict=True):
-            with suppress(BrokenPipeError):  # it has failed, and said why
+            with suppress(BrokenPipeError):  # the process has failed, and has reported why
                 connection.send(None)
             process.join()
 
@@ -293,7 +296,7 @@ def manifest_of(step: int, save_id: str, layers: int, files: list[FileRecord]) -
 
 @contextmanager
 def group_of(url: str, layers: int, world: int) -> Iterator[Group]:
-    """So many processes that can talk to each other."""
+    """A group of so many processes that can communicate with each other."""
     group = Group(url, layers, world)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
@@ -304,7 +307,7 @@ def group_of(url: str, layers: int, world: int) -> Iterator[Group]:
 
 
 def _fsspec(url: str) -> tuple[str, dict[str, Any]]:
-    """(bucket and prefix as fsspec has it, its options)"""
+    """(bucket and prefix as fsspec has it, its options)."""
     from urllib.parse import parse_qs, urlsplit
 
     parts = urlsplit(url)

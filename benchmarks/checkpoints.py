@@ -29,14 +29,14 @@ NUM_WRITERS = 4
 READERS = (3, 8)
 OURS, DCP, DCP_ASYNC = "raysharded", "torch.distributed.checkpoint", "torch.distributed.checkpoint, async_save"
 _LAYERS, _QUICK_LAYERS = 8, 1
-"""1.2 GB, and 0.15."""
+"""Layers of a state of 1.2 GB, and of one of 0.15 GB."""
 _ASKED_LOAD = {False: "at most 1.5", True: "at most 1.3"}
-"""On S3 or not, as the next one."""
+"""The goal, on S3 (True) or not."""
 _ASKED_SAVE = {False: "at most 1.3", True: "at most 1.2"}
 _ASKED_MEMORY = "at most 1.1"
 _REST_S = 2.0
-"""Before each turn: what was written before may still be on its way to the disk, below the file system, and the S3
-server, which has the same cores, is not done with what was deleted."""
+"""Rest before each turn. Data that was written before may still be on its way to the disk, below the file system. The
+S3 server, on the same cores, may still be deleting."""
 
 
 def run(effort: Effort) -> list[Line]:
@@ -54,7 +54,8 @@ def run(effort: Effort) -> list[Line]:
 
 @contextmanager
 def s3_storage() -> Iterator[tuple[str, str]]:
-    """(a place on a server of its own, "") if the programs for one can be had; or ("", why not)."""
+    """(a place on a separate server, "") if the programs for one are available; or ("", the reason that they are
+    not)."""
     from tests.s3 import server
 
     try:
@@ -73,7 +74,7 @@ def s3_storage() -> Iterator[tuple[str, str]]:
 
 
 def measured(url: str, where: str, rounds: int, layers: int) -> list[Line]:
-    """Everything at one place."""
+    """All lines of one place."""
     lines, prefix, torch_prefix = saves(url, where, rounds, layers)
     for readers in READERS:
         lines += loads(url, where, rounds, layers, prefix, torch_prefix, readers)
@@ -83,14 +84,14 @@ def measured(url: str, where: str, rounds: int, layers: int) -> list[Line]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Save:
     seconds: float
-    """Until it is durable."""
+    """Time until the save is durable."""
     stall: float = 0.0
     memory: float = 0.0
-    """At its most beyond what was there before, of the largest process, in sizes of its shard."""
+    """The largest process's peak beyond its memory before, in sizes of its shard."""
 
 
 def saves(url: str, where: str, rounds: int, layers: int) -> tuple[list[Line], str, str]:
-    """Saving, at once and beside training; and the prefixes of the last saves."""
+    """Saving, synchronously and in the background; and the prefixes of the last saves."""
     storage, step, prefix, torch_prefix = open_storage(url), 0, "", ""
     with group_of(url, layers, NUM_WRITERS) as group:
         size = sum(group.sizes)
@@ -213,7 +214,7 @@ def _line(what: str, subject: str, unit: str, values: list[float], **more: Any) 
 
 
 def settle(url: str) -> None:
-    """What earlier rounds wrote must not be flushed, nor what they deleted be collected, during the next."""
+    """Wait until earlier rounds' data is flushed and deleted, so that neither happens during the next round."""
     if "://" not in url:
         os.sync()
     time.sleep(_REST_S)

@@ -1,4 +1,5 @@
-"""How much is measured: minutes to see that it works, an hour for a look, or all that the page of the figures needs."""
+"""The amount of measuring: minutes for a check, an hour for an overview, or all rounds that the page of figures
+needs."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ T = TypeVar("T")
 
 class Effort(StrEnum):
     QUICK = "quick"
-    """Minutes, with small sizes and few peers: whether it works."""
+    """Minutes, with small sizes and few peers: a check that it works."""
     HOUR = "hour"
     """Everything and everyone, in less than an hour on 2 cores: one to three rounds."""
     FULL = "full"

@@ -1,4 +1,4 @@
-"""How much of the time goes into steps that count, while a worker is killed every minute; side by side.
+"""The share of time that goes into steps that count, while a worker is killed every minute; side by side.
 
 python -m benchmarks.goodput [--minutes 10] [--every 60]
 """
@@ -23,7 +23,7 @@ NAME = "goodput"
 _PATIENT = replace(OURS, start=lambda session: spawn_ours(session, "--patience-s", str(PATIENCE_S)))
 _SUBJECTS = (_PATIENT, TORCHRUN, RAY_TRAIN)
 _STRUCK_AFTER = 0.1
-"""Of a turn."""
+"""Delay of the kill, as a share of a turn."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Struck:
         halt(self.session)
 
     def turn(self, seconds: float, *, hurt: bool) -> None:
-        """Go on for so long."""
+        """Continue for so long."""
         with self.clock.turn(self.session):
             began = time.time()
             if hurt:
@@ -52,7 +52,7 @@ class Struck:
     def _kill(self) -> None:
         pids = self.session.pids()
         self.faults.append(time.time())
-        with suppress(ProcessLookupError):  # of a run that has not come back from the last one
+        with suppress(ProcessLookupError):  # of a run that has not recovered from the last one
             os.kill(pids[len(self.faults) % len(pids)], signal.SIGKILL)
 
     def found(self) -> Goodput:
@@ -62,7 +62,7 @@ class Struck:
 
 
 def killed_every(subjects: Sequence[Subject], every_s: float, minutes: float) -> dict[str, Goodput]:
-    """Of each subject, while one worker after another is killed.
+    """Goodput of each subject, while one worker after another is killed.
 
     They take turns of `every_s`; in each but the first a worker is killed. The others are stopped meanwhile, and their
     time with them.

@@ -1,7 +1,8 @@
-"""One GPU: raysharded, exact and fast, beside a plain FSDP2 loop on a Llama-like model of about 1B parameters in bf16
-with activation checkpointing, compiled and not; and what snapshots and checkpoints cost beside training.
+"""One GPU: raysharded, exact and fast, compared with a plain FSDP2 loop on a Llama-like model of about 1B parameters in
+bf16 with activation checkpointing, compiled and not; and the cost of snapshots and checkpoints during training.
 
-World size 1: nothing is communicated. Without a GPU there is one line that says so. `python -m benchmarks.gpu --cpu`
+World size 1: nothing is communicated. Without a GPU there is one line that states this. `python -m benchmarks.gpu
+--cpu`
 runs the same code with a tiny model on the CPU.
 """
 
@@ -43,12 +44,12 @@ _PEAK_FLOPS = {
     "A10G": 70e12,
     "4090": 165e12,
 }
-"""Of dense bf16, by a part of the device's name, as their makers say."""
+"""Peak rate of dense bf16 according to the manufacturer, by a part of the device's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Of the model and its batch."""
+    """Sizes of the model and its batch."""
 
     width: int
     layers: int
@@ -156,7 +157,7 @@ class Tokens:
 
 
 class NextToken(rs.Task):
-    """What both sides train."""
+    """The task that both sides train."""
 
     max_grad_norm = 1.0
 
@@ -181,11 +182,11 @@ class Ran:
 
     step_s: float
     snapshot_s: float = 0.0
-    """Of a step, as its spans say."""
+    """Time of a step's snapshot, from the step's spans."""
 
 
 def run(effort: Effort) -> list[Line]:
-    """All lines, or the one that says why there are none."""
+    """All lines, or one with the reason that there are none."""
     if not torch.cuda.is_available():
         note = "there is no GPU here"
         return [
@@ -225,7 +226,7 @@ def _measured(sizes: Sizes, rounds: int, *, compiled: bool) -> list[Line]:
 
 
 def ours(sizes: Sizes, reduction: Any, *, compiled: bool, every: int | None = None) -> Ran:
-    """By raysharded."""
+    """One run of raysharded."""
     times: list[float] = []
     snapshots: list[float] = []
 
@@ -256,7 +257,7 @@ def ours(sizes: Sizes, reduction: Any, *, compiled: bool, every: int | None = No
 
 
 def plain(sizes: Sizes, *, compiled: bool) -> float:
-    """Mean seconds per step of a plain loop, in a process of its own."""
+    """Mean seconds per step of a plain loop, in a separate process."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--loop", json.dumps(asdict(sizes)), *["--compile"] * compiled]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     times: list[float] = json.loads(done.stdout.splitlines()[-1])
@@ -264,7 +265,7 @@ def plain(sizes: Sizes, *, compiled: bool) -> float:
 
 
 def loop(sizes: Sizes, *, compiled: bool) -> list[float]:
-    """When each step was done: a plain FSDP2 loop with the same settings, as torch's own examples have it."""
+    """The times when each step was done: a plain FSDP2 loop with the same settings, as torch's own examples have it."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
     from torch.distributed.device_mesh import init_device_mesh
@@ -309,20 +310,20 @@ def _checkpointed(forward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[
 
 
 def parameters(sizes: Sizes) -> int:
-    """How many the model has."""
+    """The number of the model's parameters."""
     with torch.device("meta"):
         return sum(p.numel() for p in Llama(sizes).parameters())
 
 
 def flops_of_step(sizes: Sizes) -> float:
-    """What the model needs, forward and backward, without what is recomputed: 6 per parameter and token, but for the
+    """Operations of the model, forward and backward, without recomputation: 6 per parameter and token, but for the
     embedding, and attention (Chowdhery et al., "PaLM", 2022, appendix B; half of it, as it is causal)."""
     dense = parameters(sizes) - sizes.vocabulary * sizes.width
     return sizes.batch * sizes.length * (6.0 * dense + 6.0 * sizes.layers * sizes.width * sizes.length)
 
 
 def peak_flops(sizes: Sizes) -> float | None:
-    """Of the device, if its name is known."""
+    """Peak rate of the device, if its name is known."""
     name = "" if sizes.cpu else torch.cuda.get_device_name()
     return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
 

@@ -1,4 +1,5 @@
-"""What a fault cost, from the lines that the processes said: which steps were done when, by whom, and again. Pure."""
+"""The cost of a fault, from the lines that the processes wrote: steps done, their times and workers, repetitions.
+Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ IdsOfStep = Callable[[int], Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
-    """A step that all who share it have done."""
+    """A step that is done by all its processes."""
 
     step: int
     at: float
@@ -27,26 +28,26 @@ class StepDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
-    """What followed a fault, in seconds from it on; None: it was not seen."""
+    """The consequences of a fault, in seconds from it on; None: not seen."""
 
     found_s: float | None
     """Until a survivor noticed it, or was ended because of it."""
     stopped_s: float | None
     """Until all survivors had stopped or were ended."""
     restored_s: float | None
-    """Until the last of those who went on held a state to go on from."""
+    """Until the last of the processes that continued held a state to resume from."""
     first_step_s: float | None
-    """Until any step was done, if only one that had been done before."""
+    """Until any step was done, even one that had been done before."""
     beyond_s: float | None
-    """Until the step was done that the fault broke."""
+    """Until the step that the fault broke was done."""
     steps_again: int
     """Steps that had been done before, and were computed again."""
     samples_lost: int
     samples_repeated: int
     loss_difference: float | None
-    """The largest to the undisturbed run, over the steps that were compared, from the first on."""
+    """The largest difference to the undisturbed run, over the steps that were compared, from the first on."""
     workers_after: int
-    """Who did the step that the fault broke."""
+    """Number of workers that did the step that the fault broke."""
     normal_step_s: float
     """The median step before the fault."""
 
@@ -63,7 +64,7 @@ def steps_done(events: Iterable[Event]) -> list[StepDone]:
     for event in sorted((one for one in events if one.event == "step"), key=lambda one: one.at):
         said = parts.setdefault(event.step, {})
         if event.rank in said or any(other.world != event.world for other in said.values()):
-            said.clear()  # what an earlier try left
+            said.clear()  # left by an earlier attempt
         said[event.rank] = event
         if len(said) == event.world:
             found.append(_whole(list(parts.pop(event.step).values())))
@@ -71,7 +72,7 @@ def steps_done(events: Iterable[Event]) -> list[StepDone]:
 
 
 def _whole(parts: Sequence[Event]) -> StepDone:
-    """One step of what its processes said."""
+    """One step from the lines of its processes."""
     weights = [max(1, len(part.samples)) for part in parts]
     known = [
         (part.loss, weight)
@@ -88,21 +89,21 @@ def _whole(parts: Sequence[Event]) -> StepDone:
 
 
 def final_steps(done: Iterable[StepDone]) -> dict[int, StepDone]:
-    """Of each step what was done last: what was done before was rolled back."""
+    """The last execution of each step: earlier ones were rolled back."""
     return {one.step: one for one in done}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goodput:
-    """What became of a stretch of time."""
+    """The use of a stretch of time."""
 
     steps: int
-    """Different ones that were done."""
+    """Number of different steps that were done."""
     again: int
-    """How often a step was done that had been done before."""
+    """Number of times that a step was done that had been done before."""
     wall_s: float
     useful_s: float
-    """Time of the steps that count: the last time that each was done, and of one beside which something happened as
+    """Time of the steps that count: the last time that each was done. A step during which something happened counts as
     much as the median of the others."""
     rate: float
     """Different steps per second."""
@@ -121,8 +122,8 @@ class Goodput:
 
 
 def goodput(done: Sequence[StepDone], faults: Sequence[float], began: float, ended: float) -> Goodput:
-    """Of the time from `began`, when a step was just done, to `ended`. The faults' times are in order, and two steps at
-    the least come before the first."""
+    """Goodput of the time from `began`, when a step was just done, to `ended`. The faults' times are in order, and two
+    steps at the least come before the first."""
     within = [one for one in done if began < one.at <= ended]
     undisturbed = [one for one in within if one.at <= faults[0]] if faults else within
     if len(undisturbed) < 2:
@@ -153,7 +154,7 @@ def normal_step_s(done: Sequence[StepDone]) -> float:
 
 
 def samples_amiss(final: Mapping[int, StepDone], steps: Iterable[int], ids: IdsOfStep) -> tuple[int, int]:
-    """How many samples these steps left out, and how many they read twice, or instead."""
+    """The numbers of samples that these steps left out, and that they read twice, or instead."""
     lost = repeated = 0
     for step in steps:
         wanted, read = list(ids(step)), list(final[step].samples) if step in final else []
@@ -165,28 +166,28 @@ def samples_amiss(final: Mapping[int, StepDone], steps: Iterable[int], ids: IdsO
 def loss_difference(
     final: Mapping[int, StepDone], steps: Iterable[int], undisturbed: Mapping[int, float]
 ) -> float | None:
-    """The largest in these steps, of those that both have; None if there is none."""
+    """The largest loss difference in those of these steps that both have; None if there is none."""
     both = set(steps) & final.keys() & undisturbed.keys()
     return max((abs(final[step].loss - undisturbed[step]) for step in both), default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Struck:
-    """A fault: when, and whom it hit."""
+    """A fault: its time and its victims."""
 
     at: float
     victims: frozenset[int]
     """Process ids."""
     survivors: frozenset[int]
-    """Of the workers."""
+    """Process ids of the surviving workers."""
     ended: Mapping[int, float] = field(default_factory=dict)
-    """When each survivor's process was gone, if it was."""
+    """Time when each survivor's process ended, if it did."""
 
 
 def incident(events: Sequence[Event], struck: Struck, *, settled: int = 5) -> Incident:
-    """What followed a fault, but for samples and losses.
+    """The consequences of a fault, except for samples and losses.
 
-    `settled`: of how many steps before it the normal step is the median.
+    `settled`: the normal step is the median of so many steps before the fault.
     """
     done = steps_done(events)
     before, after = [one for one in done if one.at <= struck.at], [one for one in done if one.at > struck.at]
@@ -219,19 +220,19 @@ def incident(events: Sequence[Event], struck: Struck, *, settled: int = 5) -> In
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resized:
-    """What followed a request for another number of workers."""
+    """The consequences of a request for another number of workers."""
 
     until_s: float
-    """Until the first step of the new number."""
+    """Time until the first step of the new number of workers."""
     pause_s: float
     """The longest time between two new steps, less a normal step before."""
     steps_again: int
 
 
 def resized(done: Sequence[StepDone], at: float, workers: int, *, settled: int = 5) -> Resized | None:
-    """What followed the request at this time; None until two new steps of so many workers are done.
+    """The consequences of the request at this time; None until two new steps of so many workers are done.
 
-    A step is new that was not done before: a subject that goes back to a checkpoint does some again, of those too that
+    A step is new that was not done before: a subject that returns to a checkpoint repeats some, among them those that
     came between the request and the change.
     """
     newest, new, again = 0, list[StepDone](), 0

@@ -1,7 +1,7 @@
-"""What a trained process says of itself: a line of JSON per event, in a file that all of a run's processes append to.
+"""The events of a trained process: a line of JSON each, in a file that all of a run's processes append to.
 
-Standard library only: those who are measured against use it too. Events: `start`, `restored` (it holds the state after
-`step`), `step` (done: `loss`, `samples`), `failed` (it has noticed that something is wrong), `node` (a raylet).
+Standard library only: the peers use it too. Events: `start`, `restored` (it holds the state after `step`), `step`
+(done: `loss`, `samples`), `failed` (it has noticed that something is wrong), `node` (a raylet).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Event:
     pid: int
     rank: int = 0
     world: int = 1
-    """How many processes say a line about the same step."""
+    """Number of processes that write a line about the same step."""
     workers: int = 0
-    """Of the run, if that is another number than `world`."""
+    """Number of the run's workers, if it differs from `world`."""
     step: int = 0
     loss: float | None = None
     """Mean over `samples`."""
     samples: list[int] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
-    """Of the workers by rank, where one process speaks for all."""
+    """Process ids of the workers by rank, where one process writes for all."""
 
 
 class Speaker:
@@ -59,7 +59,7 @@ class Follower:
         self._path, self._offset = Path(path), 0
 
     def read(self) -> Iterator[Event]:
-        """Whole lines alone; the rest is read next time."""
+        """Whole lines alone; an incomplete line is read next time."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""How much memory a run's driver and workers take, over time, and what a program takes at its peak."""
+"""The memory of a run's driver and workers over time, and the peak memory of a program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WARM_AFTER_S = 20.0
 
 
 class Sampler:
-    """Looks at this process and a run's workers every few seconds, while its block runs."""
+    """Measures this process and a run's workers every few seconds, while its block runs."""
 
     def __init__(self, status: Callable[[], Status]) -> None:
         self._status = status
@@ -45,8 +45,8 @@ class Sampler:
         return slope(self._open_files)
 
     def worker_growth(self) -> float:
-        """Megabytes a minute: of the median worker that has been there for a while, whichever it is at the time. One
-        that is new grows for a minute or two; that those of later times are larger would be a leak."""
+        """Megabytes a minute of the median worker that has been there for a while; it may be another one at each time.
+        A new worker grows for a minute or two; only larger workers at later times would be a leak."""
         at_once: dict[float, list[float]] = {}
         for samples in self.workers.values():
             for at, mb in samples:
@@ -73,7 +73,7 @@ def slope(samples: Sequence[tuple[float, float]]) -> float:
 
 
 def resident_mb(pid: int) -> float:
-    """Of a process of this machine; 0 if it is gone."""
+    """Resident memory of a process of this machine; 0 if it has exited."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except OSError:
@@ -82,12 +82,12 @@ def resident_mb(pid: int) -> float:
 
 
 def peak_bytes() -> int:
-    """The most that this program had resident since it began, or since `reset_peak`; `getrusage` would count what
-    started it."""
+    """The most that this program had resident since it began, or since `reset_peak`; `getrusage` would include the
+    process that started it."""
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
 
 
 def reset_peak() -> int:
-    """Begin anew; what is resident now."""
+    """Reset the peak; the memory that is resident now."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak_bytes()

@@ -1,4 +1,4 @@
-"""The benchmarks' workload in plain torch, for those who are measured against: they have no raysharded installed.
+"""The benchmarks' workload in plain torch, for the peers: their environments have no raysharded.
 
 The same shapes, first weights, samples, dropout and learning rates as `benchmarks.workload`, so that the losses are the
 same too, but for the last digits: the order in which a sum is taken differs.
@@ -76,7 +76,7 @@ class GPT(nn.Module):
 
 
 def build_model(layers: int = 6, width: int = 256, heads: int = 4) -> GPT:
-    """With its first weights; 5M parameters unless another shape is asked for."""
+    """The model with its first weights; 5M parameters unless another shape is requested."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_seed(SEED, "initial weights"))
         return GPT(layers, width, heads)
@@ -89,7 +89,7 @@ def shape(text: str) -> tuple[int, int, int]:
 
 
 def shard(model: GPT) -> GPT:
-    """FSDP2 over all processes of the default group: every block, and the rest."""
+    """FSDP2 over all processes of the default group: every block, and the remaining modules."""
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -105,7 +105,7 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def learning_rate(step: int) -> float:
-    """Of optimizer step `step`, from 1 on: a warm-up, then a cosine."""
+    """Learning rate of optimizer step `step`, from 1 on: a warm-up, then a cosine."""
     if step < _WARMUP_STEPS:
         return LEARNING_RATE * (step / _WARMUP_STEPS)
     progress = min(1.0, (step - _WARMUP_STEPS) / (_TOTAL_STEPS - _WARMUP_STEPS))
@@ -116,11 +116,11 @@ class Samples:
     """The samples of a run, in its order: a table of ids, so that a step's are a function of its number alone."""
 
     def __init__(self, order: str | Path) -> None:
-        """`order`: what `benchmarks.workload.write_order` wrote, int64 [samples]."""
+        """`order`: a file of `benchmarks.workload.write_order`, int64 [samples]."""
         self._order: npt.NDArray[np.int64] = np.load(order, mmap_mode="r")
 
     def ids(self, step: int, microbatch: int) -> list[int]:
-        """Of logical microbatch `microbatch` (from 0 on) of step `step` (from 1 on)."""
+        """Sample ids of logical microbatch `microbatch` (from 0 on) of step `step` (from 1 on)."""
         first = (step - 1) * GLOBAL_BATCH_SIZE + microbatch * MICROBATCH_SIZE
         found: list[int] = self._order[first : first + MICROBATCH_SIZE].tolist()
         if len(found) < MICROBATCH_SIZE:
@@ -128,7 +128,7 @@ class Samples:
         return found
 
     def load(self, ids: list[int]) -> torch.Tensor:
-        """[samples, SEQ_LEN + 1]"""
+        """The bytes of these samples, [samples, SEQ_LEN + 1]."""
         return torch.stack([torch.from_numpy(sample(one)) for one in ids])
 
 
@@ -140,7 +140,7 @@ def sample(index: int) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What one process did in a step: the mean loss of its samples, and which they were. NaN and none if none."""
+    """One process's part of a step: the mean loss of its samples, and their ids. NaN and none if it had none."""
 
     loss: float
     samples: list[int]
@@ -157,7 +157,7 @@ def compute(
 ) -> Done:
     """Forward and backward of these microbatches of a step: the gradients of `scale` times each one's mean loss add up.
 
-    `idle_rounds`: that many more, of which nothing counts, as FSDP2's collectives need everybody every time.
+    `idle_rounds`: so many more rounds that count nothing, as FSDP2's collectives need all processes every time.
     """
     ids: list[int] = []
     losses: list[float] = []

@@ -1,5 +1,5 @@
-"""What the death of a node costs that has two of four workers, side by side: the newest of two is killed, with all that
-runs on it, in the middle of the fifth step after a checkpoint."""
+"""The cost of losing a node with two of four workers, side by side: the newest of two is killed, with all that runs on
+it, in the middle of the fifth step after a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "nodes"
 
 
 def run(effort: Effort) -> list[Line]:
-    """All lines; when quick, ours alone; in an hour, of those alone who have been seen to go on."""
+    """All lines; when quick, of raysharded alone; in an hour, only of the subjects that are known to continue."""
     able = [subject for subject in SUBJECTS if subject is not RAY_TRAIN]
     there = effort.pick(quick=[OURS], hour=able, full=SUBJECTS)
     return struck_in_turn(NAME, "node loss", there, effort, rounds=effort.pick(quick=1, hour=1, full=5))

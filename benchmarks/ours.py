@@ -1,9 +1,9 @@
-"""raysharded's side of the benchmarks of faults: the workload in a process of its own that says what its driver hears.
+"""raysharded's side of the benchmarks of faults: the workload in a separate process that writes its driver's events.
 
 python -m benchmarks.ours --out LINES --folder STORAGE --workers 4 --least 2 [--nodes 2,2] [--every 8] [--steps N]
     [--parameters 50M] [--reduction fast] [--accumulation local] [--no-mirrors] [--patience-s 3600]
 
-A line `resize 3` on standard input changes the number of workers; with `--nodes`, each a raylet of its own with so many
+A line `resize 3` on standard input changes the number of workers; with `--nodes`, each a separate raylet with so many
 slots, `add 2` starts one more.
 """
 
@@ -24,7 +24,7 @@ from raysharded.errors import RayshardedError, RunFailed
 from raysharded.testing.ray_nodes import RayNodes
 
 _LOOK_EVERY_S = 0.25
-"""For who is there; ten times as often, it was 1 % of a step of 2 workers on 2 cores."""
+"""Interval of the look for new processes; ten times as often, it was 1 % of a step of 2 workers on 2 cores."""
 
 
 class Listener:
@@ -33,7 +33,7 @@ class Listener:
     def __init__(self, speaker: Speaker) -> None:
         self._speaker = speaker
         self.pids: list[int] = []
-        """Of the workers, by rank."""
+        """Process ids of the workers, by rank."""
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "step":

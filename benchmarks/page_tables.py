@@ -1,4 +1,4 @@
-"""Results as Markdown tables: what was asked for, and of each benchmark every figure of every subject."""
+"""Results as Markdown tables: the goals, and of each benchmark every figure of every subject."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MET = {True: "yes", False: "**no**", None: "not measured"}
 
 
 def asked_table(lines: Sequence[Line]) -> list[str]:
-    """All lines of which something was asked."""
+    """All lines that have a goal."""
     rows = _head(["what", "who", "asked", "measured", "met"])
     for line in lines:
         if line.asked is None:
@@ -24,7 +24,7 @@ def asked_table(lines: Sequence[Line]) -> list[str]:
 
 
 def tables(lines: Sequence[Line]) -> list[str]:
-    """Everything: a row for each thing, and a column for each subject; of several subjects a table for each topic."""
+    """All figures: a row for each thing, and a column for each subject; of several subjects a table for each topic."""
     if len({line.subject for line in lines}) == 1:
         return _beside_each_other(lines, "")
     found: list[str] = []
@@ -62,7 +62,7 @@ def _cell_of(line: Line) -> str:
 
 
 def _values_of(line: Line) -> str:
-    """What was measured, or what a subject did not do."""
+    """The measured values, or the event that was not seen."""
     if line.values:
         return spread(line.values)
     return line.note.partition(":")[0] if line.note.startswith((NOT_SEEN, ">")) else _NOTHING
@@ -77,7 +77,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median, with the least, the most and how many there are, if they differ."""
+    """Median, with the least, the most and their number, if they differ."""
     found = Measured(list(values))
     if len(values) == 1 or found.min == found.max:
         return number(found.median)
@@ -85,7 +85,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits that count."""
+    """The number with three significant digits."""
     if value == 0 or 1e-3 <= abs(value) < 1e6:
         text = f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
         return re.sub(r"e\+?(-?)0*", r"e\1", text)

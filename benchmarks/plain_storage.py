@@ -1,4 +1,4 @@
-"""Writing and reading bytes as one would without raysharded: the limits that its checkpoints are measured against."""
+"""Plain writes and reads of bytes without raysharded: the limits that its checkpoints are measured against."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READ_BYTES = 16 << 20
 
 
 def write(url: str, name: str, data: NDArray[np.uint8]) -> None:
-    """Durable on return."""
+    """Write a file; it is durable on return."""
     if url.startswith("s3://"):
         _upload(url, name, data)
         return
@@ -47,7 +47,7 @@ def read(url: str, ranges: list[tuple[str, int, int]], out: NDArray[np.uint8]) -
 
 
 def drop_caches(url: str) -> None:
-    """Files of a folder must come from the disk again. (Of another server they come as they come.)"""
+    """Make reads of a folder's files come from the disk again. (Another server's cache stays as it is.)"""
     if url.startswith("s3://"):
         return
     for path in Path(url).rglob("*"):

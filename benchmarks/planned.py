@@ -1,12 +1,13 @@
-"""What a planned change of size costs: a worker that is told to leave (4 to 3), the one that joins in its place (3 to
-4; both at once, 4 to 4, where the replacement is there before the change is prepared), and the loss of a worker whose
-place a spare takes (3 to 3).
+"""The cost of planned changes of size, and of a loss whose place a spare takes.
+
+Changes: a worker that is requested to leave (4 to 3); the one that joins in its place (3 to 4); both at once, 4 to 4,
+where the replacement is ready before the change is prepared. Loss: 3 to 3.
 
 python -m benchmarks.planned [--changes 5] [--json PATH]
 
-The figure is the time from the newest step before the change to the first step after it, less the median of those steps
-of the same session beside which no worker was starting: on cores that are shared, starting one slows the others down.
-A loss also costs the step that it breaks: its time is from the kill on.
+The figure is the time from the newest step before the change to the first step after it, less a normal step: the median
+of those steps of the same session during which no worker was starting. On shared cores, starting one slows the others
+down. A loss also costs the step that it breaks: its time is from the kill on.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from benchmarks.workload import trainer
 from raysharded.errors import RunFailed
 
 SHARE = 0.25
-"""Of a core for each worker, as Ray counts."""
+"""Share of a core for each worker, as Ray counts."""
 _STEADY = 6
 """Steps of one generation between two changes."""
 
 
 @dataclass(slots=True)
 class Watch:
-    """When each step was heard of, in which generation, and how long its parts of forming took."""
+    """The time and generation of each step, and the time that each part of forming took."""
 
     steps: list[tuple[float, int, int, bool]] = field(default_factory=list)
-    """(when, generation, workers, whether a worker was starting beside it)"""
+    """(when, generation, workers, whether a worker was starting at the same time)"""
     formed: dict[int, Any] = field(default_factory=dict)
     ready: int = 0
     wanted: int = 0
-    """Workers that were asked for so far."""
+    """Workers that were requested so far."""
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "step":
@@ -75,7 +76,7 @@ class Watch:
 
 
 def planned(count: int, folder: str) -> dict[str, Any]:
-    """Tell a worker to leave, wait until another has joined, and so on."""
+    """Request a worker to leave, wait until another has joined, and so on."""
     watch = Watch(wanted=4)
     run = trainer("planned", (3, 4), folder, cpus_per_worker=SHARE).start_local(watch)
     told = 0

@@ -1,15 +1,15 @@
-"""How long the planner takes for large models: the order of ranks, which the driver chooses once, and each worker's own
-plan. Nothing is moved.
+"""The planner's time for large models: the order of ranks, which the driver chooses once, and each worker's own plan.
+Nothing is moved.
 
 python -m benchmarks.planner [--runs 5] [--only 7B] [--whole] [--json PATH]
 
 A case loses workers, spread over the world, or is joined by some. They hold snapshots and, where there are no replicas,
-mirrors, and there are 8 of them on a node: their ranks follow each other, and mirrors are on the next node, as the
-driver has it. With tensor parallelism, whose groups are on one node, a whole node is lost.
+mirrors. A node has 8 of them, with consecutive ranks, and mirrors are on the next node, as the driver places them. With
+tensor parallelism, whose groups are on one node, a whole node is lost.
 
-One JSON line per case, with medians; the cases alternate, so that all of them see the same machine. `ready_s` is what a
-change waits for: the order, and then a plan, which all workers make at once. With `--whole` also the plan of all
-workers, up to some millions of rows.
+One JSON line per case, with medians; the cases alternate, so that all of them meet the same state of the machine.
+`ready_s` is the wait of a change: the order, and then a plan, which all workers make at once. With `--whole` also the
+plan of all workers, up to some millions of rows.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Change:
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
-        """Those before it, by rank: node by node."""
+        """The workers before the change, by rank: node by node."""
         return tuple(WorkerId(number) for number in range(self.before))
 
     @property
@@ -85,7 +85,8 @@ class Change:
 
     @property
     def lost(self) -> frozenset[WorkerId]:
-        """All over the world, and of all places in a node; with tensor parallelism those in the middle."""
+        """The lost workers, all over the world and of all places in a node; with tensor parallelism those in the
+        middle."""
         count = max(0, self.before - self.after)
         if self.tensor_after > 1:
             return frozenset(map(WorkerId, range(self.before // 2, self.before // 2 + count)))
@@ -112,30 +113,30 @@ CHANGES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """Of one run of a change: seconds, bytes and rows."""
+    """Figures of one run of a change: seconds, bytes and rows."""
 
     order_s: float
     worker_s: float
     """The plan of one worker."""
     count_s: float
-    """Counting the bytes on the wire."""
+    """Time for counting the bytes on the wire."""
     whole_s: float | None
     rows_of_worker: int
     wire_of_state: float
     """Bytes on the wire, in sizes of the state."""
     received_of_shard: float
-    """What the one worker gets, in sizes of its shard."""
+    """Bytes that the one worker receives, in sizes of its shard."""
     mirrors_at_home: int
-    """Workers on one node with whom they keep the mirror of; 0 without mirrors."""
+    """Workers that keep the mirror of a worker on the same node; 0 without mirrors."""
     split_groups: int
-    """Tensor parallel groups that are on several nodes."""
+    """Tensor parallel groups that span several nodes."""
     largest_sender: float | None
-    """Of the whole plan, to the mean of all that send."""
+    """The largest sender's bytes over the mean of all senders, in the whole plan."""
 
 
 def in_strips(spec: StateSpec) -> StateSpec:
-    """The state with what tensor parallelism does to a Llama: the linears that write to the residual stream are cut by
-    columns, other matrices by rows."""
+    """The state under a Llama's tensor parallelism: the linears that write to the residual stream are cut by columns,
+    other matrices by rows."""
     entries: list[TensorSpec] = []
     for tensor in spec.tensors:
         dim = None if len(tensor.shape) < 2 else int(tensor.name.endswith((".o", ".down")))
@@ -147,7 +148,7 @@ def in_strips(spec: StateSpec) -> StateSpec:
 
 
 def copies_of(change: Change) -> tuple[Copy, ...]:
-    """What the survivors have in memory."""
+    """The copies that the survivors have in memory."""
     lost = change.lost
     alive = [None if worker in lost else worker for worker in change.workers]
     shards = change.before // change.replicas_before
@@ -197,7 +198,7 @@ def measure(change: Change, run: int, *, whole: bool) -> Figures:
 
 
 def mirrors_at_home(order: Sequence[WorkerId], change: Change) -> int:
-    """See `Figures`."""
+    """See `Figures.mirrors_at_home`."""
     if change.replicas_after > 1 or not change.mirrors:
         return 0
     nodes = change.nodes
@@ -206,7 +207,7 @@ def mirrors_at_home(order: Sequence[WorkerId], change: Change) -> int:
 
 
 def whole_plan(figures: Figures, change: Change, copies: Sequence[Copy], target: Target) -> Figures:
-    """With the plan of all workers."""
+    """The figures, with those of the plan of all workers."""
     spec = change.spec
     if len(spec.tensors) * change.after > MAX_WHOLE:
         return figures
@@ -221,7 +222,7 @@ def whole_plan(figures: Figures, change: Change, copies: Sequence[Copy], target:
 
 
 def median(runs: Sequence[Figures]) -> dict[str, float | None]:
-    """Of each figure, rounded; of the time until all is planned too."""
+    """The median of each figure, rounded; also of the time until all is planned."""
     found: dict[str, float | None] = {}
     for name in Figures.__dataclass_fields__:
         values = [getattr(one, name) for one in runs if getattr(one, name) is not None]

@@ -89,5 +89,5 @@ def _plans(lines: Sequence[Line]) -> Figure | None:
 
 
 def _differ(lines: Sequence[Line]) -> bool:
-    """Whether there is something to see."""
+    """True if there is something to see."""
     return len({value for line in lines for value in line.values}) > 1

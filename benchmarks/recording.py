@@ -1,7 +1,8 @@
-"""What recording costs the driver: processor time per event and journal bytes per step, with and without.
+"""The driver's cost of recording: processor time per event and journal bytes per step, with and without.
 
-A driver's machine, journal thread and storage, without workers: it is told as fast as it listens what 4 workers say of
-a model of 300 parameters. A real driver hears a few events per step. Run: python -m benchmarks.recording
+A driver's machine, journal thread and storage, without workers: it receives, as fast as it accepts them, the messages
+of 4 workers of a model of 300 parameters. A real driver receives a few events per step. Run: python -m
+benchmarks.recording
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PHASES = ("wait", "data", "forward", "backward", "agree", "apply", "snapshot", "
 
 
 def spec() -> StateSpec:
-    """Of 300 parameters with AdamW's two moments and count."""
+    """A state of 300 parameters with AdamW's two moments and count."""
     tensors = []
     for number in range(300):
         name = f"blocks.{number // 12}.attention.{number % 12}.weight"
@@ -42,7 +43,7 @@ def spec() -> StateSpec:
 
 
 def history(steps: int) -> list[Event]:
-    """What is told, from the first worker that is ready on."""
+    """The events of a run, from the first worker that is ready on."""
     generation, state = GenerationId(1), spec()
     events: list[Event] = []
     for worker in map(WorkerId, range(WORKERS)):
@@ -72,7 +73,7 @@ def history(steps: int) -> list[Event]:
 
 
 def drive(folder: str, steps: int, *, recorded: bool) -> tuple[float, float, int]:
-    """(processor seconds of the driver's thread, of all its threads, bytes of the journal)"""
+    """(processor seconds of the driver's thread, of all its threads, bytes of the journal)."""
     clock = SystemClock()
     recorder = Recorder(Journal(open_storage(folder), clock, "driver"), clock)
     limits = DriverConfig(

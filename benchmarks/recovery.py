@@ -1,8 +1,8 @@
-"""What the death of a worker costs, side by side. One that is stopped: `benchmarks.stops`; the death of a node:
-`benchmarks.nodes`; planned changes: `benchmarks.resizes`.
+"""The cost of a worker's death, side by side. For a stopped worker see `benchmarks.stops`; for the death of a node
+`benchmarks.nodes`; for planned changes `benchmarks.resizes`.
 
 python -m benchmarks.recovery [--subject torchft] [--fault SIGSTOP] [--rounds 1]    some trials, printed
-python -m benchmarks.recovery --shard-group-size 2    of ours in groups: the state comes from another group
+python -m benchmarks.recovery --shard-group-size 2    of raysharded in groups: the state comes from another group
 
 A fault strikes in the middle of the fifth step after a checkpoint (one is written every eight steps), when all workers
 have been there for a while.
@@ -21,8 +21,8 @@ NAME = "recovery"
 
 
 def run(effort: Effort) -> list[Line]:
-    """All lines; when quick, without Ray Train's elastic way. When full a worker is killed, and another when all are
-    back, in each round: starting anew takes some of the subjects a minute."""
+    """All lines; when quick, without Ray Train's elastic way. When full, each round kills a worker, and another when
+    all are back: a new start takes some of the subjects a minute."""
     quickly = [subject for subject in SUBJECTS if subject is not RAY_TRAIN_ELASTIC]
     there = effort.pick(quick=quickly, hour=SUBJECTS, full=SUBJECTS)
     rounds, times = effort.pick(quick=(1, 1), hour=(1, 1), full=(3, 2))

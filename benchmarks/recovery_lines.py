@@ -1,4 +1,4 @@
-"""What the trials of `benchmarks.recovery` found, as lines of results."""
+"""The findings of the trials of `benchmarks.recovery`, as lines of results."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from benchmarks.subjects import OURS
 
 NAME = "recovery"
 LIMIT_S = 120.0
-"""Whoever is not beyond the broken step by then is not waited for any longer."""
+"""The wait for a subject to get beyond the broken step ends then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """What a planned change of the number of workers cost."""
+    """The cost of a planned change of the number of workers."""
 
     until_s: float
     """From the request to the first step of the new number of workers."""
@@ -43,7 +43,7 @@ _ROWS = {  # of an incident: (its words, unit)
     "normal_step_s": ("normal step before it", "s"),
 }
 _OF_PROGRESS = ("steps_again", "samples_lost", "samples_repeated", "loss_difference", "workers_after")
-"""What says nothing of a subject that was not seen beyond the broken step."""
+"""Fields without a meaning for a subject that was not seen beyond the broken step."""
 _ASKED: dict[tuple[str, str], str] = {
     ("SIGKILL", "extra_s"): "at most 0.7",
     ("SIGKILL", "steps_again"): "exactly 0",
@@ -87,7 +87,7 @@ def incident_lines(fault: str, subject: str, found: Sequence[Incident]) -> list[
 
 
 def compared_lines(fault: str, found: Mapping[str, Sequence[Incident]]) -> list[Line]:
-    """How many times as long as ours each peer's way to progress is, pair by pair; one that was cut off counts with the
+    """The ratio of each peer's time until progress to ours, pair by pair; one that was cut off counts with the
     limit."""
     ours = [_beyond(one) for one in found.get(OURS.name, ())]
     lines = []
@@ -118,7 +118,7 @@ def _beyond(one: Incident) -> float:
 
 
 def planned_lines(what: str, subject: str, found: Sequence[Planned | None]) -> list[Line]:
-    """All rows of one subject and change; None is one that was not done within the limit."""
+    """All rows of one subject and change; None stands for a change that was not done within the limit."""
     lines = []
     late = sum(one is None for one in found)
     for name, (words, unit) in _PLANNED_ROWS.items():

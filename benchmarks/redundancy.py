@@ -1,4 +1,4 @@
-"""What redundancy costs beside training: mirrors and parity against none.
+"""The cost of redundancy during training: mirrors and parity compared with none.
 
 python -m benchmarks.redundancy [--workers 6] [--rounds 3] [--steps 12] [--json PATH]
 
@@ -125,7 +125,7 @@ def steps_of(workers: int, steps: int, engine: rs.EngineConfig) -> tuple[float, 
         def listen(kind: str, _: dict[str, Any]) -> None:
             if kind == "step":
                 times.append(time.perf_counter())
-                if len(times) in (_WARM_UP_STEPS, steps - 1):  # after the last one they may be gone
+                if len(times) in (_WARM_UP_STEPS, steps - 1):  # after the last one they may have exited
                     cpu.append(cpu_s(list(run.status().pids.values())))
 
         job = trainer("cost", workers, folder, steps=steps, engine=engine, cpus_per_worker=0.25)

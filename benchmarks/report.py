@@ -1,7 +1,7 @@
-"""What the report of a long run takes: a journal of a million steps, read, checked and drawn.
+"""The cost of a long run's report: a journal of a million steps, read, checked and drawn.
 
-A short real run gives the entries; its steps are then said again and again, each with its own number, moment, loss and
-digest of what it read, so that the check of the samples finds what it must. A segment holds as many steps as the driver
+A short real run gives the entries. Its steps are then repeated, each with another number, time, loss and digest of the
+samples read, so that the check of the samples finds the expected ones. A segment holds as many steps as the driver
 writes in two seconds when a step takes 70 ms.
 """
 
@@ -97,7 +97,7 @@ def _put(storage: Storage, number: int, entries: list[dict[str, Any]]) -> int:
 
 
 def _real_entries() -> tuple[list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
-    """Of a run of a few steps: what comes before the first step, the last step, and what ends it."""
+    """Entries of a run of a few steps: those before the first step, the last step, and those that end the run."""
     with tempfile.TemporaryDirectory() as folder:
         job = trainer("report", 2, folder, steps=_REAL_STEPS)
         fit(job)

@@ -1,4 +1,4 @@
-"""What a planned change of the number of workers costs, side by side: from 4 to 3, and from 3 to 4."""
+"""The cost of a planned change of the number of workers, side by side: from 4 to 3, and from 3 to 4."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "resizes"
 
 
 def run(effort: Effort) -> list[Line]:
-    """All lines; nothing when quick, as no figure of it is asked for."""
+    """All lines; none when quick, as no goal depends on them."""
     if effort is Effort.QUICK:
         return []
     about = machine(effort, peers=versions())

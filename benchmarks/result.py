@@ -1,7 +1,7 @@
-"""What a benchmark found: lines of measured values, how often each pair was so much slower, and what was asked for.
+"""The findings of a benchmark: lines of measured values, the ratio of each pair, and the goals.
 
 A file of results is JSON, `{"format": 1, "lines": [...]}`; each line carries the commit, the versions and the machine
-that it was measured with.
+of its measurement.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "ray", "numpy", "fsspec", "boto3")
 _WRITTEN = (":!benchmarks/results", ":!docs/benchmarks*")  # the harness writes these: they make no other commit
 NOT_SEEN = "not seen"
-"""The note of what a subject never did while it was watched."""
+"""Note of a line whose event a subject never showed while it was watched."""
 _STEAL = 7
-"""Its column in /proc/stat's first line, after the word `cpu`."""
+"""Column of the stolen time in /proc/stat's first line, after the word `cpu`."""
 _ASKED = re.compile(r"(at most|at least|under|over|exactly) (\d+(?:\.\d+)?)(?=$|[ :;,%])")
 
 
@@ -42,7 +42,7 @@ class Measured:
 
     def __post_init__(self) -> None:
         if not self.values:
-            raise ValueError("nothing was measured: a line without values has no median; give it a note that says why")
+            raise ValueError("nothing was measured: a line without values has no median; add a note with the reason")
 
     @property
     def median(self) -> float:
@@ -64,20 +64,20 @@ class Line:
     benchmark: str
     """A name of `benchmarks.__main__.NAMES`."""
     what: str
-    """Of what: the same words for every subject, as they become one row of a table."""
+    """The measured quantity: the same words for every subject, as they become one row of a table."""
     subject: str
-    """Whose: `raysharded`, `Ray Train`, `torchrun FSDP2`, ..."""
+    """The measured program: `raysharded`, `Ray Train`, `torchrun FSDP2`, ..."""
     unit: str
     """`s`, `MB/s`, `bytes`, `steps`, ...; empty for a plain number."""
     values: list[float]
-    """Of every round, in order; empty where it was not measured, and `note` says why."""
+    """Values of every round, in order; empty where it was not measured, and `note` has the reason."""
     ratio: list[float] | None = None
-    """Pair by pair, what `against` says."""
+    """The ratio of each pair, as `against` describes it."""
     against: str = ""
-    """What over what, such as `over torchrun FSDP2`."""
+    """Description of the ratio, such as `over torchrun FSDP2`."""
     asked: str | None = None
-    """`at most 1.05`, `at least 8`, `under 0.5 s`, `over 2`, `exactly 0`, and more words if need be: of the median of
-    `ratio`, or of `values` where there is no ratio. `exactly` is asked of every value."""
+    """The goal: `at most 1.05`, `at least 8`, `under 0.5 s`, `over 2`, `exactly 0`, and more words if need be. It holds
+    for the median of `ratio`, or of `values` where there is no ratio; `exactly` holds for every value."""
     note: str = ""
     machine: Mapping[str, Any] = field(default_factory=dict)
     """See `machine`; `write` fills it in."""
@@ -86,16 +86,16 @@ class Line:
         if self.asked is not None and not _ASKED.match(self.asked):
             raise ValueError(f"asked {self.asked!r}: begin with 'at most', 'at least', 'under', 'over' or 'exactly' X")
         if not self.values and not self.note:
-            raise ValueError(f"{self.benchmark}, {self.what}, {self.subject}: no values, and no note that says why")
+            raise ValueError(f"{self.benchmark}, {self.what}, {self.subject}: no values, and no note with the reason")
 
     @property
     def judged(self) -> list[float]:
-        """The values that `asked` is about."""
+        """The values that the goal applies to."""
         return self.values if self.ratio is None else self.ratio
 
     @property
     def met(self) -> bool | None:
-        """Whether it is as asked; None where nothing was asked, or measured."""
+        """True if the goal is met; None without a goal, or without a measurement."""
         if self.asked is None or not self.judged:
             return None
         found = _ASKED.match(self.asked)
@@ -117,7 +117,7 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 
 def alternate(subjects: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """What each subject returns, round by round: A B A B ..., so that both meet the same moods of the machine."""
+    """The results of each subject, round by round: A B A B ..., so that both meet the same state of the machine."""
     found: dict[str, list[T]] = {name: [] for name in subjects}
     for _ in range(rounds):
         for name, subject in subjects.items():
@@ -126,9 +126,9 @@ def alternate(subjects: Mapping[str, Callable[[], T]], rounds: int) -> dict[str,
 
 
 def machine(effort: Effort = Effort.FULL, *, peers: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What a run is measured with: take it before the run, as the machine's load is part of it.
+    """The conditions of a run: collect them before the run, as the machine's load is part of them.
 
-    `peers`: versions of what has an environment of its own, such as `{"torchft": "0.2.0"}`.
+    `peers`: versions of the peers that have separate environments, such as `{"torchft": "0.2.0"}`.
     """
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
@@ -149,19 +149,19 @@ def machine(effort: Effort = Effort.FULL, *, peers: Mapping[str, str] | None = N
 
 
 class Taken:
-    """How much of the cores' time the host of this virtual machine gives to others, from now on."""
+    """The share of the cores' time that the host of this virtual machine gives to others, from now on."""
 
     def __init__(self) -> None:
         self._before = _cpu_times()
 
     def percent(self) -> float:
-        """Since it was made."""
+        """The share since this object was made."""
         spent = [now - then for now, then in zip(_cpu_times(), self._before, strict=True)]
         return round(100 * spent[_STEAL] / max(1, sum(spent)), 1)
 
 
 def _cpu_times() -> list[int]:
-    """What all cores did, in clock ticks since boot; zeros where there is no /proc/stat."""
+    """Times of all cores, in clock ticks since boot; zeros where there is no /proc/stat."""
     try:
         first = Path("/proc/stat").read_text().partition("\n")[0]
     except OSError:
@@ -170,7 +170,8 @@ def _cpu_times() -> list[int]:
 
 
 def write(path: str | Path, lines: Sequence[Line], about: Mapping[str, Any] | None = None) -> None:
-    """A file of results. `about`: what `machine` said before the run; lines that carry their own keep it."""
+    """Write a file of results. `about`: the conditions from `machine` before the run; lines with conditions keep
+    theirs."""
     about = machine() if about is None else about
     filled = [line if line.machine else replace(line, machine=about) for line in lines]
     text = json.dumps({"format": FORMAT, "lines": [asdict(line) for line in filled]}, indent=1)
@@ -187,7 +188,7 @@ def read(path: str | Path) -> list[Line]:
 
 
 def _commit() -> str:
-    """Of the working tree, with a `+` if files differ from it; `unknown` outside of git."""
+    """The commit of the working tree, with a `+` if files differ from it; `unknown` outside of git."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + "+" * bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN))

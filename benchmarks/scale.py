@@ -1,4 +1,4 @@
-"""What large runs cost, without a cluster: planning a change of size, the driver's work, the size of what is written.
+"""The cost of large runs, without a cluster: planning a change of size, the driver's work, the size of written data.
 
 Everything is computed by one process. The shapes are those of Llama models with Adam in float32; Llama 3.2 1B without
 its tied embedding.
@@ -41,7 +41,7 @@ _ASKED_PLANS = {("7B", 1024): "under 0.5 s", ("405B", 8192): "under 10 s"}
 _CREWS, _QUICK_CREWS = (1000, 10_000), (100, 1000)
 """Simulated workers."""
 _LOOK_AROUND_STEPS = 100
-"""The members of 10,000 are asked how fast they are every 500 s: once in so many steps of 5 s."""
+"""The members of 10,000 are queried for their speed every 500 s: once in so many steps of 5 s."""
 _SAVES = (("7B", 64), ("7B", 1024), ("70B", 1024), ("405B", 1024))
 _HEADER_BYTES = 1 << 16
 
@@ -58,8 +58,8 @@ def run(effort: Effort) -> list[Line]:
 
 
 def plans(rounds: int, worlds: Sequence[int]) -> list[Line]:
-    """How long it takes until a change can begin: the order of ranks, which the driver chooses, and then the plan of
-    one worker, as all workers plan at once."""
+    """Time until a change can begin: the order of ranks, which the driver chooses, and then the plan of one worker, as
+    all workers plan at once."""
     pairs = [(model, world) for model in MODELS for world in worlds]
     cases = {
         (model, world): Change(model=model, before=world, after=world - _LOST)
@@ -103,7 +103,7 @@ def memory() -> list[Line]:
 
 @dataclass(slots=True)
 class _Seen:
-    """Of one number of workers, by round."""
+    """Figures of one number of workers, by round."""
 
     start: list[Work] = field(default_factory=list)
     steps: list[Work] = field(default_factory=list)
@@ -112,7 +112,7 @@ class _Seen:
 
 
 def driver(rounds: int, crews: Sequence[int]) -> list[Line]:
-    """What the driver computes, at several numbers of workers."""
+    """The driver's computations, at several numbers of workers."""
     seen = {workers: _simulated(workers, rounds) for workers in crews}
     lines: list[Line] = []
     for workers, found in seen.items():
@@ -172,7 +172,7 @@ def _simulated(workers: int, rounds: int) -> _Seen:
 
 
 def manifests(cases: Sequence[tuple[str, int]]) -> list[Line]:
-    """The manifest of a checkpoint and its index, and how long the driver takes to make them of its workers' parts."""
+    """The manifest of a checkpoint and its index, and the driver's time to make them from its workers' parts."""
     lines = []
     for model, workers in cases:
         spec = MODELS[model].state
@@ -192,7 +192,7 @@ def manifests(cases: Sequence[tuple[str, int]]) -> list[Line]:
 
 
 def manifest_of(spec: StateSpec, workers: int) -> Manifest:
-    """As the driver makes it of a run's checkpoint, with digests that are drawn."""
+    """The manifest of a run's checkpoint as the driver makes it, with random digests."""
     generation = GenerationId(1)
     prefix = save_prefix(1000, generation, "0123abcd")
     names = tuple(tensor.name for tensor in spec.tensors)

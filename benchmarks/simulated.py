@@ -1,8 +1,8 @@
-"""A driver's state machine, and journal, with workers that are values: what it costs the driver to have so many.
+"""A driver's state machine and journal with simulated workers: the driver's cost at large numbers of workers.
 
-Nothing is trained and nobody is called: the workers answer each command at once with what real ones would say. Time is
-simulated, `STEP_S` a step and a tick of the loop every `TICK_S`; what is measured is the processor time of the driver's
-own thread and of its journal's.
+Nothing is trained and no worker is called: the simulated workers answer each command at once, as real ones would. Time
+is simulated, `STEP_S` a step and a tick of the loop every `TICK_S`. The measured quantity is the processor time of the
+driver's own thread and of its journal's.
 """
 
 from __future__ import annotations
@@ -54,26 +54,26 @@ from raysharded.protocol.worker_launcher import WorkerLost
 
 STEP_S = 5.0
 TICK_S = 0.25
-"""Of the driver's loop."""
+"""Interval of the driver's loop."""
 PER_NODE = 8
 REPORTS_KEPT = 4
-"""Steps that a worker that stops says once more."""
+"""Steps that a stopping worker reports once more."""
 _PHASES = ("wait", "data", "forward", "backward", "agree", "apply", "snapshot", "mirror")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What something took the driver."""
+    """The driver's cost of something."""
 
     machine_s: float
-    """Of its thread, in the state machine and handing entries to the journal."""
+    """Time of its thread, in the state machine and handing entries to the journal."""
     calls_s: float
-    """Of its thread: pickling what goes to the workers."""
+    """Time of its thread: pickling the messages to the workers."""
     journal_s: float
-    """Of the journal's thread."""
+    """Time of the journal's thread."""
     journal_bytes: int
     slowest_s: float
-    """The longest that a single event took: so long nothing else is heard."""
+    """The longest time that a single event took: for so long no other message is received."""
     events: int
 
     @property
@@ -110,7 +110,7 @@ class Simulated:
         self._ticked_at = 0.0
         self._boundary = False
         self._pickled: object = None
-        self._waiting = False  # whether workers that are asked for do not come
+        self._waiting = False  # whether requested workers do not come
         self._node_of: dict[WorkerId, int] = {}
         self._vacant = deque(number // PER_NODE for number in range(self.workers))
         limits = DriverConfig(
@@ -130,18 +130,18 @@ class Simulated:
         self.state = State(limits=limits, rendezvous=("host", 1, "keys"), driver="driver")
 
     def begin(self) -> None:
-        """From nothing to the first step."""
+        """Advance from nothing to the first step."""
         self._timed(lambda: machine.begin(self.state, self.at))
         self.run_to(1)
 
     def run_to(self, step: int) -> None:
-        """Until this step is done, and nothing that was said is unheard."""
+        """Advance until this step is done, and all messages are received."""
         while self.state.step < step or self.inbox:
             self._next()
 
     def lose(self, count: int) -> None:
-        """That many workers of different nodes are gone, in the middle of a step; until the next step is done by the
-        others."""
+        """Lose that many workers of different nodes, in the middle of a step; advance until the others have done the
+        next step."""
         members = self.state.members
         gone = [members[(2 * i + 1) * len(members) // (2 * count)] for i in range(count)]
         self._polled = False
@@ -152,7 +152,7 @@ class Simulated:
         self.run_to(self.state.step + 1)
 
     def rejoin(self) -> None:
-        """Those that are missing start again, and are taken in at a boundary; until they have done a step."""
+        """Start the missing workers again, and admit them at a boundary; advance until they have done a step."""
         self._waiting = False
         for worker in self.state.starting:
             self._say(self._ready(worker))
@@ -162,7 +162,7 @@ class Simulated:
 
     @contextmanager
     def measured(self) -> Iterator[list[Work]]:
-        """What its block takes: the list has it when the block is over."""
+        """The cost of its block: the list has it when the block is over."""
         self._recorder.flush()
         self._tally = _Tally()
         size, found = self._journal_bytes(), list[Work]()
@@ -188,7 +188,7 @@ class Simulated:
     # -- the driver --
 
     def _next(self) -> None:
-        """One event; or else the time goes on to the next tick or step."""
+        """Handle one event; or else advance the time to the next tick or step."""
         if self.inbox:
             event = self.inbox.popleft()
         else:
@@ -229,7 +229,7 @@ class Simulated:
         self.inbox.append(event)
 
     def _advance(self) -> None:
-        """To the next tick; a step is done when it is due, if somebody waits for it."""
+        """Advance to the next tick; a step is done when it is due, if somebody waits for it."""
         self._ticked_at += TICK_S
         self.at = max(self.at, self._ticked_at)
         due = self.state.since + STEP_S

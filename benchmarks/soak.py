@@ -2,11 +2,13 @@
 
 python -m benchmarks.soak [--minutes 15] [--workers 5] [--every 20] [--seed 0] [--json PATH]
 
-A small GPT trains on Ray, and about every so many seconds a worker is killed, stopped, told to leave, slowed down,
-cut off from the network, wedged or stuck, raises, or computes a wrong bit (every step is audited). Then the run is
-stopped with a checkpoint and resumed for a few steps more. Exits with 1 unless the final state is, bit for bit, that of
-as many undisturbed steps; every sample was read once; no process, port, temporary file or unfinished checkpoint is
-left; and driver and workers need no more memory and files than before.
+A small GPT trains on Ray. At random times, about `--every` seconds apart, a worker meets a fault. It is killed,
+stopped, requested to leave, slowed down, cut off from the network, wedged or stuck, or it raises, or computes a wrong
+bit. Every step is audited. Then the run is stopped with a checkpoint and resumed for a few steps more.
+
+Exits with 1 unless all of this holds. The final state is, bit for bit, that of as many undisturbed steps. Every sample
+was read once. No process, port, temporary file or unfinished checkpoint is left. Driver and workers need no more memory
+and files than before.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ STEPS_AFTER_RESUME = 10
 NEVER = 1_000_000
 MOST_MB_PER_MINUTE = 1.0
 MEMORY_AFTER_S = 300.0
-"""Growth is judged in soaks of so long: before, caches fill."""
+"""Growth is judged in soaks of at least this length: before, caches fill."""
 MARK = "RAYSHARDED_SOAK"
 
 
@@ -67,12 +69,12 @@ def trainer(name: str, folder: str, workers: int | tuple[int, int], steps: int) 
             checkpoint=rs.CheckpointConfig(every_steps=20),
             failure=rs.FailureConfig(task_error_retries=10, progress_timeout_s=60.0),
         ),
-        engine=rs.EngineConfig(audit_every_steps=1),  # or a flipped bit would stay
+        engine=rs.EngineConfig(audit_every_steps=1),  # a flipped bit would stay otherwise
     )
 
 
 def disturbed(folder: str, workers: int, minutes: float, every_s: float, seed: int) -> tuple[Chaos, Sampler]:
-    """The run that meets everything, for so long, and then stops with a checkpoint."""
+    """The run that meets all faults, for so long, and then stops with a checkpoint."""
     plan = FaultPlan(faults=(), folder=folder, listens=True)
     job = trainer("soak", folder, (2, workers), NEVER)
     job.faults = plan
@@ -95,13 +97,13 @@ def disturbed(folder: str, workers: int, minutes: float, every_s: float, seed: i
 
 
 def wait_for_first_step(run: rs.Run) -> None:
-    """Return when it is done; raises what the run failed with before."""
+    """Return when the first step is done; raises the run's failure if it fails before."""
     while run.status().step == 0:
         time_is_over(run, 0.2)
 
 
 def time_is_over(run: rs.Run, seconds: float) -> None:
-    """Return after so long; raises what the run failed with before."""
+    """Return after so long; raises the run's failure if it fails before."""
     try:
         run.wait(seconds)
     except TimeoutError:
@@ -118,10 +120,10 @@ def say(kind: str, fields: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def temporary_files_in(folder: Path) -> Iterator[Path]:
-    """Within it, this process and those that it starts make their temporary files there."""
+    """Make this process and those that it starts create their temporary files there, within the block."""
     before = os.environ.get("TMPDIR")
     folder.mkdir()
-    os.environ["TMPDIR"], tempfile.tempdir = str(folder), None  # None: look at TMPDIR again
+    os.environ["TMPDIR"], tempfile.tempdir = str(folder), None  # None: read TMPDIR again
     try:
         yield folder
     finally:
@@ -131,11 +133,11 @@ def temporary_files_in(folder: Path) -> Iterator[Path]:
 
 
 def leftovers(ports_before: set[int], temporary: Path, url: str) -> list[str]:
-    """What the soak left behind, though Ray is shut down."""
+    """Things that the soak left behind, though Ray is shut down."""
     found = [f"a process: {line}" for line in living_processes(20.0)]
     found += [f"port {port}" for port in set(listening_ports(open_sockets())) - ports_before]
     found += [f"a temporary file: {path}" for path in temporary.rglob("*") if not path.is_dir()]
-    refs = list_checkpoints(open_storage(url))  # the data of what was retired goes with the next commit
+    refs = list_checkpoints(open_storage(url))  # the data of retired checkpoints is deleted with the next commit
     found += [
         f"a save that is {ref.state}: {ref.reason}" for ref in refs if not ref.complete and ref.state != "retired"
     ]
@@ -143,7 +145,7 @@ def leftovers(ports_before: set[int], temporary: Path, url: str) -> list[str]:
 
 
 def living_processes(within_s: float) -> list[str]:
-    """The command lines of our descendants that are still alive after so long."""
+    """Command lines of our descendants that are still alive after so long."""
     deadline = time.monotonic() + within_s
     while (alive := marked_processes()) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -178,7 +180,7 @@ def on_ray(folder: str, workers: int, minutes: float, every_s: float, seed: int)
 
 
 def soak(folder: str, options: argparse.Namespace) -> dict[str, Any]:
-    """All that was found; `problems` is empty if every promise held."""
+    """All findings; `problems` is empty if every promise held."""
     ports = set(listening_ports(open_sockets()))
     with temporary_files_in(Path(folder, "tmp")) as temporary:
         chaos, sampler, resumed = on_ray(folder, options.workers, options.minutes, options.every, options.seed)
@@ -216,7 +218,7 @@ def soak(folder: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def struck(chaos: Chaos, folder: str) -> dict[Kind, int]:
-    """Kind -> how many faults really happened; what a worker does to itself has left a marker."""
+    """Kind -> how many faults really happened; a fault that a worker inflicts on itself has left a marker."""
     outside = {kind: sum(fault.kind == kind for fault in chaos.struck) for kind in SIGNALLED}
     return outside | {kind: len(list(Path(folder).glob(f"{kind}-worker*"))) for kind in ORDERED if kind in DURATIONS}
 
@@ -224,7 +226,7 @@ def struck(chaos: Chaos, folder: str) -> dict[Kind, int]:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--minutes", type=float, default=15.0)
-    arguments.add_argument("--workers", type=int, default=5, help="the most; the run goes on with 2")
+    arguments.add_argument("--workers", type=int, default=5, help="the most; the run continues with 2")
     arguments.add_argument("--every", type=float, default=20.0, help="seconds between two faults, on average")
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--json", type=Path)

@@ -1,4 +1,4 @@
-"""What a step costs beside a plain FSDP2 loop, at 2 and 4 workers; and where its time goes.
+"""The cost of a step compared with a plain FSDP2 loop, at 2 and 4 workers; and the phases of its time.
 
 All subjects of a case are started, and then take turns of a few steps (`benchmarks.turns`); the figure of a round is
 the median of its steps. raysharded and Ray Train run on a Ray of one node each, the plain loop under torchrun.
@@ -35,11 +35,11 @@ _WARM_UP_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """How raysharded can be set."""
+    """One setting of raysharded."""
 
     name: str
     options: tuple[str, ...] = ()
-    """Of `benchmarks.ours`."""
+    """Options of `benchmarks.ours`."""
     asked: str | None = None
 
 
@@ -61,11 +61,11 @@ class Case:
     rounds: int
     steps_of_a_turn: int = 2
     ray_train: bool = True
-    """Whether it takes part."""
+    """True if Ray Train takes part."""
     reduced_once: bool = False
-    """Each step, from whole gradients, by the plain loop too: otherwise for every microbatch."""
+    """True to reduce each step once, from whole gradients, in the plain loop too; otherwise for every microbatch."""
     name: str = ""
-    """Tells cases of one size apart."""
+    """Distinguishes cases of one size."""
 
     @property
     def what(self) -> str:
@@ -74,7 +74,7 @@ class Case:
 
 
 def cases(rounds: int) -> list[Case]:
-    """Those of 5M parameters."""
+    """The cases of 5M parameters."""
     ways = (EXACT, EXACT_ALONE, FAST, FAST_ALONE)
     once = Case(
         parameters="5M",
@@ -86,7 +86,7 @@ def cases(rounds: int) -> list[Case]:
         name="reduced once",
     )
     usual = Case(parameters="5M", workers=4, ways=ways, rounds=rounds)
-    with_two = 2 * rounds  # what is asked there is within one percent, and turns differ by five
+    with_two = 2 * rounds  # the goal there is within one percent, and turns differ by five
     return [
         replace(case, workers=workers, rounds=number)
         for case in (usual, once)
@@ -102,12 +102,12 @@ def run(effort: Effort) -> list[Line]:
 
 
 def lines_of(cases: Sequence[Case], benchmark: str) -> list[Line]:
-    """What is measured for some cases, as lines of this benchmark."""
+    """The measurements of some cases, as lines of this benchmark."""
     return [replace(line, benchmark=benchmark) for case in cases for line in measured_or_why_not(case)]
 
 
 def measured_or_why_not(case: Case) -> list[Line]:
-    """What others are measured by stays if one case fails."""
+    """Measure a case; if it fails, one line with the reason, so that the lines of other cases stay."""
     try:
         return measured(case)
     except NotSeen as late:
@@ -155,7 +155,7 @@ def measured(case: Case) -> list[Line]:
 
 
 def processor_lines(case: Case, turns: Mapping[str, Sequence[Turn]]) -> list[Line]:
-    """What a step takes of the processors: that of the workers, all together, and that of what runs beside them."""
+    """Processor time of a step: of the workers, all together, and of the other processes of the run."""
     found = {
         "processor time of the workers": {name: [turn.workers_s for turn in ones] for name, ones in turns.items()},
         "processor time of all processes": {
@@ -193,8 +193,8 @@ def where_it_goes(case: Case, way: Way, rounds: Sequence[Mapping[str, float]]) -
 
 
 def phases_of(session: Session, turns: Sequence[Turn]) -> list[dict[str, float]]:
-    """Of each turn's steps the medians of their phases, as the journal of our run has them; it is a few steps behind
-    when the last turn ends."""
+    """Medians of the phases of each turn's steps, from the journal of our run; it is a few steps behind when the last
+    turn ends."""
     entries = log.read(open_storage(str(session.storage / "ours")))
     of_step = {entry["step"]: entry["seconds"] for entry in entries if entry["kind"] == "step"}
     found = []
@@ -214,7 +214,7 @@ def spawn_plain(session: Session, case: Case) -> None:
 
 
 def start_ours(session: Session, case: Case, way: Way) -> None:
-    """raysharded, which is told that its processes may be stopped; without checkpoints."""
+    """Start raysharded, with the notice that its processes may be stopped; without checkpoints."""
     shape = ["--workers", str(case.workers), "--least", str(case.workers), "--parameters", case.parameters]
     shape += ["--accumulation", "local"] * case.reduced_once
     spawn_ours(session, *shape, "--patience-s", str(PATIENCE_S), *way.options, every=0)

@@ -1,4 +1,4 @@
-"""`benchmarks.steps` with a model ten times as large, apart as its steps take ten times as long."""
+"""`benchmarks.steps` with a model ten times as large; separate, as its steps take ten times as long."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ NAME = "steps-large"
 
 
 def run(effort: Effort) -> list[Line]:
-    """All lines; nothing when quick, as the smaller model shows that it works."""
+    """All lines; none when quick, as the smaller model checks that it works."""
     return [] if effort is Effort.QUICK else lines_of(cases(rounds=effort.pick(quick=0, hour=1, full=6)), NAME)
 
 
 def cases(rounds: int) -> list[Case]:
-    """In pairs: 4 workers of each of three subjects took 22 GB, with which Ray ends some on a machine of 24."""
+    """Cases in pairs: 4 workers of each of three subjects took 22 GB, with which Ray ends some on a machine of 24."""
     return [
         Case(
             parameters="50M",

@@ -1,5 +1,5 @@
-"""What a worker costs that is stopped (SIGSTOP), side by side: it holds its connections and says nothing, in the middle
-of the fifth step after a checkpoint. Whoever waits for it is waited for two minutes."""
+"""The cost of a stopped worker (SIGSTOP), side by side: it holds its connections and sends nothing, in the middle of
+the fifth step after a checkpoint. Every subject gets two minutes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ NAME = "stops"
 
 
 def run(effort: Effort) -> list[Line]:
-    """All lines; in an hour, of those alone who have been seen to go on."""
+    """All lines; in an hour, only of the subjects that are known to continue."""
     there = effort.pick(quick=[OURS], hour=[OURS, TORCHFT], full=SUBJECTS)
     return struck_in_turn(NAME, "SIGSTOP", there, effort, rounds=effort.pick(quick=1, hour=1, full=5))

@@ -1,4 +1,5 @@
-"""Those who are measured, each as processes of its own that are started, followed by the lines they say, and ended."""
+"""The measured programs: each runs in separate processes that are started, followed by the lines they write, and
+ended."""
 
 from __future__ import annotations
 
@@ -29,30 +30,30 @@ from raysharded.testing.ray_nodes import descendants
 
 WORKERS = 4
 CHECKPOINT_EVERY = 8
-"""Steps between the checkpoints of all."""
+"""Steps between the checkpoints of all subjects."""
 _SETTLE_S = 240.0
 _ORDER_STEPS = 20_000
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class NotSeen(Exception):
-    """What was waited for did not happen in time."""
+    """An awaited event did not happen in time."""
 
 
 @dataclass(slots=True)
 class Session:
-    """A run of one subject. A context manager: at its end all of its processes are killed, and its files are gone."""
+    """A run of one subject. A context manager: at its end all of its processes are killed, and its files deleted."""
 
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="bm", dir="/tmp")))  # short: sockets
     events: list[Event] = field(default_factory=list)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     halted: set[int] = field(default_factory=set)
-    """Those of its processes that are stopped for a while, see `benchmarks.turns`."""
+    """Its processes that are stopped for a while, see `benchmarks.turns`."""
     _done: list[StepDone] = field(default_factory=list)
     _follower: Follower = field(init=False)
     _others: frozenset[int] = field(init=False)
     _of_nodes: list[int] = field(default_factory=list)
-    """Processes that stand for nodes, oldest first; else the raylets that said so."""
+    """Processes that stand for nodes, oldest first; else the raylets of `node` lines."""
 
     def __post_init__(self) -> None:
         self._follower = Follower(self.lines)
@@ -90,11 +91,11 @@ class Session:
             self._of_nodes.append(process.pid)
 
     def pause_until(self, at: float) -> None:
-        """Until so many seconds since 1970."""
+        """Wait until so many seconds since 1970."""
         time.sleep(max(0.0, at - time.time()))
 
     def tell(self, line: str) -> None:
-        """A line to the first program's standard input."""
+        """Write a line to the first program's standard input."""
         standard_input = self.processes[0].stdin
         assert standard_input is not None
         standard_input.write(line.encode() + b"\n")
@@ -113,7 +114,7 @@ class Session:
         return self._done
 
     def wait(self, happened: Callable[[], bool], within_s: float, what: str) -> None:
-        """Raises NotSeen if it does not happen within so many seconds, or all programs have ended."""
+        """Return when it has happened; raises NotSeen if it does not within so many seconds, or all programs end."""
         until = time.monotonic() + within_s
         while not happened():
             if time.monotonic() > until or all(process.poll() is not None for process in self.processes):
@@ -121,12 +122,12 @@ class Session:
             time.sleep(0.02)
 
     def output(self) -> str:
-        """The last words of each program."""
+        """The last output of each program."""
         ends = [path.read_text(errors="replace")[-2000:] for path in sorted(self.folder.glob("output-*"))]
         return "\n--\n".join(ends)
 
     def pids(self) -> dict[int, int]:
-        """Rank -> process id, by the newest step that was said anything about."""
+        """Rank -> process id, by the newest step with a line."""
         steps = [event for event in self.read() if event.event == "step"]
         if not steps:
             return {}
@@ -167,21 +168,21 @@ class Change:
 
     what: str
     workers: int
-    """Then."""
+    """Number of workers after the change."""
     begin: Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """Somebody who is measured."""
+    """A program that is measured."""
 
     name: str
     start: Callable[[Session], object]
-    """On one node with four workers."""
+    """Start it on one node with four workers."""
     start_nodes: Callable[[Session], None] | None = None
-    """On two nodes with two workers each; None: not here."""
+    """Start it on two nodes with two workers each; None: not here."""
     start_planned: Callable[[Session], list[Change]] | None = None
-    """Start it so that its number of workers can be changed as planned, by changes in this order; None: it has none."""
+    """Start it so that its number of workers can be changed, by these changes in order; None: it has none."""
     environment: str = ""
     """The folder of its environment under `.venv-bench`; empty: this one."""
 
@@ -215,13 +216,13 @@ def _torchrun(session: Session, *how: str, stands_for_node: bool = False) -> Non
         "benchmarks.peers.torchrun_dcp",
     ]
     # By default torchrun 2.13 gives a restarted group the store of the last one, with its addresses, and gloo's ranks
-    # try to reach processes that are gone (see pytorch#167288): with this switch every restart has a store of its own.
+    # try to reach processes that have exited (see pytorch#167288): with this switch every restart has a new store.
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     session.spawn([*program, *_files(session)], stands_for_node=stands_for_node, **fresh)
 
 
 def torchrun_agents(session: Session, agents: int, per_agent: int, least: int = 1) -> Callable[[], None]:
-    """Agents that meet each other, as one per node; what starts one more of them."""
+    """Start agents that meet each other, as one per node; returns a function that starts one more of them."""
     endpoint = f"127.0.0.1:{_free_port()}"
     how = ["--nnodes", f"{least}:{agents}", "--nproc-per-node", str(per_agent)]
     how += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "benchmark"]
@@ -255,7 +256,7 @@ def _torchft_lighthouse(session: Session) -> Callable[[int], list[str | Path]]:
 
 
 def _torchft(session: Session) -> Callable[[int], None]:
-    """Returns what starts one of its groups again."""
+    """Start it; returns a function that starts one of its groups again."""
     program = _torchft_lighthouse(session)
 
     def start(group: int) -> None:
@@ -277,8 +278,8 @@ def _torchft_nodes(session: Session) -> None:
 def wait_until_settled(
     session: Session, name: str, *, workers: int = WORKERS, steps: int = 6, after_checkpoint: int | None = None
 ) -> None:
-    """Until so many have done some steps together, of which the newest is `after_checkpoint` steps after one is written
-    (None: any)."""
+    """Wait until so many have done some steps together, of which the newest is `after_checkpoint` steps after one is
+    written (None: any)."""
 
     def settled() -> bool:
         newest = session.done()[-steps:]
@@ -305,7 +306,7 @@ def _free_port() -> int:
 
 
 def _terminate(process: subprocess.Popen[bytes]) -> Callable[[], None]:
-    """How a program is told to leave."""
+    """A function that sends the program SIGTERM."""
     return lambda: process.send_signal(signal.SIGTERM)
 
 
@@ -322,7 +323,7 @@ def _torchrun_nodes(session: Session) -> None:
 
 
 def _torchrun_planned(session: Session) -> list[Change]:
-    """An agent per worker: one is told to leave, one is started."""
+    """Start an agent per worker: one is requested to leave, one is started."""
     add = torchrun_agents(session, WORKERS, 1)
     return [
         Change(what="4 to 3 workers", workers=3, begin=_terminate(session.processes[-1])),
@@ -331,13 +332,13 @@ def _torchrun_planned(session: Session) -> list[Change]:
 
 
 def _ray_train_planned(session: Session) -> list[Change]:
-    """It has no call for a change: it grows when it finds a new node."""
+    """Start it. Ray Train has no call for a change: it grows when it finds a new node."""
     spawn_ray_train(session, "--least", "2", "--nodes", "3")
     return [Change(what="3 to 4 workers", workers=4, begin=lambda: session.tell("add 1"))]
 
 
 def _torchft_planned(session: Session) -> list[Change]:
-    """A group is told to leave, and started again."""
+    """Start it. A group is requested to leave, and started again."""
     start = _torchft(session)
     return [
         Change(what="4 to 3 workers", workers=3, begin=_terminate(session.processes[-1])),
@@ -346,7 +347,7 @@ def _torchft_planned(session: Session) -> list[Change]:
 
 
 def in_groups(size: int) -> Subject:
-    """Ours, in shard groups of so many workers."""
+    """raysharded, in shard groups of so many workers."""
     return Subject(
         name=f"raysharded, groups of {size}",
         start=lambda session: spawn_ours(session, "--shard-group-size", str(size)),
@@ -390,7 +391,7 @@ SUBJECTS = (OURS, TORCHRUN, RAY_TRAIN, RAY_TRAIN_ELASTIC, TORCHFT)
 
 
 def versions() -> dict[str, str]:
-    """Of what the peers' environments have."""
+    """Versions of the packages in the peers' environments."""
     found = {}
     for environment, package in (("torchrun", "torch"), ("ray-train", "ray"), ("torchft", "torchft-nightly")):
         places = (ROOT / ".venv-bench" / environment / "lib").glob("python*/site-packages")

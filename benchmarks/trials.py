@@ -1,5 +1,5 @@
-"""One trial: a subject is started, something happens to it, and what follows is read from the lines that the trained
-processes say (`benchmarks.lines`)."""
+"""One trial: a subject is started, something happens to it, and the consequences are read from the lines that the
+trained processes write (`benchmarks.lines`)."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _AFTER_CHECKPOINT = 4
 """Finished steps that are in no checkpoint when a fault strikes: half of those between two."""
 _UNDISTURBED_STEPS = 32
 _TRIES = 3
-"""Rounds for a subject that never goes on: each takes the whole limit."""
+"""Rounds for a subject that never continues: each takes the whole limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """What was kept of samples and losses since the last look."""
+    """The state of samples and losses since the last look."""
 
     samples_lost: int
     samples_repeated: int
@@ -68,7 +68,7 @@ class Keeper:
         self._looked_at, self._of_journal = 0, (0, 0)
 
     def look(self) -> Kept:
-        """At the steps that are new since the last look."""
+        """Compare the steps that are new since the last look."""
         final = final_steps(self._session.done())
         steps = range(self._looked_at + 1, max(final) + 1)
         self._looked_at = max(final)
@@ -86,14 +86,14 @@ def ledger(storage: Path) -> tuple[int, int]:
     from raysharded.report import load
 
     found = load(str(storage / "ours")).ledger
-    assert found is not None, "the journal does not say what should have been read"
+    assert found is not None, "the journal does not record the samples that should have been read"
     return found.samples_lost, found.samples_repeated
 
 
 def measure(subject: Subject, faults: Sequence[Fault], number: int, undisturbed: Mapping[int, float]) -> list[Incident]:
-    """Start a subject, hurt it, see what follows, hurt it again when all are back. `number` says whom.
+    """Start a subject, hurt it, watch the consequences, and repeat it when all are back. `number` selects the victim.
 
-    What was found so far stays if the subject does not come back.
+    Incidents found so far stay if the subject does not come back.
     """
     found: list[Incident] = []
     with Session() as session:
@@ -136,7 +136,7 @@ def strike(session: Session, fault: Fault, number: int) -> Struck:
 
 
 def follow(session: Session, struck: Struck) -> Incident:
-    """Until the run is two steps beyond the broken one, or the limit is over."""
+    """The incident, when the run is two steps beyond the broken one, or the limit is over."""
     ended: dict[int, float] = {}
     before = max(step.step for step in session.done() if step.at <= struck.at)
 
@@ -161,7 +161,7 @@ def _is_gone(pid: int) -> bool:
 
 
 def undisturbed_by(subjects: Sequence[Subject], effort: Effort) -> dict[str, Mapping[int, float]]:
-    """The losses of each subject to which nothing happens, by its name; of ours alone, if there is no time for all."""
+    """The losses of each subject without a fault, by its name; of ours alone, if there is no time for all."""
     found: dict[str, Mapping[int, float]] = {subject.name: {} for subject in subjects}
     same = {RAY_TRAIN.name: TORCHRUN, RAY_TRAIN_ELASTIC.name: TORCHRUN}  # their loop computes what torchrun's does
     for one in dict.fromkeys(same.get(subject.name, subject) for subject in subjects):

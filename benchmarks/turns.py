@@ -1,7 +1,7 @@
-"""Several programs on one machine, of which one goes on at a time while all processes of the others are stopped.
+"""Several programs on one machine: one runs at a time while all processes of the others are stopped.
 
-What is compared so meets the same moods of the machine: a turn is a few steps, and nothing is started anew. A step that
-a stop fell into is not counted.
+So all meet the same state of the machine: a turn is a few steps, and nothing is started anew. A step that a stop fell
+into is not counted.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from benchmarks.subjects import Session
 from raysharded.testing.ray_nodes import descendants
 
 PATIENCE_S = 3600.0
-"""What a program must wait without doubting its own processes, as they may be stopped for so long."""
+"""Time that a program must wait without doubting its own processes, as they may be stopped for so long."""
 _TURN_S = 600.0
 
 
 def halt(session: Session) -> None:
-    """Stop all of its processes, those too that are started meanwhile."""
+    """Stop all of its processes, also those that are started meanwhile."""
     while new := _all_of(session) - session.halted:
         _signal(new, signal.SIGSTOP)
         session.halted |= new
 
 
 def resume(session: Session) -> None:
-    """The opposite, for whoever was stopped: a process that has lost its parent since, too."""
+    """Continue all processes that were stopped, also one that has lost its parent since."""
     _signal(session.halted, signal.SIGCONT)
     session.halted.clear()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What a session did in one turn."""
+    """One turn of a session."""
 
     steps: list[StepDone]
     """The whole steps, and the one before them."""
     workers_s: float
     """Processor time of its workers, per whole step."""
     others_s: float
-    """Of all its other processes."""
+    """Processor time of all its other processes, per whole step."""
 
     @property
     def seconds(self) -> list[float]:
-        """Of each whole step."""
+        """Time of each whole step."""
         return [step.at - before.at for before, step in pairwise(self.steps)]
 
 
 def take_turns(sessions: Mapping[str, Session], rounds: int, steps: int) -> dict[str, list[Turn]]:
-    """In every round each session in turn does so many whole steps, there and back: A B C, C B A, A B C ..., so that a
+    """In every round each session in turn does so many whole steps, there and back: A B C, C B A, A B C ... So a
     machine that becomes slower does so for all. All must be halted, and are so at the end."""
     found: dict[str, list[Turn]] = {name: [] for name in sessions}
     for number in range(rounds):
@@ -66,23 +66,23 @@ def take_turns(sessions: Mapping[str, Session], rounds: int, steps: int) -> dict
 
 @dataclass(slots=True)
 class OwnTime:
-    """The time of a session that is halted now and then: it stands still meanwhile."""
+    """The time of a session that is halted now and then: its clock stops meanwhile."""
 
     spans: list[tuple[float, float]] = field(default_factory=list)
-    """When it went on and was halted, in seconds since 1970."""
+    """When it was continued and halted, in seconds since 1970."""
 
     def of(self, at: float) -> float:
-        """Seconds that it had gone on by then, since it first did."""
+        """Seconds that it had run by then, since its first start."""
         return sum(max(0.0, min(at, until) - begin) for begin, until in self.spans)
 
     @property
     def now(self) -> float:
-        """By the end of the last span."""
+        """The time at the end of the last span."""
         return sum(until - begin for begin, until in self.spans)
 
     @contextmanager
     def turn(self, session: Session) -> Iterator[None]:
-        """Let it go on within the block."""
+        """Run the session within the block."""
         resume(session)
         begin = time.time()
         yield
@@ -109,7 +109,7 @@ def _turn(name: str, session: Session, steps: int) -> Turn:
 
 
 def _processor_s(session: Session) -> dict[int, float]:
-    """Of each of its processes, by its id."""
+    """Processor time of each of its processes, by process id."""
     found = {}
     for pid in _all_of(session):
         with suppress(OSError):

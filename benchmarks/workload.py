@@ -19,7 +19,7 @@ NUM_SAMPLES = 1 << 20
 
 
 class RandomBytes:
-    """Sample `i` is a pure function of `i`: a random walk over bytes, so that there is something to learn."""
+    """Samples, each a pure function of its index: a random walk over bytes, so that there is something to learn."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -36,7 +36,7 @@ def write_order(path: str | Path, steps: int) -> None:
 
 
 SHAPES = {"5M": {"layers": 6, "width": 256, "heads": 4}, "50M": {"layers": 16, "width": 512, "heads": 8}}
-"""By the number of parameters."""
+"""Shapes by the number of parameters."""
 
 
 def task(parameters: str = "5M") -> ByteGPT:
@@ -55,9 +55,9 @@ def trainer(
     patience_s: float | None = None,
     **scaling: Any,
 ) -> rs.ElasticTrainer:
-    """A run of this workload, without checkpoints unless `checkpoint` says so; `scaling`: of `ScalingConfig`.
+    """A run of this workload, without checkpoints unless `checkpoint` is given; `scaling`: options of `ScalingConfig`.
 
-    `patience_s`: for so long no silence means anything; None: as usual.
+    `patience_s`: silence is not a sign of a fault for so long; None: the defaults hold.
     """
     waits: dict[str, Any] = {}
     if patience_s is not None:

@@ -1,7 +1,7 @@
-"""Plain FSDP2 training that saves beside training and resumes at any number of ranks.
+"""Plain FSDP2 training that saves in the background and resumes at any number of ranks.
 
 torchrun --nproc-per-node 4 examples/checkpoint_fsdp2.py runs/fsdp2
-torchrun --nproc-per-node 3 examples/checkpoint_fsdp2.py runs/fsdp2     # goes on where the first one ended
+torchrun --nproc-per-node 3 examples/checkpoint_fsdp2.py runs/fsdp2     # resumes where the first one ended
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(folder: str) -> None:
 
     try:
         first = checkpoint.load(folder, state).step
-    except IncompleteCheckpoint:  # there is none yet
+    except IncompleteCheckpoint:  # none exists yet
         first = 0
     last = first + STEPS
     with checkpoint.AsyncSaver(when_busy="wait") as saver:

@@ -112,7 +112,7 @@ def trainer(
 
 
 def export(result: rs.Result, task: FineTune, out: str) -> None:
-    """Write what `from_pretrained` loads. Raises CheckpointError if there is something already."""
+    """Write what `from_pretrained` loads. Raises CheckpointError if something exists there already."""
     config = json.dumps(task.config.to_dict(), default=str).encode()
     export_huggingface(open_checkpoint(*place_of(result.checkpoint)), place_of(out), config=config)
 

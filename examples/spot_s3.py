@@ -47,13 +47,13 @@ def trainer(
             checkpoint=rs.CheckpointConfig(
                 every_steps=save_every,
                 keep_last=2,
-                keep_every=10 * save_every,  # of every so many steps one stays for good
+                keep_every=10 * save_every,  # of every so many steps one stays permanently
                 grace_s=25.0,  # for one more checkpoint, when the driver gets SIGTERM
             ),
             failure=rs.FailureConfig(preemption_notices=(cloud,)),
             metrics=[TensorBoard(logs)],
         ),
-        # Of every five workers one may be lost at once without a step back, for a quarter of the state's memory.
+        # Of every five workers one may be lost at once without a rollback, for a quarter of the state's memory.
         engine=rs.EngineConfig(redundancy=rs.Redundancy(parity=(4, 1))),
     )
 

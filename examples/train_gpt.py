@@ -1,12 +1,13 @@
-"""Pretrain a GPT, elastically, from a file of settings: a task of your own, data of your own, and the trainer.
+"""Pretrain a GPT, elastically, from a file of settings: a custom task, custom data, and the trainer.
 
     raysharded data pack --format text my_texts/ corpus/       # or JSONL, or Parquet with a text column
     python examples/train_gpt.py examples/train_gpt.yaml data.paths=corpus/ run.storage_path=runs/
     ray job submit --working-dir . -- python examples/train_gpt.py run.storage_path=/shared/runs
 
-Settings go over the file's, which is by default the one beside this script. Where there is no corpus/ it packs Python's
-own standard library, to have something to read. Run it again with the same settings and it resumes. Kill a worker
-meanwhile: it goes on. `raysharded run examples/train_gpt.py:NextToken --config FILE` does the same, with options.
+Arguments override the settings of the file, which is by default the one in this folder. Without a corpus/ it packs
+Python's own standard library, to have something to read. Run it again with the same settings and it resumes. Kill a
+worker meanwhile: training continues. `raysharded run examples/train_gpt.py:NextToken --config FILE` does the same, with
+options.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from raysharded.demo.run import standard_library_sources
 
 CONFIG = Path(__file__).with_name("train_gpt.yaml")
 DEFAULT_CORPUS = "corpus/"
-"""As the file has it."""
+"""The corpus that the file of settings names."""
 
 
 class GPT(nn.Module):
@@ -94,7 +95,8 @@ class NextToken(rs.Task):
 
 
 def trainer(*arguments: str) -> rs.ElasticTrainer:
-    """Of a file of settings (first, if it is given) and settings such as `run.max_steps=1000` over it."""
+    """The trainer from a file of settings (first, if given) and settings such as `run.max_steps=1000` that override
+    it."""
     is_given = arguments and "=" not in arguments[0]
     config, overrides = (arguments[0], arguments[1:]) if is_given else (CONFIG, arguments)
     settings = read_settings(str(config), overrides)

@@ -46,7 +46,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         normed = self.attention_norm(x)
-        # The number of heads is asked of the tensors: with tensor parallelism each worker has a part of them.
+        # The tensors give the number of heads: with tensor parallelism each worker has a part of them.
         q, k, v = (w(normed).view(batch, length, -1, self.head_dim).transpose(1, 2) for w in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
         x = x + self.o(mixed.transpose(1, 2).reshape(batch, length, -1))

@@ -1,4 +1,4 @@
-"""Which cases of a test are tried each time, and which before a release."""
+"""The cases of a test that are tried each time, and those that are tried before a release."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def tried_each_time(now: Sequence[Any], of: Iterable[Any]) -> list[Any]:
-    """All cases for `parametrize`: those `now` as they are, all others marked `long`. Each of `now` must be one."""
+    """All cases for `parametrize`: those in `now` unchanged, all others marked `long`. Each of `now` must be one."""
     cases = list(of)
     assert all(case in cases for case in now)
     return [*now, *(_long(case) for case in cases if case not in now)]

@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Settings for every test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 from hypothesis import settings
 
-import tests.forked  # noqa: F401 - says what the server has imported that all processes of a test run are forked from
+import tests.forked  # noqa: F401 - sets the imports of the server that all processes of a test run are forked from
 from tests.s3.fixtures import (
     faulty_s3 as faulty_s3,
     s3_bucket as s3_bucket,
@@ -21,7 +21,7 @@ pytest_plugins = ["tests.second_tries", "tests.resumption"]
 # Several ranks share a few cores, and bits are compared between runs: one thread each, set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Whoever runs the tests in the background ignores Ctrl-C, which children would inherit: some tests send it to theirs.
+# Tests in the background of a shell ignore Ctrl-C, which children would inherit: some tests send it to theirs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

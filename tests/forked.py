@@ -1,4 +1,4 @@
-"""A function in a process of its own that has torch and the engine already: forked from the server that workers are
+"""A function in a separate process that has torch and the engine already: forked from the server that workers are
 forked from, so that it starts in milliseconds where a fresh interpreter takes seconds."""
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from raysharded.testing import processes
 _T = TypeVar("_T")
 
 PRELOADED = ["raysharded.testing.preloaded", "tests.preloaded"]
-"""Of the one server of a test run, whoever starts it."""
+"""Imports of the one server of a test run, which the first caller starts."""
 vars(processes)["_PRELOADED"] = PRELOADED
 
 
 def in_a_fork(act: Callable[..., _T], *args: Any, timeout_s: float = 120.0) -> _T:
-    """What `act(*args)` returned there. Raises what it raised, EOFError if the process died, and TimeoutError."""
+    """The result of `act(*args)` there. Raises its error, EOFError if the process died, and TimeoutError."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)

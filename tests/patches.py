@@ -1,4 +1,4 @@
-"""Changes of a module for the rest of a process, a worker's say, which ends with it."""
+"""Changes of a module for the rest of a process, for example a worker's, which ends with it."""
 
 from __future__ import annotations
 

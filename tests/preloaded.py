@@ -1,5 +1,5 @@
-"""Imported once by the server that the tests' processes are forked from: what the modules import in which their tasks
-and functions are, a sixth of a second in each process otherwise."""
+"""Imported once by the server that the tests' processes are forked from: the imports of the modules that define their
+tasks and functions, a sixth of a second in each process otherwise."""
 
 import gc
 

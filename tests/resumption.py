@@ -1,4 +1,4 @@
-"""`--passed FILE`: tests that passed before are left out, so that a long run goes on where it was ended."""
+"""`--passed FILE`: tests that passed before are left out, so that a long run resumes where it was interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Second tries: given to tests with processes of their own, and listed at the end of a run, whatever came of them."""
+"""Retries: allowed for tests with separate processes, and listed at the end of a run, with every result."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from tests.paths import ROOT
 
 CLOCK = ROOT / "build" / "clock.jsonl"
-"""Where `.ci/clock.py table` reads them."""
+"""File of the retries, for `.ci/clock.py table`."""
 
 
 _MAY_BE_TRIED_AGAIN = ("slow", "procs", "ray", "alone", "s3")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """pytest's hook: where a number of second tries is given, they are for these tests alone."""
+    """pytest's hook: where a number of retries is given, they are for these tests alone."""
     if config.getoption("max_suite_reruns", None) is not None:
         for item in items:
             if any(item.get_closest_marker(name) for name in _MAY_BE_TRIED_AGAIN):
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """pytest's hook: xdist calls it in each of its workers, too, which the process that hears of all tests is not."""
+    """pytest's hook: xdist calls it in each of its workers, too; only the process that collects all results writes."""
     tries = list(terminalreporter.stats.get("rerun", ()))
     if not tries or hasattr(config, "workerinput"):
         return
@@ -40,6 +40,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _error(report: pytest.TestReport) -> str:
-    """Its first line."""
+    """The first line of a test's error."""
     crash = getattr(report.longrepr, "reprcrash", None)
     return str(crash.message if crash is not None else report.longrepr).partition("\n")[0][:200]

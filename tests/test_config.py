@@ -135,7 +135,7 @@ def test_a_run_is_not_resharded_as_its_task_cannot_be_cut(tmp_path: Path, monkey
         run.reshard(tensor_parallel_degree=2)
 
 
-def test_names_of_before_0_2_give_what_the_new_ones_give_and_say_so(tmp_path: Path) -> None:
+def test_names_of_before_0_2_give_what_the_new_ones_give_and_warn(tmp_path: Path) -> None:
     made, storage = trainer(), open_storage(str(tmp_path))
     spec = made.spec()
     groups = GroupPlanner(spec)
@@ -176,7 +176,7 @@ def test_fit_enters_a_context_of_the_run_under_either_name(
         trainer().fit(context=context, beside=context)
 
 
-def test_start_here_is_start_local_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_here_is_start_local_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[Any, ...]] = []
     monkeypatch.setattr(rs.ElasticTrainer, "start_local", lambda *given, **named: started.append((given, named)))
     made, listen = trainer(), print
@@ -280,7 +280,7 @@ def test_what_to_keep_and_the_key_reach_the_driver(tmp_path: Path, monkeypatch: 
     assert files_of(trainer().spec(), storage, {}).key is None
 
 
-def test_what_the_workers_and_the_driver_do_on_failures_and_notice_is_told_them() -> None:
+def test_the_workers_and_the_driver_receive_what_to_do_on_failures_and_notice() -> None:
     checkpoint = rs.CheckpointConfig(max_failed_saves=5, on_failed_saves="stop", grace_s=3.0)
     given = trainer(run=rs.RunConfig(**RUN, checkpoint=checkpoint)).spec()
     limits = limits_of(given, None)

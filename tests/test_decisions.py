@@ -1,4 +1,4 @@
-"""What was decided of a run holds for the same steps, whoever computes them."""
+"""Decisions about a run hold for the same steps on all workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_factor_holds_from_its_step_on_and_changes_none_before(rates: Rates, f
 
 
 @given(RATES, RATES, st.integers(1, 25))
-def test_a_checkpoint_says_what_held_up_to_its_step_and_the_journal_what_was_decided_after_it(
+def test_a_checkpoint_has_what_held_up_to_its_step_and_the_journal_what_was_decided_after_it(
     rates: Rates, told: Rates, step: int
 ) -> None:
     then = rates_resumed(rates, step=step, told=told)
@@ -57,12 +57,12 @@ def test_decisions_agree_up_to_a_step_if_no_step_until_then_shows_a_difference(
 
 
 @given(DECISIONS)
-def test_what_an_entry_says_is_what_is_read_from_it(decisions: Decisions) -> None:
+def test_what_an_entry_has_is_what_is_read_from_it(decisions: Decisions) -> None:
     assert after(Decisions(), {"kind": "started", **decisions.fields()}) == decisions
     assert after(decisions, {"kind": "step"}) == decisions
 
 
-def test_the_journal_tells_all_decisions_in_their_order() -> None:
+def test_the_journal_has_all_decisions_in_their_order() -> None:
     entries: list[dict[str, Any]] = [
         {"kind": "started", "skips": []},  # as an older version wrote it
         {"kind": "learning_rate", "step": 3, "factor": 0.5, "from_step": 4},

@@ -1,4 +1,4 @@
-"""The rules by which bits are computed, as text, and who may compute under which."""
+"""The rules by which bits are computed, as text, and the workers that may compute under each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def second_order_alone(first_rules: None, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @given(st.dictionaries(NAMES, NUMBERS, max_size=4))
-def test_what_a_text_of_rules_says_is_what_was_written(numbers: dict[str, tuple[int, ...]]) -> None:
+def test_what_a_text_of_rules_means_is_what_was_written(numbers: dict[str, tuple[int, ...]]) -> None:
     assert numerics.parse(numerics.text_of(numbers)) == numbers
 
 
@@ -73,7 +73,7 @@ def test_there_is_code_for_each_number_that_is_listed_and_for_no_other() -> None
 
 
 @pytest.mark.usefixtures("two_orders")
-def test_a_version_with_two_numbers_goes_on_under_the_first_and_begins_under_the_second() -> None:
+def test_a_version_with_two_numbers_continues_under_the_first_and_begins_under_the_second() -> None:
     assert numerics.kept(ALL_ONE) == numerics.kept("") == ALL_ONE
     assert numerics.newest() == ALL_ONE.replace("order 1", "order 2")
     assert numerics.lacking("", numerics.listed(), **PROGRAM) == {}

@@ -1,4 +1,4 @@
-"""What a script that ends with one of our errors shows."""
+"""The output of a script that ends with one of our errors."""
 
 from __future__ import annotations
 

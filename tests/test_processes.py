@@ -41,7 +41,7 @@ def test_a_process_that_took_over_the_id_is_left_alone(sleeper: subprocess.Popen
     assert sleeper.poll() is None
 
 
-def test_a_process_that_is_gone_has_no_start_time_and_is_not_killed(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_has_exited_has_no_start_time_and_is_not_killed(sleeper: subprocess.Popen[bytes]) -> None:
     started = start_ticks(sleeper.pid)
     assert started is not None
     sleeper.kill()

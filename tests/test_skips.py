@@ -1,4 +1,4 @@
-"""Data that is passed over: positions follow from the decisions alone, and nothing is read twice."""
+"""Data that is skipped: positions follow from the decisions alone, and nothing is read twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_after_a_rewind_the_next_step_takes_the_samples_after_those_that_went_wr
         assert all(after - before >= BATCH for before, after in pairwise(starts))
 
 
-def test_a_checkpoint_that_says_the_same_changes_nothing_and_one_of_another_run_counts() -> None:
+def test_a_checkpoint_that_agrees_changes_nothing_and_one_of_another_run_counts() -> None:
     skips = rewound((), to_step=2, bad_step=4, global_batch_size=BATCH)
     assert skips_resumed(skips, step=6, samples=6 * BATCH + 2 * BATCH, global_batch_size=BATCH) == skips
     forked = skips_resumed((), step=6, samples=6 * BATCH + 2 * BATCH, global_batch_size=BATCH)

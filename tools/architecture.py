@@ -1,7 +1,7 @@
 """The picture of the packages in docs/architecture.md, drawn from the imports: `python -m tools.architecture`.
 
-An arrow leads from a package to one that it imports. What follows from others is left out: where A imports B, and B
-imports C, no arrow from A to C is drawn unless `SHOWN` has it.
+An arrow leads from a package to one that it imports. Arrows that follow from others are left out: where A imports B,
+and B imports C, no arrow from A to C is drawn unless `SHOWN` has it.
 """
 
 from __future__ import annotations

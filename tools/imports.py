@@ -1,4 +1,4 @@
-"""Which module of the library imports which, by its source: also within functions and under TYPE_CHECKING.
+"""The imports between the library's modules, by their source: also within functions and under TYPE_CHECKING.
 
 A name that a package's `__init__` exports counts as an import of the module that defines it.
 """
@@ -73,7 +73,8 @@ def _imported(tree: ast.Module, modules: Mapping[str, object]) -> Iterator[tuple
 
 
 def _exports(tree: ast.Module, modules: Mapping[str, object]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """What a package's `__init__` has from elsewhere: imported, or in a table of names that are loaded when used."""
+    """Names that a package's `__init__` has from elsewhere: imported, or in a table of names that are loaded when
+    used."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module is not None and node.module in modules:
             for alias in node.names:

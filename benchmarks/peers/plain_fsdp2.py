@@ -1,4 +1,4 @@
-"""The same training as a plain FSDP2 loop under torchrun, with the native reduce-scatter.
+"""A plain FSDP2 loop under torchrun with the same training and the native reduce-scatter.
 
 torchrun --nproc-per-node 4 -m benchmarks.peers.plain_fsdp2 --out LINES [--parameters 50M] [--no-sync]
 """

@@ -1,10 +1,9 @@
 """FSDP2 in Ray Train (its V2) with torch.distributed.checkpoint, as its guides on FSDP2, checkpoints and elastic
-training have it: all workers are started again after a failure, or when their number changes, from the newest
-checkpoint.
+training have it. After a failure, or when their number changes, all workers are restarted from the newest checkpoint.
 
 python -m benchmarks.peers.ray_train --out LINES --order ORDER --folder STORAGE --workers 4 [--least 2] [--nodes 2,2]
 
-With `--nodes` each node is a raylet of its own with so many slots; a line `add 2` on standard input starts one more.
+With `--nodes` each node is a separate raylet with so many slots; a line `add 2` on standard input starts one more.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from benchmarks.model import Samples, build_model, build_optimizer, shape, shard
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker does."""
+    """The training loop of each worker."""
     torch.set_num_threads(1)
     rank, world = dist.get_rank(), dist.get_world_size()
     speaker = Speaker(config["out"], rank=rank, world=world)
@@ -70,7 +69,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def on_nodes(sizes: list[int], speaker: Speaker, work: Callable[[], object]) -> None:
-    """Do this on a head without slots and nodes of these sizes; and on more of them, when standard input says so."""
+    """Do this on a head without slots and nodes of these sizes; standard input adds nodes."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
 
     def add(size: int) -> None:

@@ -1,11 +1,10 @@
-"""Replica groups of one worker with torchft, as its `train_ddp.py` has it: every group holds the whole model, a
-lighthouse says in every step which groups take part, and one that comes back gets the weights from another.
+"""Replica groups of one worker with torchft, as its `train_ddp.py` has it. Every group holds the whole model. A
+lighthouse decides in every step which groups take part. A group that comes back gets the weights from another.
 
 TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510 torchrun --standalone --nproc-per-node 1 --max-restarts 100 \
     -m benchmarks.peers.torchft_replicas --group 0 --groups 4 --out LINES --order ORDER
 
-Which samples a group reads follows from its number, as with torchft's own sampler: while a group is away nobody reads
-its share.
+A group's samples follow from its number, as with torchft's own sampler: while a group is away nobody reads its share.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def main() -> None:
     replica, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
     own = list(range(options.group, NUM_MICROBATCHES, options.groups))
     while (step := manager.current_step() + 1) <= options.steps:
-        optimizer.zero_grad()  # asks the lighthouse who is there
+        optimizer.zero_grad()  # queries the lighthouse for the groups that take part
         scale = 1 / len(own)  # torchft takes the mean over the groups
         with replica.no_sync():
             first = compute(replica, samples, step, own[:-1], scale=scale)

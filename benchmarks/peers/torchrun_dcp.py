@@ -1,5 +1,5 @@
 """FSDP2 under torchrun with checkpoints by torch.distributed.checkpoint, as torch's guides on fault tolerance have it:
-torchrun starts all processes again after a failure, and each loads the newest checkpoint.
+torchrun restarts all processes after a failure, and each loads the newest checkpoint.
 
 torchrun --standalone --nproc-per-node 4 --max-restarts 100 \\
     -m benchmarks.peers.torchrun_dcp --out LINES --order ORDER --folder CHECKPOINTS

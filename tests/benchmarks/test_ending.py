@@ -1,4 +1,4 @@
-"""A benchmark that is told to end ends whom it has started."""
+"""A benchmark that receives a signal to end ends the processes that it has started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the harness makes of the lines that trained processes say."""
+"""The harness's findings from the lines of trained processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ids(step: int) -> list[int]:
 def steps(
     first: int, last: int, begin: float, *, world: int = 2, pid: int = 100, step_s: float = 1.0
 ) -> Iterator[Event]:
-    """What `world` processes say of these steps, the first of which is done a step's time after `begin`."""
+    """The lines of `world` processes about these steps, the first of which is done a step's time after `begin`."""
     for step in range(first, last + 1):
         for rank in range(world):
             yield Event(
@@ -53,7 +53,7 @@ def test_a_step_is_done_when_all_have_done_it_and_done_again_by_the_next_group()
     assert final_steps(done)[3].at == pytest.approx(11.01)
 
 
-def test_an_incident_tells_found_stopped_restored_first_and_beyond() -> None:
+def test_an_incident_has_found_stopped_restored_first_and_beyond() -> None:
     events = [
         *steps(1, 5, 0.0),
         Event(event="failed", at=5.8, pid=100),
@@ -71,7 +71,7 @@ def test_an_incident_tells_found_stopped_restored_first_and_beyond() -> None:
     assert (found.steps_again, found.workers_after) == (1, 2)
 
 
-def test_who_never_gets_beyond_the_broken_step_says_so() -> None:
+def test_a_subject_that_never_gets_beyond_the_broken_step_is_noted() -> None:
     struck = Struck(at=5.5, victims=frozenset({101}), survivors=frozenset({100}))
     found = incident([*steps(1, 5, 0.0), *steps(4, 5, 8.0, pid=200)], struck)
     assert found.first_step_s == pytest.approx(3.51)
@@ -129,7 +129,7 @@ def test_lines_of_several_processes_are_followed_as_they_come(tmp_path: Path) ->
 
 def test_a_change_of_size_is_over_when_two_steps_of_the_new_number_are_new() -> None:
     before, after = list(steps(1, 7, 0.0, world=3)), list(steps(5, 9, 20.0, world=4, pid=200))
-    at = 5.5  # steps 6 and 7 come between the request and the change, which goes back to a checkpoint of step 4
+    at = 5.5  # steps 6 and 7 come between the request and the change, which returns to a checkpoint of step 4
     assert resized(steps_done([*before, *steps(5, 8, 20.0, world=4, pid=200)]), at, 4) is None
     found = resized(steps_done([*before, *after]), at, 4)
     assert found is not None

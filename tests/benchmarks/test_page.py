@@ -26,7 +26,7 @@ FAST = line("step", "raysharded, fast", "s", 1.0, 1.11, 1.2, ratio=[1.0, 1.0, 1.
 ABSENT = line("step", "Ray Train", "s", note="it is not installed")
 
 
-def test_the_page_says_where_a_goal_is_missed_and_where_a_peer_is_better() -> None:
+def test_the_page_lists_missed_goals_and_better_peers() -> None:
     said = behind([PLAIN, EXACT, FAST, ABSENT])
     assert said == [
         "- step, raysharded, exact: asked at most 1.05, measured 1.18 times.",
@@ -59,7 +59,7 @@ def test_a_page_has_every_line_its_machine_and_the_limits_kept_by_hand(tmp_path:
     assert (tmp_path / "docs" / "benchmarks" / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_table_says_what_a_subject_did_not_do_and_of_one_subject_its_ratio_too() -> None:
+def test_a_table_lists_what_a_subject_did_not_do_and_of_one_subject_its_ratio_too() -> None:
     cut_off = line("SIGSTOP: progress", "torchrun", "s", note="> 120 s in 1 of 1: not waited for any longer")
     ours = line("SIGSTOP: progress", "raysharded", "s", 16.0)
     assert "| progress, s | > 120 s in 1 of 1 | 16 |" in tables([cut_off, ours])

@@ -1,4 +1,4 @@
-"""What the page is told of the incidents."""
+"""The page's lines about the incidents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def of(lines: list[Line], words: str) -> Line:
     return found
 
 
-def test_ours_is_held_to_what_was_asked() -> None:
+def test_ours_is_held_to_the_goal() -> None:
     lines = incident_lines("SIGKILL", "raysharded", [GOOD, replace(GOOD, beyond_s=1.6)])
     assert of(lines, "less a normal step").values == pytest.approx([0.5, 0.6])
     assert of(lines, "less a normal step").met is True

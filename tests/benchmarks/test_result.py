@@ -1,4 +1,4 @@
-"""What a line of results says of itself."""
+"""A line of results: its goal, its ratios, and its conditions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_goal_is_of_the_ratio_where_there_is_one() -> None:
 def test_what_cannot_be_judged_is_refused() -> None:
     with pytest.raises(ValueError, match="begin with"):
         line(asked="less than 2")
-    with pytest.raises(ValueError, match="no note that says why"):
+    with pytest.raises(ValueError, match="no note with the reason"):
         line(values=[])
     with pytest.raises(ValueError, match="no median"):
         Measured([])
@@ -68,7 +68,7 @@ def test_subjects_alternate_and_ratios_are_of_neighbours() -> None:
     assert ratios(found["a"], found["b"]) == [2.0, 3.0]
 
 
-def test_a_file_of_results_says_of_every_line_what_it_was_measured_with(tmp_path: Path) -> None:
+def test_a_file_of_results_has_the_conditions_of_every_line(tmp_path: Path) -> None:
     about = machine(Effort.QUICK, peers={"torchft": "0.2.0"})
     kept = line(what="kept", machine={"commit": "older"})
     write(tmp_path / "x" / "steps.json", [line(ratio=[1.0], against="times", note="so"), kept], about)

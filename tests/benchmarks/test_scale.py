@@ -1,4 +1,4 @@
-"""Simulated workers, and what is computed of large runs: in small."""
+"""Simulated workers, and the computations about large runs, at a small scale."""
 
 from __future__ import annotations
 

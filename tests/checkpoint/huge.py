@@ -41,7 +41,7 @@ def _body(storage: Storage, prefix: str) -> dict[str, Any]:
 
 
 def _put(storage: Storage, prefix: str, body: dict[str, Any], **texts: str) -> None:
-    """The manifest, with some fields given as JSON text: made faster than from a million objects."""
+    """Write the manifest, with some fields given as JSON text: made faster than from a million objects."""
     marks = {name: f"<{name}>" for name in texts if name in body}
     text = json.dumps({k: v for k, v in body.items() if k != "digest"} | marks, separators=(",", ":"))
     for name, value in texts.items():
@@ -66,7 +66,7 @@ def _with(**texts: str) -> Case:
 
 
 def _with_index(columns: dict[str, Any], shape: Sequence[int] = (MILLION,), size: int = MILLION) -> Case:
-    """The box index of these columns; without a dictionary of their own, a constant for a number."""
+    """The box index of these columns; without a separate dictionary, a constant for a number."""
 
     def case(storage: Storage, prefix: str) -> None:
         rows = max((len(values) for values in columns.values() if not isinstance(values, (int, str))), default=1)

@@ -1,4 +1,4 @@
-"""Processes that save without end, killed by SIGKILL at random moments; what they leave is looked at after each."""
+"""Processes that save without end, killed by SIGKILL at random moments; the remains are checked after each kill."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ DEADLINE_S = 60.0
 
 @dataclass(kw_only=True, slots=True)
 class Killed:
-    """What the kills hit."""
+    """The effects of the kills."""
 
     in_a_save: int = 0
     """Processes that had begun a save and not ended it."""
     files_found: set[int] = field(default_factory=set)
-    """How many files the broken saves had got to."""
+    """Numbers of files that the broken saves had written."""
     whole: int = 0
-    """Saves that were committed by then, although their process had not come to say so."""
+    """Saves that were committed by then, although their process had not reported it."""
     dangling: int = 0
     """Unfinished writes that were found, and discarded."""
 
@@ -98,7 +98,7 @@ def _kill_one(
     os.kill(process.pid, signal.SIGKILL)
     process.join(DEADLINE_S)
     assert process.exitcode == -signal.SIGKILL
-    while True:  # what it said before it died
+    while True:  # its output before it died
         try:
             said.append(ours.recv())
         except EOFError:
@@ -127,7 +127,7 @@ def _save(storage: Storage, claims: Claims, generation: int, step: int, rows: in
 
 
 def _check(storage: Storage, rows: int, ended: int, began: int, killed: Killed) -> int:
-    """The newest committed step: the one that was ended last, or the one that was in the making."""
+    """The newest committed step: the last finished one, or the one in progress."""
     newest = _newest(storage, rows)
     assert newest in (ended, began)
     killed.whole += newest > ended

@@ -1,6 +1,6 @@
 """A checkpoint read as `docs/format.md` describes it, with public tools and nothing of raysharded.
 
-Slow and simple: it reads everything, checks everything that the description says readers MUST check of bytes, and
+Slow and simple: it reads everything, makes all checks of bytes that are a MUST for readers in the description, and
 gives every tensor's bytes in C order.
 """
 
@@ -29,7 +29,7 @@ SPREAD = re.compile(r"\.\./[0-9a-f]{2}/([^/]+)/[^/]+")
 
 
 def read_checkpoint(folder: Path, key: bytes | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """(the manifest as it stands, tensor -> its bytes). Raises ValueError for what does not match its digest."""
+    """(the manifest, unchanged, tensor -> its bytes). Raises ValueError for data that does not match its digest."""
     manifest = read_manifest((folder / "manifest.json").read_bytes(), key)
     boxes = boxes_of(manifest, folder)
     tensors = {
@@ -104,7 +104,7 @@ def check_chunks(file: dict[str, Any], data: bytes, table_path: Path) -> None:
 def check_safetensors(
     path: Path, boxes: list[tuple[str, list[int], list[int], int]], tensors: dict[str, Any], data: bytes
 ) -> None:
-    """Every box is what the safetensors library finds under the key that the description gives it."""
+    """Check that the safetensors library finds every box under the key that the description gives it."""
     keys = {key_of(name, tensors[name][1], offsets, sizes): (name, start) for name, offsets, sizes, start in boxes}
     with safe_open(str(path), framework="pt") as shard:
         if set(shard.keys()) != set(keys):
@@ -121,7 +121,7 @@ def key_of(name: str, shape: list[int], offsets: list[int], sizes: list[int]) ->
 
 
 def raw_bytes(tensor: Any) -> bytes:
-    """Of a torch tensor."""
+    """The bytes of a torch tensor."""
     import torch
 
     flat: bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

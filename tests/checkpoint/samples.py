@@ -110,7 +110,7 @@ def save(
 
 
 def with_index(patch: pytest.MonkeyPatch) -> None:
-    """From now on the box index of every manifest is a file of its own."""
+    """Put the box index of every manifest into a separate file from now on."""
     patch.setattr(encoding, "MIN_BOXES", 1)
 
 

@@ -1,8 +1,8 @@
-"""Manifests and box indexes with something changed, sealed as if by a real writer: each is read, or refused by an error
-of ours, in little time and memory.
+"""Manifests and box indexes with something changed, sealed as if by a real writer: each is read, or refused by one of
+our errors, in little time and memory.
 
-`python -m tests.checkpoint.spoiled COUNT [SEED]` tries so many of each kind, and writes what came of it as JSON. C++
-reads Parquet, and must not fall over either: hence a process of its own.
+`python -m tests.checkpoint.spoiled COUNT [SEED]` tries so many of each kind, and writes the results as JSON. C++ reads
+Parquet, and must not crash either: hence a separate process.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ VALUES = [None, True, -1, 0, 1, 2**31, 2**53, 2**62, 2**63, 2**64, 10**400, 0.5,
 
 @dataclass(kw_only=True, slots=True)
 class Watched:
-    """What came of some cases."""
+    """The results of some cases."""
 
     read: int = 0
     refused: int = 0
     slowest_s: float = 0.0
-    """Of processor time, in one case."""
+    """Processor time of the slowest case."""
     grown_mib: int = 0
-    """By how much the most memory that the process ever held has grown."""
+    """Growth of the process's peak memory."""
 
 
 def watch(count: int, case: Callable[[], object]) -> Watched:
-    """Cases that are read, or raise CheckpointError or BadIndex; whatever else they raise is raised."""
+    """Run cases that are read, or raise CheckpointError or BadIndex; all other errors are raised."""
     watched, before = Watched(), _peak_mib()
     for _ in range(count):
         began = time.process_time()
@@ -123,7 +123,7 @@ def _peak_mib() -> int:
 
 
 def main(count: str, seed: str = "0") -> None:
-    """Writes what came of both kinds to stdout."""
+    """Writes the results of both kinds to stdout."""
     kinds = {"indexes": indexes, "manifests": manifests}
     found = {name: asdict(watch(int(count), kind(random.Random(int(seed))))) for name, kind in kinds.items()}
     sys.stdout.write(json.dumps(found) + "\n")

@@ -23,7 +23,7 @@ thread.join()
 
 
 @pytest.mark.parametrize("more", [0, 5, 15])
-def test_work_beside_training_goes_after_it_whatever_the_priority_of_the_process(more: int) -> None:
+def test_work_in_the_background_yields_to_training_at_any_priority_of_the_process(more: int) -> None:
     of_process = min(19, os.getpriority(os.PRIO_PROCESS, 0) + more)
     command = ["nice", "-n", str(more), sys.executable, "-c", STEP_BACK]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout

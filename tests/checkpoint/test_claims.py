@@ -1,4 +1,4 @@
-"""A run has one owner, and one sequence that says what it has committed, whoever races and whatever reply is lost."""
+"""A run has one owner, and one sequence with its commits, in every race and after every lost reply."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _all(storage: Storage) -> list[Claim]:
     return [read_claim(storage, number) for number in list_numbers(storage)]
 
 
-def test_an_owner_commits_and_the_next_owner_goes_on_after_it(storage: Storage) -> None:
+def test_an_owner_commits_and_the_next_owner_continues_after_it(storage: Storage) -> None:
     first = Claims(storage, "first", wall=lambda: 7.0)
     assert first.own(3) == 3
     assert _commit(first, 3, 10) == 2
@@ -72,7 +72,7 @@ def test_an_owner_commits_and_the_next_owner_goes_on_after_it(storage: Storage) 
     )
 
 
-def test_an_older_owner_is_refused_and_told_by_whom_whatever_its_generation(storage: Storage) -> None:
+def test_an_older_owner_is_refused_with_the_newer_ones_name_in_every_generation(storage: Storage) -> None:
     old, new = Claims(storage, "old"), Claims(storage, "new")
     old.own(1)
     new.own(2)
@@ -112,7 +112,7 @@ def test_the_same_commit_again_is_the_same_claim(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("took_effect", [False, True])
-def test_after_any_failure_the_same_call_tells_whether_the_claim_was_made(storage: Storage, took_effect: bool) -> None:
+def test_after_any_failure_the_same_call_shows_whether_the_claim_was_made(storage: Storage, took_effect: bool) -> None:
     class Flaky(FailingStorage):
         """Fails once."""
 
@@ -196,7 +196,7 @@ def test_every_byte_of_a_claim_counts() -> None:
 
 @dataclass
 class Told:
-    """What a driver was told about one of its commits."""
+    """The result of one of a driver's commits."""
 
     driver: int
     prefix: str
@@ -205,12 +205,12 @@ class Told:
 
 @dataclass
 class Sequence:
-    """The claims in storage, and what drivers were told. A reply may be lost, before or after its effect."""
+    """The claims in storage, and the results of drivers. A reply may be lost, before or after its effect."""
 
     claims: dict[int, Claim] = field(default_factory=dict)
     told: list[Told] = field(default_factory=list)
     owners: list[tuple[int, int]] = field(default_factory=list)
-    """(driver, generation) in the order in which they were told."""
+    """(driver, generation) in the order of the results."""
 
     def do(self, wanted: FindNewest | Put | Get) -> Any:
         match wanted:
@@ -228,7 +228,7 @@ class Sequence:
 
 
 def _drive(sequence: Sequence, driver: int, plan: list[tuple[str, int]]) -> Generator[None, str, None]:
-    """A driver's life, one operation on storage at a time; what is sent in says what happens to the reply."""
+    """A driver's life, one operation on storage at a time; the value sent in decides about the reply."""
     claimer = Claimer(f"driver {driver}", f"id {driver}", lambda: 0.0)
     generation, step = 0, 0
     for what, by in plan:

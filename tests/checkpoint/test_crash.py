@@ -1,4 +1,4 @@
-"""A save that dies at any moment leaves the previous checkpoint loadable and nothing of itself to be seen."""
+"""A save that dies at any moment leaves the previous checkpoint loadable and no visible part of itself."""
 
 from __future__ import annotations
 
@@ -148,4 +148,4 @@ def test_40_processes_killed_in_the_middle_of_a_save_cost_nothing_but_that_save(
     killed = kill_savers(str(tmp_path / kind), kills=40, rows=600, chunk=1024)
     assert killed.in_a_save == 40
     assert len(killed.files_found) > 3  # they were hit at different moments
-    assert killed.dangling > 0  # temporary files of theirs were found, and are gone
+    assert killed.dangling > 0  # temporary files of theirs were found, and deleted

@@ -1,4 +1,4 @@
-"""Whatever happens to a file of a checkpoint is found when it is loaded, and the file is named."""
+"""Every damage to a file of a checkpoint is found when it is loaded, and the file is named."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = ["manifest.json", "boxes-*.parquet", "w000?.safetensors", "w000?.safeten
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Storage, str]:
-    """A checkpoint with every kind of file, and one of another step beside it."""
+    """A checkpoint with every kind of file, and one of another step in the same run."""
     with_index(monkeypatch)
     storage = LocalStorage(str(tmp_path))
     save(storage, {**STATE, "w": raw("float32", 482, 120)}, step=8, chunk=CHUNK)
@@ -127,7 +127,7 @@ def test_a_file_of_another_step_is_found_and_named(saved: tuple[Storage, str], k
 
 
 def test_a_data_file_with_bytes_added_is_found_when_everything_is_verified(saved: tuple[Storage, str]) -> None:
-    """A load does not ask for more than it needs, and what it gets is right; `verify` looks at sizes too."""
+    """A load reads only needed bytes, and those are right; `verify` checks sizes too."""
     storage, prefix = saved
     key = _files(storage, prefix, KINDS[2])[0]
     storage.write(key, [storage.read(key), b"more"])
@@ -150,8 +150,8 @@ def test_every_flipped_byte_of_a_small_checkpoint_is_found(tmp_path: Path, monke
         path.write_bytes(whole)
 
 
-def test_damage_in_chunks_that_nobody_asked_for_keeps_no_one_from_the_others(saved: tuple[Storage, str]) -> None:
-    """A worker reads what it needs, and what it reads is checked; damage elsewhere is for others, or `verify`."""
+def test_damage_in_chunks_that_nobody_requested_keeps_no_one_from_the_others(saved: tuple[Storage, str]) -> None:
+    """A worker checks the bytes that it reads; damage elsewhere is found by others, or by `verify`."""
     storage, prefix = saved
     key = _files(storage, prefix, KINDS[2])[0]
     whole = storage.read(key)

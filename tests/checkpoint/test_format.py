@@ -1,4 +1,5 @@
-"""What `docs/format.md` says is enough to read a checkpoint: a reader that knows nothing else gets every bit."""
+"""The description in `docs/format.md` suffices to read a checkpoint: a reader with no other knowledge gets every
+bit."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ STATE = {
     "__metadata__": ("uint8", (9,)),
     "名字": ("int16", (6,)),
 }
-"""Of every version 2 checkpoint: name -> (dtype, shape). Its bytes: see `_bytes`."""
+"""Tensors of every version 2 checkpoint: name -> (dtype, shape). Its bytes: see `_bytes`."""
 TREE = {
     "dict": [
         ["model", {"dict": [["w", {"tensor": "of.float32"}], ["b", {"tensor": "of.bfloat16"}]]}],
@@ -89,7 +89,7 @@ def test_version_2_loads(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "signed", "tables", "index", "spread", "tree"])
-def test_version_2_is_what_its_description_says(kind: str) -> None:
+def test_version_2_is_as_described(kind: str) -> None:
     manifest, tensors = read_checkpoint(GOLDEN / "v2" / kind / FOLDER, KEY if kind == "signed" else None)
     assert tensors == {name: _bytes(*about) for name, about in STATE.items()}
     assert ("hmac" in manifest, "index" in manifest) == (kind == "signed", kind == "index")

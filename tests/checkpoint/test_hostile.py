@@ -1,4 +1,4 @@
-"""Whoever can write a manifest with a right digest can still make no reader leave the folder, crash or choke.
+"""A manifest with a right digest by a hostile writer can make no reader leave the folder, crash or choke.
 
 Everything here is sealed as if by a real writer; each ends in a CheckpointError. The large ones: test_hostile_size.py.
 """
@@ -243,7 +243,7 @@ def test_what_a_hostile_writer_seals_is_refused(name: str) -> None:
         ('"tensors":{', '"tensors":{"w":["float32",[6,4]],'),
     ],
 )
-def test_json_that_is_none_or_says_two_things_is_refused(old: str, new: str) -> None:
+def test_json_that_is_invalid_or_ambiguous_is_refused(old: str, new: str) -> None:
     storage, prefix = _saved()
     at = f"{prefix}/manifest.json"
     text = storage.read(at)[75:].decode()[2:]
@@ -274,7 +274,7 @@ def test_a_digest_table_of_another_size_is_refused_though_its_digest_is_right(si
 
 
 def test_a_checkpoint_that_claims_to_be_huge_is_refused_when_it_is_read() -> None:
-    """Its manifest is right in itself, so it opens; what it says is in the file is not there."""
+    """Its manifest is consistent, so it opens; the described data is not in the file."""
     storage, prefix = _saved(num_writers=1)
     size, chunk = 2**45, 2**26
     table = bytes(32 * 2**19)

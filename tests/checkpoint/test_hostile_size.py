@@ -19,7 +19,7 @@ TRIED = (
     "an index of two million boxes",
     "an index that expands without end",
 )
-"""Always; the others before a release."""
+"""Cases of every test run; the others run before a release."""
 
 
 @pytest.mark.slow
@@ -27,7 +27,7 @@ TRIED = (
     "case", [case if case in TRIED else pytest.param(case, marks=pytest.mark.long) for case in CASES]
 )
 def test_a_million_entries_are_refused_in_seconds_and_in_bounded_memory(tmp_path: Path, case: str) -> None:
-    """The process has 2 GiB of address space more than after its imports; what it says comes from inside it."""
+    """The process has 2 GiB of address space more than after its imports; it prints the result itself."""
     command = [sys.executable, "-m", "tests.checkpoint.huge", str(tmp_path), case]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

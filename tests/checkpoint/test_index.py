@@ -1,4 +1,4 @@
-"""Boxes in columns are the boxes they were made of, and come back from Parquet as they were, or not at all."""
+"""Boxes in columns are equal to their source, and come back from Parquet unchanged, or not at all."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_rows_are_padded_to_one_width() -> None:
         padded([(2**63,)], 1, 0)
 
 
-def test_a_box_of_an_unknown_tensor_is_told() -> None:
+def test_a_box_of_an_unknown_tensor_is_reported() -> None:
     table = BoxTable.of([FileBox(name="a", offsets=(), sizes=(), start=0)])
     with pytest.raises(KeyError):
         joined([table], ("b",), 0)
@@ -250,8 +250,8 @@ def _crafted(
     columns: tuple[int, int] = (12, 1),
     pages: int = 1,
 ) -> bytes:
-    """A Parquet file of one column of pages of 5 bytes each, with further fields in its structs. `columns`: what type
-    the list of columns says its items have, and how many there are, all of the same pages."""
+    """A Parquet file of one column of pages of 5 bytes each, with further fields in its structs. `columns`: the type of
+    the items in the list of columns, and their number, all of the same pages."""
     body = (
         _thrift([(1, 5, 2), (2, 5, 5), (3, 5, 5), *(page or []), (7, 12, [(1, 5, 1), (2, 5, 0)])]) + bytes(5)
     ) * pages
@@ -266,7 +266,7 @@ def _crafted(
     return b"PAR1" + body + end + len(end).to_bytes(4, "little") + b"PAR1"
 
 
-def test_a_file_that_says_one_thing_is_counted() -> None:
+def test_an_unambiguous_file_is_counted() -> None:
     assert inflated_bytes(_crafted(), 1) == 5
     assert inflated_bytes(_crafted(footer=[(6, 8, b"parquet-cpp-arrow version 26.0.1")]), 1) == 5
     assert inflated_bytes(_crafted(pages=9), 9) == 45
@@ -296,9 +296,7 @@ def test_what_two_readers_could_take_for_different_pages_is_refused(data: bytes,
 
 @pytest.mark.parametrize("compression", ["none", "zstd", "gzip"])
 @pytest.mark.parametrize("options", [{}, {"use_dictionary": False}, {"row_group_size": 700}, {"data_page_size": 64}])
-def test_what_pages_inflate_to_is_what_the_footer_of_an_honest_writer_says(
-    compression: str, options: dict[str, Any]
-) -> None:
+def test_pages_inflate_to_the_size_in_the_footer_of_an_honest_writer(compression: str, options: dict[str, Any]) -> None:
     numbers = pa.array(np.arange(2000))
     data = _parquet({"a": numbers, "b": numbers.cast(pa.string())}, compression=compression, **options)
     footer = pq.ParquetFile(BytesIO(data)).metadata
@@ -342,7 +340,7 @@ def test_many_boxes_go_into_an_index_and_few_stay_in_the_manifest() -> None:
 
 
 def test_indexes_of_other_boxes_have_other_names() -> None:
-    """Two who commit one save with their files in another order do not replace each other's."""
+    """Two commits of one save with its files in another order do not replace each other's."""
     one = _manifest(MIN_BOXES)
     other = replace(one, files=(*one.files, replace(one.files[0], path="empty", boxes=BoxTable.of([]))))
     moved = replace(other, files=other.files[::-1])
@@ -351,7 +349,7 @@ def test_indexes_of_other_boxes_have_other_names() -> None:
 
 
 def test_a_commit_that_comes_second_leaves_the_index_of_the_first_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same save, its files collected in another order: after a lost reply, say."""
+    """One save, its files collected in another order: for example after a lost reply."""
     with_index(monkeypatch)
     storage = open_storage(f"memory://{uuid.uuid4().hex}/run")
     state = {"w": raw("uint8", 30, 4)}

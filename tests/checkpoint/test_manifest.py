@@ -1,4 +1,4 @@
-"""A manifest says exactly what is where, and nothing in it can be wrong unnoticed."""
+"""A manifest describes exactly the place of all data, and no error in it stays unnoticed."""
 
 from __future__ import annotations
 

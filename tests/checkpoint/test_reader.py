@@ -1,4 +1,4 @@
-"""Any reader gets its bytes at any size, reads little else, and never gets a wrong one."""
+"""Any reader gets its bytes at any size, reads few others, and never gets a wrong one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _memory() -> Storage:
 
 
 def _load_rows(checkpoint: Checkpoint, arrays: Arrays, num_readers: int) -> Arrays:
-    """What `num_readers` workers get, each into one flat buffer, put together again."""
+    """The data of `num_readers` workers, each in one flat buffer, put together again."""
     loaded: dict[str, list[bytes]] = {name: [] for name in arrays}
     for reader in range(num_readers):
         flat, at = np.zeros(sum(array.nbytes for array in arrays.values()), np.uint8), 0

@@ -1,4 +1,4 @@
-"""With a key, what its holders did not sign is refused: whoever can write to the storage is not believed for that."""
+"""With a key, data that its holders did not sign is refused: write access to the storage is not enough."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_signature_of_any_bytes_is_refused(signature: bytes) -> None:
         decode(_resealed(whole[:85] + signature + whole[149:]), key=KEY)
 
 
-def test_a_signature_said_twice_is_refused() -> None:
+def test_a_duplicate_signature_is_refused() -> None:
     storage, prefix = _saved()
     body = json.loads(storage.read(f"{prefix}/manifest.json"))
     text = json.dumps({name: value for name, value in body.items() if name not in ("digest", "hmac")})

@@ -1,4 +1,4 @@
-"""Which bytes are read for some pieces: each chunk that is needed once, and little else; every byte to its place."""
+"""The bytes that are read for some pieces: each needed chunk once, and few others; every byte to its place."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_digests_do_not_depend_on_how_the_bytes_are_cut_into_parts(parts: list[b
     assert len(expected) == DIGEST_BYTES * -(-len(whole) // chunk)
 
 
-def test_of_many_boxes_side_by_side_only_those_that_are_wanted_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_boxes_side_by_side_only_those_that_are_wanted_are_inspected(monkeypatch: pytest.MonkeyPatch) -> None:
     boxes = [FileBox(name="w", offsets=(0, at), sizes=(4, 1), start=4 * at) for at in range(2000)]
     file = replace(_file(0, 8000, 100), boxes=BoxTable.of(boxes))
     tensors = {"w": TensorInfo(dtype="uint8", shape=(4, 2000))}

@@ -1,4 +1,4 @@
-"""A save whose storage goes away at any operation costs nothing but itself; the full disk is such a storage."""
+"""A save whose storage fails at any operation costs nothing but itself; a full disk is such a storage."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _assert_newest_is(storage: Storage, state: State, step: int) -> None:
 
 
 FAILURES = ["untouched", "half", "took_effect"]
-"""What an operation leaves that took effect is nearly always what the next one finds that is untouched."""
+"""The state after an operation that took effect is nearly always the state before the next, untouched one."""
 TRIED = [("local", "untouched"), *((kind, "half") for kind in OPERATIONS), ("spread", "took_effect")]
 
 
@@ -115,7 +115,7 @@ def _assert_full(storage: Storage, limit: str, said: str) -> None:
     assert said in done.stderr
     _assert_newest_is(storage, small, 1)
     assert [ref.complete for ref in list_checkpoints(storage)] in ([True], [True, False])
-    assert list(storage.unfinished()) == []  # the room is given back
+    assert list(storage.unfinished()) == []  # the disk space is given back
     prune(storage, Keep(last=1), now=True)
     _save(storage, small, 3)
     _assert_newest_is(storage, small, 3)

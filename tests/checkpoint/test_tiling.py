@@ -25,7 +25,7 @@ def _table(tensors: list[tuple[Shape, list[Extent]]]) -> BoxTable:
 
 
 def _times(shape: Shape, extents: list[Extent]) -> dict[tuple[int, ...], int]:
-    """How many boxes each cell is in."""
+    """The number of boxes of each cell."""
     count = dict.fromkeys(itertools.product(*map(range, shape)), 0)
     for offsets, sizes in extents:
         for cell in itertools.product(*(range(o, o + s) for o, s in zip(offsets, sizes, strict=True))):

@@ -17,11 +17,11 @@ from raysharded.testing.storages import CountingStorage, save_rows
 
 @dataclass(slots=True)
 class GoneOnceSized(CountingStorage):
-    """Deletes or cuts a file as soon as its size was asked for."""
+    """Deletes or cuts a file as soon as its size was queried."""
 
     file: str = ""
     left: int | None = None
-    """So many bytes stay; None: the file goes."""
+    """Number of bytes that stay; None: the file is deleted."""
 
     def size(self, key: str) -> int:
         size = self.inner.size(key)

@@ -193,13 +193,13 @@ def test_a_commit_of_another_writer_is_refused_and_ones_own_is_recognised(storag
     manifest = _saved(storage)
     assert commit(storage, PREFIX, manifest) is not None
     assert commit(storage, PREFIX, manifest) is not None
-    assert commit(storage, PREFIX, replace(manifest, created_at=99.0)) is not None  # a lost reply, tried again later
+    assert commit(storage, PREFIX, replace(manifest, created_at=99.0)) is not None  # a retry after a lost reply
     assert commit(storage, PREFIX, replace(manifest, writer="zombie")) is None
     assert commit(storage, PREFIX, replace(manifest, generation=0)) is None
     assert open_checkpoint(storage, PREFIX).manifest == manifest
 
 
-def test_a_commit_whose_reply_was_lost_succeeds_when_it_is_tried_again(storage: Storage) -> None:
+def test_a_commit_whose_reply_was_lost_succeeds_when_it_is_retried(storage: Storage) -> None:
     manifest = _saved(storage)
     failing = FailingStorage(storage, fail_at=1, took_effect=True)
     with pytest.raises(StorageError):

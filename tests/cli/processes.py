@@ -1,4 +1,4 @@
-"""The command as a process of its own: in a shell, and on a terminal."""
+"""The command as a separate process: in a shell, and on a terminal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shell(script: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def on_terminal(commands: list[list[str]], *, columns: int, **variables: str) -> list[str]:
-    """What each command prints on a terminal of a width, without escape sequences; one process runs them all."""
+    """The output of each command on a terminal of a width, without escape sequences. One process runs them all."""
     script = (
         "import sys, shlex\n"
         "from raysharded.cli import app\n"
@@ -60,7 +60,7 @@ def on_terminal(commands: list[list[str]], *, columns: int, **variables: str) ->
 
 
 def _everything(terminal: int) -> str:
-    """What is written to a terminal until it is closed."""
+    """All output to a terminal until it is closed."""
     found = b""
     while True:
         try:

@@ -18,7 +18,7 @@ from tests.report.standing import Stands
 
 
 class Handle:
-    """Gives some entries per call, as a run that goes on does."""
+    """Gives some entries per call, as a run that continues does."""
 
     def __init__(self, interrupted: bool = False) -> None:
         self._all = [(number, entry["kind"], entry) for number, entry in enumerate(with_times(run_with_a_loss()), 1)]

@@ -1,4 +1,4 @@
-"""`raysharded check`: what its target may be, and how it ends. What it finds: tests/preflight."""
+"""`raysharded check`: its possible targets, and its exit status. Its findings: tests/preflight."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ run: {name: from-yaml, storage_path: runs, max_steps: 1}
 
 @pytest.fixture
 def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """A folder with a file of trainers; what was checked, and how: every check holds."""
+    """A folder with a file of trainers; the checked targets, with their settings: every check holds."""
     found: list[Any] = []
 
     def check(trainer: rs.ElasticTrainer, **options: Any) -> Report:
@@ -102,7 +102,7 @@ def test_options_reach_the_check(checked: list[Any]) -> None:
         (["to_check.py:Small"], 2, "it needs the settings data, batch, scaling, run as well"),
     ],
 )
-def test_the_exit_status_tells_wrong_usage_from_what_does_not_hold(
+def test_the_exit_status_distinguishes_wrong_usage_from_a_failed_check(
     checked: list[Any], arguments: list[str], status: int, message: str
 ) -> None:
     result = invoke("check", *arguments)

@@ -1,4 +1,4 @@
-"""`raysharded checkpoint`: what its commands print, do, and how they end."""
+"""`raysharded checkpoint`: the output, the effects, and the exit status of its commands."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_a_damaged_checkpoint_beside_others_is_listed_with_the_reason(beside: Pa
     assert "no step: 1 damaged part" in invoke("checkpoint", "verify", beside, "--all").stdout
 
 
-def test_looking_at_checkpoints_side_by_side_imports_no_torch(beside: Path) -> None:
+def test_inspecting_checkpoints_side_by_side_imports_no_torch(beside: Path) -> None:
     code = (
         "import sys; from raysharded.cli import app\n"
         "for command in ('ls', 'show', 'verify'):\n"
@@ -240,7 +240,7 @@ def test_looking_at_checkpoints_side_by_side_imports_no_torch(beside: Path) -> N
 
 
 def _broken(folder: Path, save_id: str = "0123456789ab") -> None:
-    """What a save leaves that is killed."""
+    """Write the files that a killed save leaves."""
     (folder / save_id).mkdir(parents=True)
     (folder / save_id / "rank00000.safetensors").write_bytes(b"some")
     (folder / save_id / "rank00001.safetensors.tmp-0123456789ab").write_bytes(b"half")
@@ -281,7 +281,7 @@ def _checkpoint_inside(folder: Path) -> None:
     (folder.parent / "made" / prefix).rename(folder)
 
 
-def test_gc_proves_nothing_without_a_manifest_and_says_so(beside: Path, tmp_path: Path) -> None:
+def test_gc_proves_nothing_without_a_manifest_and_reports_it(beside: Path, tmp_path: Path) -> None:
     _broken(beside / "step-11")
     _broken(tmp_path / "alone" / "step-1")
     for folder in (beside, tmp_path / "alone", tmp_path / "alone" / "step-1"):

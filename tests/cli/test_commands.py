@@ -1,4 +1,4 @@
-"""The commands: what they print, and how they end."""
+"""The commands: their output, and their exit status."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_report_writes_a_page_and_nothing_else(tmp_path: Path) -> None:
     assert succeed("report", url, "--html", "-") == page.read_text(encoding="utf-8")
 
 
-def test_report_says_where_a_page_cannot_be_written(tmp_path: Path) -> None:
+def test_report_names_the_place_where_a_page_cannot_be_written(tmp_path: Path) -> None:
     url = write_run(tmp_path / "tiny", run_with_a_loss())
     assert fail("report", url, "--html", tmp_path / "no" / "report.html").startswith(f"{tmp_path}/no/report.html: ")
     assert "Is a directory" in fail("report", url, "--html", tmp_path)
@@ -93,7 +93,7 @@ def test_report_of_nothing_is_one_error(tmp_path: Path) -> None:
 # -- replay --
 
 
-def test_replay_prints_a_line_for_every_event_and_ends_with_1_when_the_journal_says_something_else(
+def test_replay_prints_a_line_for_every_event_and_ends_with_1_when_the_journal_differs(
     tmp_path: Path,
 ) -> None:
     run = training(size=2, step=3)
@@ -116,7 +116,7 @@ def test_replay_prints_a_line_for_every_event_and_ends_with_1_when_the_journal_s
     assert invoke("replay", tmp_path / "run", "--json").exit_code == 1
 
 
-def test_replay_of_what_was_not_recorded_is_one_error_that_says_how(tmp_path: Path) -> None:
+def test_replay_of_what_was_not_recorded_is_one_error_that_shows_how(tmp_path: Path) -> None:
     assert "RunConfig(record_events=True)" in fail("replay", write_run(tmp_path, run_with_a_loss()))
     assert fail("replay", tmp_path / "none").startswith(f"there is no run at {tmp_path}/none")
 
@@ -178,14 +178,14 @@ def new_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def diagnosis(new_folder: Path) -> dict[str, Any]:
-    """What the doctor says of a folder that is not there yet."""
+    """The doctor's findings about a folder that does not exist yet."""
     found: dict[str, Any] = json.loads(succeed("doctor", new_folder, "--self-test", "--json"))
     return found
 
 
 @pytest.mark.procs
 @pytest.mark.slow
-def test_doctor_says_what_there_is(diagnosis: dict[str, Any], new_folder: Path) -> None:
+def test_doctor_lists_what_there_is(diagnosis: dict[str, Any], new_folder: Path) -> None:
     assert (diagnosis["ok"], diagnosis["raysharded"]) == (True, __version__)
     assert diagnosis["storage"] == f"{new_folder}: writable"
     assert diagnosis["cpus"] >= 1
@@ -193,7 +193,7 @@ def test_doctor_says_what_there_is(diagnosis: dict[str, Any], new_folder: Path) 
 
 @pytest.mark.procs
 @pytest.mark.slow
-def test_doctor_tries_what_a_run_needs_and_says_what_it_found(diagnosis: dict[str, Any], new_folder: Path) -> None:
+def test_doctor_tries_what_a_run_needs_and_reports_what_it_found(diagnosis: dict[str, Any], new_folder: Path) -> None:
     tried = {check["name"]: check for check in diagnosis["checks"]}
     names = {"ray runs", "ray used", "gloo", "nccl", "shared memory", "extras", "home", "open files", "self-test"}
     assert tried.keys() == names | {"storage", "conditional write", "clock", "unfinished uploads"}
@@ -226,7 +226,7 @@ def test_doctor_names_extras_that_are_missing_and_what_they_are_for(monkeypatch:
         assert importlib.util.find_spec(module) is not None, "an extra of the development environment"
 
 
-def test_doctor_looks_at_limits_and_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_inspects_limits_and_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1024))
     found = machine.open_files()
     assert (found.ok, found.found) == (False, "at most 1024")

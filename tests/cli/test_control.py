@@ -16,7 +16,7 @@ from tests.report.entries import run_with_a_loss, write_run
 
 @pytest.fixture(autouse=True)
 def no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else runs on this machine is not found."""
+    """Hide other clusters on this machine."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster, "_ADDRESS_FILE", tmp_path / "none")
 

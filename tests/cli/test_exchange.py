@@ -71,7 +71,7 @@ def test_a_copy_is_the_same_checkpoint(tmp_path: Path) -> None:
     assert open_checkpoint(*place_of(str(tmp_path / "part"))).tensors.keys() == {"model.w", "model.b"}
 
 
-def test_diff_tells_what_differs_and_exits_with_1(tmp_path: Path) -> None:
+def test_diff_prints_what_differs_and_exits_with_1(tmp_path: Path) -> None:
     b = np.array([0.0, 0.5, 0.0], np.float32)
     one, two = _checkpoint(tmp_path, "one"), _checkpoint(tmp_path, "two", **{"model.b": b, "new": np.ones(1)})
     result = _run("diff", one, two, "--json")
@@ -122,7 +122,7 @@ def test_a_copy_or_an_import_goes_only_where_a_save_would(tmp_path: Path) -> Non
     assert json.loads(_run(*importing, "--json").stdout)["step"] == 7
 
 
-def test_one_safetensors_file_is_imported_without_saying_what_it_is(tmp_path: Path) -> None:
+def test_one_safetensors_file_is_imported_without_naming_its_kind(tmp_path: Path) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
     result = _run("import", f"{tmp_path}/a.safetensors", f"{tmp_path}/ours", "--json")
     assert result.exit_code == 0, result.output
@@ -130,7 +130,7 @@ def test_one_safetensors_file_is_imported_without_saying_what_it_is(tmp_path: Pa
     assert open_checkpoint(*place_of(f"{tmp_path}/ours")).tensors.keys() == {"model.w"}
 
 
-def test_mistakes_are_told(tmp_path: Path) -> None:
+def test_mistakes_are_reported(tmp_path: Path) -> None:
     source = _checkpoint(tmp_path, "run")
     assert "is of step 4" in _run("export", source, f"{tmp_path}/x", "--format", "dcp", "--step", "5").output
     assert "there are no checkpoints" in _run("diff", f"{tmp_path}/nothing", source).output

@@ -20,7 +20,7 @@ NAMED = "import sys, time; print(flush=True); time.sleep(600)"
 
 @pytest.fixture
 def process(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
-    """A process whose command line begins as the parameter says."""
+    """A process whose command line begins with the parameter."""
     with subprocess.Popen(
         [request.param, "-c", NAMED], executable=sys.executable, stdout=subprocess.PIPE, text=True
     ) as made:

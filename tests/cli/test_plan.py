@@ -1,4 +1,4 @@
-"""`raysharded plan`: what it prints, and what it refuses."""
+"""`raysharded plan`: its output, and its refusals."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_fits_nowhere_ends_with_1_and_the_nearest_that_fits(config: str) ->
     assert result.stderr.count("\n") == 1
 
 
-def test_a_layout_that_was_asked_for_is_the_one_that_is_shown(config: str) -> None:
+def test_a_layout_that_was_requested_is_the_one_that_is_shown(config: str) -> None:
     found = json.loads(succeed("plan", config, *RUN, "--shards", 2, "--json"))
     assert found["chosen"]["layout"] == "4x2"
 
@@ -131,6 +131,6 @@ def test_wrong_input_is_one_sentence(config: str, arguments: tuple[Any, ...], me
     assert message in fail("plan", config, *arguments)
 
 
-def test_targets_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_targets_that_are_invalid_are_refused(tmp_path: Path) -> None:
     assert fail("plan", tmp_path / "config.json", *RUN).startswith("there is no file ")
     assert "there is no file" in fail("plan", tmp_path / "train.py")

@@ -1,4 +1,4 @@
-"""`raysharded rm`: asks, removes, and states what keeps a run."""
+"""`raysharded rm`: confirms, removes, and states what keeps a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.report.entries import run_with_a_loss, write_run
 
 @pytest.fixture(autouse=True)
 def no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else runs on this machine is not found."""
+    """Hide other clusters of this machine."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster, "_ADDRESS_FILE", tmp_path / "none")
 

@@ -1,4 +1,4 @@
-"""`raysharded run`: what a user's file may do, and what is said when it does not."""
+"""`raysharded run`: the allowed contents of a user's file, and the errors for all others."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_what_the_users_own_code_raises_is_shown_from_there_on(
     assert "importlib" not in shown
 
 
-def test_a_finished_run_is_told_as_json(tmp_path: Path) -> None:
+def test_a_finished_run_is_printed_as_json(tmp_path: Path) -> None:
     ran = raysharded_run(str(write(tmp_path)), tmp_path, "--json")
     told = {"name": "tiny", "url": "/runs/tiny", "steps": 6, "fingerprint": "f" * 32, "checkpoint": ""}
     told |= {"loss": None, "metrics": {}, "evaluation": {}, "wall_s": None}

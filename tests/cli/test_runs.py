@@ -1,4 +1,4 @@
-"""`raysharded runs` and `status`: what is said of runs from their storage alone, and at what price."""
+"""`raysharded runs` and `status`: reports on runs from their storage alone, and their cost."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_runs_are_listed_with_how_far_they_are(tmp_path: Path) -> None:
         assert part in out
 
 
-def test_a_run_itself_is_listed_alone_and_an_empty_folder_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
+def test_a_run_itself_is_listed_alone_and_an_empty_folder_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     url = write_run(tmp_path / "tiny", run_with_a_loss())
     assert [run["url"] for run in json.loads(succeed("runs", url, "--json"))] == [url]
     (tmp_path / "empty").mkdir()
@@ -98,7 +98,7 @@ def test_a_run_itself_is_listed_alone_and_an_empty_folder_is_an_error_that_says_
         (("checkpoint", {"step": 2, "prefix": "p"}), "ended"),
     ],
 )
-def test_the_last_word_of_a_driver_that_let_go_is_the_state(tmp_path: Path, last: Entry, state: str) -> None:
+def test_the_last_entry_of_a_driver_that_released_the_run_is_the_state(tmp_path: Path, last: Entry, state: str) -> None:
     journal_now(tmp_path, [*at_work(), last])
     own(tmp_path, "driver0", ended=True)
     assert state_of(tmp_path) == state
@@ -132,7 +132,7 @@ def test_a_checkpoint_that_a_rewind_deleted_is_not_the_newest(tmp_path: Path) ->
     assert found.checkpoint_step == 1
 
 
-def test_a_new_driver_has_the_run_whatever_the_one_before_said_last(tmp_path: Path) -> None:
+def test_a_new_driver_has_the_run_after_any_last_message_of_the_one_before(tmp_path: Path) -> None:
     journal_now(tmp_path, [*at_work(), ("failed", {"step": 2, "error": "x"})])
     own(tmp_path, "driver0", ended=True)
     own(tmp_path, "driver1", process=this_process())
@@ -142,7 +142,7 @@ def test_a_new_driver_has_the_run_whatever_the_one_before_said_last(tmp_path: Pa
     assert (found.state, found.step, found.loss, found.error) == ("running", 1, 2.5, "")
 
 
-def test_a_driver_whose_process_is_gone_has_ended(tmp_path: Path) -> None:
+def test_a_driver_whose_process_has_exited_has_ended(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     gone = replace(this_process(), pid=process.pid, started=1)
     process.wait()
@@ -166,7 +166,7 @@ def test_a_driver_elsewhere_is_at_work_if_its_lease_changes_between_two_looks(tm
     assert waits == [pytest.approx(1.1)]  # a third of its lease and a second, once for all
 
 
-def test_a_journal_that_is_damaged_at_its_end_is_said_to_be(tmp_path: Path) -> None:
+def test_a_journal_that_is_damaged_at_its_end_is_reported_as_damaged(tmp_path: Path) -> None:
     write_run(tmp_path, at_work())
     (tmp_path / "journal" / "99999999.jsonl").write_text("{\n")
     (found,) = look([open_storage(str(tmp_path))])
@@ -174,7 +174,7 @@ def test_a_journal_that_is_damaged_at_its_end_is_said_to_be(tmp_path: Path) -> N
     assert "cannot be read" in found.error
 
 
-def test_a_look_at_a_long_run_reads_few_segments(tmp_path: Path) -> None:
+def test_listing_a_long_run_reads_few_segments(tmp_path: Path) -> None:
     first = [started(), data(), *generation(1, [0], 0), *(step(number) for number in range(1, 30))]
     second = [started(resumed_after_step=29, max_steps=900), *generation(2, [0, 1, 2], 29)]
     second += [step(number, workers=3, gen=2) for number in range(30, 600)]
@@ -205,7 +205,7 @@ def test_many_runs_take_little_time(tmp_path: Path) -> None:
 # -- status --
 
 
-def test_status_says_who_and_how_many_and_what_happened_last(tmp_path: Path) -> None:
+def test_status_shows_who_and_how_many_and_what_happened_last(tmp_path: Path) -> None:
     loss = ("worker_lost", {"worker": 1, "step": 2, "reason": "the process died"})
     journal_now(tmp_path, [*at_work(), loss, *generation(2, [0, 3], 2), step(3, gen=2), step(4, gen=2)])
     own(tmp_path, "driver0", process=this_process())
@@ -270,7 +270,7 @@ def test_status_of_a_name_that_is_mistyped_names_the_run_that_is_like_it(tmp_pat
     assert f"Did you mean {tmp_path}/gpt-small?" in fail("checkpoint", "ls", tmp_path / "gpt-smal")
 
 
-def test_following_tells_everything_that_is_written_and_ends_with_the_driver(tmp_path: Path) -> None:
+def test_following_prints_everything_that_is_written_and_ends_with_the_driver(tmp_path: Path) -> None:
     journal_now(tmp_path, at_work())
     holder = own(tmp_path, "driver0", process=this_process())
     storage = open_storage(str(tmp_path))
@@ -293,7 +293,7 @@ def test_following_tells_everything_that_is_written_and_ends_with_the_driver(tmp
     assert more == []
 
 
-def test_following_tells_of_a_driver_that_dies_without_a_word(tmp_path: Path) -> None:
+def test_following_reports_a_driver_that_dies_silently(tmp_path: Path) -> None:
     journal_now(tmp_path, at_work())
     holder = own(tmp_path, "driver0", process=this_process())
     storage, clock = open_storage(str(tmp_path)), [time.time()]

@@ -1,4 +1,4 @@
-"""`raysharded run --config run.yaml name=value`: what becomes of the settings, and what is said of wrong ones."""
+"""`raysharded run --config run.yaml name=value`: the use of the settings, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_mistyped_setting_in_a_file_names_the_file_and_the_nearest(tmp_path: P
         ({**WHOLE, "batch": {"global_batch_size": "many", "microbatch_size": 2}}, "batch.global_batch_size=many: give"),
     ],
 )
-def test_what_does_not_make_a_trainer_says_what_is_missing(settings: dict[str, Any], message: str) -> None:
+def test_what_does_not_make_a_trainer_is_refused_with_what_is_missing(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         apply(Tiny, settings)
     assert message in str(raised.value)

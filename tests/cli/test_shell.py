@@ -1,4 +1,4 @@
-"""What holds for all commands: JSON, suggestions, completion in a shell."""
+"""Features of all commands: JSON, suggestions, completion in a shell."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_closed_streams_change_neither_the_work_nor_the_exit_status(runs: Path) 
 
 
 def test_a_file_that_a_command_opens_does_not_take_the_place_of_a_closed_stream(runs: Path) -> None:
-    """What a trainer's code prints must not get into its files."""
+    """A trainer's output must not get into its files."""
     file = runs.parent / "log"
     fit = f'log = open({str(file)!r}, "w"); os = __import__("os"); os.write(1, b"x"); os.write(2, b"x"); log.close(); '
     ran = shell(f"raysharded run {write_trainer(runs.parent, fit + _FINISHED)} >&- 2>&-")
@@ -87,7 +87,7 @@ def test_a_run_goes_on_without_its_console(runs: Path) -> None:
 
 
 def test_a_command_goes_on_when_its_terminal_hangs_up(runs: Path) -> None:
-    """With `nohup`, say: writing to the terminal then fails with EIO."""
+    """As with `nohup`: writes to the terminal then fail with EIO."""
     script = (
         "import os, pty, sys\n"
         "outside, inside = pty.openpty()\n"
@@ -103,7 +103,7 @@ def test_a_command_goes_on_when_its_terminal_hangs_up(runs: Path) -> None:
 
 
 def test_what_only_shows_ends_with_its_reader(tmp_path: Path) -> None:
-    """The run goes on without a new line: no write tells the command that its reader has left."""
+    """The run continues without a new line: no write shows the command that its reader has left."""
     journal_now(tmp_path, at_work())
     own(tmp_path, "driver0", process=this_process())
     command = [*COMMAND.split(), "status", str(tmp_path), "--follow", "--every", "3600", "--json"]
@@ -134,7 +134,7 @@ def test_an_ascii_stream_gets_ascii(runs: Path) -> None:
     assert b"s\\xfc\\xdf" in ran.stdout
     assert b"Traceback" not in ran.stdout
     page = shell(f"raysharded report {run} --html - 2>/dev/null", PYTHONIOENCODING="ascii").stdout
-    assert "s\u00fc\u00df" in page.decode()  # a page says itself that it is UTF-8
+    assert "s\u00fc\u00df" in page.decode()  # a page names its encoding, UTF-8
 
 
 @pytest.mark.parametrize("utf8", ["0", "1"])

@@ -1,8 +1,8 @@
 """Try the corpus of programs: `python -m tests.corpus [--rows NAME ...] [--kinds KIND ...] [--tenth] [--varied ...]`.
 
-Prints a line for each row: equal at every size and right beside plain torch, or refused, and in capitals what is not
-as the row says. What was tried of the same code is kept in build/corpus and not tried again. Exit status 1: some row is
-not as it says.
+Prints a line for each row: equal at every size and equal to plain torch, or refused; in capitals if the result differs
+from the row. Results of unchanged code are kept in build/corpus and not repeated. Exit status 1: some result differs
+from its row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.corpus.verdicts import Verdict, verdict, verdict_varied
 from tests.paths import ROOT
 
 Trial = tuple[str, str, Callable[[], Verdict]]
-"""(kind, name, what tries it)"""
+"""(kind, name, function that tries it)"""
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def _read(line: str) -> Verdict:
 
 
 def _code() -> str:
-    """A name of the code: the commit, and a digest of what differs from it; without git, another one each time."""
+    """A name of the code: the commit, and a digest of the differences from it; without git, another one each time."""
     if not (ROOT / ".git").exists():
         return f"{time.time_ns()}"
     changed = _git("diff", "HEAD", "--", "raysharded", "tests/corpus", "tests/training/harness.py")

@@ -1,4 +1,4 @@
-"""What a constructor draws, keeps, and leaves behind; and first weights by a module at a time."""
+"""Values that a constructor draws, keeps, and leaves behind; and first weights by a module at a time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Seeded(Table):
 
 
 class Permuted(Net):
-    """Permutes its inputs by what torch or `random` drew in the constructor."""
+    """Permutes its inputs by draws of torch or `random` in the constructor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class OrderedBySet(nn.Module):
 
 
 class Anchored(Net):
-    """Is pulled to where it began."""
+    """Is pulled towards its first weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def with_threads_left() -> nn.Module:
 
 
 def weighed(model: nn.Module, batch: torch.Tensor) -> Any:
-    """With a metric and a weight that bfloat16 does not have."""
+    """A loss with a metric and a weight that bfloat16 does not have."""
     import raysharded as rs
 
     return rs.Loss((model(batch) - 1).square().sum(), 1013, {"items": (1013.0, 1)})
@@ -150,7 +150,7 @@ class Drawn(Fit):
 
 
 class Gated(Block):
-    """With a parameter of its own beside its children's."""
+    """A block with a parameter in addition to its children's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class Scaled(Net):
 
 
 class Resets(Fit):
-    """Takes it that every module can be reset."""
+    """Assumes that every module can be reset."""
 
     def init_weights(self, module: nn.Module, generator: torch.Generator) -> None:
         module.reset_parameters()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""What many programs do in much the same words."""
+"""Idioms that many programs share."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Depths(nn.Module):
 
 
 class Zeroed(Block):
-    """Begins as if it were not there."""
+    """Begins as the identity."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Zeroed(Block):
 
 
 class Applied(Net):
-    """Draws its weights by `apply` when all is made."""
+    """Draws its weights by `apply` when all modules are made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Recomputing(Net):
 
 
 class Reentrant(Net):
-    """The same of the other kind."""
+    """Computes the blocks again, in the reentrant way."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -170,7 +170,7 @@ class Reentrant(Net):
 
 
 class Asserting(Block):
-    """Looks at what it has drawn."""
+    """Checks its draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class Parallel(nn.Module):
 
 
 class Cut(Fit):
-    """Says how it is cut by tensor parallelism."""
+    """Declares its cut by tensor parallelism."""
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Mapping[str, ParallelStyle]:
         return {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}

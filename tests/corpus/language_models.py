@@ -60,7 +60,7 @@ def replaced_token(model: nn.Module, batch: torch.Tensor) -> rs.Loss:
 
 
 def heard(model: nn.Module, batch: torch.Tensor) -> rs.Loss:
-    """A text of what was heard; the features are a picture's, laid flat."""
+    """The transcript of a sound; the features are a picture's, laid flat."""
     features, tokens = batch.flatten(2), (batch[:, 0, 0].abs() * 50).long() % (VOCABULARY - 3) + 3
     return tokens_lost(model(input_features=features, decoder_input_ids=tokens[:, :-1]).logits, tokens[:, 1:])
 

@@ -1,4 +1,4 @@
-"""Losses that were reported, what units may return, samples of every form, and runs that go on with another task."""
+"""Losses that were reported, values that units may return, samples of every form, and runs that change their task."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def summed_in_half(model: nn.Module, batch: torch.Tensor) -> rs.Loss:
 
 
 class Timed(Net):
-    """Is told the time as a float, and adds its cosine."""
+    """Receives the time as a float, and adds its cosine."""
 
     def forward(self, x: torch.Tensor, time: torch.Tensor | None = None) -> torch.Tensor:
         assert time is not None
@@ -126,7 +126,7 @@ class Headless(Net):
 
 
 class HeadUnit(Fit):
-    """The head is a unit of its own."""
+    """The head is a separate unit."""
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = model.head(model(batch))  # type: ignore[operator]
@@ -141,26 +141,26 @@ def nothing(model: nn.Module, batch: torch.Tensor) -> Any:
     model(batch)
 
 
-# -- what units return --
+# -- values of units --
 
 
 @dataclass
 class Output:
-    """Of a unit."""
+    """Output of a unit."""
 
     hidden: torch.Tensor
     mean: torch.Tensor
 
 
 class Bare:
-    """The same in a class of its own."""
+    """Output of a unit, as a plain class."""
 
     def __init__(self, hidden: torch.Tensor, mean: torch.Tensor) -> None:
         self.hidden, self.mean = hidden, mean
 
 
 class Returning(Block):
-    """Returns what a function makes of a hidden state."""
+    """Returns a function's value for a hidden state."""
 
     def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def from_view(out: Any) -> torch.Tensor:
 
 
 class Taking(Net):
-    """Goes on with what a function makes of what its blocks return."""
+    """Continues with a function's value for its blocks' outputs."""
 
     def __init__(self, make: Callable[[torch.Tensor], Any], take: Callable[[Any], torch.Tensor]) -> None:
         super().__init__(partial(Returning, make))
@@ -228,7 +228,7 @@ class Keeping(Block):
 
 
 class Caching(Net):
-    """Goes on with what its first block has kept."""
+    """Continues with the tensor that its first block has kept."""
 
     def __init__(self) -> None:
         super().__init__(Keeping)
@@ -278,7 +278,7 @@ def of_nested(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(x + number[:, None] / 100), batch["label"]) + batch["half"].sum().float()
 
 
-# -- going on --
+# -- other tasks later --
 
 
 def partly(*names: str) -> nn.Module:

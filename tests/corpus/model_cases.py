@@ -1,4 +1,4 @@
-"""Models that were reported: odd shapes and dtypes, parts that are not always used, what is refused by its nature."""
+"""Models that were reported: odd shapes and dtypes, parts that are not always used, cases that must be refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.corpus.torch_models import Adapted, Encoder, Headed, by_first
 
 
 class Conditional(Block):
-    """Uses a parameter for some microbatches alone: as the first number of its input says."""
+    """Uses a parameter for some microbatches alone, selected by the first number of its input."""
 
     def __init__(self, above: float) -> None:
         super().__init__(dropout=0.0)
@@ -112,7 +112,7 @@ class Seeing(nn.Module):
 
 def channels_last() -> nn.Module:
     model: nn.Module = Seeing(partial(nn.GroupNorm, 2))
-    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch does not say that it may be alone
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's types
 
 
 def twice(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -292,7 +292,7 @@ def evaluated() -> Program:
 
 
 class Decoding(Fit):
-    """Goes on with each text by itself, and is right where it says what stands there."""
+    """Continues each text alone, and is right if it gives the next token."""
 
     def evaluate(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
         tokens = batch[:, :4]

@@ -1,4 +1,4 @@
-"""All of torch's optimizers, and optimizers as people write and hook them."""
+"""All of torch's optimizers, and custom and hooked optimizers of real programs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def muon(model: nn.Module) -> Optimizer:
 
 
 class Several(Optimizer):
-    """Steps several optimizers, each with parameters of its own."""
+    """Steps several optimizers, each with separate parameters."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
         super().__init__([group for one in optimizers for group in one.param_groups], {})
@@ -62,7 +62,7 @@ class Several(Optimizer):
 
 
 class Pickled(Several):
-    """Says all that it has where it is copied."""
+    """Gives all of its attributes when it is copied."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
@@ -75,7 +75,7 @@ def combined(made: type[Several], model: nn.Module) -> Optimizer:
 
 
 class Lookahead(Optimizer):
-    """Pulls what SGD makes back to slow weights in every second step (Zhang et al., 2019)."""
+    """Pulls SGD's result back to slow weights in every second step (Zhang et al., 2019)."""
 
     def __init__(self, inner: Optimizer) -> None:
         super().__init__(inner.param_groups, {})
@@ -170,7 +170,7 @@ def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class Warming:
-    """Scales gradients by a counter of its own."""
+    """Scales gradients by a separate counter."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -330,7 +330,7 @@ def thawing(model: nn.Module) -> Optimizer:
 
 
 class Scheduled(Fit):
-    """Scales its rate by what a table says."""
+    """Scales its rate by a table."""
 
     def __init__(self, scales: dict[int, Any]) -> None:
         super().__init__(Net)
@@ -350,7 +350,7 @@ def _by(optimize: Callable[[nn.Module], Optimizer], make: Callable[[], nn.Module
 
 
 def _made() -> Iterator[tuple[str, Callable[[], Program]]]:
-    """Those of torch.optim that need nothing else."""
+    """Optimizers of torch.optim that need nothing else."""
     yield "adadelta", _torchs("Adadelta", lr=1.0)
     yield "adafactor", _torchs("Adafactor")
     yield "adagrad", _torchs("Adagrad")

@@ -21,13 +21,13 @@ from tests.corpus.program import SEED, Program
 from tests.forked import in_a_fork
 
 NOISE = 1e-6
-"""A tensor's gradient that is never larger than this part of the model's largest is taken to be zero, and rounded: such
-as that of a bias of attention's keys, which softmax does not see. What an optimizer makes of it is by chance."""
+"""A tensor's gradient that is never larger than this part of the model's largest is taken to be zero, and rounded: for
+example that of a bias of attention's keys, which softmax does not see. An optimizer's result for it is random."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plain:
-    """What it gave: by step, and at the end."""
+    """Results by step, and at the end."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -37,11 +37,11 @@ class Plain:
     without_gradient: tuple[str, ...]
     """The parameters whose gradients were noise."""
     kept: dict[str, torch.Tensor] | None
-    """What the optimizer keeps, by the parameter's name and its own; None: it has others inside, which keep it."""
+    """The optimizer's state, by the parameter's name and its own; None: optimizers inside have the state."""
 
 
 def in_plain_torch(program: Program) -> Plain:
-    """Train the program in a process of its own. Raises what it raised."""
+    """Train the program in a separate process. Raises the program's error."""
     packed = in_a_fork(_packed, program)
     return Plain(**torch.load(io.BytesIO(packed)))
 
@@ -80,7 +80,7 @@ def plainly(program: Program) -> Plain:
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers; what is tied once."""
+    """Parameters and persistent buffers; tied ones once."""
     every = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in every}
     return {**{name: param.detach() for name, param in model.named_parameters()}, **buffers}
@@ -127,13 +127,13 @@ def _process_kept() -> Iterator[None]:
 
 
 def seed_by(number: int) -> None:
-    """All three generators of the process, as for a microbatch of that number."""
+    """Seed all three generators of the process, as for a microbatch of that number."""
     torch.manual_seed(number)
     generators.seed(number, with_torch=False)
 
 
 def train_mode(model: nn.Module) -> Iterator[nn.Module]:
-    """Put it in train mode, but for the frozen parts of a model in train mode that it was built with in eval; those."""
+    """The model in train mode, except for frozen parts of a model in train mode that were built in eval."""
     if model.training:
         for module in model.modules():
             params = list(module.parameters())
@@ -143,7 +143,7 @@ def train_mode(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Training:
-    """Of one task; `of`: what went before, with its optimizer's state where the parameters' names are the same."""
+    """The training of one task; `of`: the one before, whose optimizer state is kept where the names are the same."""
 
     def __init__(self, program: Program, task: rs.Task, model: nn.Module, of: _Training | None = None) -> None:
         self.program, self.task, self.model = program, task, model

@@ -1,4 +1,4 @@
-"""What a row of the corpus runs: a task with its data and settings, and pieces that many of them are made of."""
+"""The program of a row of the corpus: a task with its data and settings, and pieces that many of them are made of."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, SAMPLES = 6, 41
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """A task, and what it is trained on. All of it can be pickled, and is imported by the workers."""
+    """A task with its data and settings. All of it can be pickled, and is imported by the workers."""
 
     task: rs.Task
     data: Any
@@ -28,31 +28,31 @@ class Program:
     engine: rs.EngineConfig = field(default_factory=rs.EngineConfig)
     evaluation: rs.EvalConfig | None = None
     then: rs.Task | None = None
-    """The task that goes on from the checkpoint after `steps` for two steps more."""
+    """The task that continues from the checkpoint after `steps` for two steps more."""
     tolerance: float = 1e-5
-    """How far from plain torch's a number or a tensor may be, as a part of the largest."""
+    """Limit of the difference to plain torch's number or tensor, as a part of the largest."""
     plain: rs.Task | None = None
-    """What plain torch trains, where the task itself would do something else there."""
+    """The task for plain torch, where the task itself would behave differently there."""
 
 
 Programs = Mapping[str, Callable[[], Program]]
-"""By the row's name; called where it is run."""
+"""Programs by the row's name; called where they are run."""
 Optimize = Callable[[nn.Module], torch.optim.Optimizer]
 Measure = Callable[[nn.Module, Any], "rs.Loss | torch.Tensor"]
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """With weight decay, over all that is trained."""
+    """AdamW with weight decay, over all trained parameters."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    """Plain descent with momentum, over all that is trained."""
+    """Plain descent with momentum, over all trained parameters."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
 def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """The mean square of what the model makes of the batch, less one."""
+    """The mean square of the model's output for the batch, less one."""
     return (model(batch) - 1).square().mean()
 
 

@@ -34,5 +34,5 @@ NEED_TRANSFORMERS = frozenset(
 
 
 def program_of(name: str) -> Program:
-    """What a row trains."""
+    """The program of a row."""
     return PROGRAMS[name]()

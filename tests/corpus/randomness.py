@@ -1,4 +1,4 @@
-"""What is drawn, remembered or counted beside the parameters; and numbers at the edges."""
+"""Draws, memories and counters outside of the parameters; and numbers at the edges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.corpus.program import SAMPLES, WIDTH, Block, Fit, Net, Program, Progr
 
 
 class Drawing:
-    """A dataset of one's own."""
+    """A custom dataset."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -41,7 +41,7 @@ class Sometimes(Drawing):
 
 
 class Unseeded(Drawing):
-    """Draws from a generator of its own."""
+    """Draws from a separate generator."""
 
     def __init__(self) -> None:
         self.generator = np.random.default_rng(3)
@@ -56,7 +56,7 @@ def drawn_in_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 class Counting(Block):
-    """Weighs by how often it was called."""
+    """Weighs by the number of its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Counting(Block):
 
 
 class Counted(Fit):
-    """Weighs by how often its loss was asked for."""
+    """Weighs by the number of calls of its loss."""
 
     calls = 0
 
@@ -78,7 +78,7 @@ class Counted(Fit):
 
 
 class Queue(Net):
-    """Compares with what it saw last."""
+    """Compares with its last inputs."""
 
     def __init__(self) -> None:
         super().__init__()

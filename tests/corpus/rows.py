@@ -1,7 +1,7 @@
-"""The list of the corpus: programs as people write them, and what is to come of each. It only grows.
+"""The list of the corpus: programs in the form of real ones, and the expected result of each. It only grows.
 
-A row stands here before it is run for the first time. Its program is in the `PROGRAMS` of one of the modules beside
-this one, under the same name.
+A row stands here before it is run for the first time. Its program is in the `PROGRAMS` of another module of this
+package, under the same name.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ class Row:
     name: str
     kind: str
     about: str
-    """What the program is, in a line."""
+    """Description of the program, in a line."""
     words: str = ""
-    """A part of the message it is refused with, `|` between alternatives; empty: it is equal at every size, and right
-    beside plain torch."""
+    """A part of the message it is refused with, `|` between alternatives; empty: it is equal at every size, and equal
+    to plain torch."""
     may_be_equal: bool = False
     """True if being equal is as good as being refused with `words`."""
     separate: bool = False
-    """True if its workers are started as separately as Ray's: each with a hash seed and an import of its own."""
+    """True if its workers are started as separately as Ray's: each with another hash seed and a separate import."""
     tenth: bool = False
     """True if it is tried each time, and not before a release alone."""
 
@@ -64,7 +64,7 @@ def either(name: str, words: str, about: str) -> Row:
 
 
 _LISTED: dict[str, tuple[Row, ...]] = {
-    # -- models, one of each family of architectures, from a configuration of their own --
+    # -- models, one of each family of architectures, from custom configurations --
     "decoder": (
         equal("llama", "RoPE, RMSNorm, grouped queries, tied head, dropout of attention", tenth=True),
         equal("gpt2", "learned positions, Conv1D, tied head, dropout"),
@@ -181,7 +181,7 @@ _LISTED: dict[str, tuple[Row, ...]] = {
         equal("idiom_dora", "adapters of a weight's direction and size"),
         equal("idiom_tensor_parallel", "a task with `parallelize`, at a degree of 1"),
     ),
-    # -- programs that were reported, each with what is right --
+    # -- programs that were reported, each with the right result --
     "optimizer case": (
         refused("hook_clips", "max_grad_norm", "a step pre hook that clips by the norm"),
         refused("hook_counts", "keeps hidden state", "a step hook with a counter that scales gradients"),
@@ -319,4 +319,4 @@ _LISTED: dict[str, tuple[Row, ...]] = {
 
 
 ROWS: dict[str, Row] = {row.name: replace(row, kind=kind) for kind, rows in _LISTED.items() for row in rows}
-"""By name, in the order of the list."""
+"""Rows by name, in the order of the list."""

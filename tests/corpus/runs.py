@@ -31,7 +31,7 @@ _WEIGHTS, _KEPT = ("model.", "buffer."), ("optim.", "number.")
 
 
 class SeparateLauncher(ProcessLauncher):
-    """Workers that share nothing, as on machines of their own: each imports all itself, with a hash seed of its own."""
+    """Workers that share nothing, as on separate machines: each imports all itself, with another hash seed."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -50,18 +50,18 @@ class SeparateLauncher(ProcessLauncher):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How many workers a run has, and how they are laid out."""
+    """The number of a run's workers, and their layout."""
 
     workers: int
     is_killed: bool = False
-    """The worker 1 is killed in a backward, and another one takes its place."""
+    """True if worker 1 is killed in a backward, and another one takes its place."""
     then: int | None = None
-    """How many go on after the first part of the run, if it has two."""
+    """Number of workers of the second part of the run, if it has two."""
     tensor: int = 1
     stops_after: int | None = None
-    """The run is stopped after so many steps, and another driver goes on with `then` workers."""
+    """The run is stopped after so many steps, and another driver resumes it with `then` workers."""
     forks: bool = False
-    """That is a fork of it, in a folder of its own."""
+    """True if the second part is a fork, in a separate folder."""
 
     def __str__(self) -> str:
         text = "1 worker" if self.workers == 1 else f"{self.workers} workers"
@@ -70,14 +70,14 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    """What a run gave."""
+    """The results of a run."""
 
     numbers: tuple[Mapping[str, Any], ...]
     fingerprint: str | None
     weights: Mapping[str, torch.Tensor]
     """Parameters and persistent buffers by name, as the last checkpoint has them."""
     kept: Mapping[str, torch.Tensor]
-    """What the optimizer keeps: by the parameter's name and its own."""
+    """The optimizer's state: by the parameter's name and its own."""
 
     @property
     def bits(self) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ class Ran:
 
 
 def run(program: Program, size: Size, *, separate: bool = False) -> Ran:
-    """Train the program from its start to its end. Raises what the run failed with."""
+    """Train the program from its start to its end. Raises the run's error."""
     with tempfile.TemporaryDirectory() as folder:
         kill = Fault(worker=WorkerId(1), step=2, phase="backward")
         plan = FaultPlan(faults=(kill,), folder=folder) if size.is_killed else None
@@ -113,7 +113,7 @@ def run(program: Program, size: Size, *, separate: bool = False) -> Ran:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """A run, or what goes on with it."""
+    """A run, or its second part."""
 
     program: Program
     size: Size
@@ -122,7 +122,7 @@ class _Part:
     listener: Collector = field(default_factory=Collector)
 
     def driver(self, task: rs.Task, steps: int, workers: int, faults: FaultPlan | None) -> Driver:
-        """One that trains up to so many steps."""
+        """A driver that trains up to so many steps."""
         job = self._job(task, steps, faults)
         limits = make_limits(
             job,
@@ -161,6 +161,6 @@ class _Part:
 
 
 def _read(url: str, prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """What the newest checkpoint has under names that begin so."""
+    """The contents of the newest checkpoint under names with these prefixes."""
     found = checkpoint.open(url)
     return {name.partition(".")[2]: found.read(name) for name in found.tensors if name.startswith(prefixes)}

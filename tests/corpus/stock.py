@@ -1,4 +1,4 @@
-"""Models of transformers from configurations of their own: a few thousand to a hundred thousand parameters."""
+"""Models of transformers from custom configurations: a few thousand to a hundred thousand parameters."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def tokens_lost(logits: torch.Tensor, targets: torch.Tensor) -> rs.Loss:
 
 
 def next_token(model: nn.Module, batch: torch.Tensor) -> rs.Loss:
-    """Of a decoder; every fifth token does not count."""
+    """Loss of a decoder; every fifth token does not count."""
     targets = batch[:, 1:].masked_fill(batch[:, 1:] % 5 == 0, -100)
     return tokens_lost(model(input_ids=batch[:, :-1]).logits, targets)
 
 
 def masked_token(model: nn.Module, batch: torch.Tensor, mask: int = 2) -> rs.Loss:
-    """Of an encoder, with masks drawn here."""
+    """Loss of an encoder, with masks drawn here."""
     hidden = torch.rand(batch.shape) < 0.3
     targets = batch.masked_fill(~hidden, -100)
     return tokens_lost(model(input_ids=batch.masked_fill(hidden, mask)).logits, targets)
 
 
 def second_half(model: nn.Module, batch: torch.Tensor) -> rs.Loss:
-    """Of an encoder and a decoder: the second half of a text from its first."""
+    """Loss of an encoder and a decoder: the second half of a text from its first."""
     half = batch.shape[1] // 2
     source, target = batch[:, :half], batch[:, half:]
     return tokens_lost(model(input_ids=source, decoder_input_ids=target[:, :-1]).logits, target[:, 1:])
@@ -71,7 +71,7 @@ def second_half(model: nn.Module, batch: torch.Tensor) -> rs.Loss:
 def stock(
     model: str, settings: Mapping[str, Any], measure: Measure, data: Any, *, whole: bool = False, **others: Any
 ) -> Callable[[], Program]:
-    """What makes a program of `Stock`; `others`: settings of the program."""
+    """A function that makes a program of `Stock`; `others`: settings of the program."""
     return partial(_program, model, settings, measure, data, whole, others)
 
 

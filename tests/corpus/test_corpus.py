@@ -95,13 +95,13 @@ def test_the_first_bit_that_differs_between_two_sizes_is_named() -> None:
 
 @pytest.mark.procs
 @pytest.mark.parametrize("name", tried_each_time([name for name in TENTH if name in OWN], OWN))
-def test_a_row_is_as_it_says(name: str) -> None:
+def test_a_row_is_as_expected(name: str) -> None:
     found = verdict(ROWS[name], program_of(name))
     assert found.is_right, f"{ROWS[name].about}: {found.outcome}: {found.why}"
 
 
 def as_it_says(folder: Path, *arguments: str) -> None:
-    """In a process of its own, whose workers have imported transformers; it says what is not."""
+    """Run it in a separate process, whose workers have imported transformers; its output names the differences."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.corpus", "--folder", str(folder), *arguments],
         cwd=ROOT,
@@ -117,7 +117,7 @@ def as_it_says(folder: Path, *arguments: str) -> None:
 
 @pytest.mark.procs
 @pytest.mark.slow
-def test_a_tenth_of_the_stock_models_is_as_it_says(tmp_path: Path) -> None:
+def test_a_tenth_of_the_stock_models_is_as_expected(tmp_path: Path) -> None:
     as_it_says(tmp_path, "--rows", *(name for name in TENTH if name not in OWN))
 
 
@@ -131,7 +131,7 @@ def of_transformers() -> Mapping[str, list[str]]:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("kind", of_transformers())
-def test_the_stock_models_of_a_kind_are_as_they_say(tmp_path: Path, kind: str) -> None:
+def test_the_stock_models_of_a_kind_are_as_expected(tmp_path: Path, kind: str) -> None:
     as_it_says(tmp_path, "--rows", *of_transformers()[kind])
 
 

@@ -129,7 +129,7 @@ def restored(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 class Diffusion(nn.Module):
-    """A U-Net that is told the time by a table of sinusoids."""
+    """A U-Net that receives the time as a table of sinusoids."""
 
     table: torch.Tensor
 
@@ -237,7 +237,7 @@ def adapted() -> nn.Module:
 
 
 class Normed(nn.Module):
-    """Batch norm with statistics of its own."""
+    """Batch norm with its running statistics."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The same programs otherwise: other batches, other engines, another way through the run."""
+"""The programs of the corpus in other ways: other batches, other engines, another way through the run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Change = Callable[[Program], Program]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """How a program is trained otherwise, and at which sizes its bits are compared."""
+    """Another way to train a program, and the sizes at which its bits are compared."""
 
     about: str
     sizes: Sequence[Size]
     """The first is what the others are compared with."""
     change: Change = lambda program: program
     as_usual: bool = False
-    """True if its bits are those of the program as it is, at 1 worker."""
+    """True if its bits are those of the unchanged program, at 1 worker."""
     applies: Callable[[Program], bool] = lambda _: True
 
 

@@ -16,18 +16,18 @@ from tests.corpus.runs import Ran, Size, run
 from tests.corpus.variants import Variant
 
 Outcome = Literal["equal", "refused", "WRONG", "FALSE ALARM", "NOT REFUSED", "OTHER WORDS", "BROKEN"]
-"""In capitals what is a failure. WRONG: other bits at another size, or other numbers than plain torch's. BROKEN: it
-ended with what is no error of raysharded's, or a step that was computed again gave other numbers."""
+"""Failures are in capitals. WRONG: other bits at another size, or other numbers than plain torch's. BROKEN: it ended
+with an error that is not raysharded's, or a step that was computed again gave other numbers."""
 SIZES = (Size(workers=1), Size(workers=3), Size(workers=3, is_killed=True))
 APART = SIZES[::2]
-"""Of separate workers: each takes as long to start as a hundred forked ones."""
+"""Sizes of separate workers: each takes as long to start as a hundred forked ones."""
 RESUMED = (Size(workers=1, then=1), Size(workers=3, then=1), Size(workers=1, then=3))
-"""Of a program in two parts."""
+"""Sizes of a program in two parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What came of a row, and why."""
+    """The result of a row, and its reason."""
 
     row: str
     outcome: Outcome
@@ -35,7 +35,7 @@ class Verdict:
 
     @property
     def is_right(self) -> bool:
-        """True if it is what the row says."""
+        """True if it is the row's expected result."""
         return self.outcome in ("equal", "refused")
 
 
@@ -45,12 +45,12 @@ def verdict(row: Row, program: Program) -> Verdict:
     refusals: dict[str, str] = {}
     for size in _sizes_of(row, program):
         if refusals and size.is_killed:
-            break  # it does not come to the kill
+            break  # it ends before the kill
         try:
             ran[_name(size)] = run(program, size, separate=row.separate)
         except RayshardedError as error:
             refusals[_name(size)] = text_of(error)
-        except Exception as error:  # noqa: BLE001 - one row says so, and the others are tried
+        except Exception as error:  # noqa: BLE001 - one row reports it, and the others are tried
             why = f"at {_name(size)}: {type(error).__name__}: {first_line(text_of(error))}"
             return Verdict(row=row.name, outcome="BROKEN", why=why)
     if refusals:
@@ -69,7 +69,7 @@ def _sizes_of(row: Row, program: Program) -> Sequence[Size]:
     if program.then is not None:
         return RESUMED
     if row.separate:
-        return SIZES[1:2] if row.is_refused else APART  # what is refused there, one worker alone cannot show
+        return SIZES[1:2] if row.is_refused else APART  # one worker alone cannot show the cause of that refusal
     return SIZES
 
 
@@ -115,7 +115,7 @@ def first_line(text: str, most: int = 300) -> str:
 
 
 def wrong(ran: Mapping[str, Ran]) -> str:
-    """Of runs whose bits are not those of the first, the first number that differs."""
+    """The first number that differs, of runs whose bits are not those of the first."""
     (first, expected), *others = ran.items()
     return "; ".join(
         f"{name} and {first} differ {_where(expected, other)}" for name, other in others if other.bits != expected.bits
@@ -136,7 +136,7 @@ def _where(one: Ran, other: Ran) -> str:
 def _beside(ran: Ran, program: Program) -> str:
     try:
         plain = in_plain_torch(program)
-    except Exception as error:  # noqa: BLE001 - whatever it raises, the row is not right beside it
+    except Exception as error:  # noqa: BLE001 - with any error the row is not equal to it
         return f"plain torch raises {type(error).__name__}: {first_line(text_of(error))}"
     return beside_plain(ran, plain, program.tolerance)
 
@@ -160,7 +160,7 @@ def beside_plain(ran: Ran, plain: Plain, tolerance: float) -> str:
 
 
 def _loose(kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Counters are numbers or tensors, of whatever dtype."""
+    """Counters are numbers or tensors, of any dtype."""
     return {name: one.double().reshape(()) if one.numel() == 1 else one for name, one in kept.items()}
 
 
@@ -180,7 +180,7 @@ def _further(name: str, numbers: Sequence[float], expected: Sequence[float], tol
 def _further_tensors(
     tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float, but: Sequence[str]
 ) -> Iterator[str]:
-    """`but`: the parameters whose values, and what is kept for them, are not looked at."""
+    """`but`: the parameters whose values, and optimizer state, are not compared."""
     yield from (f"{name} is not in the checkpoint" for name in expected if name not in tensors)
     for name, tensor in tensors.items():
         if name not in expected:

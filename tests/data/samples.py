@@ -1,4 +1,4 @@
-"""Datasets for processes that begin anew: nothing here loads torch, unless it is asked for."""
+"""Datasets for processes that begin anew: nothing here loads torch, except on request."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Unlike(Large):
         if index == 3:
             Path(self.folder, "hangs").touch()
             lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
-            for _ in range(2):  # as an extension that never lets go of the interpreter
+            for _ in range(2):  # like an extension that never releases the interpreter
                 lock(mutex)
         if index == 4:
             raise KeyError("no such row")

@@ -75,7 +75,7 @@ def test_sample_i_is_its_slice_of_all_files_streams(
         assert dataset[i].dtype == np.int64
 
 
-def test_files_folders_globs_and_urls_find_the_same_data_whatever_their_order(
+def test_files_folders_globs_and_urls_find_the_same_data_in_any_order(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = TokenDataset(str(folder), seq_len=10)
@@ -165,7 +165,7 @@ def test_bad_numbers_are_refused_at_once(arguments: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("paths", ["", [], ["a", ""], 3, [b"a"]])
-def test_paths_that_are_none_are_refused_at_once(paths: list[str]) -> None:
+def test_paths_that_are_invalid_are_refused_at_once(paths: list[str]) -> None:
     with pytest.raises((ConfigError, TypeError), match=r"TokenDataset.paths|not iterable"):
         TokenDataset(paths, seq_len=4)
 

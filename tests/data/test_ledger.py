@@ -67,7 +67,7 @@ def test_digests_add_like_numbers(a: list[tuple[int, int]], b: list[tuple[int, i
     assert add(x, ZERO) == x
 
 
-def test_a_digest_tells_steps_positions_ids_and_counts_apart() -> None:
+def test_a_digest_distinguishes_steps_positions_ids_and_counts() -> None:
     different = [
         digest(1, [0, 1], [5, 6]),
         digest(2, [0, 1], [5, 6]),
@@ -81,7 +81,7 @@ def test_a_digest_tells_steps_positions_ids_and_counts_apart() -> None:
     assert len(set(different)) == len(different)
     assert (
         len({word for pair in different for word in pair}) == 2 * len(different) - 1
-    )  # both words tell; ZERO is (0, 0)
+    )  # both words differ; ZERO is (0, 0)
 
 
 def test_digests_are_the_same_for_ever_so_that_old_journals_can_be_verified() -> None:

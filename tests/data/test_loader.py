@@ -203,7 +203,7 @@ def test_an_exception_of_the_users_dataset_is_a_task_error_with_its_traceback(pr
     loader = MicrobatchLoader(Broken(KeyError("no such row")), BATCH, prefetch=prefetch)
     loader.plan([(1, 0), (1, 1), (1, 2)])
     assert loader.load(1, 0).num_reads == 2
-    for _ in range(2):  # also when it is tried again
+    for _ in range(2):  # also at a retry
         with pytest.raises(TaskError) as caught:
             loader.load(1, 1)
         error = pickle.loads(pickle.dumps(caught.value))
@@ -263,7 +263,7 @@ def test_held_out_data_is_read_in_plain_order() -> None:
 
 
 class ReadsAs:
-    """A loader with a fault: it reads the ids that `fault` makes of those that it should."""
+    """A faulty loader: it reads the ids that `fault` returns for the right ones."""
 
     def __init__(self, dataset: Squares, fault: Callable[[list[int]], Sequence[int]]) -> None:
         self._dataset, self._fault = dataset, fault
@@ -326,7 +326,7 @@ def test_a_sample_moved_to_another_microbatch_is_found() -> None:
     assert total(part.digest for part in parts) != expected_digest(1, BATCH, 50)
 
 
-def test_importing_the_data_room_loads_neither_torch_nor_ray() -> None:
+def test_importing_the_data_package_loads_neither_torch_nor_ray() -> None:
     code = (
         "import sys, raysharded.data, raysharded.data.loader as l\n"
         "assert not {'torch', 'ray', 'pyarrow', 'fsspec'} & set(sys.modules)\n"

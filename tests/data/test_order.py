@@ -26,7 +26,7 @@ def test_every_small_dataset_is_permuted() -> None:
 
 @given(data=st.data(), num_samples=st.integers(1, 10**15))
 @settings(max_examples=50)
-def test_a_sample_does_not_depend_on_what_else_is_asked_for(data: st.DataObject, num_samples: int) -> None:
+def test_a_sample_does_not_depend_on_what_else_is_requested(data: st.DataObject, num_samples: int) -> None:
     positions = np.asarray(data.draw(st.lists(st.integers(0, 2**62), min_size=1, max_size=20)), dtype=np.int64)
     together = sample_ids(5, positions, num_samples)
     alone = [int(sample_ids(5, positions[i : i + 1], num_samples)[0]) for i in range(len(positions))]
@@ -48,7 +48,7 @@ def test_the_order_is_the_same_for_ever() -> None:
     ]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     orders = {tuple(_epoch(seed, epoch, 50)) for seed in range(20) for epoch in range(20)}
     assert len(orders) == 400
 
@@ -70,7 +70,7 @@ def test_neighbours_in_the_data_are_not_neighbours_in_the_order() -> None:
     assert abs(np.corrcoef(np.arange(num_samples), ids)[0, 1]) < 0.05
 
 
-def test_shape_is_kept_and_nothing_asked_gives_nothing() -> None:
+def test_shape_is_kept_and_an_empty_request_gives_nothing() -> None:
     assert sample_ids(0, np.arange(6).reshape(2, 3), 4).shape == (2, 3)
     assert sample_ids(0, np.empty(0, dtype=np.int64), 4).tolist() == []
 

@@ -1,4 +1,4 @@
-"""The process in which a worker's data is read: what comes out of it, and when it ends."""
+"""The process that reads a worker's data: its results, and its end."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _awkward(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_what_goes_wrong_in_it_is_an_error_with_words_and_it_goes_on(tmp_path: Path) -> None:
+def test_what_goes_wrong_in_it_is_an_error_with_words_and_it_continues(tmp_path: Path) -> None:
     found = in_a_fork(_awkward, tmp_path)
     text, _ = found["1"]
     assert (

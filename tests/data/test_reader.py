@@ -1,4 +1,4 @@
-"""Reading in this process: what is drawn there, and which samples are the same."""
+"""Reading in this process: its draws, and the samples that are equal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_what_this_process_draws_is_not_disturbed_by_what_is_read_in_it() -> Non
 
 
 class Retrying(Large):
-    """Draws now and then from a global generator, as a client of a network does before it tries again."""
+    """Draws now and then from a global generator, as a client of a network does before a retry."""
 
     def __init__(self) -> None:
         super().__init__(3)

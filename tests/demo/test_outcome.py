@@ -1,4 +1,4 @@
-"""The demo's verdict: it holds only if everything that was promised did."""
+"""The demo's verdict: it holds only if every promise did."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def undisturbed(folder: Path) -> Training:
     return training(folder / "undisturbed", entries, [])
 
 
-def test_a_demo_in_which_all_held_says_so_and_gives_its_data(tmp_path: Path) -> None:
+def test_a_demo_in_which_all_held_reports_success_and_gives_its_data(tmp_path: Path) -> None:
     outcome = Outcome.of(disturbed(tmp_path), undisturbed(tmp_path), steps=6)
     assert outcome.held, outcome.problems
     found = json.loads(json.dumps(outcome.as_dict()))

@@ -1,7 +1,7 @@
 """Every command of the README and of docs/ is executed: here, or by the test that is named here.
 
-A new command needs a line in one of the two tables. Those of HERE run in this process, in a folder that has what the
-pages speak of; runs take plain processes for workers instead of a Ray.
+A new command needs a line in one of the two tables. Those of HERE run in this process, in a folder that has the files
+of the pages; runs take plain processes for workers instead of a Ray.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HERE: dict[str, dict[str, str]] = {
     "raysharded report s3://runs/bytes --json": {"s3://": ""},
     "raysharded replay runs/gpt-5m | less": {" | less": ""},
 }
-"""Command -> what is put in place of its parts here: other folders, fewer steps."""
+"""Command -> the replacements of its parts here: other folders, fewer steps."""
 
 QUICKSTART = "tests/ray/test_quickstart.py::test_the_first_ten_minutes"
 INSTALLED = "tests/packaging/test_install.py::test_the_lines_of_the_readme_install_it_and_its_first_example_runs"
@@ -67,7 +67,7 @@ ELSEWHERE = {
     "tensorboard --logdir curves": "tests/metrics/test_tensorboard.py::test_the_events_that_were_written_are_read_back",
     "raysharded check train.py": "tests/preflight/test_checks.py::"
     "test_a_task_that_keeps_the_promise_holds_with_everything_and_ends_with_0",
-    "raysharded doctor": "tests/cli/test_commands.py::test_doctor_tries_what_a_run_needs_and_says_what_it_found",
+    "raysharded doctor": "tests/cli/test_commands.py::test_doctor_tries_what_a_run_needs_and_reports_what_it_found",
     "python examples/quickstart.py": f"{EXAMPLES}::test_the_quickstart_shows_a_loss_and_the_same_weights",
     "python examples/train_gpt.py examples/train_gpt.yaml data.paths=corpus/ run.storage_path=runs/": f"{EXAMPLES}::"
     "test_the_pretraining_script_takes_its_settings_from_the_file_and_survives_a_loss",
@@ -117,7 +117,7 @@ run: {name: from-yaml, storage_path: runs, max_steps: 1}
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages speak of: texts, packed tokens, a tokenizer, trainers, and two runs."""
+    """A folder with the files of the pages: texts, packed tokens, a tokenizer, trainers, and two runs."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "my_texts").mkdir()
     # Bytes of digits and spaces alone: tokens that the small model has.
@@ -169,7 +169,7 @@ def test_the_test_that_executes_a_command_exists(test: str) -> None:
 
 @pytest.fixture
 def tokenizer(prepared: Path) -> None:
-    """As tokenizer.json."""
+    """Write tokenizer.json."""
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|endoftext|>": 0, "hello": 1}, unk_token="hello"))
     words.save(str(prepared / "tokenizer.json"))
@@ -189,7 +189,7 @@ def test_a_run_does_as_it_stands_there(command: str, workplace: Path) -> None:
 
 
 def execute(command: str, folder: Path) -> str:
-    """What a raysharded command prints; with its parts replaced, into a folder that is not there yet."""
+    """The output of a raysharded command; with its parts replaced, into a folder that does not exist yet."""
     for part, other in HERE[command].items():
         assert part in command
         command = command.replace(part, other)
@@ -201,7 +201,7 @@ def execute(command: str, folder: Path) -> str:
     return succeed(*arguments)
 
 
-# -- what is named in the text --
+# -- names in the text --
 
 
 def named() -> Iterator[tuple[str, list[str]]]:

@@ -1,6 +1,6 @@
 """The Python of the documentation: every block compiles and names what exists, and nearly all of them run.
 
-README.md, checkpoints.md, exchange.md, metrics.md and testing.md are run by tests of their own rooms.
+README.md, checkpoints.md, exchange.md, metrics.md and testing.md are run by tests in other folders.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ HERE = {
 }
 COMING_FROM = sorted(name for name in HERE if name.startswith("coming-from-"))
 THEIRS = "# "
-"""How a block of another system's code begins."""
+"""Beginning of a block of another system's code."""
 NOT_INSTALLED = {"ray.train", "ray.train.torch", "torchft", "torchdata.stateful_dataloader"}
-"""What the other systems' code imports beside torch; nothing here depends on it."""
+"""Imports of the other systems' code besides torch; nothing here depends on them."""
 
 ANNOTATIONS = """
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 """
-"""What tasks.md leaves to the reader to import."""
+"""Imports that tasks.md leaves to the reader."""
 
 Load = Callable[[str, str], ModuleType]
 
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    """Makes a module of some code, in a folder that workers find it in; it is forgotten afterwards."""
+    """Makes a module of some code, in a folder where workers find it; it is forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     made = set()
@@ -147,7 +147,7 @@ def test_their_side_compiles_and_imports_nothing_unknown(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_torchrun_s_side_runs_and_resumes(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the only rank, in this process: what torchrun itself does is not shown."""
+    """As the only rank, in this process: torchrun's own work is not tested."""
     (theirs,) = (block for block in blocks(page("coming-from-torchrun.md"), "python") if block.startswith(THEIRS))
     load("model", model_and_ours("coming-from-torchrun.md")[0])
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -248,7 +248,7 @@ def test_the_tasks_of_the_guide_train(load: Load, tmp_path: Path) -> None:
         assert {"blocks.*.up", "blocks.*.down"} == set(module.Parallel(50, 16, 2).parallelize(None, None))
 
 
-def test_the_incident_of_the_guide_is_gone_through(
+def test_the_incident_of_the_guide_happens_as_described(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -268,7 +268,7 @@ def test_a_run_is_shown_in_a_notebook_and_as_a_table(
     assert "'step': " in capsys.readouterr().out
 
 
-def test_a_checkpoint_s_file_is_read_as_the_format_says(
+def test_a_checkpoint_s_file_is_read_as_the_format_describes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = checkpoint.save(tmp_path / "step-1", torch.nn.Linear(3, 2), step=1)
@@ -280,7 +280,7 @@ def test_a_checkpoint_s_file_is_read_as_the_format_says(
     assert re.search(r"^weight 0\S* torch.Size\(\[2, 3\]\)$", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_a_layout_is_planned_as_the_guide_says() -> None:
+def test_a_layout_is_planned_as_in_the_guide() -> None:
     from raysharded.planning.plans import setting_of_task
     from tests.training.harness import GptTask
 

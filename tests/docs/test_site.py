@@ -1,4 +1,4 @@
-"""The site of `make docs`: built as it is there, its links followed, its reference complete."""
+"""The site of `make docs`: it builds, its links lead somewhere, its reference is complete."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(folder: Path) -> None:
-    """As `make docs` does."""
+    """Build the site as `make docs` does."""
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndocs:")[1].split("\n\n")[0]
     (options,) = re.findall(r"-m sphinx (.*) \. build/site", recipe)
     code, errors = in_a_fork(sphinx, [*options.split(), ".", str(folder)], timeout_s=280)
@@ -54,7 +54,7 @@ def build(folder: Path) -> None:
 
 
 def sphinx(arguments: list[str]) -> tuple[int, str]:
-    """The exit status and what is on stderr, in a process that has imported most of what is documented."""
+    """The exit status and the stderr, in a process that has imported most of the documented modules."""
     from sphinx.cmd.build import main
 
     os.chdir(ROOT)
@@ -66,7 +66,7 @@ def sphinx(arguments: list[str]) -> tuple[int, str]:
 
 @dataclass
 class Page(HTMLParser):
-    """What a page links to, what it loads, and what may be linked to."""
+    """The links of a page, the files it loads, and the targets of links in it."""
 
     links: list[str] = field(default_factory=list)
     loads: list[str] = field(default_factory=list)
@@ -133,7 +133,7 @@ def test_every_page_of_the_docs_is_in_the_sidebar(site: Path) -> None:
 
 
 def documented(site: Path) -> set[str]:
-    """The names that the reference has, from the site's inventory (of Sphinx's format 2)."""
+    """The names in the reference, from the site's inventory (of Sphinx's format 2)."""
     data = (site / "objects.inv").read_bytes()
     at = 0
     for _ in range(4):  # lines of text before the compressed ones
@@ -152,7 +152,7 @@ def public_names(module: ModuleType) -> Iterator[tuple[str, object]]:
 
 
 def left_out() -> dict[str, set[str]]:
-    """Members that a page of the reference says are not part of it, by class; `*`: none of them is."""
+    """Members that a page of the reference excludes, by class; `*`: all of them."""
     found: dict[str, set[str]] = {}
     for page in (DOCS / "api").glob("*.md"):
         entries = re.findall(r"\.\. autoclass:: ([\w.]+)\S*\n((?:   :.*\n)*)", page.read_text(encoding="utf-8"))

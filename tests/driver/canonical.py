@@ -1,8 +1,8 @@
-"""The canonical view of what the driver hears, orders and knows, by names that stay when the code's are changed.
+"""The canonical view of the driver's messages, orders and state, by names that stay when the code's are changed.
 
 Frozen histories are compared by it. A command or an event is a tuple of strings and numbers, a state a flat dict.
 Neither depends on the order of a set, on a hash seed, or on which objects are the same; a float has all of its digits.
-Whoever renames a class, a field or a module changes `NAMES` here, and no history; whoever adds one names it here.
+A change of the name of a class, a field or a module changes `NAMES` here, and no history; a new one gets a name here.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
 Value: TypeAlias = "str | int | float | bool | None"
 View: TypeAlias = tuple[Value, ...]
-"""Of a command or an event: its canonical name, then the path and the value of every part of it."""
+"""View of a command or an event: its canonical name, then the path and the value of every part of it."""
 Flat: TypeAlias = dict[str, Value]
 """Path -> value."""
 
 _NEVER = object()
 GONE = "(gone)"
-"""In the changes of a state: there is nothing at this path any more."""
+"""In the changes of a state: nothing is at this path any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class Names:
 
     name: str
     fields: str = ""
-    """Canonical names with spaces between them; `today=canonical` where the code has another one."""
+    """Canonical names with spaces between them; `today=canonical` where the code has another name."""
     later: Mapping[str, object] = field(default_factory=dict)
-    """Fields that the recorded histories know nothing of, by their canonical name -> the value with which all is as it
-    was before there was such a field: a view does not show it then, and no history has to be recorded again."""
+    """Fields that the recorded histories do not have, by their canonical name -> the value with which nothing differs
+    from the time before the field: a view does not show it then, and no history has to be recorded again."""
     numbered: frozenset[str] = frozenset()
-    """Digests of files, whose bytes are no decision: the first one is 1, the next other one 2."""
+    """Digests of files, whose bytes are no decision: the first one becomes 1, the next other one 2."""
 
     def by_field(self) -> dict[str, str]:
         """Today's name of each field -> its canonical one."""
@@ -62,16 +62,16 @@ class Names:
 
 
 def by_today(names: str) -> dict[str, str]:
-    """Today's name -> the canonical one, of names with spaces between them."""
+    """Today's name -> the canonical one, from names with spaces between them."""
     pairs = (one.partition("=") for one in names.split())
     return {today: canonical or today for today, _, canonical in pairs}
 
 
 RULES_AT_FIRST = numerics.kept("")
-"""Of a simulated run, which begins without rules: raising one is no other decision."""
+"""Rules of a simulated run, which begins without rules: a higher number is no other decision."""
 
 LATER_IN_ENTRIES: Mapping[str, Mapping[str, object]] = {"started": {"numerics": RULES_AT_FIRST, "cast_inputs": "all"}}
-"""As `Names.later`, of the fields of journal entries by their kind."""
+"""Later fields of journal entries, by their kind, as in `Names.later`."""
 
 NAMES: Mapping[type, Names] = {
     # -- events --
@@ -145,7 +145,7 @@ NAMES: Mapping[type, Names] = {
             "save_requested_in": None,
         },
     ),
-    # -- what they are made of --
+    # -- their parts --
     driver_config.DriverConfig: Names(
         "limits",
         "min_workers max_workers max_steps exact mirrors save_at_end start_timeout_s replacement_wait_s "
@@ -212,23 +212,23 @@ NAMES: Mapping[type, Names] = {
     layout.Held: Names("held", "worker step medium world_size rank layout_id parity tensor"),
     layout.Rebuild: Names("rebuild", "layout_id world_size parity holders keepers lost tensor"),
 }
-"""Of every class that events, commands and states are made of."""
+"""Names of every class that events, commands and states are made of."""
 
 ENUMS: Mapping[type[Enum], str] = {
     state.Phase: "GATHERING FORMING TRAINING STOPPING PAUSED CLOSING OVER",
     messages.StopReason: "FINISHED BOUNDARY ABORTED TASK_ERROR CORRUPT REFUSED",
 }
-"""Canonical names of the members, as those of fields."""
+"""Canonical names of the members, as for fields."""
 
 
 class Memo:
-    """What was rendered in one history: frozen values are shared, and each is rendered once."""
+    """The rendered values of one history: frozen values are shared, and each is rendered once."""
 
     def __init__(self) -> None:
         self.texts: dict[int, tuple[object, str]] = {}
-        """By the id of a value: the value, which must not go meanwhile, and its text."""
+        """By the id of a value: the value, which must stay alive meanwhile, and its text."""
         self.numbers: dict[str, int] = {}
-        """Of the digests that `Names.numbered` names."""
+        """Numbers of the digests that `Names.numbered` names."""
 
 
 def command_view(command: commands.Command, memo: Memo | None = None) -> View:
@@ -237,17 +237,17 @@ def command_view(command: commands.Command, memo: Memo | None = None) -> View:
 
 
 def event_view(event: events.Event | None, memo: Memo | None = None) -> View:
-    """The same of an event; of None: the driver begins."""
+    """An event's view, like a command's; None stands for the driver's start."""
     return ("begin",) if event is None else _view(event, memo or Memo())
 
 
 def state_view(state: state.State, memo: Memo | None = None) -> Flat:
-    """All that a state says."""
+    """All parts of a state."""
     return StateView(memo or Memo()).changes(state)
 
 
 class StateView:
-    """Follows one driver's state, and looks at no more of it than what is another object than before."""
+    """Follows one driver's state, and renders only the objects that have changed."""
 
     def __init__(self, memo: Memo) -> None:
         self._memo = memo
@@ -256,7 +256,7 @@ class StateView:
         self._flats: list[Flat] = [{} for _ in _STATE]
 
     def changes(self, state: state.State) -> Flat:
-        """What is other than it was, by path, in the order of the paths; all of it the first time."""
+        """The changed parts, by path, in the order of the paths; all of them the first time."""
         if state is self._state:
             return {}
         self._state, before, self._values = state, self._values, _values_of_state(state)
@@ -316,7 +316,7 @@ def _view(value: object, memo: Memo) -> View:
 
 
 def _flatten(part: _Part, value: object, into: Flat, memo: Memo) -> None:
-    """A field of a class that has a view: what it consists of has paths of its own, and is text from there on."""
+    """A field of a class that has a view: its parts have separate paths, and are text from there on."""
     if not part.shows(value):
         return
     name, cls = part.name, type(value)
@@ -391,5 +391,5 @@ def _in_order(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
 
 
 def _rank(value: Any) -> tuple[str, Any]:
-    """Of values that have no order of their own between their types."""
+    """A sort key for values whose types have no order between them."""
     return type(value).__name__, value

@@ -1,4 +1,4 @@
-"""Frozen histories: the drawn values of thousands, and digests of what the driver made of each.
+"""Frozen histories: the drawn values of thousands, and digests of the driver's answers to each.
 
 `tests/golden/histories` has both, a JSON line for each history, in shards that sample all kinds of histories alike.
 """
@@ -31,12 +31,12 @@ FOLDER = GOLDEN / "histories"
 SHARD = 2000
 """Histories of a shard; the first one is in every test run."""
 WINDOW = 50
-"""Events that have a digest of their own."""
+"""Events that share a digest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """What was drawn."""
+    """The drawn values."""
 
     number: int
     kind: str
@@ -46,14 +46,14 @@ class History:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Digests:
-    """What came of it."""
+    """Digests of the driver's answers."""
 
     history: int
     events: int
     digest: str
-    """Of the views of all events."""
+    """Digest of the views of all events."""
     windows: tuple[str, ...]
-    """Of 50 events each, and of the rest."""
+    """Digests of 50 events each, and of the remaining ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Moment:
     event: View
     commands: tuple[View, ...]
     changes: Flat
-    """Of the driver's state."""
+    """Changes of the driver's state."""
 
     def text(self) -> str:
         return repr((self.driver, self.at, self.event, self.commands, tuple(self.changes.items())))
@@ -74,21 +74,21 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The first events of a history that are not as they were."""
+    """The first events of a history that are not as recorded."""
 
     history: History
     first: int
     """The number of the first of these, from 1."""
     moments: tuple[Moment, ...]
-    """As they are today; none: the history ends sooner than it did."""
+    """The events as they are today; none: the history ends earlier than recorded."""
     recorded: Digests
 
 
-# -- what comes of a history --
+# -- the results of a history --
 
 
 class _Lawless:
-    """What must be true is not asked here."""
+    """A simulation without laws: they are not checked here."""
 
     def __call__(self, cluster: Cluster, before: State, event: Event | None, commands: list[Command]) -> None:
         pass
@@ -104,7 +104,7 @@ class Reel:
     """The moments of a history, window by window."""
 
     def __init__(self, known: Digests | None = None, *, keep: bool = False) -> None:
-        """`known`: end where it is other than that. `keep` all moments."""
+        """`known`: end at a difference to these. `keep` all moments."""
         self._known, self._keep = known, keep
         self._all = blake2b(digest_size=16)
         self._memo = Memo()
@@ -114,13 +114,13 @@ class Reel:
         """The newest moments, that have no digest yet."""
         self.events = 0
         self.differs = False
-        """The `window` is not as it was."""
+        """The `window` differs from the record."""
         self.raised = ""
-        """What the simulation failed with."""
+        """The simulation's error."""
         self.kept: list[Moment] = []
 
     def play(self, schedule: Schedule) -> None:
-        """Until the end, or the first difference."""
+        """Simulate until the end, or the first difference."""
         cluster = schedule.cluster()
         try:
             cluster.run(_Lawless(), self._observe)
@@ -167,7 +167,7 @@ class Reel:
 
 
 def digests_of(history: History) -> Digests:
-    """What comes of it today. Raises RuntimeError if the simulation fails."""
+    """Today's digests. Raises RuntimeError if the simulation fails."""
     reel = Reel()
     reel.play(history.schedule)
     if reel.raised:
@@ -176,14 +176,14 @@ def digests_of(history: History) -> Digests:
 
 
 def moments_of(history: History) -> list[Moment]:
-    """All that happens in it today."""
+    """Today's moments, all of them."""
     reel = Reel(keep=True)
     reel.play(history.schedule)
     return reel.kept
 
 
 def difference(history: History, recorded: Digests) -> Difference | None:
-    """The first window of events that is not as it was recorded; None: all are."""
+    """The first window of events that differs from the record; None: all are equal."""
     reel = Reel(recorded)
     reel.play(history.schedule)
     if not reel.differs and reel.digests(history.number) == recorded:
@@ -247,7 +247,7 @@ def _named(value: DriverConfig | Grouping) -> dict[str, Any]:
 
 
 def _unnamed(cls: Any, fields: dict[str, Any]) -> Any:
-    """A field that came later has the value with which all is as it was."""
+    """A field that came later has the value with which nothing differs."""
     names = NAMES[cls]
     known = {**names.later, **fields}
     return cls(**{today: known[name] for today, name in names.by_field().items()})
@@ -266,7 +266,7 @@ def read_drawn(shard: int) -> list[History]:
 
 
 def read_digests(shard: int) -> list[Digests]:
-    """What was recorded of them."""
+    """The recorded digests of a shard."""
     return [
         Digests(history=one["history"], events=one["events"], digest=one["digest"], windows=tuple(one["windows"]))
         for one in _read(_path("digests", shard))

@@ -1,4 +1,4 @@
-"""Record frozen histories, and see what differs: `python -m tests.driver.histories --help`."""
+"""Record frozen histories, and show differences: `python -m tests.driver.histories --help`."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ KINDS: Mapping[str, tuple[float, st.SearchStrategy[Schedule]]] = {
     "controlled": (0.2, controlled()),
     "well_controlled": (0.05, well_controlled()),
 }
-"""Kind -> its share, and what draws it."""
+"""Kind -> its share, and its strategy."""
 MORE = 1.02
-"""So many times as many as are needed are drawn: those that fail today are left out."""
+"""Factor of the number of histories that are drawn: those that fail today are left out."""
 CHUNK = 100
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ def main() -> None:
     show.set_defaults(run=_show)
     views = commands.add_parser("views", help="the same as JSON lines, of the history on the standard input")
     views.set_defaults(run=_views)
-    logging.disable(logging.CRITICAL)  # the simulated workers' own words
+    logging.disable(logging.CRITICAL)  # the logs of the simulated workers
     arguments = parser.parse_args()
     arguments.run(arguments)
 
@@ -92,7 +92,7 @@ def _record(arguments: argparse.Namespace) -> None:
 
 
 def _seconds() -> float:
-    """Of this process and of those that it started."""
+    """Processor seconds of this process and of those that it started."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
@@ -131,7 +131,8 @@ def _mixed(parts: Sequence[Sequence[T]]) -> list[T]:
 
 
 def _draw(kind: str, number: int) -> list[Schedule]:
-    """So many different ones, and some more; each by itself: as a rule most are made of parts of those before."""
+    """Different histories, some more than `number`, each drawn alone: in one batch most repeat parts of earlier
+    ones."""
     found: dict[Schedule, None] = {}
     wanted = int(number * MORE) + 1
 
@@ -153,7 +154,7 @@ def _draw(kind: str, number: int) -> list[Schedule]:
 
 
 def _digests(pool: ProcessPoolExecutor, histories: Sequence[History]) -> Iterator[Digests | str]:
-    """Of each; or why it fails."""
+    """Digests of each history; or the reason that it fails."""
     chunks = [histories[first : first + CHUNK] for first in range(0, len(histories), CHUNK)]
     since, done = time.monotonic(), 0
     for chunk in pool.map(_digests_of_chunk, chunks):
@@ -269,7 +270,7 @@ def _around(was: Value, is_: Value) -> tuple[str, str]:
 
 
 def _moments_in(commit: str, history: History, *, own_tests: bool) -> tuple[list[Moment], str]:
-    """With the package of another commit, and today's tests; with its own ones if these do not go together."""
+    """Moments with the package of another commit, and today's tests; with its own tests if these do not match."""
     why = ""
     for whose in ("its own tests",) if own_tests else ("today's tests", "its own tests"):
         with tempfile.TemporaryDirectory() as folder:

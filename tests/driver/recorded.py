@@ -1,4 +1,4 @@
-"""Runs on disk that were recorded: by the driver's own transcript and journal, of what a test says that happened."""
+"""Runs on disk that were recorded by the driver's own transcript and journal, from the events of a test."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WAIT_S = 20.0
 
 
 def recorded(folder: Path, run: Run | SimulatedDriver) -> Path:
-    """The folder of a run as it was told."""
+    """The folder of a run with the events that it received."""
     return record(folder, run.initial, run.log, at=run.began_at if isinstance(run, SimulatedDriver) else 0.0)
 
 
 def record(folder: Path, state: State, log: Iterable[tuple[Event, float]], writer: str = "d1", at: float = 0.0) -> Path:
-    """A run whose driver began at `at` with `state` and then was told `log`; ends with the error that it raises."""
+    """A run whose driver began at `at` with `state` and then received `log`; ends with the error that it raises."""
     clock = SetClock()
     recorder = Recorder(Journal(open_storage(str(folder)), clock, writer), clock)
     transcript = Transcript(recorder)

@@ -1,4 +1,4 @@
-"""Histories of a run on a simulated cluster, as they are drawn: what the run is, and what goes wrong."""
+"""Histories of a run on a simulated cluster, as they are drawn: the run's settings, and the faults."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.driver.strikes import Fault, Strike
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """One history: what the run is, what goes wrong, and the seed of every delay."""
+    """One history: the run's settings, the faults, and the seed of every delay."""
 
     limits: DriverConfig
     later_workers: int | None
-    """The most that the drivers after the first one may have; None: as many."""
+    """The most workers that the drivers after the first one may have; None: as many."""
     save_every: int | None
     resumed: bool
     tick_s: float
@@ -92,7 +92,7 @@ LATE_FAULTS = st.builds(
 
 
 def _planned(grouping: Grouping, random: Random) -> Grouping:
-    """With any times of steps, and any meshes that fit."""
+    """The grouping with any times of steps, and any meshes that fit."""
     rows = [range(5 // shards) for shards in range(1, 6)]
     return replace(
         grouping,
@@ -157,7 +157,7 @@ def left_alone(draw: st.DrawFn) -> Schedule:
 
 @st.composite
 def deciding(draw: st.DrawFn) -> Schedule:
-    """Histories in which people change what is computed, and go back, again and again."""
+    """Histories in which people change the decisions, and roll back, again and again."""
     asked = st.builds(
         Fault,
         strike=st.sampled_from([Strike.REWIND] * 3 + [Strike.RATE] * 3 + [Strike.UNREADABLE]),
@@ -193,14 +193,14 @@ CONTROLLED = st.builds(
 
 @st.composite
 def controlled(draw: st.DrawFn) -> Schedule:
-    """Histories in which people ask for pauses and other numbers of workers, whatever happens meanwhile."""
+    """Histories in which people request pauses and other numbers of workers, during all other faults."""
     first = st.builds(Fault, strike=st.sampled_from(CONTROLS), whom=st.integers(0, 6), nth=st.integers(0, 60))
     return replace(draw(schedules()), faults=(draw(first), *draw(st.lists(CONTROLLED, max_size=8))))
 
 
 @st.composite
 def well_controlled(draw: st.DrawFn) -> Schedule:
-    """The same, and nothing else happens; every step is held twice."""
+    """Histories of such requests, without any faults; every step is held twice."""
     schedule = draw(schedules())
     faults = st.builds(
         Fault,

@@ -1,4 +1,4 @@
-"""A run told event by event: what a test says happens to the machine, and what it then asks for."""
+"""A run driven event by event: a test passes events to the machine, and checks its commands."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Run:
         resumed: Mapping[str, Any] | None = None,
         **limits: Any,
     ) -> None:
-        """`resumed`: of the state, what a driver knows that goes on from a checkpoint."""
+        """`resumed`: fields of the state that a driver has when it resumes from a checkpoint."""
         self.at = 0.0
         self.state = State(
             limits=replace(LIMITS, **limits),
@@ -65,14 +65,14 @@ class Run:
         )
         self.initial = self.state
         self.log: list[tuple[Event, float]] = []
-        """What was told, and when."""
+        """The events, with their times."""
         self.commands: list[Command] = []
         self.says: GenerationId | None = None
-        """The generation that members speak of; None: the current one."""
+        """The generation in the members' messages; None: the current one."""
         self.waiting: frozenset[int] = frozenset()
-        """Members that say, when asked, that they wait for others; those that are not named say that they compute."""
+        """Members that answer a probe with waiting for others; all others answer that they compute."""
         self.mute: frozenset[int] = frozenset()
-        """Those that do not say where they are."""
+        """Members that do not answer the liveness probe."""
         self._follow(machine.begin(self.state, self.at))
 
     def _follow(self, outcome: tuple[State, list[Command]]) -> list[Command]:
@@ -88,10 +88,10 @@ class Run:
     def spoken_of(self) -> GenerationId:
         return self.says or self.state.generation
 
-    # -- what happens --
+    # -- events --
 
     def wait(self, seconds: float) -> list[Command]:
-        """Time passes, as a driver sees it that hears nothing else."""
+        """Time passes, for a driver that receives nothing else."""
         commands: list[Command] = []
         end = self.at + seconds
         while self.at < end:
@@ -104,7 +104,7 @@ class Run:
         return commands
 
     def seen(self, worker: WorkerId) -> ProbeReply:
-        """Where a member says that it is."""
+        """A member's answer to the probe."""
         return ProbeReply(
             generation=self.spoken_of,
             step=self.state.step,
@@ -116,7 +116,7 @@ class Run:
         )
 
     def ready(self, *workers: int, cpu: str = "x", numerics: str = "") -> list[Command]:
-        """They are ready, on machines with this CPU; `numerics`: the rules that they can compute under."""
+        """These workers are ready, on machines with this CPU; `numerics`: the rules that they can compute under."""
         commands: list[Command] = []
         for worker in workers:
             facts = WorkerInfo(
@@ -133,7 +133,7 @@ class Run:
         return self.hear(WorkerLost(worker=WorkerId(worker), reason="its process died", error=error))
 
     def formed(self, *workers: int) -> list[Command]:
-        """These (or all) members say that they formed the current generation."""
+        """These (or all) members report that they formed the current generation."""
         commands: list[Command] = []
         for worker in workers or self.state.members:
             formed = GenerationReady(
@@ -148,7 +148,7 @@ class Run:
         return commands
 
     def trained(self, *steps: int, saves: bool = False, asked: bool = False, late: bool = False) -> list[Command]:
-        """The first member reports these steps: whether it saves them, because it was asked, or is late."""
+        """The first member reports these steps: whether it saves them, on request, or is late."""
         spec = self.newest_form()
         reports = tuple(
             report_of(spec, step, self.at, save_started=saves or asked, save_asked=asked, save_late=late)
@@ -168,7 +168,7 @@ class Run:
         saves: bool = False,
         error: Exception | None = None,
     ) -> list[Command]:
-        """A member stops after `step`, and holds what it then holds if its mirror has arrived."""
+        """A member stops after `step`; it holds that step if its mirror has arrived."""
         mine = self.holding(worker, step) if held is None else held
         stopped = Stopped(
             generation=self.spoken_of,
@@ -184,7 +184,7 @@ class Run:
         return self.hear(WorkerReply(worker=WorkerId(worker), message=stopped))
 
     def holding(self, worker: int, step: int) -> list[Held]:
-        """What a member holds between steps: its own shard, and a mirror where there are no replicas."""
+        """The shards that a member holds between steps: its own, and a mirror where there are no replicas."""
         mesh = self.state.mesh
         shard = mesh.shard_of(self.state.members.index(WorkerId(worker)))
         own = Held(
@@ -210,10 +210,10 @@ class Run:
         return [command for member in self.state.members for command in self.saved(member, step)]
 
     def committed(self, step: int) -> list[Command]:
-        """The save of a step by the generation that is spoken of becomes real."""
+        """The save of a step by the current generation is committed."""
         return self.hear(committed(step, self.spoken_of))
 
-    # -- what was asked for --
+    # -- requests --
 
     def all(self, kind: type[C]) -> list[C]:
         return [command for command in self.commands if isinstance(command, kind)]
@@ -233,12 +233,12 @@ class Run:
         return replace(self.state, facts=facts)
 
     def error_or_none(self) -> BaseException | None:
-        """As `error`; None, too, if the run goes on."""
+        """As `error`; None, too, if the run continues."""
         return self.error if self.all(End) else None
 
     @property
     def error(self) -> BaseException | None:
-        """What the run ended with; AssertionError if it did not end."""
+        """The error that the run ended with; AssertionError if it did not end."""
         (end,) = self.all(End)
         return end.error
 

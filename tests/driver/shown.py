@@ -1,4 +1,4 @@
-"""Moments of a frozen history for people: what happened, what was ordered, what changed."""
+"""Moments of a frozen history for people: the events, the commands, the changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_LINES = 100
 
 
 def difference_text(found: Sequence[Difference], tried: int) -> str:
-    """What a test says of histories that are not as they were recorded."""
+    """A test's message about histories that differ from the record."""
     first, history = found[0], found[0].history
     last = min(first.first + WINDOW - 1, first.recorded.events)
     numbers = ", ".join(str(one.history.number) for one in found[:8]) + (", ..." if len(found) > 8 else "")
@@ -59,7 +59,7 @@ def view_text(view: View) -> str:
 
 
 def value_text(value: Value) -> str:
-    """Of the canonical text of something the text itself; of a string, its quotes too if it needs some."""
+    """The canonical text itself; of a string, its quotes too if it needs some."""
     return str(value) if value != "" else "''"
 
 

@@ -1,7 +1,7 @@
-"""A simulated cluster: its workers, its storage, the drivers that come and go, and what strikes all of these.
+"""A simulated cluster: its workers, its storage, the drivers that come and go, and the faults that strike them.
 
-Every delay comes from one seeded generator. Whoever waits in simulated time (a driver that takes over, a worker that
-leads the last checkpoint) is a strand of its own, and lets the others go on meanwhile: `wait_for`.
+Every delay comes from one seeded generator. Code that waits in simulated time (a driver that takes over, a worker that
+leads the last checkpoint) is a separate strand, and lets the others run meanwhile: `wait_for`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ CALL_SLOTS = 8  # of 9, of which one waits for notices
 """Calls that a worker carries out at a time; further ones, an interrupt too, wait until one has returned."""
 STALL_S = 20.0
 FREEZE_S = 140.0
-"""Less than anybody is waited for who alone holds a part of the state; so nobody stands still twice within as long."""
+"""Less than the wait for a worker that alone holds a part of the state; so none stands still twice within as long."""
 PAUSE_S = 300.0
 DEADLOCK_S = 6000.0
-"""Simulated seconds after which a run that is not over will never be."""
+"""Simulated seconds after which an unfinished run counts as a deadlock."""
 
 WAITING = {
     Strike.FAIL_START,
@@ -59,25 +59,25 @@ WAITING = {
     Strike.FAIL_PREPARE,
     Strike.UNREADABLE,
 }
-"""Faults that wait for their occasion."""
+"""Faults that wait for an occasion."""
 
 
 class Law(Protocol):
-    """What must be true; asked after every event of the driver that owns the run."""
+    """Conditions that must hold; checked after every event of the driver that owns the run."""
 
     def __call__(self, cluster: Cluster, before: State, event: Event | None, commands: list[Command]) -> None: ...
 
     def take_over(self, driver: SimulatedDriver, there: Sequence[Worker], taken: Sequence[AdoptedWorker]) -> None:
-        """Of the workers that were `there`, these are taken over; the others will be ended."""
+        """These of the workers that were `there` are taken over; the others will be ended."""
         ...
 
     def last_words(self, leader: Worker, there: Sequence[Worker]) -> None:
-        """Nothing struck while these workers wrote their last checkpoint."""
+        """No fault struck while these workers wrote their last checkpoint."""
         ...
 
 
 class Observer(Protocol):
-    """Told of every event of every driver: what it orders, and what it knows then. No event: it begins."""
+    """Called at every event of every driver, with its commands and its state then. No event: it begins."""
 
     def __call__(
         self, driver: SimulatedDriver, event: Event | None, commands: Sequence[Command], state: State
@@ -85,7 +85,7 @@ class Observer(Protocol):
 
 
 def unobserved(driver: SimulatedDriver, event: Event | None, commands: Sequence[Command], state: State) -> None:
-    """Nobody watches."""
+    """An observer that does nothing."""
 
 
 class Cluster:
@@ -113,17 +113,17 @@ class Cluster:
         """All workers of all drivers, oldest first."""
         self.nodes = [f"node{number}" for number in range(1 + seed % 3)]
         self.keep_last = 1 + seed // 3 % 2
-        """Checkpoints."""
+        """Number of checkpoints to keep."""
         self.groups: dict[str, Group] = {}
-        """By the prefix of their generation."""
+        """Groups by the prefix of their generation."""
         self.meetings: dict[str, set[WorkerId]] = {}
-        """By the prefix of a preparation: who has come to it."""
+        """Prefix of a preparation -> the workers that have come to it."""
         self.prepared_forms = 0
-        """Generations that were formed from what was prepared."""
+        """Number of generations that were formed from a preparation."""
         self.distrusted: set[str] = set()
         """Checkpoints that were to be deleted."""
         self.contents: dict[str, int] = {}
-        """By the folder of what was saved: what stands for the state's bits."""
+        """Folder of a save -> the number that stands for the state's bits."""
         self.struck: list[Strike] = []
         self._faults: dict[tuple[Phase | None, int], list[Fault]] = {}
         for fault in faults:
@@ -135,18 +135,18 @@ class Cluster:
         self._waiting: list[tuple[Callable[[], bool], Running]] = []
         self._strands: list[Strand] = []
         self._strand: Strand | None = None
-        """The one that runs."""
+        """The strand that runs."""
         self.holds: dict[str, SimulatedHold] = {}
-        """By the name that their claims have."""
+        """Holds by the name in their claims."""
         self.owner: SimulatedHold | None = None
-        """Of the run: a driver's, or that of a worker that leads the last checkpoint."""
+        """Owner of the run: a driver, or a worker that leads the last checkpoint."""
         if resumed:
             prepared_run(self.storage, self)
         self.drivers: list[SimulatedDriver] = []
         self.driver = self._new_driver()
-        """The one that owns the run, or did so last."""
+        """The driver that owns the run, or did so last."""
 
-    # -- of the driver that owns the run --
+    # -- the driver that owns the run --
 
     @property
     def state(self) -> State:
@@ -166,7 +166,7 @@ class Cluster:
         return {worker.id: worker.node for worker in self.workers.values() if worker.placed}
 
     def keep(self, prefix: str, content: int) -> None:
-        """All parts of what is saved are of one state."""
+        """Check that all parts of a save are of one state."""
         assert self.contents.setdefault(prefix, content) == content
 
     def group(self, generation: GenerationId) -> Group:
@@ -181,7 +181,7 @@ class Cluster:
         return self.now
 
     def delay(self) -> float:
-        """Mostly short, sometimes long: so everything overtakes everything now and then."""
+        """Mostly short, sometimes long: so each message overtakes others now and then."""
         return self.random.random() * self.pace * (10.0 if self.random.random() < 0.1 else 1.0)
 
     def later(self, delay: float, action: Callable[[], None]) -> None:
@@ -189,7 +189,7 @@ class Cluster:
         heappush(self._heap, (self.now + delay, self._pushed, action))
 
     def run(self, law: Law, observer: Observer = unobserved) -> None:
-        """Until the run is over; AssertionError if it never will be."""
+        """Simulate until the run is over; AssertionError if it never will be."""
         self.law, self.observer = law, observer
         try:
             self.begin(self.driver.enter)
@@ -205,7 +205,7 @@ class Cluster:
                 strand.unwind()
 
     def begin(self, action: Callable[[], object]) -> None:
-        """Begin what will wait in simulated time."""
+        """Begin code that will wait in simulated time."""
         strand = Strand(action)
         self._strands.append(strand)
         self._resume(strand)
@@ -221,7 +221,7 @@ class Cluster:
             self._strands.remove(strand)
 
     def wait_for(self, waiter: SimulatedDriver | Worker, done: Callable[[], bool], timeout_s: float) -> None:
-        """Let the others go on until it is done or the time is over. Raises Unwound if the waiter is no more."""
+        """Let the others run until it is done or the time is over. Raises Unwound if the waiter is no more."""
         assert self._strand is not None
         deadline = self.now + timeout_s
         self.later(timeout_s, lambda: None)
@@ -251,7 +251,7 @@ class Cluster:
         return driver
 
     def owned(self, hold: SimulatedHold) -> None:
-        """It owns the run now; the others see it sooner or later."""
+        """A driver owns the run now; the others see it sooner or later."""
         self.owner = hold
         if isinstance(hold.holder, SimulatedDriver):
             self.driver = hold.holder
@@ -286,7 +286,7 @@ class Cluster:
         self._send_drivers(self.random.random() * 2 * LEASE_S)
 
     def _send_drivers(self, after_s: float) -> None:
-        """One comes, and sometimes another at the same time."""
+        """Start one driver, and sometimes another at the same time."""
         for _ in range(1 if self.random.random() < 0.8 else 2):
             self.later(after_s, lambda: self.begin(self._new_driver().enter))
 
@@ -296,7 +296,7 @@ class Cluster:
         return Peers(self, worker)
 
     def write_last_words(self, leader: Worker) -> bool:
-        """As the real ones."""
+        """Write the last checkpoint, as real workers do."""
         there, struck = [worker for worker in self.everyone if worker.awake and worker.placed], len(self.struck)
 
         def prepare(_terms: DriverSession, storage: Any) -> tuple[Claims, SimulatedHold]:
@@ -331,7 +331,7 @@ class Cluster:
         self.later(self.delay(), lambda: self.arrive(worker, begin))
 
     def call_beside(self, worker: Worker, make: Callable[[Worker], Beside], heard: Callable[[Any], None]) -> None:
-        """Call what finds room whatever the worker is doing."""
+        """Call a method that always finds a free thread, also in a busy worker."""
         self.later(self.delay(), lambda: self._advance(Running(worker, make(worker), heard, beside=True)))
 
     def arrive(self, worker: Worker, begin: Callable[[], None]) -> None:
@@ -380,7 +380,7 @@ class Cluster:
         return started and running.generation is not None and worker.interrupted >= running.generation
 
     def _wake(self) -> None:
-        """Continue the calls and the strands whose wish has come true."""
+        """Continue the calls and the strands whose condition holds."""
         while True:
             ready = [strand for strand in self._strands if strand.until()]
             for strand in ready:
@@ -403,7 +403,7 @@ class Cluster:
         return [worker for worker in self.everyone if worker.alive and worker.placed and worker.node == node]
 
     def take(self, strike: Strike) -> bool:
-        """Whether a fault that waits for its occasion strikes here."""
+        """True if a fault that waits for its occasion strikes here."""
         if not self._pending.get(strike):
             return False
         self._pending[strike] -= 1
@@ -464,7 +464,8 @@ class Cluster:
                 self._inflict_on(candidates[fault.whom % len(candidates)], strike)
 
     def _pause(self, seconds: float) -> None:
-        """Whoever drives the run when it is to go on hears of it, again and again: nobody may be awake then."""
+        """Pause the run; later the resume request is repeated, to the driver of the moment, as none may be awake
+        then."""
 
         def go_on() -> None:
             if not self.ended:
@@ -475,7 +476,7 @@ class Cluster:
         self.later(seconds, go_on)
 
     def _other_grouping(self, fault: Fault) -> Grouping | None:
-        """Also of a degree that the run cannot have, once that is known."""
+        """Another grouping; also of a degree that the run cannot have, once that is known."""
         shards = fault.nth % 4  # 0: one flat group
         tensor = 1 + fault.whom % (4 if self.state.spec is not None else 3)
         if (shards, tensor) == (0, 1):
@@ -517,7 +518,7 @@ class Cluster:
                 self.struck.append(strike)
 
     def _notice(self, worker: Worker, *, whole_node: bool) -> None:
-        """It (and who is on its node) is gone some time later, if the driver has not ended it before."""
+        """A worker (and all others on its node) exits some time later, if the driver has not ended it before."""
         within_s = self.random.choice((0.5, 5.0, 60.0))
         going = [w for w in self.everyone if w.responsive and w is not worker and w.node == worker.node]
         going = [worker, *(going if whole_node else [])]
@@ -536,7 +537,7 @@ class Cluster:
             self.later(within_s + self.delay(), partial(self.end, one))
 
     def kill_node(self, node: str) -> None:
-        """End a node and all of its workers; another one is there at once."""
+        """End a node and all of its workers; another node starts at once."""
         self.struck.append(Strike.NODE)
         self.nodes[self.nodes.index(node)] = f"node{self.struck.count(Strike.NODE) + 2}"
         heard_after = self.delay() * 3
@@ -544,7 +545,7 @@ class Cluster:
             self.kill(worker, node_died=True, heard_after=heard_after)
 
     def kill(self, worker: Worker, *, node_died: bool = False, heard_after: float | None = None) -> None:
-        """End a worker; the driver hears of it after a while."""
+        """End a worker; the driver receives the loss after a while."""
         self.struck.append(Strike.KILL)
         self.end(worker, node_died=node_died, heard_after=heard_after)
 
@@ -572,7 +573,7 @@ class Peers:
         self._cluster, self._leader = cluster, leader
 
     def _newest(self) -> dict[WorkerId, Worker]:
-        """One of each number."""
+        """The newest worker of each number."""
         return {w.id: w for w in sorted(self._cluster.everyone, key=lambda w: (w.id, w.started_by)) if w.alive}
 
     def before(self, worker: WorkerId) -> list[WorkerId]:

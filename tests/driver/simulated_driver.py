@@ -1,7 +1,7 @@
-"""One driver of a simulated run: what `raysharded.driver.driver.Driver` does, in simulated time.
+"""One driver of a simulated run: the work of `raysharded.driver.driver.Driver`, in simulated time.
 
-It comes to its run through the real `RunStartup`, with the real claims and the real journal; what it wrote when it was
-killed or stopped may still arrive.
+It comes to its run through the real `RunStartup`, with the real claims and the real journal. Writes that were under way
+when it was killed or stopped may still arrive.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ if TYPE_CHECKING:
 ORPHAN_WAIT_S = 60.0
 JOURNAL_FLUSH_S = 2.0
 NOTICES_AT_ONCE = 0.7
+"""Share of the wake-ups in which a driver sees first of all that another has followed."""
 PLACE_AGAIN_S = 1.0
-"""How often a driver that wakes up sees first of all that another has followed."""
 
 
 class SimulatedDriver:
@@ -91,9 +91,9 @@ class SimulatedDriver:
         self.cluster, self.name = cluster, f"driver{number}"
         self.alive, self.over = True, False
         self.asleep_since = self.asleep_until = 0.0
-        """It is stopped until then."""
+        """The driver is stopped until then."""
         self.evidence = False
-        """Others can see at once when it is dead."""
+        """True if others can see at once that it is dead."""
         self.error: BaseException | None = None
         self.claims = Claims(cluster.storage, self.name, wall=cluster.wall)
         self.files = RunFiles(
@@ -129,9 +129,9 @@ class SimulatedDriver:
         self._committed_at = 0.0
         self._has_begun = False
         self._awaited: list[Recorded] = []
-        """What is told when the journal is written."""
+        """The notifications that wait until the journal is written."""
         self._unheard: list[Event] = []
-        """What came before that."""
+        """Events that came before that."""
 
     @property
     def awake(self) -> bool:
@@ -148,17 +148,17 @@ class SimulatedDriver:
 
     @property
     def owns(self) -> bool:
-        """Nobody has followed it."""
+        """True if no other driver has followed it."""
         return self.cluster.owner is self.hold
 
     def group(self, generation: GenerationId) -> Group:
-        """What the members of a generation of this driver have exchanged."""
+        """The group of a generation of this driver."""
         return self.cluster.groups[f"run/{self.name}/g{generation}"]
 
     # -- its way in --
 
     def enter(self) -> None:
-        """Take the run, and begin; or find that somebody else has it. A strand."""
+        """Take the run, and begin; or find that another driver has it. A strand."""
         cluster = self.cluster
         try:
             self.state = self.startup.own(self.state)
@@ -184,7 +184,7 @@ class SimulatedDriver:
         cluster.later(cluster.tick_s, self._tick)
 
     def _enter(self, terms: DriverSession, leadership: LeadershipCheck) -> FoundWorkers:
-        """As the Ray launcher's: workers that are there are asked, and those that cannot be taken over are ended."""
+        """As the Ray launcher's: living workers are queried, and those that cannot be taken over are ended."""
         self.terms, cluster = terms, self.cluster
         there = [worker for worker in cluster.everyone if worker.alive]
         asked = [worker for worker in there if worker.placed]
@@ -221,10 +221,10 @@ class SimulatedDriver:
         elif worker.gone_at is not None:
             self._hear_notice(worker)
 
-    # -- what it hears --
+    # -- its events --
 
     def _tick(self) -> None:
-        """As the loop: time is told when nothing else was heard."""
+        """As the loop: a tick when no other event was received."""
         cluster = self.cluster
         if not self.alive or self.over:
             return
@@ -246,7 +246,7 @@ class SimulatedDriver:
                 cluster.later(self.asleep_until - cluster.now, lambda: self.hear(event))
             return
         self._take(event)
-        if cluster.now - self.ticked_at >= cluster.tick_s:  # also while others keep coming, and after all that is there
+        if cluster.now - self.ticked_at >= cluster.tick_s:  # also while others keep coming, after all received ones
             self.ticked_at = cluster.now
             cluster.later(0.0, lambda: self.hear(Tick()))
 
@@ -265,7 +265,7 @@ class SimulatedDriver:
     def _follow(
         self, event: Event | None, outcome: tuple[State, list[Command]], written: Sequence[Command] = ()
     ) -> None:
-        """`written`: what is in the journal already."""
+        """`written`: entries that are in the journal already."""
         before, (self.state, commands) = self.state, outcome
         self.commands.append(commands)
         self.cluster.observer(self, event, [*written, *commands] if written else commands, self.state)
@@ -283,12 +283,12 @@ class SimulatedDriver:
             self.disown()
 
     def disown(self) -> None:
-        """If another has followed, that is seen: nothing more is done."""
+        """Notice that another driver has followed, if so: nothing more is done."""
         if self._has_owned and self.alive and not self.over and not self.hold.owns():
             self.hear(LeadershipLost(reason="followed"))
 
     def hear_of_end(self, worker: Worker, after_s: float, *, node_died: bool) -> None:
-        """A worker is gone."""
+        """Receive the loss of a worker."""
         if self.workers.get(worker.id) is worker:
             self.cluster.later(after_s, lambda: self._hear_of_end(worker, node_died=node_died))
 
@@ -297,7 +297,7 @@ class SimulatedDriver:
         self.hear(WorkerLost(worker=worker.id, reason="killed", node_id=node, node_died=node_died))
 
     def hear_notice(self, worker: Worker) -> None:
-        """A worker was told to leave."""
+        """Receive a worker's leave notice."""
         if self.workers.get(worker.id) is worker:
             self._hear_notice(worker)
 
@@ -312,7 +312,7 @@ class SimulatedDriver:
         self._requests += 1
         self.hear(CheckpointRequested(request=self._requests))
 
-    # -- what it wants --
+    # -- its commands --
 
     def _carry_out(self, command: Command) -> None:
         cluster = self.cluster
@@ -393,7 +393,7 @@ class SimulatedDriver:
             self._place(started, avoid)
 
     def _place(self, started: Worker, avoid: tuple[str, ...]) -> None:
-        """On a node that it may be on; as long as there is none it waits."""
+        """Start it on an allowed node; as long as there is none it waits."""
         cluster = self.cluster
         fit = [node for node in cluster.nodes if node not in avoid]
         if not started.alive or not self.alive or self.over:
@@ -414,11 +414,11 @@ class SimulatedDriver:
         if worker.responsive:
             worker.facts = WorkerInfo(pid=worker.id, node=node, arithmetic={"cpu": "x"}, num_samples=100, node_id=node)
             self.hear(Ready(worker=worker.id, facts=worker.facts))
-        if worker.noticed:  # it was starting when the rest of its node was told
+        if worker.noticed:  # it was starting when its node got the notice
             self.hear(LeaveNotice(workers=(worker.id,), reason="told", within_s=0.5, whole_node=False))
 
     def _renew(self) -> None:
-        """Show the workers that their driver is there."""
+        """Renew the driver's lease with its workers."""
         if not self.alive or self.over:
             return
         if self.awake:
@@ -475,7 +475,7 @@ class SimulatedDriver:
         self.cluster.later(after_s, lambda: self._when_it_arrives(self._flush))
 
     def _when_it_arrives(self, write: Callable[[], None]) -> None:
-        """What was under way to storage when it was killed or stopped arrives some time, or only when it wakes up, or
+        """Writes that were under way when it was killed or stopped arrive some time, or only when it wakes up, or
         never."""
         cluster = self.cluster
         if self.awake:
@@ -574,7 +574,7 @@ class SimulatedDriver:
 
 
 def prepared_run(storage: Any, cluster: Cluster) -> None:
-    """What a driver before left: steps 1 and 2 of generation 7, and a checkpoint of step 2."""
+    """A run with the files of an earlier driver: steps 1 and 2 of generation 7, and a checkpoint of step 2."""
     before = Claims(storage, "before", wall=cluster.wall)
     before.own(1)
     worker = Worker(cluster, WorkerId(0), NOBODYS)

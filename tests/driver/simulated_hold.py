@@ -1,4 +1,4 @@
-"""A hold on a simulated run: what `raysharded.ownership.leadership.RunLeadership` does, in simulated time."""
+"""A hold on a simulated run: the work of `raysharded.ownership.leadership.RunLeadership`, in simulated time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEASE_S = 30.0
 
 
 class SimulatedHold:
-    """Of a driver, or of a worker that leads the last checkpoint. Others look at it instead of at a lease."""
+    """The hold of a driver, or of a worker that leads the last checkpoint. Others read it in place of a lease."""
 
     def __init__(
         self, cluster: Cluster, holder: SimulatedDriver | Worker, claims: Claims, *, ending: bool = False
@@ -34,7 +34,7 @@ class SimulatedHold:
         return self.claims.writer
 
     def acquire(self) -> AcquiredLease:
-        """Follow who ended, is known to be dead or has shown nothing for long."""
+        """Follow a holder that ended, is known to be dead or has shown nothing for long."""
         cluster = self.cluster
         while True:
             _, owner = find_newest(cluster.storage)

@@ -1,8 +1,9 @@
 """Workers without processes, threads or tensors, that keep the buffers real workers keep.
 
-A worker's calls are generators that yield how long they take, or what they wait for. Whoever is killed or falls silent
-is not continued; whoever is interrupted gets `Interrupted` thrown in. Steps are exchanged as the engine exchanges them:
-mirror of the step before, agreement, apply, snapshot. Whom a worker obeys is decided by the real `LeaseState`.
+A worker's calls are generators that yield how long they take, or the condition that they wait for. A worker that is
+killed or falls silent is not continued; an interrupted one gets `Interrupted` thrown in. Steps are exchanged as the
+engine exchanges them: mirror of the step before, agreement, apply, snapshot. The real `LeaseState` decides which driver
+a worker obeys.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ SPEC = StateSpec(
 )
 """Tensor parallelism of degree 1, 2, 3 and 6 can cut it."""
 SAVED_SPEC = StateSpec(tensors=(TensorSpec(name="step", dtype="uint8", shape=(0,)),))
-"""Of what is saved: it has no bytes, and its fingerprint is the step's number and the state's."""
+"""The saved state: it has no bytes, and its fingerprint is the step's number and the state's."""
 JOB = "job"
 POLL_TIMEOUT_S = 5.0
 BEGIN_TIMEOUT_S = 30.0
 MEET_TIMEOUT_S = 20.0
 END_WITHIN_S = 180.0
-"""How long the last checkpoint may take."""
+"""Time limit of the last checkpoint."""
 REFUSED = object()
-"""What is heard of a call that was refused."""
+"""The result of a call that was refused."""
 
 
 class Wrong(Exception):
@@ -80,14 +81,14 @@ class Unreadable(Exception):
 
 
 class Interrupted(Exception):
-    """Thrown into a call whose generation was interrupted, or noticed that a peer is gone."""
+    """Thrown into a call whose generation was interrupted, or noticed that a peer is lost."""
 
 
 Wish: TypeAlias = "float | Callable[[], bool]"
 Call: TypeAlias = "Generator[Wish, None, GenerationReady | Prepared | Stopped | Progress | Saved | ProbeReply | None]"
-"""Of a driver: gives what it hears, if anything."""
+"""A driver's call: its result is the message that the driver receives, if any."""
 Beside: TypeAlias = "Generator[Wish, None, Any]"
-"""Of a new driver or a peer: finds room whatever the worker is doing; may raise StaleGeneration."""
+"""A call of a new driver or a peer: it always finds a free thread; may raise StaleGeneration."""
 Medium: TypeAlias = Literal["snapshot", "mirror"]
 
 
@@ -102,7 +103,7 @@ class Buffer:
     rank: int
     tensor: int
     content: int
-    """What stands for the state's bits: all that it was computed with."""
+    """Number that stands for the state's bits: it depends on all that the state was computed with."""
     complete: bool = False
 
 
@@ -113,18 +114,18 @@ class Running:
     worker: Worker
     call: Beside
     heard: Callable[[Any], None]
-    """Told what it gave, when its caller hears of it; or REFUSED."""
+    """Called with the result, when its caller receives it; or with REFUSED."""
     generation: GenerationId | None = None
     beside: bool = False
 
 
 @dataclass(slots=True)
 class Group:
-    """What the members of one generation have exchanged."""
+    """The exchanges of the members of one generation."""
 
     spec: GenerationSpec
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
-    """Those that have begun to form it."""
+    """Workers that have begun to form it."""
     arrived: dict[object, set[WorkerId]] = field(default_factory=dict)
     boundary_at: set[int] = field(default_factory=set)
     save_busy_at: set[int] = field(default_factory=set)
@@ -132,9 +133,9 @@ class Group:
     mirrored: set[tuple[int, int]] = field(default_factory=set)
     """(step, rank) whose mirror has arrived."""
     sending: dict[tuple[int, int], set[int]] = field(default_factory=dict)
-    """(step, rank) -> who of the pair has started the transfer of its mirror."""
+    """(step, rank) -> the ranks of the pair that have started the transfer of its mirror."""
     wrong: dict[int, WorkerId] = field(default_factory=dict)
-    """Step -> who computes wrong numbers in it."""
+    """Step -> the worker that computes wrong numbers in it."""
     not_finite: set[int] = field(default_factory=set)
     committed: int = 0
     """The newest step that all members know to be held twice."""
@@ -148,24 +149,24 @@ class Worker:
         self.cluster, self.id, self.started_by = cluster, worker, terms.epoch
         self.tenancy = LeaseState(terms=terms, heard_at=cluster.now)
         self.facts: WorkerInfo | None = None
-        """Once it has started."""
+        """Facts, once it has started."""
         self.decisions = Decisions()
         self.content = 0
-        """Of the newest step."""
+        """Content of the newest step."""
         self.placed = False
-        """Its process has been started, on a node."""
+        """True when its process has been started, on a node."""
         self.noticed = self.blamed = False
-        """It was told to leave, or will have been told soon; it was found to compute wrong numbers."""
+        """True after a leave notice, or shortly before; true if it was found to compute wrong numbers."""
         self.gone_at: float | None = None
-        """When it will be gone, as it was told; `whole_node`: with all others there."""
+        """Time of its end by the notice; `whole_node`: with all others there."""
         self.whole_node = False
         self.alive, self.silent, self.busy, self.raises = True, False, False, False
         self.wrong, self.not_finite = False, False
         self.frozen_until = float("-inf")
         self.deaf = False
-        """Waits for its storage, which no interrupt ends."""
+        """True while it waits for its storage, which no interrupt ends."""
         self.waits = False
-        """Waits for other members."""
+        """True while it waits for other members."""
         self.node = f"node{worker // 2}"
         self.generation = GenerationId(0)
         self.interrupted = GenerationId(0)
@@ -178,16 +179,16 @@ class Worker:
         self.reports: list[StepReport] = []
         self.earlier_reports: list[StepReport] = []
         self.ends = self.gave_up = False
-        """It was without a driver for too long; and has ended."""
+        """True if it was without a driver for too long; true when it has ended."""
         self.buffers: list[Buffer] = []
         self.saving: tuple[GenerationId, int] | None = None
         self.saved: Saved | None = None
         self.newest_save = (GenerationId(0), 0)
         self.joining: Buffer | None = None
         self.preparing = ""
-        """The newest preparation that was asked for."""
+        """The newest requested preparation."""
         self.prepared = ""
-        """The prefix of the one that it has."""
+        """The prefix of the preparation that it has."""
         self.attempt = (GenerationId(0), 0)
         """(generation, attempt) of the newest preparation."""
         self.num_calls = 0
@@ -206,7 +207,7 @@ class Worker:
         """Do nothing for so long."""
 
         def thaw() -> None:
-            if not self.ends:  # it notices by its watch
+            if not self.ends:  # its watch notices
                 self.tenancy.stood_still(seconds, self.cluster.now)
 
         self.frozen_until = self.cluster.now + seconds
@@ -228,7 +229,7 @@ class Worker:
         )
 
     def obeys(self, epoch: int) -> bool:
-        """Whether a call of the driver of this epoch is carried out; it shows that the driver is there."""
+        """True if a call of the driver of this epoch is carried out; such a call renews the driver's lease."""
         if self.tenancy.refusal(epoch):
             return False
         self.tenancy.heard_at = self.cluster.now
@@ -273,7 +274,7 @@ class Worker:
             self.busy = False
 
     def state_from(self, source: Source, group: Group) -> int:
-        """What a generation is formed from; every copy of it must be the same."""
+        """The state that a generation is formed from; every copy of it must be the same."""
         if isinstance(source, FromMemory):
             found = {
                 buffer.content
@@ -288,7 +289,7 @@ class Worker:
             return content
         if not isinstance(source, FromCheckpoint):
             return 0
-        plan = self.cluster.state.plan  # a checkpoint that there is no other source for is not damaged
+        plan = self.cluster.state.plan  # a checkpoint that is the only source is not damaged
         if plan is not None and plan.rewind is not None and self.cluster.take(Strike.UNREADABLE):
             raise Unreadable
         return self.cluster.contents[source.prefix]
@@ -363,7 +364,7 @@ class Worker:
         group.committed = max(group.committed, self.step)
 
     def broken(self, error: Exception) -> Stopped:
-        """Free the peers too: some notice, some must be told."""
+        """Free the peers too: some notice by themselves, some must be notified."""
         self.interrupted = max(self.interrupted, self.generation)
         self.cluster.break_group(self.members(), but=self.id)
         if isinstance(error, Wrong):
@@ -406,7 +407,7 @@ class Worker:
     # -- short calls --
 
     def prepare(self, spec: GenerationSpec) -> Call:
-        """Meet the others beside training. A newer one, or forming a generation, ends it."""
+        """Meet the others in the background. A newer one, or forming a generation, ends it."""
         if (spec.generation, spec.attempt) < self.attempt:
             return None
         self.preparing, self.prepared, self.attempt = spec.prefix, "", (spec.generation, spec.attempt)
@@ -474,7 +475,7 @@ class Worker:
         return self.part(generation, self.step, self.members().spec.members.index(self.id), self.content)
 
     def part(self, generation: GenerationId, step: int, rank: int, content: int) -> Saved:
-        """This worker's part of what is saved."""
+        """This worker's part of a save."""
         mine = np.array([[step, content] if rank == 0 else [0, 0]], np.uint64)
         return Saved(generation=generation, step=step, spec=SAVED_SPEC, fingerprint=mine)
 
@@ -539,7 +540,7 @@ class Worker:
         self.cluster.end(self)
 
     def watch(self) -> None:
-        """Notice that nobody calls any more: stop at a boundary, and end in the end."""
+        """Notice that no driver calls any more: stop at a boundary, and finally end."""
         cluster, tenancy = self.cluster, self.tenancy
         if not self.responsive:
             return
@@ -631,7 +632,7 @@ class Worker:
         if self.responsive:
             self.saving, self.saved = None, saved
 
-    # -- how things wait --
+    # -- waits --
 
     def is_idle(self) -> bool:
         return not self.busy
@@ -714,7 +715,7 @@ def report_of(
     )
 
 
-# -- what is true of memory, counted cell by cell --
+# -- the contents of memory, counted cell by cell --
 
 _ALL = (1 << ROWS * (2 + STRIPS)) - 1
 
@@ -736,13 +737,13 @@ def _chunk(whole: range, parts: int, part: int) -> range:
 
 
 def state_after(content: int, step: int, decisions: Decisions) -> int:
-    """What stands for the state's bits after a step, from that before."""
+    """The content after a step, from the content before."""
     made_of = (content, step, factor_at(decisions.rates, step), skipped_before(decisions.skips, step))
     return int.from_bytes(blake2b(repr(made_of).encode(), digest_size=8).digest(), "big")
 
 
 def states(decisions: Decisions, last: int) -> list[int]:
-    """The same after every step from 0 on, of a run that nothing ever happened to."""
+    """The content after every step from 0 on, of an undisturbed run."""
     found = [0]
     for step in range(1, last + 1):
         found.append(state_after(found[-1], step, decisions))
@@ -750,7 +751,7 @@ def states(decisions: Decisions, last: int) -> list[int]:
 
 
 def fingerprint_at(step: int, content: int) -> str:
-    """What the state's fingerprint is after a step."""
+    """The state's fingerprint after a step."""
     return digest(SAVED_SPEC, np.array([[step, content]], np.uint64))
 
 

@@ -1,4 +1,4 @@
-"""Code that waits in simulated time. Each piece has a thread of its own, of which one runs at a time: a strand."""
+"""Code that waits in simulated time. Each piece is a thread, of which one runs at a time: a strand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Unwound(BaseException):
-    """Thrown through whoever waits in simulated time, and is no more when it passes."""
+    """Thrown through code that waits in simulated time, when its driver or worker is no more."""
 
 
 class Strand:
@@ -20,7 +20,7 @@ class Strand:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.until: Callable[[], bool] = lambda: True
-        """What it waits for."""
+        """The condition that it waits for."""
         self.over = False
 
     def _run(self) -> None:
@@ -36,7 +36,7 @@ class Strand:
         self._paused.release()
 
     def resume(self) -> None:
-        """Let it go on until it waits again or is over; raises what it raised. Never called in a strand."""
+        """Run it until it waits again or is over; raises its error. Never called in a strand."""
         if self._thread.ident is None:
             self._thread.start()
         self._go_on.release()
@@ -45,7 +45,7 @@ class Strand:
             raise self._error
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """In its own thread: let the others go on. Raises Unwound at the end of all."""
+        """In its own thread: let the others run. Raises Unwound at the end of all."""
         if self._unwinding:
             raise Unwound
         self.until = until

@@ -1,4 +1,4 @@
-"""What strikes a simulated cluster, and when."""
+"""The faults of a simulated cluster, and their times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raysharded.driver.state.state import Phase
 
 
 class Strike(Enum):
-    """What a fault does."""
+    """The kind of a fault."""
 
     KILL = "a worker's process dies"
     NODE = "a node dies with all of its workers, and another takes its place"
@@ -47,6 +47,6 @@ class Fault:
 
     strike: Strike
     whom: int
-    """Counts through those whom it can strike."""
+    """Counts through the possible victims."""
     nth: int
     phase: Phase | None = None

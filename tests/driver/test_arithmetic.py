@@ -1,4 +1,4 @@
-"""Workers that would compute other bits than the run: refused one by one, the run refused once, or gone on with."""
+"""Workers that would compute other bits than the run: refused one by one, the run refused once, or accepted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.driver.test_takeover import adopted
 from tests.training.harness import make_driver, make_job
 
 BEFORE = {"step": 40, "arithmetic": {"cpu": "x"}, "arithmetic_unmet": True, "num_samples": 100}
-"""What a driver knows of a run that was computed on CPUs x."""
+"""Fields of a driver of a run that was computed on CPUs x."""
 CHECKPOINT = Checkpointed(step=40, prefix="checkpoints/s40", fingerprint="f")
 ALL_ONE = "build 1, compile 1, draws 1, modes 1, numbers 1, order 1, reduce 1, unused 1"
 
@@ -44,7 +44,7 @@ def first_rules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def resumed_run(*, resumed: Mapping[str, Any] = BEFORE, **limits: Any) -> Run:
-    """A run of 2 to 3 workers that goes on from step 40."""
+    """A run of 2 to 3 workers that resumes from step 40."""
     return Run(checkpoint=CHECKPOINT, resumed=resumed, **{"max_steps": 100, **limits})
 
 
@@ -66,7 +66,7 @@ def test_a_run_all_of_whose_workers_are_elsewhere_than_before_is_refused_once_an
     assert len(run.all(StartWorker)) == 3, "nobody was started in place of the first"
 
 
-def test_with_acceptance_it_goes_on_says_so_and_is_as_its_new_workers_from_then_on() -> None:
+def test_with_acceptance_it_continues_reports_it_and_is_as_its_new_workers_from_then_on() -> None:
     run = resumed_run(accept_arithmetic=True)
     commands = run.ready(0, 1, 2, cpu="y")
     (entry,) = run.records("arithmetic")
@@ -96,7 +96,7 @@ def test_nothing_is_accepted_where_nothing_differs() -> None:
 
 @pytest.mark.parametrize("accept", [False, True])
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)])
-def test_in_a_mixed_cluster_the_workers_that_are_as_the_run_was_go_on_and_the_other_is_at_fault(
+def test_in_a_mixed_cluster_the_workers_that_are_as_the_run_was_continue_and_the_other_is_at_fault(
     accept: bool, order: tuple[int, ...]
 ) -> None:
     run = resumed_run(accept_arithmetic=accept)
@@ -148,7 +148,7 @@ def test_of_two_new_kinds_of_machines_the_more_common_one_is_accepted() -> None:
     assert run.newest_form().members == (1, 2)
 
 
-def test_those_that_are_as_accepted_go_on_however_many_others_came_before_them() -> None:
+def test_those_that_are_as_accepted_continue_however_many_others_came_before_them() -> None:
     run = resumed_run(accept_arithmetic=True, min_workers=4, max_workers=7)
     run.ready(0, 1, 2, cpu="z")
     run.ready(3, 4, 5, 6, cpu="y")
@@ -159,7 +159,7 @@ def test_those_that_are_as_accepted_go_on_however_many_others_came_before_them()
     assert run.newest_form().members == (3, 4, 5, 6)
 
 
-def test_nothing_is_accepted_with_which_the_run_could_not_go_on() -> None:
+def test_nothing_is_accepted_with_which_the_run_could_not_continue() -> None:
     run = resumed_run(accept_arithmetic=True, min_workers=3, max_workers=4)
     run.ready(0, 1, cpu="y")
     run.ready(2, 3, cpu="z")
@@ -186,7 +186,7 @@ def test_a_worker_that_lacks_a_rule_of_the_run_is_refused_by_its_name_in_fast_mo
     assert "one version of raysharded everywhere" in str(run.error)
 
 
-def test_a_worker_that_lists_the_rules_of_the_run_among_others_joins_and_is_told_the_runs() -> None:
+def test_a_worker_that_lists_the_rules_of_the_run_among_others_joins_and_receives_the_runs() -> None:
     rules = ALL_ONE.replace("order 1", "order 2")
     run = Run(resumed={"numerics": rules})
     run.ready(0, 1, 2, numerics=ALL_ONE.replace("order 1", "order 1 2 3"))
@@ -201,7 +201,7 @@ def test_a_rule_that_the_program_does_not_use_may_be_lacking(rule: str, exact: b
     assert run.newest_form().members == (0, 1, 2)
 
 
-def test_in_fast_mode_other_machines_go_on_as_ever() -> None:
+def test_in_fast_mode_other_machines_continue_as_ever() -> None:
     run = resumed_run(exact=False)
     run.ready(0, 1, 2, cpu="y")
     assert run.newest_form().members == (0, 1, 2)
@@ -212,7 +212,7 @@ def test_in_fast_mode_other_machines_go_on_as_ever() -> None:
 
 
 class Held:
-    """A hold on the run that is this driver's; whether it was let go."""
+    """A hold on the run that is this driver's; records its release."""
 
     has_let_go = False
 
@@ -230,7 +230,8 @@ class Held:
 
 
 def written(storage: Storage, arithmetic: Mapping[str, str], *entries: tuple[str, dict[str, Any]]) -> Begun:
-    """A run with a checkpoint of step 3 that was computed with this, and with these entries in its journal."""
+    """A run with a checkpoint of step 3 that was computed with this arithmetic, and with these entries in its
+    journal."""
     before = Driver(storage, "before")
     before.own()
     parts = write_parts(storage, 3, 1, "before")
@@ -251,7 +252,7 @@ class Begun:
         self.files, self.hold = files, Held()
 
     def take(self, *workers: AdoptedWorker, **limits: Any) -> tuple[State, list[Command], Mapping[str, Any]]:
-        """The state that it begins with, what its journal says of that, and of itself."""
+        """The state that it begins with, the arithmetic in its journal, and its own."""
         clock = SystemClock()
         startup = RunStartup(
             self.files,
@@ -276,7 +277,7 @@ def second_order_alone(first_rules: None, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(numerics.RULES, "order", replace(numerics.RULES["order"], listed=(2,)))
 
 
-def test_a_run_that_is_older_than_the_rules_goes_on_under_the_first_of_each(
+def test_a_run_that_is_older_than_the_rules_continues_under_the_first_of_each(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(numerics.RULES, "order", replace(numerics.RULES["order"], listed=(1, 2)))
@@ -295,7 +296,7 @@ def test_a_run_without_a_checkpoint_begins_anew_under_the_rules_that_it_had(
     state, _, _ = Begun(files).take()
     assert (state.numerics, state.arithmetic) == (ALL_ONE, None)
     monkeypatch.setitem(numerics.RULES, "order", replace(numerics.RULES["order"], listed=(2,)))
-    state, commands, _ = Begun(files).take()  # nothing of it is kept: nothing is lost by the newest rules
+    state, commands, _ = Begun(files).take()  # nothing of the run is kept: nothing is lost by the newest rules
     assert (state.numerics, commands) == (ALL_ONE.replace("order 1", "order 2"), [])
 
 
@@ -318,7 +319,7 @@ def test_a_run_under_a_rule_that_this_version_dropped_is_refused_before_a_worker
 
 
 @pytest.mark.usefixtures("second_order_alone")
-def test_a_dropped_rule_that_is_accepted_gives_way_and_the_next_driver_goes_on_with_what_was_accepted(
+def test_a_dropped_rule_that_is_accepted_gives_way_and_the_next_driver_continues_with_what_was_accepted(
     storage: Storage,
 ) -> None:
     run = written(storage, {"cpu": "x", "numerics": ALL_ONE})
@@ -333,7 +334,7 @@ def test_a_dropped_rule_that_is_accepted_gives_way_and_the_next_driver_goes_on_w
     assert (again.numerics, commands) == (state.numerics, [])
 
 
-def test_a_dropped_rule_that_the_program_does_not_use_gives_way_without_a_word(
+def test_a_dropped_rule_that_the_program_does_not_use_gives_way_silently(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(numerics.RULES, "compile", replace(numerics.RULES["compile"], listed=(2,)))
@@ -344,7 +345,7 @@ def test_a_dropped_rule_that_the_program_does_not_use_gives_way_without_a_word(
         run.take(compiles=True)
 
 
-def test_machines_that_were_accepted_are_the_runs_whatever_its_checkpoint_says(storage: Storage) -> None:
+def test_machines_that_were_accepted_are_the_runs_despite_its_checkpoint(storage: Storage) -> None:
     accepted = arithmetic.entry(4, {"cpu": ("x", "y")}, {"cpu": "y"}, ALL_ONE)
     state, _, _ = written(storage, {"cpu": "x", "numerics": ALL_ONE}, (accepted.kind, dict(accepted.fields))).take()
     assert (state.arithmetic, state.arithmetic_unmet) == ({"cpu": "y"}, True)
@@ -358,7 +359,7 @@ def test_what_was_accepted_does_not_hold_for_a_run_that_began_anew_since(storage
 
 
 @pytest.mark.usefixtures("second_order_alone")
-def test_a_machine_that_no_checkpoint_tells_is_not_known_after_an_acceptance_either(storage: Storage) -> None:
+def test_a_machine_that_no_checkpoint_records_is_not_known_after_an_acceptance_either(storage: Storage) -> None:
     run = written(storage, {"numerics": ALL_ONE})
     state, commands, _ = run.take(accept_arithmetic=True)
     (entry,) = of(commands, Record)

@@ -99,7 +99,7 @@ def test_a_command_is_its_name_and_the_paths_and_values_of_its_parts() -> None:
     assert event_view(Tick()) == ("tick",)
 
 
-def test_equal_values_have_one_view_whatever_the_order_of_sets_and_tables_and_the_types_of_numbers() -> None:
+def test_equal_values_have_one_view_for_every_order_of_sets_and_tables_and_all_types_of_numbers() -> None:
     names = [f"node{number}" for number in range(40)]
     one = State(
         limits=BASE,
@@ -133,7 +133,7 @@ def test_equal_values_have_one_view_whatever_the_order_of_sets_and_tables_and_th
         ({"ready": frozenset({WorkerId(2)})}, "ready", "{2}"),
     ],
 )
-def test_whatever_is_another_value_is_a_change_at_its_path(changed: dict[str, Any], path: str, value: object) -> None:
+def test_any_other_value_is_a_change_at_its_path(changed: dict[str, Any], path: str, value: object) -> None:
     state = State(limits=BASE, since=0.3, step=1)
     view = StateView(Memo())
     view.changes(state)
@@ -164,7 +164,7 @@ def test_the_changes_of_a_history_add_up_to_its_states() -> None:
     assert checked > 500
 
 
-def test_of_a_files_digest_only_whether_it_is_another_one_is_looked_at() -> None:
+def test_of_a_files_digest_only_whether_it_is_another_one_is_inspected() -> None:
     memo = Memo()
 
     def view(digest: str) -> object:
@@ -190,7 +190,7 @@ def test_a_field_gets_another_name_and_a_new_one_comes_without_another_view(monk
     assert command_view(toy(worker_id=3, newer=8)) == ("toy", "worker", 3, "newer", 8)
 
 
-def test_what_has_no_name_is_an_error_that_says_where_it_gets_one() -> None:
+def test_what_has_no_name_is_an_error_that_names_the_place_for_it() -> None:
     with pytest.raises(TypeError, match=r"object has no canonical view; name it in tests\.driver\.canonical\.NAMES"):
         event_view(LeaveNotice(workers=(object(),), reason="", within_s=1.0))  # type: ignore[arg-type]
 

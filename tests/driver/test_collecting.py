@@ -1,4 +1,4 @@
-"""What the driver promises of its calls that wait for saves: they never fill a worker, and each is made once."""
+"""Promises of the driver's calls that wait for saves: they never fill a worker, and each is made once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_few_calls_wait_at_one_worker_at_a_time_and_all_are_made_in_order() -> N
     assert [step for worker, step in calls if worker == 0] == list(range(10))
 
 
-def test_a_worker_that_is_gone_is_not_called_any_more() -> None:
+def test_a_worker_that_is_lost_is_not_called_any_more() -> None:
     asked, calls = collecting()
     for step in range(10):
         asked.ask(WorkerId(0), GENERATION, step)

@@ -1,4 +1,4 @@
-"""What becomes of the saves that a driver commits: in order, by its owner alone, and with what a resume needs."""
+"""The commits of a driver's saves: in order, by its owner alone, and with the data that a resume needs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Told = Committed | CommitFailed | Overtaken | LeadershipLost | Deleted
 
 
 class Stops:
-    """A storage that stops at the first put of a kind until it is let go on, as a process does that is suspended."""
+    """A storage that stops at the first put of a kind until it is continued, as a suspended process does."""
 
     def __init__(self, storage: Storage, at: Callable[[str], bool]) -> None:
         self._storage, self._at = storage, at
@@ -52,7 +52,7 @@ class Stops:
 
 
 class Driver:
-    """A committer, and what it tells."""
+    """A committer, and its messages."""
 
     def __init__(self, storage: Storage, name: str, *, keep: Keep | None = None, key: SigningKey | None = None) -> None:
         self.name = name
@@ -81,7 +81,7 @@ class Driver:
 
 
 def write_parts(storage: Storage, step: int, generation: int, driver: str) -> tuple[Saved, ...]:
-    """What workers write of a state whose bytes all tell the step."""
+    """The workers' parts of a state whose bytes all contain the step."""
     parts = []
     for rank in range(WORKERS):
         pieces = shard_map(SPEC, WORKERS, rank)
@@ -206,7 +206,7 @@ def test_old_checkpoints_go_but_not_those_in_use(storage: Storage) -> None:
     assert 3 in committed_steps(storage)
 
 
-def test_old_checkpoints_go_with_a_later_commit_if_it_could_not_be_told_what_to_spare(storage: Storage) -> None:
+def test_old_checkpoints_go_with_a_later_commit_if_the_ones_to_keep_were_not_known(storage: Storage) -> None:
     driver = Driver(storage, "driver", keep=Keep(last=1))
     driver.own()
     asked = threading.Event()
@@ -255,7 +255,7 @@ def test_a_resumed_driver_knows_the_digests_of_its_checkpoints(storage: Storage)
     assert (state.num_samples, state.arithmetic) == (10, {"cpu": "x"})
 
 
-def test_a_run_goes_on_only_with_the_key_that_it_was_signed_with(storage: Storage) -> None:
+def test_a_run_continues_only_with_the_key_that_it_was_signed_with(storage: Storage) -> None:
     unsigned = Driver(storage, "unsigned")
     unsigned.own()
     assert isinstance(unsigned.commit(1, 1), Committed)

@@ -1,4 +1,4 @@
-"""What the driver promises to people who pause, resume, resize and drain, one event after the other."""
+"""The driver's promises to people who pause, resume, resize and drain, one event after the other."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def rest(run: Run) -> list[Command]:
 # -- pause --
 
 
-def test_a_pause_takes_effect_at_the_next_boundary_and_lasts_however_long_nobody_says_a_word() -> None:
+def test_a_pause_takes_effect_at_the_next_boundary_and_lasts_without_any_message() -> None:
     run = training(3, step=2)
     assert len(of(run.hear(PauseRequested()), RequestBoundary)) == 1
     assert run.records("paused") == []
@@ -72,7 +72,7 @@ def test_a_pause_takes_effect_at_the_next_boundary_and_lasts_however_long_nobody
     assert run.records("paused") == [{"step": 3, "workers": [0, 1, 2]}]
 
 
-def test_a_paused_run_goes_on_from_memory_with_the_next_step() -> None:
+def test_a_paused_run_resumes_from_memory_with_the_next_step() -> None:
     run = paused()
     run.wait(100)
     (form,) = of(run.hear(ResumeRequested()), Form)
@@ -83,7 +83,7 @@ def test_a_paused_run_goes_on_from_memory_with_the_next_step() -> None:
     assert run.state.idle_generations == 0
 
 
-def test_what_is_asked_twice_is_on_record_once_and_what_changes_nothing_is_not() -> None:
+def test_what_is_requested_twice_is_recorded_once_and_what_changes_nothing_is_not() -> None:
     run = training(3, step=2)
     assert run.hear(ResumeRequested()) == []
     run.hear(PauseRequested())
@@ -132,7 +132,7 @@ def test_after_the_last_step_it_is_too_late_for_a_pause() -> None:
     assert run.state.pause is None
 
 
-def test_a_loss_after_the_last_step_does_not_make_room_for_a_pause() -> None:
+def test_a_loss_after_the_last_step_does_not_allow_a_pause() -> None:
     run = training(3, step=9, min_workers=2)
     run.trained(10)
     for member in run.state.members:
@@ -190,7 +190,7 @@ def test_who_must_leave_in_a_pause_hands_its_state_over_and_goes() -> None:
     assert (run.state.losses, run.state.preemptions) == (0, 1)
 
 
-def test_a_checkpoint_that_is_asked_for_in_a_pause_is_written_of_the_step_that_is_held() -> None:
+def test_a_checkpoint_that_is_requested_in_a_pause_is_written_of_the_step_that_is_held() -> None:
     run = paused()
     commands = run.hear(CheckpointRequested(request=7))
     assert of(commands, SaveSnapshot)[0].members == run.state.members
@@ -208,12 +208,12 @@ def test_a_checkpoint_in_a_pause_that_failed_is_not_written_in_the_same_place_ag
     run.hear(CheckpointRequested(request=7))
     assert "no space" in of(run.saved(0, 3, error="no space"), Answer)[0].error
     assert "resume the run first" in of(run.hear(CheckpointRequested(request=8)), Answer)[0].error
-    run.hear(StopRequested(checkpoint_within_s=math.inf))  # it goes on for one step more
+    run.hear(StopRequested(checkpoint_within_s=math.inf))  # it continues for one step more
     assert run.state.phase is Phase.FORMING
     assert run.state.pause is None
 
 
-def test_a_paused_run_that_is_told_to_end_with_a_checkpoint_writes_what_it_holds() -> None:
+def test_a_paused_run_that_ends_with_a_checkpoint_writes_what_it_holds() -> None:
     run = paused()
     run.hear(StopRequested(checkpoint_within_s=100.0))
     run.all_saved(3)
@@ -251,7 +251,7 @@ def test_a_larger_run_starts_workers_and_takes_them_in_at_a_boundary() -> None:
     assert of(run.ready(4), RequestBoundary)
 
 
-def test_who_was_to_go_stays_if_more_workers_are_asked_for_after_all() -> None:
+def test_who_was_to_go_stays_if_more_workers_are_requested_after_all() -> None:
     run = training(4, step=2, min_workers=1)
     run.hear(ResizeRequested(workers=2))
     run.hear(ResizeRequested(workers=4))
@@ -260,7 +260,7 @@ def test_who_was_to_go_stays_if_more_workers_are_asked_for_after_all() -> None:
     assert run.all(KillWorker) == []
 
 
-def test_workers_that_are_starting_and_spares_are_let_go_before_anybody_who_computes() -> None:
+def test_workers_that_are_starting_and_spares_are_released_before_anybody_who_computes() -> None:
     run = Run(max_workers=4, spares=1, min_workers=1)
     run.ready(0, 1, 2)
     run.wait(3)
@@ -322,7 +322,7 @@ def _refused_on(run: Run, node: str) -> str:
     return str(run.records("worker_refused")[-1]["reason"])
 
 
-def test_who_cannot_be_spared_on_a_drained_node_is_ended_when_its_time_is_over() -> None:
+def test_a_needed_worker_on_a_drained_node_is_ended_when_its_time_is_over() -> None:
     run = training(2, step=2)
     run.hear(DrainRequested(node="node1", within_s=25.0))
     run.wait(20)

@@ -1,4 +1,4 @@
-"""What the driver promises to who changes the learning rate or goes back: one event after the other."""
+"""The driver's promises to people who change the learning rate or rewind: one event after the other."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def held_by_all(run: Run, step: int) -> dict[int, Sequence[Held]]:
 # -- the learning rate --
 
 
-def test_another_learning_rate_is_on_record_before_a_step_is_trained_with_it() -> None:
+def test_another_learning_rate_is_in_the_journal_before_a_step_is_trained_with_it() -> None:
     run = training(2, step=2)
     assert of(run.hear(LearningRateRequested(factor=0.5)), RequestBoundary)
     at_a_boundary(run, 3)
@@ -87,7 +87,7 @@ def test_another_learning_rate_is_on_record_before_a_step_is_trained_with_it() -
     assert len(of(recorded(run), Train)) == 1
 
 
-def test_what_is_asked_for_while_a_generation_forms_waits_for_the_next_boundary() -> None:
+def test_what_is_requested_while_a_generation_forms_waits_for_the_next_boundary() -> None:
     run = training(2, step=2)
     run.hear(LearningRateRequested(factor=0.5))
     at_a_boundary(run, 3)
@@ -111,7 +111,7 @@ def test_a_factor_holds_for_no_step_that_was_done_before_also_if_that_has_to_be_
     assert run.newest_form().decisions.rates == ((5, 0.5),)
 
 
-def test_a_worker_lost_while_it_is_put_on_record_does_not_undo_it() -> None:
+def test_a_worker_lost_while_it_is_recorded_does_not_undo_it() -> None:
     run = training(3, step=2, min_workers=2)
     run.hear(LearningRateRequested(factor=0.5))
     at_a_boundary(run, 3)
@@ -151,7 +151,7 @@ def test_after_the_last_step_nothing_is_changed() -> None:
 # -- going back --
 
 
-def test_a_run_goes_back_when_that_is_on_record_and_then_deletes_what_came_after() -> None:
+def test_a_run_goes_back_when_that_is_in_the_journal_and_then_deletes_what_came_after() -> None:
     run = saved_every_two(7)
     assert of(run.hear(RewindRequested(step=4)), RequestBoundary)
     at_a_boundary(run, 8)
@@ -191,7 +191,7 @@ def test_the_data_read_since_is_passed_over_if_that_is_wanted_and_a_new_learning
     assert kinds == ["learning_rate", "rewind", "learning_rate"]
 
 
-def test_a_learning_rate_that_was_asked_for_before_going_back_is_undone_with_it_though_it_never_held() -> None:
+def test_a_learning_rate_that_was_requested_before_going_back_is_undone_with_it_though_it_never_held() -> None:
     run = saved_every_two(5)
     run.hear(LearningRateRequested(factor=0.5))
     run.hear(RewindRequested(step=4))
@@ -206,7 +206,7 @@ def test_a_learning_rate_that_was_asked_for_before_going_back_is_undone_with_it_
     assert not of(run.trained(5), RequestBoundary)  # nothing is left to decide
 
 
-def test_a_learning_rate_in_the_making_is_undone_by_going_back_and_one_asked_for_after_it_holds() -> None:
+def test_a_learning_rate_in_the_making_is_undone_by_going_back_and_one_requested_after_it_holds() -> None:
     run = saved_every_two(5)
     run.hear(LearningRateRequested(factor=0.5))
     at_a_boundary(run, 6)
@@ -238,12 +238,12 @@ def test_a_checkpoint_that_cannot_be_read_is_not_gone_back_to_and_nothing_is_los
     assert run.all(DeleteCheckpoints) == []
 
 
-def test_what_is_asked_for_again_is_another_request() -> None:
+def test_what_is_requested_again_is_another_request() -> None:
     run = saved_every_two(5)
     run.hear(LearningRateRequested(factor=0.5))
     at_a_boundary(run, 6)
     run.hear(RewindRequested(step=4))
-    run.hear(LearningRateRequested(factor=0.5))  # as the first, but to hold after going back
+    run.hear(LearningRateRequested(factor=0.5))  # like the first, but to hold after the rewind
     run.formed()
     recorded(run)
     at_a_boundary(run, 7)
@@ -251,7 +251,7 @@ def test_what_is_asked_for_again_is_another_request() -> None:
     assert run.state.decisions.rates == ((5, 0.5),)
 
 
-def test_going_back_again_undoes_a_learning_rate_that_was_asked_for_between() -> None:
+def test_going_back_again_undoes_a_learning_rate_that_was_requested_between() -> None:
     run = saved_every_two(5)
     run.hear(RewindRequested(step=4))
     run.hear(LearningRateRequested(factor=0.1))
@@ -281,7 +281,7 @@ def test_a_learning_rate_stays_undone_if_the_run_is_to_go_back_elsewhere_meanwhi
     assert run.state.decisions.rates == ()
 
 
-def test_nothing_is_trained_before_all_that_was_decided_is_on_record() -> None:
+def test_nothing_is_trained_before_all_that_was_decided_is_in_the_journal() -> None:
     run = saved_every_two(5)
     run.hear(RewindRequested(step=4))
     run.hear(LearningRateRequested(factor=0.1))
@@ -326,7 +326,7 @@ def test_what_is_not_decided_when_the_run_is_stopped_is_refused(
 
 
 @pytest.mark.parametrize("refused", [True, False])
-def test_a_learning_rate_outlives_a_way_back_that_could_not_be_gone(refused: bool) -> None:
+def test_a_learning_rate_outlives_a_rewind_that_was_impossible(refused: bool) -> None:
     run = saved_every_two(5)
     run.hear(LearningRateRequested(factor=0.5))
     run.hear(RewindRequested(step=3 if refused else 2))
@@ -415,7 +415,7 @@ def test_workers_lost_on_the_way_back_do_not_keep_the_run_from_it() -> None:
     assert [entry["to_step"] for entry in run.records("rewind")] == [2]
 
 
-def test_after_it_is_on_record_memory_of_undone_steps_is_not_gone_on_from() -> None:
+def test_after_it_is_in_the_journal_memory_of_undone_steps_is_not_resumed_from() -> None:
     run = saved_every_two(4, min_workers=1)
     undone = held_by_all(run, 5)
     run.hear(RewindRequested(step=2))

@@ -1,6 +1,6 @@
-"""What the driver decides is what it decided when thousands of histories were recorded.
+"""The driver's decisions are those of the time when thousands of histories were recorded.
 
-`python -m tests.driver.histories` records them, and shows what differs. `make test` runs the first shard of them, `make
+`python -m tests.driver.histories` records them, and shows differences. `make test` runs the first shard of them, `make
 test-long` all.
 """
 
@@ -80,7 +80,7 @@ def test_a_history_is_read_as_it_was_drawn() -> None:
         assert from_json(json.loads(json.dumps(to_json(history)))) == history
 
 
-# -- that something is found --
+# -- a difference is found --
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What a reader and a second writer of a run's journal can rely on, on a folder and on fsspec's memory."""
+"""Guarantees for a reader and a second writer of a run's journal, on a folder and on fsspec's memory."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_entries_are_read_back_in_order_with_the_time_they_were_made(storage: St
     ]
 
 
-def test_floats_without_a_word_in_json_become_strings_that_float_reads(storage: Storage) -> None:
+def test_floats_that_json_cannot_express_become_strings_that_float_reads(storage: Storage) -> None:
     journal = Journal(storage, SetClock(), "me")
     losses = [math.nan, math.inf, -math.inf, 0.1]
     journal.append("step", {"loss": losses, "metrics": {"accuracy": math.nan}}, durable=True)
@@ -151,7 +151,9 @@ def test_a_later_driver_writes_behind_the_entries_of_the_earlier(storage: Storag
     assert newest_generation(read(storage)) == 5
 
 
-def test_of_two_drivers_at_once_the_second_to_write_is_told_that_it_does_not_own_the_run(storage: Storage) -> None:
+def test_of_two_drivers_at_once_the_second_to_write_gets_an_error_that_it_does_not_own_the_run(
+    storage: Storage,
+) -> None:
     first, second = (Journal(storage, SetClock(), name) for name in ("first", "second"))
     second.append("started", {"driver": "second"}, durable=True)
     with pytest.raises(RunOwnedElsewhere, match="another driver wrote journal/00000001"):
@@ -210,7 +212,7 @@ PLAIN = st.recursive(
 @given(
     st.lists(st.dictionaries(st.text().filter(lambda key: key not in ("kind", "at")), PLAIN, max_size=4), max_size=5)
 )
-def test_whatever_json_can_say_comes_back_as_it_was(entries: list[dict[str, object]]) -> None:
+def test_all_values_of_json_come_back_as_they_were(entries: list[dict[str, object]]) -> None:
     storage = open_storage("memory://journal-round-trip")
     storage.delete(storage.list())
     journal = Journal(storage, SetClock(), "me")

@@ -26,10 +26,10 @@ from tests.driver.test_takeover import TERMS, adopted
 
 
 class Answering:
-    """Two workers that hold step 7, and what happens when they are asked."""
+    """Two workers that hold step 7, and the events at their calls."""
 
     def __init__(self, happens: Mapping[str, Callable[[], object]] | None = None) -> None:
-        """`happens`: method -> what happens before its answers come."""
+        """`happens`: method -> the event before its answers come."""
         self._happens = dict(happens or {})
         self.asked: list[str] = []
         self.ended_all = False
@@ -67,7 +67,7 @@ class Answering:
 
 
 def a_run() -> MemoryStorage:
-    """Its driver has let go of it: there is no lease."""
+    """A run whose driver has released it: there is no lease."""
     storage = MemoryStorage()
     Claims(storage, "a").own(3)
     return storage

@@ -1,4 +1,4 @@
-"""When a run may be followed: what a watcher concludes from a lease, and two drivers that want the same run."""
+"""The moment when a run may be followed: a watcher's verdict on a lease, and two drivers that want the same run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_lease_that_is_torn_has_no_holder_and_still_shows_whether_it_changes(d
         (seen(replace(HOLDER, lease_s=60.0)), 30.0, False, LeaseVerdict.HELD),
     ],
 )
-def test_who_watches_a_lease_follows_only_whom_it_knows_to_be_gone(
+def test_who_watches_a_lease_follows_only_whom_it_knows_to_be_dead(
     now: Seen | None, watched_s: float, dead: bool, verdict: LeaseVerdict
 ) -> None:
     assert judge(seen(HOLDER), now, watched_s, dead=dead, own_lease_s=15.0) is verdict
@@ -70,7 +70,7 @@ def test_the_longer_lease_counts() -> None:
     assert judge(seen(HOLDER), seen(HOLDER), 30.0, dead=False, own_lease_s=60.0) is LeaseVerdict.UNKNOWN
 
 
-def test_a_process_is_known_to_be_gone_when_it_ended_or_another_has_its_number() -> None:
+def test_a_process_is_known_to_be_dead_when_it_ended_or_another_has_its_number() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         here = this_process()
         started = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -104,7 +104,7 @@ def test_a_process_that_proc_hides_is_not_taken_for_gone(tmp_path: Path, monkeyp
 
 
 class Driver:
-    """What of a driver takes part: its claims, its hold on the run, what it was told and said."""
+    """The parts of a driver that matter here: its claims, its hold on the run, its messages in and out."""
 
     def __init__(self, storage: Storage, name: str, **terms: object) -> None:
         self.told: list[str] = []
@@ -171,7 +171,7 @@ class Hangs:
         return getattr(self._storage, name)
 
 
-def test_a_run_that_is_held_is_refused_and_one_that_was_let_go_is_free_at_once(tmp_path: Path) -> None:
+def test_a_run_that_is_held_is_refused_and_one_that_was_released_is_free_at_once(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     first, second = Driver(storage, "first"), Driver(storage, "second")
     with drivers(first, second):
@@ -236,7 +236,7 @@ def test_of_two_that_want_to_follow_at_once_one_is_refused(tmp_path: Path) -> No
     assert sorted(outcomes) == ["owns", "refused"]
 
 
-def test_a_wait_can_be_given_up(tmp_path: Path) -> None:
+def test_a_wait_can_be_abandoned(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     Claims(storage, "first").own(1)
     storage.write(lease_key("first"), [encode(replace(HOLDER, driver="first", lease_s=60.0))])
@@ -282,7 +282,7 @@ def test_a_driver_that_wakes_up_does_not_wait_for_storage_that_hangs(tmp_path: P
         hanging.now.set()
 
 
-def test_a_driver_that_wakes_up_after_it_was_followed_is_told_at_once(tmp_path: Path) -> None:
+def test_a_driver_that_wakes_up_after_it_was_followed_is_refused_at_once(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     first, second = Driver(storage, "first", lease_s=30.0), Driver(storage, "second", take_over=True)
     with drivers(first, second):

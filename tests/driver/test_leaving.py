@@ -1,4 +1,4 @@
-"""What the driver promises to workers that are told to leave, one event after the other."""
+"""The driver's promises to workers that are requested to leave, one event after the other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def told(run: Run, *workers: int, within_s: float = 25.0, whole_node: bool = Fal
 
 
 def stop_at_boundary(run: Run, step: int) -> None:
-    """All members do one more step, say what they hold, and stop."""
+    """All members do one more step, report their shards, and stop."""
     run.trained(step)
     members, held = run.state.members, {member: run.holding(member, step) for member in run.state.members}
     for member in members:
@@ -66,7 +66,7 @@ def test_the_leaver_is_ended_when_the_others_have_formed_and_not_before_and_is_n
     assert len(of(run.trained(4), StartWorker)) == 1
 
 
-def test_a_leaver_that_is_gone_before_it_is_ended_is_no_loss() -> None:
+def test_a_leaver_that_is_lost_before_it_is_ended_is_no_loss() -> None:
     run = training(3, step=2, max_worker_losses=0)
     told(run, 1)
     stop_at_boundary(run, 3)
@@ -76,7 +76,7 @@ def test_a_leaver_that_is_gone_before_it_is_ended_is_no_loss() -> None:
     assert run.state.losses == 0
 
 
-def test_a_leaver_that_is_gone_in_mid_step_breaks_the_step_but_does_not_count_as_a_loss() -> None:
+def test_a_leaver_that_is_lost_in_mid_step_breaks_the_step_but_does_not_count_as_a_loss() -> None:
     run = training(3, step=2, max_worker_losses=0)
     told(run, 1)
     assert len(of(run.lost(1), Interrupt)) == 2
@@ -182,7 +182,7 @@ def test_without_mirrors_it_leaves_when_a_checkpoint_is_committed() -> None:
     assert run.state.losses == 0
 
 
-def test_a_checkpoint_for_a_leaver_that_fails_is_asked_for_again() -> None:
+def test_a_checkpoint_for_a_leaver_that_fails_is_requested_again() -> None:
     run = training(3, step=2, mirrors=False)
     told(run, 1)
     run.trained(3, asked=True)
@@ -212,7 +212,7 @@ def test_its_part_of_a_checkpoint_is_waited_for() -> None:
     assert run.records("checkpoint_failed") == []
 
 
-def test_when_it_is_gone_without_its_part_of_the_last_checkpoint_the_others_write_their_own() -> None:
+def test_when_it_exits_without_its_part_of_the_last_checkpoint_the_others_write_their_own() -> None:
     run = training(4, min_workers=1, max_steps=3)
     run.trained(1, 2, 3, saves=True)
     run.saved(3, 3)

@@ -1,4 +1,4 @@
-"""What the driver promises, one event after the other."""
+"""The driver's promises, one event after the other."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_remark_goes_to_the_journal_and_changes_nothing() -> None:
 # -- start-up --
 
 
-def test_a_run_asks_for_as_many_workers_as_it_may_have() -> None:
+def test_a_run_requests_as_many_workers_as_it_may_have() -> None:
     assert [start.worker for start in Run(max_workers=3).all(StartWorker)] == [0, 1, 2]
 
 
@@ -133,7 +133,7 @@ def test_training_starts_only_when_every_member_has_formed() -> None:
 # -- workers that do not start --
 
 
-def test_workers_that_fail_to_start_are_tried_again_with_growing_pauses_and_then_given_up() -> None:
+def test_workers_that_fail_to_start_are_retried_with_growing_pauses_and_then_abandoned() -> None:
     run = Run(min_workers=1, max_workers=1, max_start_failures=3)
     assert of(run.lost(0), StartWorker) == []
     assert len(of(run.wait(1), StartWorker)) == 1
@@ -174,7 +174,7 @@ def test_an_error_of_ours_at_the_start_ends_the_run_at_once() -> None:
     assert isinstance(run.error, DataError)
 
 
-def test_a_joiner_that_would_compute_other_bits_is_refused_and_the_run_goes_on() -> None:
+def test_a_joiner_that_would_compute_other_bits_is_refused_and_the_run_continues() -> None:
     run = training(3, min_workers=2, step=2)
     run.lost(2)
     for worker in (0, 1):
@@ -204,7 +204,7 @@ def test_a_loss_frees_all_survivors_and_only_them() -> None:
     assert run.state.phase is Phase.STOPPING
 
 
-def test_after_a_loss_the_survivors_go_on_from_memory_with_the_newest_complete_step() -> None:
+def test_after_a_loss_the_survivors_resume_from_memory_with_the_newest_complete_step() -> None:
     run = training(3, step=2)
     run.lost(1)
     run.stopped(0, ABORTED, 3, held=[*run.holding(0, 2), *run.holding(0, 3)[:1]])
@@ -214,7 +214,7 @@ def test_after_a_loss_the_survivors_go_on_from_memory_with_the_newest_complete_s
     assert (form.generation, set(form.members), form.source.step) == (2, {0, 2}, 2)
 
 
-def test_recovery_does_not_wait_for_a_replacement_and_asks_for_one_only_after_its_first_step() -> None:
+def test_recovery_does_not_wait_for_a_replacement_and_requests_one_only_after_its_first_step() -> None:
     run = training(3, step=2)
     commands = run.lost(1)
     commands += run.stopped(0, ABORTED, 2) + run.stopped(2, ABORTED, 2) + run.formed()
@@ -258,7 +258,7 @@ def test_when_a_shard_and_its_mirror_are_lost_the_run_goes_back_to_its_checkpoin
     assert recovery["steps_redone"] == 2
 
 
-def test_no_step_is_missing_on_record_though_who_answers_first_tells_only_the_newest() -> None:
+def test_no_step_is_missing_in_the_journal_though_who_answers_first_reports_only_the_newest() -> None:
     run = training(3)
     run.trained(1, 2)
     run.lost(1)
@@ -268,7 +268,7 @@ def test_no_step_is_missing_on_record_though_who_answers_first_tells_only_the_ne
     assert run.newest_form().source.step == 6
 
 
-def test_a_loss_while_forming_frees_those_that_still_form_and_asks_those_that_are_done() -> None:
+def test_a_loss_while_forming_frees_those_that_still_form_and_queries_those_that_are_done() -> None:
     run = Run(max_workers=3)
     run.ready(0, 1, 2)
     run.formed(0)
@@ -277,7 +277,7 @@ def test_a_loss_while_forming_frees_those_that_still_form_and_asks_those_that_ar
     assert of(commands, Interrupt) == [Interrupt(worker=WorkerId(2), generation=GenerationId(1))]
 
 
-def test_a_member_that_formed_while_it_was_being_freed_is_asked_what_it_holds() -> None:
+def test_a_member_that_formed_while_it_was_being_freed_is_queried_for_what_it_holds() -> None:
     run = Run(max_workers=3)
     run.ready(0, 1, 2)
     run.lost(1)
@@ -323,7 +323,7 @@ def test_with_a_replacement_wait_the_next_generation_forms_as_soon_as_the_replac
     assert set(run.newest_form().members) == {0, 2, 3}
 
 
-def test_with_a_replacement_wait_the_run_goes_on_without_when_none_comes() -> None:
+def test_with_a_replacement_wait_the_run_continues_without_when_none_comes() -> None:
     run = training(3, step=2, replacement_wait_s=30.0)
     run.lost(1)
     run.stopped(0, ABORTED, 2)
@@ -412,7 +412,7 @@ def test_generations_that_never_get_anywhere_end_the_run_with_what_was_seen_firs
 # -- old news --
 
 
-def test_news_of_an_older_generation_changes_nothing() -> None:
+def test_messages_of_an_older_generation_change_nothing() -> None:
     run = training(3, step=2)
     run.lost(1)
     run.stopped(0, ABORTED, 2)
@@ -523,7 +523,7 @@ def recovering() -> Run:
     return run
 
 
-def test_a_joiner_asks_for_a_boundary_only_after_the_first_step_of_the_recovery() -> None:
+def test_a_joiner_requests_a_boundary_only_after_the_first_step_of_the_recovery() -> None:
     run = recovering()
     run.trained(3)
     run.ready(4)
@@ -535,7 +535,7 @@ def test_a_joiner_asks_for_a_boundary_only_after_the_first_step_of_the_recovery(
     assert joined(again) == []
 
 
-def test_a_boundary_is_asked_for_once_and_the_next_generation_has_everyone() -> None:
+def test_a_boundary_is_requested_once_and_the_next_generation_has_everyone() -> None:
     run = recovering()
     run.trained(3)
     run.ready(4)
@@ -607,7 +607,7 @@ def test_a_refusal_ends_the_run_without_another_try_with_the_users_error() -> No
     assert run.error is error
 
 
-def test_a_task_that_raises_is_tried_again_once_and_then_fails_with_the_first_cause() -> None:
+def test_a_task_that_raises_is_retried_once_and_then_fails_with_the_first_cause() -> None:
     run = training(2, step=1, task_error_retries=1)
     causes = [TaskError(f"try {n}") for n in (1, 2)]
     for n, cause in enumerate(causes):
@@ -650,7 +650,7 @@ def test_steps_that_are_done_again_before_the_failing_one_do_not_count_as_gettin
     assert isinstance(run.error, TaskError)
 
 
-def test_a_loss_that_is_not_finite_is_not_tried_again() -> None:
+def test_a_loss_that_is_not_finite_is_not_retried() -> None:
     run = training(2, step=1, task_error_retries=5)
     error = NonFiniteLoss("the loss is nan")
     run.stopped(0, RAISED, 1, error=error)
@@ -675,7 +675,7 @@ def test_a_checkpoint_is_committed_when_every_part_of_it_is_there() -> None:
     assert run.records("checkpoint")[0]["step"] == 1
 
 
-def test_a_lost_member_gives_up_the_checkpoint_that_lacks_its_part_and_says_so() -> None:
+def test_a_lost_member_ends_the_checkpoint_that_lacks_its_part_and_that_is_recorded() -> None:
     run = training(3)
     run.trained(1, saves=True)
     run.saved(0, 1)
@@ -869,7 +869,7 @@ def test_without_a_last_checkpoint_the_run_ends_with_its_fingerprint_alone() -> 
     assert run.records("checkpoint_failed") == []
 
 
-def test_a_run_that_is_asked_to_stop_ends_now_without_an_error_or_a_fingerprint() -> None:
+def test_a_run_that_is_requested_to_stop_ends_now_without_an_error_or_a_fingerprint() -> None:
     run = training(2, step=3)
     run.hear(StopRequested())
     assert run.error is None
@@ -883,7 +883,7 @@ def test_when_the_run_is_over_nothing_is_done_any_more() -> None:
     assert run.ready(7) + run.lost(0) + run.wait(1000) + run.hear(Tick()) + run.hear(StopRequested()) == []
 
 
-def test_the_driver_asks_for_news_as_long_as_it_trains() -> None:
+def test_the_driver_requests_reports_as_long_as_it_trains() -> None:
     run = training(2)
     assert run.trained(1)[-1] == Poll(worker=run.state.members[0], generation=GenerationId(1), after_step=1)
     assert run.trained() == [Poll(worker=run.state.members[0], generation=GenerationId(1), after_step=1)]
@@ -903,7 +903,7 @@ def with_older_checkpoint() -> Run:
     return run
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_the_journal_says_so() -> None:
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_the_journal_reports_it() -> None:
     run = with_older_checkpoint()
     assert run.newest_form().source == FromCheckpoint(step=4, prefix=BEFORE.prefix)
     run.stopped(0, StopReason.REFUSED, 4, held=(), error=CorruptCheckpoint("chunk 3 of rank00000.safetensors"))

@@ -44,7 +44,7 @@ def test_a_run_does_not_change_its_mesh_for_one_that_it_has(
 @pytest.mark.parametrize(
     ("num_workers", "mesh"), [(4, "1x4"), (8, "2x4"), (16, "4x4"), (9, "2x4"), (7, "1x7"), (3, "1x3")]
 )
-def test_groups_of_the_size_asked_for_where_workers_are_enough_for_them(num_workers: int, mesh: str) -> None:
+def test_groups_of_the_size_requested_where_workers_are_enough_for_them(num_workers: int, mesh: str) -> None:
     assert str(choose_mesh(grouping(4), num_workers).mesh) == mesh
 
 
@@ -68,7 +68,7 @@ def test_without_groups_all_workers_are_one() -> None:
 
 
 def planned(shards: int, step_s: dict[str, float], lacking: tuple[str, ...] = (), least_workers: int = 1) -> Grouping:
-    """Of up to 4 workers; meshes that `step_s` leaves out take 9 s."""
+    """A grouping of up to 4 workers; meshes that `step_s` leaves out take 9 s."""
     meshes = [[Mesh(replicas=r, shards=s) for r in range(1, 4 // s + 1)] for s in range(1, 5)]
     return Grouping(
         shards=shards,
@@ -80,7 +80,7 @@ def planned(shards: int, step_s: dict[str, float], lacking: tuple[str, ...] = ()
     )
 
 
-def test_the_shortest_planned_step_wins_and_among_equals_the_size_asked_for() -> None:
+def test_the_shortest_planned_step_wins_and_among_equals_the_size_requested() -> None:
     assert str(choose_mesh(planned(2, {"1x4": 1.0, "2x2": 2.0}), 4).mesh) == "1x4"
     choice = choose_mesh(planned(2, {"1x4": 1.0, "2x2": 1.01, "4x1": 1.0}), 4)
     assert str(choice.mesh) == "2x2"
@@ -93,7 +93,7 @@ def test_a_mesh_that_does_not_fit_is_not_chosen_while_another_does() -> None:
     assert choice.reason.endswith("2x2 does not fit the workers' memory")
 
 
-def test_where_nothing_fits_the_reason_says_so() -> None:
+def test_where_nothing_fits_the_reason_names_it() -> None:
     choice = choose_mesh(planned(2, {}, lacking=("1x1", "2x1", "1x2")), 2)
     assert choice.mesh.world_size == 2
     assert choice.reason.endswith(f"{choice.mesh} does not fit the workers' memory, and no other mesh does")

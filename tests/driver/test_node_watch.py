@@ -105,7 +105,7 @@ def test_a_node_that_the_cluster_has_lost_is_dead_and_one_that_was_never_reached
     watch.close()
 
 
-def test_a_cluster_that_cannot_be_asked_is_asked_again() -> None:
+def test_a_cluster_that_cannot_be_queried_is_queried_again() -> None:
     with raylet() as (process, info):
         answers: list[dict[str, NodeInfo]] = [{"a": info}]
 
@@ -124,7 +124,7 @@ def test_a_cluster_that_cannot_be_asked_is_asked_again() -> None:
         watch.close()
 
 
-def test_a_check_asks_the_cluster_at_once() -> None:
+def test_a_check_queries_the_cluster_at_once() -> None:
     with raylet() as (process, info):
         nodes = {"a": info}
         watch = NodeWatch(lambda: nodes)
@@ -132,5 +132,5 @@ def test_a_check_asks_the_cluster_at_once() -> None:
         met(process)
         nodes["a"] = replace(info, alive=False)
         watch.check()
-        assert until(lambda: "a" in watch.dead()) < 4.0  # by itself it would ask every 5 s
+        assert until(lambda: "a" in watch.dead()) < 4.0  # by itself it would query every 5 s
         watch.close()

@@ -151,7 +151,7 @@ def test_workers_that_fail_to_start_count_against_their_node_but_not_a_bug_of_th
     assert [entry["node"] for entry in run.records("node_avoided")] == ["b"]
 
 
-def test_a_worker_that_was_asked_for_before_its_node_was_avoided_is_sent_away() -> None:
+def test_a_worker_that_was_requested_before_its_node_was_avoided_is_sent_away() -> None:
     run = on_two_nodes(max_node_failures=1, min_workers=1)
     run.state = replace(run.state, starting={WorkerId(9): 0.0})
     lost(run, 0)

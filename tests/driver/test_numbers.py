@@ -41,7 +41,7 @@ def all_raise(run: Run, step: int, text: str = "the loss is nan") -> None:
 
 
 def found_wrong(run: Run, step: int, *culprits: int, speak: tuple[int, ...] | None = None) -> None:
-    """The audit of `step` finds that these compute wrong numbers; all members say so, or those that `speak`."""
+    """The audit of `step` finds that these compute wrong numbers; all members report it, or those that `speak`."""
     corruption = Corruption(
         step=step,
         what="gradient",
@@ -67,7 +67,7 @@ def found_wrong(run: Run, step: int, *culprits: int, speak: tuple[int, ...] | No
 # -- not finite --
 
 
-def test_without_a_policy_the_run_ends_and_is_not_tried_again() -> None:
+def test_without_a_policy_the_run_ends_and_is_not_retried() -> None:
     run = training(2, step=2)
     all_raise(run, 3)
     assert isinstance(run.error, NonFiniteLoss)
@@ -144,7 +144,7 @@ def test_nobody_is_waited_for_who_holds_what_is_taken_back(why: str) -> None:
     assert {2, 3} <= {command.worker for command in of(run.commands, KillWorker)}
 
 
-def test_what_is_left_in_memory_of_the_steps_that_were_taken_back_is_not_gone_on_from() -> None:
+def test_what_is_left_in_memory_of_the_steps_that_were_taken_back_is_not_resumed_from() -> None:
     run = training(3, step=4, rewind=True)
     abandoned = {member: run.holding(member, 4) for member in run.state.members}
     all_raise(run, 5)
@@ -292,7 +292,7 @@ def test_a_task_that_raises_ends_the_run_with_its_first_error_and_a_word_about_a
     assert str(run.error) == "the first\n(Attempt 2 ended with another error, DataError: the second)"
 
 
-def test_the_same_error_every_time_is_told_once() -> None:
+def test_the_same_error_every_time_is_reported_once() -> None:
     run = training(2, step=2, task_error_retries=1)
     for _ in range(2):
         run.stopped(0, TASK_ERROR, 2, error=TaskError("the same"))

@@ -20,7 +20,7 @@ def found(workers: int = 2, *, have_driver: bool = False, wait_s: float | None =
 
 
 class Waiting:
-    """A driver's wait, in a time of its own."""
+    """A driver's wait, in simulated time."""
 
     def __init__(self, *looks: WorkersOfAnotherVersion | None) -> None:
         self.looks, self.now, self.said, self.asked = list(looks), 0.0, list[Mapping[str, object]](), 0
@@ -48,26 +48,26 @@ class Waiting:
         )
 
 
-def test_without_such_workers_nothing_is_asked_or_said() -> None:
+def test_without_such_workers_nothing_is_queried_or_reported() -> None:
     waiting = Waiting(None)
     waiting.wait()
     assert (waiting.asked, waiting.said, waiting.now) == (0, [], 0.0)
 
 
-def test_it_waits_until_they_are_gone_and_says_once_since_they_have_no_driver() -> None:
+def test_it_waits_until_they_have_exited_and_reports_once_since_they_have_no_driver() -> None:
     waiting = Waiting(found(have_driver=True), found(), found(1), None)
     waiting.wait()
     assert waiting.looks == []
     (said,) = waiting.said
     assert said["workers"] == 2
-    assert said["until"] == 1000.0 + 1.0 + WAIT_S  # they could not be asked how long they wait
+    assert said["until"] == 1000.0 + 1.0 + WAIT_S  # they could not be queried for the time that they wait
     text = incident_text("waiting_for_workers", said)
     assert text is not None
     assert text.startswith("2 workers of raysharded 0.1 (protocol 1; this is")
     assert "unless their driver gave them another time" in text
 
 
-def test_workers_that_can_be_asked_say_how_long_they_wait() -> None:
+def test_workers_that_can_be_queried_report_how_long_they_wait() -> None:
     waiting = Waiting(found(wait_s=12.5), None)
     waiting.wait()
     assert waiting.said[0]["wait_s"] == 12.5
@@ -89,7 +89,7 @@ def test_they_cannot_be_taken_over_by_force() -> None:
         Waiting(found()).wait(take_over=True)
 
 
-def test_workers_that_never_end_are_named_with_the_way_out_and_said_again_every_minute() -> None:
+def test_workers_that_never_end_are_named_with_the_way_out_and_reported_again_every_minute() -> None:
     waiting = Waiting(*[found(wait_s=10.0)] * 2000)
     with pytest.raises(ClusterError, match=r"2 workers .* ray::Tenant"):
         waiting.wait()
@@ -97,7 +97,7 @@ def test_workers_that_never_end_are_named_with_the_way_out_and_said_again_every_
     assert len(waiting.said) == int(waiting.now // 60) + 1
 
 
-def test_those_that_cannot_be_asked_are_waited_for_as_long_as_it_takes_and_their_time_does_not_move() -> None:
+def test_those_that_cannot_be_queried_are_waited_for_as_long_as_it_takes_and_their_time_does_not_move() -> None:
     waiting = Waiting(*[found()] * 3000, None)
     waiting.wait()
     assert waiting.now == 3000.0
@@ -105,7 +105,7 @@ def test_those_that_cannot_be_asked_are_waited_for_as_long_as_it_takes_and_their
     assert {said["until"] for said in waiting.said[:6]} == {1000.0 + WAIT_S}
 
 
-def test_the_wait_can_be_given_up() -> None:
+def test_the_wait_can_be_abandoned() -> None:
     waiting = Waiting(found(), found())
     waiting.given_up = True
     with pytest.raises(RunFailed, match="stopped"):

@@ -1,4 +1,4 @@
-"""What the driver decides with parity: who is needed, where the state comes from, and who stands where."""
+"""The driver's decisions with parity: the needed workers, the source of the state, and the ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def holding(run: Run, worker: int, step: int) -> list[Held]:
 
 
 def lose(run: Run, *lost: int) -> None:
-    """These are lost; all others stop and say what they hold of step 3."""
+    """These are lost; all others stop and report their shards of step 3."""
     for worker in lost:
         run.lost(worker)
     for worker in [each for each in run.state.members if each not in lost]:
@@ -65,7 +65,7 @@ def test_a_lost_shard_is_computed_by_a_member_of_the_next_generation() -> None:
     assert [entry["redundancy"] for entry in run.records("generation")] == ["parity (4, 1)"] * 2
 
 
-def test_with_fewer_workers_than_it_needs_the_journal_says_so() -> None:
+def test_with_fewer_workers_than_it_needs_the_journal_has_the_shortage() -> None:
     run = run_of(5)
     lose(run, 2)
     assert isinstance(run.newest_form().source, FromMemory)
@@ -101,7 +101,7 @@ def test_the_workers_of_a_stripe_are_on_different_nodes() -> None:
     assert len(mirrored) == 3
 
 
-def test_it_can_be_told_again(tmp_path: Path) -> None:
+def test_it_can_be_replayed(tmp_path: Path) -> None:
     run = run_of(6)
     lose(run, 2)
     (found,) = load(str(recorded(tmp_path, run)))

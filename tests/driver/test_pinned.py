@@ -1,5 +1,5 @@
-"""Histories in which a takeover went wrong once. What they meet depends on the order of the simulation's delays: when
-that changes they are ordinary histories, and others must be found for what they were pinned for."""
+"""Histories in which a takeover went wrong once. Their course depends on the order of the simulation's delays: when
+that changes they are ordinary histories, and others must be found for the cases that they were pinned for."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from raysharded.ray_backend.placement import choose_node
 
 
 def placed(rooms: dict[str, int], group_size: int, count: int) -> Counter[str]:
-    """Where so many workers go, one after the other."""
+    """Number of workers on each node, when so many are placed one after the other."""
     taken: Counter[str] = Counter()
     for _ in range(count):
         node = choose_node({name: room - taken[name] for name, room in rooms.items()}, taken, group_size)
@@ -29,7 +29,7 @@ def test_nodes_of_whole_groups_get_whole_groups_and_as_many_each(size: int, node
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=5), st.integers(1, 5), st.integers(0, 40))
-def test_all_room_is_used_before_anybody_waits(rooms: list[int], size: int, count: int) -> None:
+def test_all_slots_are_used_before_anybody_waits(rooms: list[int], size: int, count: int) -> None:
     by_name = {f"node {n}": room for n, room in enumerate(rooms)}
     taken = placed(by_name, size, count)
     assert sum(taken.values()) == min(count, sum(rooms))

@@ -1,4 +1,4 @@
-"""What the driver promises about preparing a planned change, one event after the other."""
+"""The driver's promises about preparing a planned change, one event after the other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prepares(size: int = 2, **limits: object) -> Run:
 
 
 def prepared(run: Run, *workers: int, error: str = "", prefix: str = "") -> list[Command]:
-    """These members (or all) of the newest preparation say how it went."""
+    """These members (or all) of the newest preparation report the result."""
     spec = run.all(Prepare)[-1].spec
     commands: list[Command] = []
     for worker in workers or spec.members:
@@ -38,7 +38,7 @@ def stop_at_boundary(run: Run, step: int) -> None:
         run.stopped(worker, StopReason.BOUNDARY, step)
 
 
-def test_a_reshard_is_asked_for_when_all_have_prepared_it_and_keeps_the_order_that_they_prepared() -> None:
+def test_a_reshard_is_requested_when_all_have_prepared_it_and_keeps_the_order_that_they_prepared() -> None:
     run = prepares(3)
     run.hear(ReshardRequested(grouping=groups_of(1)))
     (prepare,) = run.all(Prepare)
@@ -69,7 +69,7 @@ def test_a_joiner_prepares_with_the_members() -> None:
     assert run.newest_form().prepared == run.all(Prepare)[-1].spec.prefix
 
 
-def test_who_cannot_prepare_holds_nothing_up_and_is_on_record() -> None:
+def test_who_cannot_prepare_holds_nothing_up_and_is_in_the_journal() -> None:
     run = prepares()
     run.hear(ReshardRequested(grouping=groups_of(1)))
     assert len(of(prepared(run, 1, error="MemoryError: no"), RequestBoundary)) == 1
@@ -140,7 +140,7 @@ def test_a_joiner_that_is_lost_meanwhile_leaves_nothing_to_be_changed() -> None:
     assert run.state.preparation is None
 
 
-def test_a_run_that_does_not_prepare_asks_at_once() -> None:
+def test_a_run_that_does_not_prepare_requests_at_once() -> None:
     run = training(2, step=2, min_workers=1)
     assert len(of(run.hear(ReshardRequested(grouping=groups_of(1))), RequestBoundary)) == 1
     assert run.all(Prepare) == []
@@ -169,13 +169,13 @@ def test_a_worker_that_comes_and_goes_does_not_keep_another_from_joining() -> No
     run.ready(2)
     asked: list[Command] = []
     for number in range(3, 20):
-        asked += run.trained(number - 1) if number < 10 else []  # a replacement is asked for
+        asked += run.trained(number - 1) if number < 10 else []  # a replacement is requested
         asked += [*run.wait(3.5), *run.ready(number), *run.wait(0.5), *run.lost(number)]
         asked += run.trained(number - 1)
     assert len(of(asked, RequestBoundary)) == 1, "the others never have three seconds to prepare in"
 
 
-def test_a_preparation_that_is_not_wanted_any_more_is_not_said_to_have_failed_for_want_of_an_answer() -> None:
+def test_a_preparation_that_is_not_wanted_any_more_is_not_reported_as_failed_for_want_of_an_answer() -> None:
     run = prepares(2)
     run.hear(ReshardRequested(grouping=groups_of(1)))
     pair = Grouping(shards=None, tensor=2, least_shards=1, num_microbatches=8)

@@ -37,7 +37,7 @@ def joined(size: int, step: int, *joiners: int, **limits: Any) -> Run:
 
 
 def failed(run: Run, *culprits: int, takes_back: bool = False) -> None:
-    """The proof finds that these compute wrong numbers; all members say so."""
+    """The proof finds that these compute wrong numbers; all members report it."""
     step = run.state.step + 1
     corruption = Corruption(
         step=step,
@@ -62,7 +62,7 @@ def failed(run: Run, *culprits: int, takes_back: bool = False) -> None:
         run.hear(WorkerReply(worker=member, message=stopped))
 
 
-# -- who has to --
+# -- workers that have to --
 
 
 def test_all_workers_prove_the_first_step_of_a_run_and_nobody_after_a_loss() -> None:
@@ -91,19 +91,19 @@ def test_a_joiner_has_to_and_again_until_a_step_of_its_generation_is_done() -> N
     assert run.newest_form().newcomers == ()
 
 
-def test_nobody_has_to_where_it_is_not_asked_for() -> None:
+def test_nobody_has_to_where_it_is_not_requested() -> None:
     run = proving(2, 1, proves_first_step=False)
     assert run.newest_form().newcomers == ()
     assert run.state.proven == frozenset()
 
 
-def test_a_driver_that_goes_on_from_a_checkpoint_has_all_workers_prove_its_first_step() -> None:
+def test_a_driver_that_resumes_from_a_checkpoint_has_all_workers_prove_its_first_step() -> None:
     run = Run(proves_first_step=True, min_workers=1, resumed={"step": 4, "reached": 4})
     run.ready(0, 1, 2)
     assert run.newest_form().newcomers == (0, 1, 2)
 
 
-# -- what follows --
+# -- the consequences --
 
 
 def test_at_the_start_of_a_run_all_that_differ_are_named_with_their_nodes_and_gpus_and_the_run_ends() -> None:
@@ -128,7 +128,7 @@ def test_at_the_start_one_whom_all_others_contradict_is_suspected() -> None:
     assert "by comparison it is worker 1 on node1." in str(run.error)
 
 
-def test_a_joiner_is_removed_counted_and_the_others_go_on_at_once_from_memory() -> None:
+def test_a_joiner_is_removed_counted_and_the_others_continue_at_once_from_memory() -> None:
     run = joined(2, 3, 2, replacement_wait_s=100.0, max_node_failures=1, max_worker_losses=1)
     failed(run, 2)
     assert of(run.commands, KillWorker) == [KillWorker(worker=WorkerId(2))]

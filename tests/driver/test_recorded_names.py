@@ -20,7 +20,7 @@ from tests.driver.scripted import LIMITS
 MEMBERS = {*get_args(Event), *get_args(get_type_hints(WorkerReply)["message"])}
 
 
-def test_every_event_and_message_has_a_name_of_its_own_in_each_format() -> None:
+def test_every_event_and_message_has_a_unique_name_in_each_format() -> None:
     assert NAMES.keys() == MEMBERS
     for names in FORMATS.values():
         assert max(Counter(names.classes.values()).values()) == 1

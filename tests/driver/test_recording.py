@@ -1,4 +1,4 @@
-"""What the driver promises of its journal's thread: order, no waiting, a pause after a failure, and a bounded end."""
+"""Promises of the driver's journal thread: order, no waiting, a pause after a failure, and a bounded end."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_storage_that_fails_for_too_long_ends_the_run(storage: Unreliable, clo
         record.raise_error()
 
 
-def test_the_end_waits_no_longer_than_it_is_told(storage: Unreliable, clock: SetClock) -> None:
+def test_the_end_waits_no_longer_than_its_limit(storage: Unreliable, clock: SetClock) -> None:
     storage.may_go.clear()
     record = recorder(storage, clock)
     record.record("step", {"step": 1}, durable=True)
@@ -138,7 +138,7 @@ def test_the_end_is_tried_once_more_though_storage_just_failed(storage: Unreliab
     record.flush()  # nobody writes any more, and nobody waits
 
 
-def test_another_driver_of_the_run_is_told_of(storage: Unreliable, clock: SetClock) -> None:
+def test_another_driver_of_the_run_is_reported(storage: Unreliable, clock: SetClock) -> None:
     mine, other = recorder(storage, clock), recorder(storage, clock, "other")
     other.record("started", {}, durable=True)
     other.flush()

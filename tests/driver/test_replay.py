@@ -1,4 +1,4 @@
-"""What was recorded, replayed: the same commands for any history, and every change of the journal is found."""
+"""Recorded runs, replayed: the same commands for any history, and every change of the journal is found."""
 
 from __future__ import annotations
 
@@ -75,13 +75,14 @@ st.register_type_strategy(
 
 
 def through_json(fields: dict[str, Any]) -> dict[str, Any]:
-    """As the journal keeps it, and gives it back."""
+    """The fields as the journal keeps and returns them."""
     loaded: dict[str, Any] = json.loads(json.dumps(plain(fields), allow_nan=False))
     return loaded
 
 
 RECORDINGS: list[tuple[Encoder, Decoder]] = []
-"""One that goes on, unless a test has it: to make an encoder and a decoder takes longer than a hundred events."""
+"""One recording that continues, unless a test has it: to make an encoder and a decoder takes longer than a hundred
+events."""
 
 
 def again(*events: Event) -> list[Event]:
@@ -93,11 +94,11 @@ def again(*events: Event) -> list[Event]:
 
 
 def text(value: object) -> str:
-    """All of it. A zero that is left out because it is what one takes anyway may have had a sign."""
+    """All of the value. A zero that is left out because it is the default anyway may have had a sign."""
     return repr(value).replace("-0.0", "0.0")
 
 
-# -- what comes back --
+# -- values that come back --
 
 
 @pytest.mark.parametrize("kind", get_args(Event), ids=lambda kind: str(kind.__name__))
@@ -110,7 +111,7 @@ def test_every_event_comes_back_as_it_was(kind: type[Event], data: st.DataObject
 
 
 class OutOfMemory(TaskError):
-    """One's own."""
+    """A custom error."""
 
 
 RAISED = [
@@ -127,7 +128,7 @@ RAISED = [
 
 
 @pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
-def test_an_error_comes_back_with_its_text_its_name_and_all_that_the_machine_asks_for(error: Exception) -> None:
+def test_an_error_comes_back_with_its_text_its_name_and_all_that_the_machine_reads(error: Exception) -> None:
     (lost,) = again(WorkerLost(worker=WorkerId(1), reason="it raised", error=error))
     assert isinstance(lost, WorkerLost)
     came = lost.error
@@ -163,7 +164,7 @@ def test_of_a_checkpoints_files_their_sizes_are_kept() -> None:
 
 
 class File:
-    """What a worker says of a file has more than its size."""
+    """A worker's message about a file has more than its size."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes, self.boxes = size_bytes, object()
@@ -196,18 +197,18 @@ def check_recording(driver: SimulatedDriver) -> None:
 
 
 def without_fingerprints(value: object) -> str:
-    """What the machine only passes on is not recorded."""
+    """The state without values that the machine only passes on: they are not recorded."""
     return re.sub(r"fingerprint=array\(.*?dtype=uint64\)", "fingerprint=None", repr(value))
 
 
 def without_reports(state: State) -> State:
-    """The steps that workers said once more are not recorded."""
+    """The state without the steps that workers reported once more: they are not recorded."""
     holdings = {worker: replace(stopped, reports=()) for worker, stopped in state.holdings.items()}
     stops = {worker: replace(stopped, reports=()) for worker, stopped in state.stops.items()}
     return replace(state, holdings=holdings, stops=stops)
 
 
-def test_of_steps_that_are_said_again_nothing_is_written(tmp_path: Path) -> None:
+def test_of_steps_that_are_reported_again_nothing_is_written(tmp_path: Path) -> None:
     run = training(size=2, step=8)
     run.lost(1)
     run.stopped(0, StopReason.ABORTED, 9, reports=range(1, 10))
@@ -223,7 +224,7 @@ def test_of_steps_that_are_said_again_nothing_is_written(tmp_path: Path) -> None
 
 @cache
 def history() -> SimulatedDriver:
-    """Two losses, an error of the task, checkpoints: to its end. Nobody changes it."""
+    """Two losses, an error of the task, checkpoints: to its end. Tests only read it."""
     faults = [Fault(strike=strike, whom=1, nth=nth) for strike, nth in ((Strike.KILL, 25), (Strike.RAISE, 60))]
     cluster = Cluster(LIMITS, save_every=2, seed=4, tick_s=0.25, faults=tuple(faults))
     cluster.run(Laws())
@@ -326,7 +327,7 @@ def test_what_cannot_be_recorded_disturbs_no_run_and_is_named(tmp_path: Path) ->
     assert found.moments[-1].number == len(found.moments) - 1
 
 
-# -- what does not belong --
+# -- foreign entries --
 
 
 def segments(folder: Path) -> list[Path]:
@@ -340,7 +341,7 @@ def add_segment(folder: Path, writer: str, entries: list[dict[str, Any]]) -> Non
 
 
 def change(folder: Path, kind: str, how: Callable[[dict[str, Any]], list[dict[str, Any]]], nth: int = 3) -> str:
-    """Put others in the place of the nth entry of a kind; says where it is, or was."""
+    """Replace the nth entry of a kind; returns its place, or former place."""
     for path in segments(folder):
         lines = path.read_text().splitlines()
         for number, line in enumerate(lines):
@@ -369,7 +370,7 @@ def test_another_number_in_an_entry_is_found_with_its_place(tmp_path: Path) -> N
     assert found.startswith(f"{place}: step: loss is 9.75; the machine writes 0.3")
 
 
-def test_an_entry_that_is_gone_is_found(tmp_path: Path) -> None:
+def test_an_entry_that_is_missing_is_found(tmp_path: Path) -> None:
     change(recorded(tmp_path, history()), "step", gone)
     (found,) = replayed(tmp_path).differences
     assert found.endswith("the machine writes step, which does not follow")
@@ -381,12 +382,12 @@ def test_an_entry_that_was_put_in_is_found_with_its_place(tmp_path: Path) -> Non
     assert found == f"{place}: audit, which the machine does not write"
 
 
-def test_an_event_that_is_gone_is_found(tmp_path: Path) -> None:
+def test_an_event_that_is_missing_is_found(tmp_path: Path) -> None:
     change(recorded(tmp_path, history()), "event", gone, nth=12)
     assert any("it is event 13, and 12 was to follow" in found for found in replayed(tmp_path).differences)
 
 
-def test_an_event_that_says_something_else_is_found(tmp_path: Path) -> None:
+def test_an_event_that_differs_is_found(tmp_path: Path) -> None:
     def another_loss(entry: dict[str, Any]) -> list[dict[str, Any]]:
         reports = entry["event"].get("message", {}).get("reports")
         for report in reports or ():

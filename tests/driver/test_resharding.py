@@ -1,4 +1,4 @@
-"""What the driver promises about the mesh that workers form, one event after the other."""
+"""The driver's promises about the mesh that workers form, one event after the other."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def do_and_form(run: Run, step: int) -> None:
     run.formed()
 
 
-def test_groups_may_be_asked_for_while_every_worker_must_leave() -> None:
+def test_groups_may_be_requested_while_every_worker_must_leave() -> None:
     run = training(1, step=2, min_workers=1)
     told(run, 0)
     run.hear(ReshardRequested(grouping=groups_of(1)))
@@ -56,7 +56,7 @@ def test_groups_may_be_asked_for_while_every_worker_must_leave() -> None:
     assert run.records("reshard") == [{"step": 2, "shard_group_size": 1}]
 
 
-def test_who_asks_for_the_mesh_that_there_is_changes_nothing_later() -> None:
+def test_who_requests_the_mesh_that_there_is_changes_nothing_later() -> None:
     run = training(2, step=2, min_workers=1, replacement_wait_s=20.0)
     run.hear(ReshardRequested(grouping=groups_of(2)))
     assert of(told(run, 1), RequestBoundary) == []  # a replacement is waited for
@@ -86,7 +86,7 @@ def test_a_run_whose_workers_each_hold_what_no_other_does_settles() -> None:
 ONE = {"num_workers": [1, 4], "shard_group_size": None, "tensor_parallel_degree": 1}
 
 
-def test_what_was_asked_for_last_holds_until_the_run_is_configured_otherwise() -> None:
+def test_what_was_requested_last_holds_until_the_run_is_configured_otherwise() -> None:
     started: dict[str, Any] = {"kind": "started", "scaling": ONE}
     other = {**ONE, "num_workers": [1, 5]}
     entries: list[dict[str, Any]] = [started]
@@ -102,7 +102,7 @@ def test_what_was_asked_for_last_holds_until_the_run_is_configured_otherwise() -
     assert asked_mesh([{"kind": "started"}, *entries[1:]], ONE) is None, "before, nobody said how it was configured"
 
 
-def test_a_mesh_in_which_the_run_failed_at_once_is_not_asked_for_again() -> None:
+def test_a_mesh_in_which_the_run_failed_at_once_is_not_requested_again() -> None:
     def told(*kinds: str) -> list[dict[str, Any]]:
         return [{"kind": kind, **({"scaling": ONE} if kind == "started" else {})} for kind in kinds]
 
@@ -117,7 +117,7 @@ def test_a_mesh_in_which_the_run_failed_at_once_is_not_asked_for_again() -> None
 
 @pytest.mark.procs
 @pytest.mark.slow
-def test_a_later_driver_goes_on_with_the_mesh_that_was_asked_for(tmp_path: Path) -> None:
+def test_a_later_driver_continues_with_the_mesh_that_was_requested(tmp_path: Path) -> None:
     def mesh_of(max_steps: int, most: int, *asked: int) -> list[str]:
         trainer = rs.ElasticTrainer(
             task=GptTask(),

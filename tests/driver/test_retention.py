@@ -1,4 +1,4 @@
-"""Retention beside a run that goes back: the driver's decisions with its real committer, on a folder."""
+"""Retention during a rollback: the driver's decisions with its real committer, on a folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BATCH = 4
 
 
 def run_of(driver: Driver, **settings: Any) -> Run:
-    """Two workers that train; what the driver's committer must spare is what this run says."""
+    """Two workers that train; the driver's committer must keep the checkpoints that this run names."""
     run = Run(max_workers=2, min_workers=2, global_batch_size=BATCH, **settings)
     run.state = replace(run.state, driver=driver.name)
     run.ready(0, 1)
@@ -42,7 +42,7 @@ def run_of(driver: Driver, **settings: Any) -> Run:
 
 
 def hear_all(run: Run, driver: Driver) -> None:
-    """What the committer has told, and what the run says to it."""
+    """Pass the committer's messages to the run, and the run's commands to the committer."""
     for told in _told(driver):
         carry_out(driver, run.hear(told))
 
@@ -68,7 +68,7 @@ def save(run: Run, driver: Driver, step: int) -> None:
 
 
 def found_after_all(run: Run, driver: Driver) -> int:
-    """The step that a run would resume from if it was lost now, driver and workers."""
+    """The step that a run would resume from if both driver and workers were lost now."""
     driver.committer.close(WAIT_S)
     hear_all(run, driver)
     entries = [{"kind": "rewind", **entry} for entry in run.records("rewind")]
@@ -103,7 +103,7 @@ def test_the_checkpoint_that_the_run_goes_back_to_stays_though_newer_ones_are_co
     assert run.state.checkpoint.step == to_step
 
 
-def test_what_the_run_may_go_back_to_is_spared_from_the_request_on_until_it_has_a_newer_one() -> None:
+def test_a_rollback_target_is_kept_from_the_request_on_until_there_is_a_newer_one() -> None:
     run = saved_every_two(7)
     prefixes = {step: committed(step).prefix for step in (2, 4, 6)}
     assert protected_checkpoints(run.state).prefixes == {prefixes[6]}
@@ -130,7 +130,7 @@ def test_what_the_run_may_go_back_to_is_spared_from_the_request_on_until_it_has_
     assert protected_checkpoints(run.state).prefixes == {prefixes[2]}, "nothing else is left on storage"
 
 
-def test_what_is_written_and_the_newest_that_is_verified_are_spared() -> None:
+def test_what_is_written_and_the_newest_that_is_verified_are_kept() -> None:
     run = saved_every_two(7)
     assert committed(4).prefix not in protected_checkpoints(run.state).prefixes
     assert committed(4).prefix in protected_checkpoints(replace(run.state, verified_step=5)).prefixes
@@ -152,7 +152,7 @@ def test_a_fork_holds_on_to_its_parents_checkpoint_while_it_is_formed_from_it_to
     assert protected_checkpoints(run.state).parents
 
 
-def test_a_checkpoint_that_is_deleted_while_the_run_goes_back_to_it_is_refused_and_the_run_goes_on() -> None:
+def test_a_checkpoint_that_is_deleted_while_the_run_goes_back_to_it_is_refused_and_the_run_continues() -> None:
     run = saved_every_two(7)
     run.hear(RewindRequested(step=4))
     at_a_boundary(run, 8)
@@ -186,7 +186,7 @@ def test_a_fork_goes_back_to_where_it_began_as_long_as_it_holds_on_to_it(tmp_pat
     run = run_of(child, checkpoint=state.checkpoint)
     run.trained(5)
     save(run, child, 6)
-    run.hear(RewindRequested(step=4))  # before the commit is heard of
+    run.hear(RewindRequested(step=4))  # before the message of the commit
     hear_all(run, child)
     assert any(ref.state == "reference" for ref in list_checkpoints(child.files.storage))
     at_a_boundary(run, 7)
@@ -195,7 +195,7 @@ def test_a_fork_goes_back_to_where_it_began_as_long_as_it_holds_on_to_it(tmp_pat
     assert found_after_all(run, child) == 4
 
 
-def test_a_fork_that_has_a_checkpoint_of_its_own_does_not_go_back_to_its_parents(tmp_path: Path) -> None:
+def test_a_fork_that_has_saved_a_checkpoint_does_not_go_back_to_its_parents(tmp_path: Path) -> None:
     _, child, state = forked(tmp_path)
     run = run_of(child, checkpoint=state.checkpoint)
     run.trained(5)
@@ -223,7 +223,7 @@ def test_a_pinned_checkpoint_of_undone_steps_takes_no_other_ones_place(tmp_path:
     assert committed_steps(driver.files.storage) == [6, 7, 8]
 
 
-def test_of_two_checkpoints_of_a_step_the_one_that_stays_is_gone_on_from() -> None:
+def test_of_two_checkpoints_of_a_step_the_one_that_stays_is_resumed_from() -> None:
     run = training(3, min_workers=2)
     run.trained(1)
     run.trained(2, saves=True)

@@ -1,4 +1,4 @@
-"""What the driver promises of checkpoints that are late, that fail, and that somebody asks for."""
+"""The driver's promises about checkpoints that are late, that fail, and that are requested."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def finish(run: Run) -> None:
         run.stopped(member, FINISHED, last)
 
 
-# -- on record --
+# -- in the journal --
 
 
-def test_a_checkpoint_is_on_record_with_its_size_its_time_and_its_retries() -> None:
+def test_a_checkpoint_is_in_the_journal_with_its_size_its_time_and_its_retries() -> None:
     run = training(2)
     run.trained(1, saves=True)
     run.at += 5
@@ -88,7 +88,7 @@ def test_a_checkpoint_of_the_last_step_that_is_written_again_keeps_its_numbers()
 # -- late --
 
 
-def test_a_checkpoint_that_is_left_out_is_on_record_with_what_it_would_have_waited_for() -> None:
+def test_a_checkpoint_that_is_left_out_is_in_the_journal_with_what_it_would_have_waited_for() -> None:
     run = training(2)
     run.trained(1, saves=True)
     run.at += 40
@@ -97,7 +97,7 @@ def test_a_checkpoint_that_is_left_out_is_on_record_with_what_it_would_have_wait
     assert of(run.commands, CollectSave) == [CollectSave(generation=GenerationId(1), step=1, members=run.state.members)]
 
 
-def test_a_checkpoint_that_is_left_out_for_one_that_failed_elsewhere_is_on_record_too() -> None:
+def test_a_checkpoint_that_is_left_out_for_one_that_failed_elsewhere_is_in_the_journal_too() -> None:
     run = training(2)
     run.trained(1, saves=True)
     run.saved(0, 1, error="OSError")
@@ -114,7 +114,7 @@ def fail(run: Run, *steps: int) -> None:
         run.saved(0, step, error="OSError: no space")
 
 
-def test_after_so_many_failures_in_a_row_the_run_says_so_and_goes_on() -> None:
+def test_after_so_many_failures_in_a_row_the_run_reports_it_and_continues() -> None:
     run = training(2, max_failed_saves=3)
     written(run, 1)
     fail(run, 2, 3)
@@ -133,7 +133,7 @@ def test_a_checkpoint_between_failures_begins_the_count_anew() -> None:
     assert run.records("checkpoints_failing") == []
 
 
-def test_a_run_that_is_told_to_stop_on_failures_stops_with_the_newest_checkpoint_named() -> None:
+def test_a_run_that_stops_on_failures_names_the_newest_checkpoint() -> None:
     run = training(2, max_failed_saves=2, stop_on_failed_saves=True)
     written(run, 1)
     fail(run, 2, 3)
@@ -198,7 +198,7 @@ def test_a_checkpoint_whose_parts_arrive_after_those_of_a_newer_one_is_overtaken
     assert run.state.saves == {}
 
 
-def test_a_checkpoint_that_one_of_an_older_step_overtook_is_asked_for_again() -> None:
+def test_a_checkpoint_that_one_of_an_older_step_overtook_is_requested_again() -> None:
     run = training(2)
     ask(run, 1)
     run.trained(1, 2, 3)
@@ -233,7 +233,7 @@ def test_after_the_last_step_the_checkpoint_before_may_take_as_long_as_a_checkpo
     assert len(of(too_long, Interrupt)) == 2
 
 
-def test_before_the_last_step_progress_is_asked_for_as_ever() -> None:
+def test_before_the_last_step_progress_is_requested_as_ever() -> None:
     run = training(2, max_steps=2, progress_timeout_s=10.0, save_timeout_s=100.0)
     run.trained(1, saves=True)
     run.wait(11)
@@ -254,14 +254,14 @@ def test_one_step_saved_by_two_generations_is_two_checkpoints() -> None:
     assert run.state.checkpoint.prefix == save_prefix(2, GenerationId(2))
 
 
-# -- asked for --
+# -- requested --
 
 
 def ask(run: Run, request: int) -> list[RequestSave]:
     return of(run.hear(CheckpointRequested(request=request)), RequestSave)
 
 
-def test_whoever_asks_for_a_checkpoint_is_told_when_it_is_committed() -> None:
+def test_a_request_for_a_checkpoint_is_answered_when_it_is_committed() -> None:
     run = training(2)
     assert ask(run, 7) == [RequestSave(worker=run.state.members[0], generation=GenerationId(1))]
     run.trained(1, asked=True)
@@ -271,7 +271,7 @@ def test_whoever_asks_for_a_checkpoint_is_told_when_it_is_committed() -> None:
     assert run.all(Answer) == [Answer(requests=(7,), step=1, prefix=save_prefix(1, GenerationId(1)))]
 
 
-def test_whoever_asks_together_gets_one_checkpoint_and_whoever_asks_later_the_next() -> None:
+def test_simultaneous_requests_get_one_checkpoint_and_a_later_one_gets_the_next() -> None:
     run = training(2)
     ask(run, 1)
     ask(run, 2)
@@ -332,7 +332,7 @@ def test_the_last_checkpoint_answers_all_requests() -> None:
 # -- stopping --
 
 
-def test_a_run_that_stops_with_a_checkpoint_goes_on_until_it_is_committed() -> None:
+def test_a_run_that_stops_with_a_checkpoint_continues_until_it_is_committed() -> None:
     run = training(2, step=3)
     commands = run.hear(StopRequested(checkpoint_within_s=25.0))
     assert len(of(commands, RequestSave)) == 1
@@ -355,7 +355,7 @@ def test_a_run_that_stops_with_a_checkpoint_does_not_wait_longer_than_it_may() -
     assert len(run.records("stopped")) == 1
 
 
-def test_a_run_that_is_told_to_stop_twice_ends_at_once() -> None:
+def test_a_run_that_is_requested_to_stop_twice_ends_at_once() -> None:
     run = training(2, step=3)
     run.hear(StopRequested(checkpoint_within_s=math.inf))
     run.hear(StopRequested(checkpoint_within_s=math.inf))
@@ -373,7 +373,7 @@ def test_a_run_with_nothing_to_lose_stops_at_once() -> None:
     assert fresh.error is None
 
 
-def test_a_checkpoint_that_fails_before_a_stop_is_tried_again_within_its_time() -> None:
+def test_a_checkpoint_that_fails_before_a_stop_is_retried_within_its_time() -> None:
     run = training(2, step=3)
     run.hear(StopRequested(checkpoint_within_s=25.0))
     run.trained(4, asked=True)
@@ -386,7 +386,7 @@ def test_a_checkpoint_that_fails_before_a_stop_is_tried_again_within_its_time() 
     assert run.state.checkpoint.step == 5
 
 
-def test_a_run_that_is_told_to_stop_while_it_writes_its_last_checkpoint_finishes() -> None:
+def test_a_run_that_is_requested_to_stop_while_it_writes_its_last_checkpoint_finishes() -> None:
     run = training(2, max_steps=3)
     finish(run)
     run.hear(StopRequested(checkpoint_within_s=25.0))
@@ -399,7 +399,7 @@ def test_a_run_that_is_told_to_stop_while_it_writes_its_last_checkpoint_finishes
 # -- owned elsewhere, and damaged --
 
 
-def test_a_driver_that_no_longer_owns_the_run_ends_without_a_word_in_the_journal() -> None:
+def test_a_driver_that_no_longer_owns_the_run_ends_without_an_entry_in_the_journal() -> None:
     run = training(2, step=3)
     commands = run.hear(LeadershipLost(reason="driver b has taken over"))
     assert isinstance(run.error, RunOwnedElsewhere)
@@ -431,7 +431,7 @@ def test_what_is_damaged_elsewhere_than_in_a_checkpoint_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize("checkpoint_within_s", [None, 25.0])
-def test_when_the_run_is_over_nobody_is_heard(checkpoint_within_s: float | None) -> None:
+def test_when_the_run_is_over_no_request_is_accepted(checkpoint_within_s: float | None) -> None:
     run = training(2, step=3)
     run.hear(StopRequested())
     assert run.hear(CheckpointRequested(request=1)) == []

@@ -1,6 +1,6 @@
 """The driver's laws, under random histories of faults on a simulated cluster.
 
-RAYSHARDED_SCHEDULES sets how many histories are tried.
+RAYSHARDED_SCHEDULES sets the number of histories.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ NUM_SCHEDULES = int(os.environ.get("RAYSHARDED_SCHEDULES", "100"))
 
 
 class Laws:
-    """What must be true after every event; one instance follows one run."""
+    """Conditions that must hold after every event; one instance follows one run."""
 
     def __init__(self) -> None:
         self.formed: Counter[GenerationId] = Counter()
@@ -129,14 +129,14 @@ class Laws:
             assert newest.prefix in there - cluster.distrusted, "retention has taken it"
 
     def is_prepared(self, cluster: Cluster, spec: GenerationSpec) -> None:
-        """What is said to be prepared is, by all; unless one is gone, whose loss is not heard of yet."""
+        """All members have prepared a reported preparation; unless one has exited, whose loss is not received yet."""
         if spec.prepared:
             cluster.prepared_forms += 1
             members = [cluster.workers[member] for member in spec.members]
             assert all(worker.prepared == spec.prepared for worker in members if worker.alive)
 
     def nobody_takes_the_only_copy_along(self, cluster: Cluster, killed: Worker) -> None:
-        """What is committed and still there does not go with who may yet wake up."""
+        """A committed state that still exists does not end with a worker that may yet wake up."""
         trusted = cluster.state.invalidated_up_to
         held = {w.id: [h for h in w.held() if h.layout_id > trusted] for w in cluster.workers.values() if w.alive}
         group = max((g for g in cluster.groups.values() if g.trained), key=lambda g: g.spec.generation, default=None)
@@ -161,8 +161,8 @@ class Laws:
         assert not busy, f"workers {busy} are still in an older generation"
 
     def workers_are_where_they_should(self, cluster: Cluster, spec: GenerationSpec) -> None:
-        """As many tensor parallel groups as can be on one node, a shard and its mirror on different ones, and the
-        workers of a node, if so many are numbered, one after the other."""
+        """As many tensor parallel groups as possible are on one node, and a shard and its mirror on different ones. The
+        workers of a node, if so many are numbered, follow each other."""
         where = [cluster.where[member] for member in spec.members]
         groups = [set(where[first : first + spec.tensor]) for first in range(0, len(where), spec.tensor)]
         whole = sum(len(group) == 1 for group in groups)
@@ -178,8 +178,8 @@ class Laws:
                 assert len(list(groupby(of_group))) == len(set(of_group)), "a node's workers are apart from each other"
 
     def nobody_leaves_too_late(self, cluster: Cluster, spec: GenerationSpec) -> None:
-        """Who must leave is a member once more only if the others are too few, or do not hold the newest step, as many
-        of them as can be at work."""
+        """A leaver is a member once more only in two cases: the others are too few, or they do not hold the newest step
+        (as many of them as can be at work)."""
         state = cluster.state
         kept = state.leaving.keys() & set(spec.members)
         if not kept or len(spec.members) <= state.limits.min_workers:
@@ -190,8 +190,8 @@ class Laws:
             assert newest is None or newest < spec.source.step
 
     def nothing_is_undone(self, cluster: Cluster, spec: GenerationSpec) -> None:
-        """The source is the newest complete step; a committed step is lost only with both of its copies; unless
-        somebody wants to go back."""
+        """The source is the newest complete step. A committed step is lost only with both of its copies; unless
+        somebody wants to roll back."""
         plan = cluster.state.plan
         if plan is not None and plan.rewind is not None:
             assert isinstance(spec.source, FromCheckpoint)
@@ -202,8 +202,8 @@ class Laws:
         trusted = cluster.state.invalidated_up_to
         held = [(worker.decisions, held) for worker in alive for held in worker.held() if held.layout_id > trusted]
         decisions, is_new = cluster.state.decisions, not any(r.kind == "generation" for r in cluster.driver.records)
-        # A driver that died before a decision was on record leaves workers that know of it: the next one believes of
-        # their memory only what came before it.
+        # A driver that died before a decision was in the journal leaves workers that know of it: of their memory, the
+        # next one uses only the part that came before it.
         doubted = is_new and not all(agree(known, decisions, one.step) for known, one in held)
         newest = newest_complete_step([one for known, one in held if not doubted or agree(known, decisions, one.step)])
         assert spec.source.step >= (newest or 0)
@@ -226,7 +226,7 @@ class Laws:
             assert spec.source.step >= group.committed or self.too_many_are_needed(cluster, spec, group.committed)
 
     def too_many_are_needed(self, cluster: Cluster, spec: GenerationSpec, step: int) -> bool:
-        """Whether no whole tensor parallel groups hold a step, of as many workers as there can be."""
+        """True if no whole tensor parallel groups hold a step, of as many workers as there can be."""
         state = cluster.state
         most = min(len(state.ready), cluster.limits.max_workers + len(state.ready & state.leaving.keys()))
         newest = newest_at_work(state, sorted(state.ready), most // spec.tensor * spec.tensor)
@@ -262,7 +262,7 @@ class Laws:
             assert held.worker in spec.members
             worker = cluster.workers[held.worker]
             assert not worker.alive or held in worker.held()
-        if not self.planned:  # as the workers do it; once a run, for it takes longer than everything else
+        if not self.planned:  # computed as the workers do; once a run, for it takes longer than everything else
             self.planned = True
             target = Target(
                 workers=spec.members,
@@ -282,7 +282,7 @@ class Laws:
         assert all(not worker.busy for worker in cluster.workers.values() if worker.responsive)
 
     def take_over(self, driver: SimulatedDriver, there: Sequence[Worker], taken: Sequence[AdoptedWorker]) -> None:
-        """What workers hold that could answer is gone on from, or something newer is."""
+        """The run resumes from the state of the workers that could answer, or from something newer."""
         entries = list(read(driver.cluster.storage))
         after, decisions = taken_back(entries), decided(entries)
         could = [worker for worker in there if (worker.responsive or worker.gave_up) and worker.facts is not None]
@@ -304,7 +304,7 @@ class Laws:
 
 
 def newest_at_work(state: State, workers: Sequence[WorkerId], count: int) -> int | None:
-    """The newest step that so many of the workers hold between them, as they say."""
+    """The newest step that so many of the workers hold between them, by their reports."""
     held = {worker: state.holdings[worker].held for worker in workers if worker in state.holdings}
     found = (
         newest_complete_step(one for worker in chosen for one in held[worker])
@@ -332,7 +332,7 @@ def committed(cluster: Cluster) -> set[str]:
 
 
 def check_end(schedule: Schedule, cluster: Cluster) -> None:
-    """The run reached its last step, or ended with a reason that something really gave."""
+    """The run reached its last step, or ended with a reason that really occurred."""
     state, struck, limits = cluster.state, Counter(cluster.struck), cluster.state.limits
     last = Counter(record.kind for record in cluster.driver.records)
     kinds = Counter(record.kind for driver in cluster.drivers for record in driver.records)
@@ -408,7 +408,7 @@ def check_steps(cluster: Cluster) -> None:
 
 
 def check_answers(cluster: Cluster, driver: SimulatedDriver) -> None:
-    """Whoever asked for a checkpoint got one of a later step (in a pause there is none), or a reason; all of them if
+    """A request for a checkpoint got one of a later step (in a pause there is none), or a reason; all requests did if
     the run came to its end."""
     paused = any(record.kind == "paused" for record in driver.records)
     for request, answer in driver.answers.items():
@@ -421,7 +421,7 @@ def check_answers(cluster: Cluster, driver: SimulatedDriver) -> None:
 
 
 def check_journal(cluster: Cluster, driver: SimulatedDriver) -> None:
-    """What a reader of a driver's entries relies on."""
+    """Guarantees for a reader of a driver's entries."""
     started = formed = step = 0
     lost: set[WorkerId] = set()
     recovered: set[WorkerId] = set()
@@ -469,7 +469,7 @@ def check_journal(cluster: Cluster, driver: SimulatedDriver) -> None:
 
 
 def check_claims(cluster: Cluster) -> None:
-    """One driver commits at a time, and what it writes to the journal is read by whoever follows it."""
+    """One driver commits at a time, and its follower reads its entries in the journal."""
     owner = ""
     for number in list_numbers(cluster.storage):
         claim = read_claim(cluster.storage, number)
@@ -495,25 +495,25 @@ def run(schedule: Schedule) -> Cluster:
 
 @settings(max_examples=NUM_SCHEDULES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schedules())
-def test_whatever_happens_the_run_ends_well_or_says_why(schedule: Schedule) -> None:
+def test_in_every_history_the_run_ends_well_or_gives_the_reason(schedule: Schedule) -> None:
     run(schedule)
 
 
 @settings(max_examples=NUM_SCHEDULES // 4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(left_alone())
-def test_whatever_happens_to_workers_without_a_driver_the_run_ends_well_or_says_why(schedule: Schedule) -> None:
+def test_with_any_fault_to_workers_without_a_driver_the_run_ends_well_or_gives_the_reason(schedule: Schedule) -> None:
     run(schedule)
 
 
 @settings(max_examples=NUM_SCHEDULES // 4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(deciding())
-def test_whatever_people_change_the_steps_follow_from_what_is_on_record(schedule: Schedule) -> None:
+def test_with_any_changes_by_people_the_steps_follow_from_the_journal(schedule: Schedule) -> None:
     run(schedule)
 
 
 @settings(max_examples=NUM_SCHEDULES // 2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(controlled())
-def test_whatever_people_ask_for_meanwhile_the_run_ends_well_or_says_why(schedule: Schedule) -> None:
+def test_with_any_requests_meanwhile_the_run_ends_well_or_gives_the_reason(schedule: Schedule) -> None:
     run(schedule)
 
 
@@ -524,7 +524,7 @@ def test_neither_a_pause_nor_another_number_of_workers_costs_a_step(schedule: Sc
 
 
 def check_nothing_is_lost(cluster: Cluster) -> None:
-    """Every step was computed once, and every later generation went on from memory; nobody counts as lost."""
+    """Every step was computed once, and every later generation resumed from memory; nobody counts as lost."""
     assert cluster.error is None
     records = cluster.driver.records
     steps = [record.fields["step"] for record in records if record.kind == "step"]
@@ -535,7 +535,7 @@ def check_nothing_is_lost(cluster: Cluster) -> None:
 
 
 def first(records: Sequence[Record]) -> object:
-    """Where the first generation's state came from."""
+    """The source of the first generation's state."""
     return next(record.fields["source"] for record in records if record.kind == "generation")
 
 

@@ -1,4 +1,4 @@
-"""What a driver says while its workers start."""
+"""Reports of a driver while its workers start."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_nobody_is_judged_by_a_few_steps() -> None:
     assert stragglers.paces_of(of(seen(0.1, 0.9), seen(0.6, 1.0, steps=2))) == {}
 
 
-def test_it_is_said_when_somebody_is_slow_again_and_again_and_not_every_time() -> None:
+def test_it_is_reported_when_somebody_is_slow_again_and_again_and_not_every_time() -> None:
     found = stragglers.paces_of(of(seen(0.1, 0.9), seen(0.6, 1.0), seen(0.1, 0.9)))
     well = stragglers.paces_of(of(seen(0.1, 0.9), seen(0.1, 0.9), seen(0.1, 0.9)))
     paces, said = StepTimes(), []
@@ -68,7 +68,7 @@ def test_at_least_half_are_never_slow(seconds: list[tuple[float, float]]) -> Non
 
 
 @given(st.integers(2, 100_000), st.floats(0.1, 100))
-def test_thousands_of_workers_are_asked_seldom(members: int, every_s: float) -> None:
+def test_thousands_of_workers_are_queried_seldom(members: int, every_s: float) -> None:
     due = next(at for at in range(1, 100_000) if stragglers.is_due(StepTimes(), members, every_s, float(at)))
     assert due >= every_s
     assert members / due <= 20

@@ -1,4 +1,4 @@
-"""Workers that outlived their driver: what the next one makes of them, and what they say to each other."""
+"""Workers that outlived their driver: the decisions of the next one, and their messages to each other."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_what_the_driver_before_still_writes_comes_before_its_journal_is_read_or
         orphan_wait_s=1.0,
     )
     state = startup.own(State(limits=LIMITS, rendezvous=("host", 1, "run")))
-    assert state.generation == 3  # the next one is above all on record
+    assert state.generation == 3  # the next one is above all in the journal
     with pytest.raises(RunOwnedElsewhere):
         older.flush()
 
@@ -141,7 +141,7 @@ def test_what_only_the_mirror_of_a_lost_worker_has_is_enough() -> None:
     assert isinstance(form.spec.source, FromMemory)
 
 
-def test_workers_that_hold_too_little_go_on_from_the_checkpoint() -> None:
+def test_workers_that_hold_too_little_resume_from_the_checkpoint() -> None:
     saved = Checkpointed(step=4, prefix="four")
     state = begun(adopted(0, 0, 3, 7, mirrors=False), adopted(2, 2, 3, 7, mirrors=False), checkpoint=saved)
     assert adopted_workers.first_source(state).step == 4
@@ -150,7 +150,7 @@ def test_workers_that_hold_too_little_go_on_from_the_checkpoint() -> None:
     assert isinstance(form.spec.source, FromCheckpoint)
 
 
-def test_memory_of_steps_that_were_taken_back_or_computed_on_other_data_is_not_gone_on_from() -> None:
+def test_memory_of_steps_that_were_taken_back_or_computed_on_other_data_is_not_resumed_from() -> None:
     saved = Checkpointed(step=4, prefix="four")
     workers = [adopted(0, 0, 2, 7), adopted(1, 1, 2, 7)]
     fresh = State(limits=LIMITS, checkpoint=saved)
@@ -181,7 +181,7 @@ def test_workers_that_are_too_many_leave_when_the_others_hold_what_they_held() -
     first = run.newest_form()
     assert isinstance(first.source, FromMemory)
     assert first.source.step == 7
-    assert sorted(first.members) == [0, 1, 2, 4]  # only rank 3 has what the rest can do without
+    assert sorted(first.members) == [0, 1, 2, 4]  # rank 3 alone holds nothing that the rest needs
     run.formed()
     assert run.records("worker_left")[0]["worker"] == 3
     run.trained(8)
@@ -200,7 +200,7 @@ def test_too_few_workers_wait_for_more_with_what_they_hold() -> None:
     assert adopted_workers.first_source(state).step == 7
 
 
-def test_the_last_checkpoint_has_every_rank_once_from_whoever_holds_it() -> None:
+def test_the_last_checkpoint_has_every_rank_once_from_any_holder() -> None:
     state = begun(adopted(0, 0, 3, 7), adopted(2, 2, 3, 7))
     _, commands = machine.begin(state, 1.0)
     (form,) = [command for command in commands if isinstance(command, Form)]
@@ -263,7 +263,7 @@ def test_workers_are_waited_for_longer_if_the_others_do_not_hold_the_whole_state
     assert adopted_workers.may_go_on(answers, 301)
 
 
-# -- whom a worker obeys --
+# -- the driver that a worker obeys --
 
 TERMS = DriverSession(
     driver="a",
@@ -298,7 +298,7 @@ def test_time_in_which_the_worker_itself_stood_still_does_not_count() -> None:
     tenancy.stood_still(400.0, now=405.0)
     assert not tenancy.is_orphaned(405.0)
     assert tenancy.is_orphaned(416.0)
-    tenancy.heard_at = 420.0  # its driver was heard before it looked again
+    tenancy.heard_at = 420.0  # its driver called before it looked again
     tenancy.stood_still(400.0, now=421.0)
     assert tenancy.heard_at == 421.0
 
@@ -367,7 +367,7 @@ def test_what_classes_of_the_library_do_inside_is_no_part_of_a_job_and_what_the_
 # -- the journal --
 
 
-def test_steps_that_only_workers_know_are_put_on_record_once() -> None:
+def test_steps_that_only_workers_know_are_recorded_once() -> None:
     state = begun(adopted(0, 0, 2, 7), adopted(1, 1, 2, 7))
     _, commands = machine.begin(state, 1.0)
     (form,) = [command for command in commands if isinstance(command, Form)]

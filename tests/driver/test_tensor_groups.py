@@ -1,4 +1,4 @@
-"""What the driver decides with tensor parallelism: who computes together, who stands by, and what a loss costs."""
+"""The driver's decisions with tensor parallelism: groups, standby workers, and the cost of a loss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def in_pairs(shards: int | None = None, tensor: int = 2) -> Grouping:
 
 
 def lose(run: Run, *lost: int) -> None:
-    """These are lost; all others stop and say what they hold of the newest step."""
+    """These are lost; all others stop and report their shards of the newest step."""
     step = run.state.step
     others = [worker for worker in run.state.members if worker not in lost]
     held = {worker: run.holding(worker, step) for worker in others}
@@ -83,7 +83,7 @@ def test_only_whole_tensor_parallel_groups_are_at_work(
     st.integers(5, 40),
     st.integers(0, 40),
 )
-def test_a_run_settles_in_a_mesh_of_the_degree_asked_for(grouping: Grouping, num_workers: int, needed: int) -> None:
+def test_a_run_settles_in_a_mesh_of_the_degree_requested(grouping: Grouping, num_workers: int, needed: int) -> None:
     tensor = grouping.tensor
     chosen = choose_mesh(grouping, num_workers, needed).mesh
     assert chosen.tensor == tensor
@@ -94,14 +94,14 @@ def test_a_run_settles_in_a_mesh_of_the_degree_asked_for(grouping: Grouping, num
     assert (possible is None) == (min(needed, num_workers) > num_workers // tensor * tensor)
 
 
-def test_a_mesh_of_the_degree_asked_for_is_better_than_any_other() -> None:
+def test_a_mesh_of_the_degree_requested_is_better_than_any_other() -> None:
     assert is_better(in_pairs(), 4, Mesh(shards=4))
     assert not is_better(in_pairs(), 5, Mesh(shards=4, tensor=2, apart=2))
     assert is_better(in_pairs(), 6, Mesh(shards=4, tensor=2, apart=2))
     assert not is_better(in_pairs(), 5, Mesh(shards=5), needed=5), "each of them holds what no other does"
 
 
-# -- who is where --
+# -- placement --
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=4, max_size=24), st.integers(1, 4), st.integers(1, 3))
@@ -195,7 +195,8 @@ def test_what_only_more_workers_hold_than_can_be_at_work_is_computed_again() -> 
 
 @pytest.mark.parametrize("lost", [(), (0,), (5,), (0, 2)])
 def test_as_many_stand_by_as_the_mirrors_allow(lost: tuple[int, ...]) -> None:
-    """Of seven in a ring three can, if no two are neighbours; of five in a row, the second and the fourth."""
+    """Three workers of seven in a ring can stand by, if no two are neighbours; the second and fourth of five in a
+    row."""
     run = training(7 if not lost else 6, step=2, min_workers=3)
     run.state = replace(run.state, limits=replace(run.state.limits, grouping=in_pairs(tensor=3)))
     if lost:
@@ -210,7 +211,7 @@ def test_as_many_stand_by_as_the_mirrors_allow(lost: tuple[int, ...]) -> None:
 
 
 def test_others_stand_by_in_place_of_who_must_leave_if_more_can() -> None:
-    """Of the five that are left of a ring only the second and the fourth can both stand by, not the one between."""
+    """Only the second and the fourth of the five that are left of a ring can both stand by, not the one between."""
     run = training(6, step=2, min_workers=3)
     ring = run.state.members
     run.state = replace(run.state, limits=replace(run.state.limits, grouping=in_pairs(tensor=3)))
@@ -271,7 +272,7 @@ def test_a_degree_that_cannot_be_is_refused_and_changes_nothing(degree: int, rea
     assert reason in refused["reason"]
 
 
-def test_memory_that_cannot_be_cut_in_the_degree_of_a_new_driver_is_not_gone_on_from() -> None:
+def test_memory_that_cannot_be_cut_in_the_degree_of_a_new_driver_is_not_resumed_from() -> None:
     checkpoint = Checkpointed(step=1, prefix="p", digest="d")
     run = training(4, step=2, min_workers=4, checkpoint=checkpoint)
     run.state = replace(run.state, limits=replace(run.state.limits, grouping=in_pairs(tensor=4)))
@@ -282,7 +283,7 @@ def test_memory_that_cannot_be_cut_in_the_degree_of_a_new_driver_is_not_gone_on_
     assert "step 2 is passed over: A tensor parallel degree of 4" in run.records("generation")[-1]["why"]
 
 
-def test_it_can_be_told_again(tmp_path: Path) -> None:
+def test_it_can_be_replayed(tmp_path: Path) -> None:
     run = training(5, step=2, min_workers=2)
     run.hear(ReshardRequested(grouping=in_pairs(2)))
     stop_at_boundary(run, 3)
@@ -311,10 +312,10 @@ def test_every_buffer_is_written_once_by_workers_without_a_driver() -> None:
     assert source.spec == SPEC
 
 
-# -- what a user gives --
+# -- settings of a user --
 
 
-def test_a_trainer_says_what_groups_it_wants() -> None:
+def test_a_trainer_declares_the_groups_it_wants() -> None:
     scaling = rs.ScalingConfig(num_workers=(2, 9), tensor_parallel_degree=2)
     assert (scaling.shard_group_size, scaling.tensor_parallel_degree) == (None, 2)
     with pytest.raises(ConfigError, match="needs 4 workers, and num_workers=\\(2, 9\\) allows 2"):

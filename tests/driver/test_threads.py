@@ -1,4 +1,4 @@
-"""A driver leaves no thread behind, however it ends."""
+"""A driver leaves no thread behind, in all of its endings."""
 
 from __future__ import annotations
 

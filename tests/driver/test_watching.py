@@ -44,7 +44,7 @@ def test_a_member_that_does_not_answer_is_killed_at_the_deadline_and_the_others_
     assert "stopped or cut off" in str(stuck.fields["reason"])
 
 
-def test_who_is_in_code_of_its_own_while_the_others_wait_is_named_with_its_stack() -> None:
+def test_who_is_in_foreign_code_while_the_others_wait_is_named_with_its_stack() -> None:
     run = steady(3)
     run.waiting = frozenset({0, 1})
     run.wait(12)
@@ -80,7 +80,7 @@ def test_two_that_are_stopped_are_one_incident() -> None:
     assert set(run.state.incident.lost) == {1, 3}
 
 
-def test_a_driver_that_stood_still_asks_before_it_kills() -> None:
+def test_a_driver_that_stood_still_queries_before_it_kills() -> None:
     run = steady(3)
     run.at += 100
     first = run.wait(0.25)
@@ -115,7 +115,7 @@ def test_a_member_that_is_stopped_while_a_generation_forms_is_waited_for_if_nobo
     (stuck,) = records(run, "stuck")
     assert (stuck.fields["worker"], run.state.phase) == (2, Phase.STOPPING)
     assert "nobody else holds" in str(stuck.fields["reason"])
-    run.wait(100)  # it is on record once
+    run.wait(100)  # it is in the journal once
     assert records(run, "stuck") == [stuck]
     held = run.state.holdings
     for worker in (0, 1, 2):  # it wakes up
@@ -170,7 +170,7 @@ def test_the_only_worker_is_slow_and_not_stuck_and_when_it_is_silent_it_is_waite
     assert [command.worker for command in of(run.commands, KillWorker)] == [0]
 
 
-def test_a_member_that_is_stopped_after_the_last_step_is_given_up_at_the_deadline_of_a_step() -> None:
+def test_a_member_that_is_stopped_after_the_last_step_is_abandoned_at_the_deadline_of_a_step() -> None:
     run = steady(3)
     for step in range(run.state.step + 1, 101):
         run.wait(2)
@@ -180,7 +180,7 @@ def test_a_member_that_is_stopped_after_the_last_step_is_given_up_at_the_deadlin
     assert [command.worker for command in of(found, KillWorker)] == [1]
 
 
-def test_a_member_that_is_stopped_while_the_last_checkpoint_is_written_is_given_up_and_it_is_written_again() -> None:
+def test_a_member_that_is_stopped_while_the_last_checkpoint_is_written_is_abandoned_and_it_is_written_again() -> None:
     run = training(3, max_steps=2, forming_patience_s=10.0)
     run.trained(1)
     run.trained(2, saves=True)
@@ -213,10 +213,10 @@ def test_two_that_are_stopped_while_the_last_checkpoint_is_written_are_one_recov
     assert run.state.generation == 2
 
 
-def test_a_driver_that_stood_still_after_asking_hears_the_answers_before_it_kills() -> None:
+def test_a_driver_that_stood_still_after_a_query_receives_the_answers_before_it_kills() -> None:
     run = steady(3)
     run.waiting, run.mute = frozenset({0, 2}), frozenset({1})
-    run.wait(5)  # all are asked; it then stands still
+    run.wait(5)  # all are probed; it then stands still
     run.at += 60
     assert of(run.hear(Tick()), KillWorker) == []
     run.hear(WorkerReply(worker=WorkerId(1), message=run.seen(WorkerId(1))))
@@ -243,7 +243,7 @@ def test_an_answer_that_also_makes_a_straggler_known_counts_as_an_answer() -> No
     assert run.state.watch.seen.keys() == {0, 1, 2}
 
 
-def test_being_asked_because_of_a_hang_is_no_further_look_at_how_fast_they_are() -> None:
+def test_a_query_because_of_a_hang_is_no_further_sample_of_how_fast_they_are() -> None:
     run = steady(3)
     for _ in range(4):
         for worker in run.state.members:
@@ -270,7 +270,7 @@ def test_who_is_evicted_again_and_again_on_one_node_is_replaced_elsewhere() -> N
 
 
 @pytest.mark.parametrize("complete", [True, False], ids=["the others hold all", "it may hold what nobody else has"])
-def test_a_member_that_is_stopped_while_the_others_are_freed_is_given_up_if_they_hold_all(complete: bool) -> None:
+def test_a_member_that_is_stopped_while_the_others_are_freed_is_abandoned_if_they_hold_all(complete: bool) -> None:
     run = steady(4, stopping_patience_s=3.0)
     run.lost(0 if complete else 1)
     for worker in (1, 3) if complete else (0, 3):  # each holds its own and the mirror of the one before
@@ -280,11 +280,11 @@ def test_a_member_that_is_stopped_while_the_others_are_freed_is_given_up_if_they
     assert [command.worker for command in of(run.commands, KillWorker)] == ([2] if complete else [])
 
 
-def test_who_was_asked_as_a_phase_ended_is_asked_again_in_the_next_one() -> None:
+def test_who_was_queried_as_a_phase_ended_is_queried_again_in_the_next_one() -> None:
     run = steady(4, stopping_patience_s=20.5, stop_timeout_s=10.0, forming_patience_s=10.0)
     for worker in (0, 1, 3):
         run.stopped(worker, StopReason.ABORTED, run.state.step)
-    run.wait(10.25)  # worker 2, which is silent, is asked, and given up: the next generation forms
+    run.wait(10.25)  # worker 2, which is silent, is probed, and abandoned: the next generation forms
     assert run.state.phase is Phase.FORMING
     run.mute = frozenset({0})
     run.wait(10.25)

@@ -138,7 +138,7 @@ def test_a_transformers_model_is_fine_tuned_from_a_folder_with_the_same_bits_at_
 
 
 def use(environment: dict[str, str]) -> None:
-    """In a worker's process, before anything else."""
+    """Set the environment in a worker's process, before anything else."""
     os.environ.update(environment)
 
 
@@ -169,7 +169,7 @@ def test_a_run_on_spot_workers_keeps_on_s3_what_it_should_and_loses_nothing(
     assert len(report.summary.recoveries) == 1
     kept = [found.step for found in list_checkpoints(open_storage(result.url))]
     assert kept[-1] == 24
-    assert 2 <= len(kept) < len(report.summary.checkpoints)  # two; what must go may wait for slow storage
+    assert 2 <= len(kept) < len(report.summary.checkpoints)  # two; the deletion of others may wait for slow storage
     assert list((tmp_path / "logs" / "spot").glob("events.out.tfevents.*"))
 
 

@@ -1,4 +1,4 @@
-"""A network of its own for a process, joined to ours by a link that can be cut and mended. Linux, and root."""
+"""A separate network for a process, joined to ours by a link that can be cut and mended. Linux, and root."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 _CLONE_NEWNET = 0x40000000
 _NOBODY = "02:00:00:00:00:01"
-"""A hardware address that nobody has: what is sent to it vanishes, and no error comes back."""
+"""A hardware address that nobody has: messages to it vanish, and no error comes back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class Network:
 
 
 def why_not() -> str:
-    """Why there can be no such network here; empty if there can."""
+    """The reason that such a network is impossible here; empty if it is possible."""
     try:
         with network():
             return ""
@@ -61,7 +61,7 @@ def why_not() -> str:
 
 @contextmanager
 def network() -> Iterator[Network]:
-    """A new network, which is gone afterwards. Raises CalledProcessError where that is not permitted."""
+    """A new network, deleted afterwards. Raises CalledProcessError where that is not permitted."""
     name, number = f"rs{secrets.token_hex(3)}", secrets.randbelow(256)
     made = Network(name=name, number=number)
     _ip(f"netns add {name}")
@@ -74,7 +74,7 @@ def network() -> Iterator[Network]:
         _ip(f"-n {name} link set lo up")
         yield made
     finally:
-        _ip(f"netns del {name}")  # its end of the link goes with it, and so does ours
+        _ip(f"netns del {name}")  # both ends of the link are deleted with it
 
 
 def _ip(arguments: str) -> None:

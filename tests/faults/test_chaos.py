@@ -1,4 +1,4 @@
-"""Chaos: what it understands, when it strikes, and that a run survives it and says what was done on purpose."""
+"""Chaos: the faults that it parses, its times, and that a run survives it and reports the deliberate faults."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_is_not_understood_is_named(text: str, message: str) -> None:
         parse_hazards(text)
 
 
-def test_hazards_strike_about_as_often_as_they_say_at_the_same_moments_for_the_same_seed() -> None:
+def test_hazards_strike_about_as_often_as_configured_at_the_same_moments_for_the_same_seed() -> None:
     hazards = parse_hazards("kill:every=10s,stop:every=40s")
     first, again, other = (list(itertools.islice(moments(hazards, seed), 500)) for seed in (1, 1, 2))
     assert first == again != other
@@ -91,17 +91,17 @@ def test_what_workers_do_to_themselves_needs_a_storage_that_they_see_as_files(tm
     first = local.faults.folder
     chaos_for(local, "stuck:every=1s")
     assert local.faults.listens
-    assert local.faults.folder != first  # what was ordered then does not count now
+    assert local.faults.folder != first  # older orders do not count now
 
 
-def test_the_live_line_tells_injected_faults_from_real_ones() -> None:
+def test_the_live_line_distinguishes_injected_faults_from_real_ones() -> None:
     fields = {"fault": "slow", "worker": 3, "step": 12, "seconds": 5.0}
     assert incident_text("chaos", fields) == "step 12: chaos: slow for 5.00 s for worker 3"
 
 
 @pytest.mark.procs
 @pytest.mark.alone
-def test_a_run_survives_chaos_with_the_same_bits_and_its_report_says_what_was_injected(tmp_path: Path) -> None:
+def test_a_run_survives_chaos_with_the_same_bits_and_its_report_lists_what_was_injected(tmp_path: Path) -> None:
     trainer = small(str(tmp_path))
     trainer.faults = plan = FaultPlan(faults=(), folder=str(tmp_path), listens=True)
     run = trainer.start_with(ProcessLauncher)

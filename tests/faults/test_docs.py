@@ -1,4 +1,4 @@
-"""What docs/testing.md shows runs as it is."""
+"""The examples of docs/testing.md run unchanged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     module = ModuleType("my_training")
     module.make_trainer = make_trainer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "my_training", module)
-    monkeypatch.setattr(rs.ElasticTrainer, "fit", fit_with_processes)  # for Ray's
+    monkeypatch.setattr(rs.ElasticTrainer, "fit", fit_with_processes)  # in place of Ray's
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(compile(block, "docs/testing.md", "exec"), names)  # noqa: S102 - the page's own text

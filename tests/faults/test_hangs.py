@@ -44,7 +44,7 @@ class Hangs(Tokens):
             return
         if self._holds_lock:
             lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
-            for _ in range(2):  # as an extension that never lets go of the interpreter
+            for _ in range(2):  # like an extension that never releases the interpreter
                 lock(mutex)
         else:
             time.sleep(FOREVER_S)
@@ -67,7 +67,7 @@ def recoveries(outcome: Outcome) -> list[dict[str, Any]]:
     "phase",
     ["agree", "snapshot", *(pytest.param(phase, marks=pytest.mark.long) for phase in ("forward", "backward", "apply"))],
 )
-def test_a_stopped_worker_is_given_up_at_the_deadline_in_any_phase(phase: str) -> None:
+def test_a_stopped_worker_is_abandoned_at_the_deadline_in_any_phase(phase: str) -> None:
     stopped = Fault(worker=WorkerId(1), step=3, phase=phase, kind="stop")
     outcome = train(3, steps=STEPS, microbatches=MICROBATCHES, faults=[stopped], hang_timeout_s=HANG_S)
     (found,) = stuck(outcome)
@@ -79,7 +79,7 @@ def test_a_stopped_worker_is_given_up_at_the_deadline_in_any_phase(phase: str) -
 
 
 @pytest.mark.parametrize("phase", ["form", "transfer"])
-def test_a_worker_that_is_stopped_while_a_generation_forms_is_given_up(phase: str) -> None:
+def test_a_worker_that_is_stopped_while_a_generation_forms_is_abandoned(phase: str) -> None:
     faults = [
         Fault(worker=WorkerId(2), step=3, phase="forward"),
         Fault(worker=WorkerId(0), step=3, phase=phase, kind="stop"),
@@ -108,7 +108,7 @@ def test_who_alone_holds_a_shard_is_waited_for_while_a_generation_forms_and_noth
     assert state.result_fingerprint == undisturbed().fingerprint
 
 
-def test_a_worker_that_is_stopped_after_the_last_step_is_given_up_and_the_others_write_the_checkpoint() -> None:
+def test_a_worker_that_is_stopped_after_the_last_step_is_abandoned_and_the_others_write_the_checkpoint() -> None:
     stopped = Fault(worker=WorkerId(1), step=STEPS, phase="save", kind="stop")
     outcome = train(3, steps=STEPS, microbatches=MICROBATCHES, faults=[stopped], hang_timeout_s=HANG_S)
     assert [found["worker"] for found in stuck(outcome)] == [1]

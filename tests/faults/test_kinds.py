@@ -1,4 +1,4 @@
-"""Every kind of fault, on real worker processes: it fires, the run goes on, and ends with the undisturbed bits."""
+"""Every kind of fault, on real worker processes: it fires, the run continues, and ends with the undisturbed bits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def undisturbed() -> Any:
 
 
 def disturbed(folder: Path, fault: Fault, **limits: Any) -> tuple[State, Collector]:
-    """A run that meets one fault, which fired."""
+    """A run that meets one fault; asserts that it fired."""
     plan = FaultPlan(faults=(fault,), folder=str(folder))
     job = make_job(f"{folder}/run", steps=STEPS, microbatches=MICROBATCHES, faults=plan)
     listener = Collector()
@@ -57,13 +57,13 @@ def lost(listener: Collector) -> list[int]:
 @pytest.mark.parametrize(
     "phase", ["data", "agree", *(pytest.param(phase, marks=pytest.mark.long) for phase in ("forward", "snapshot"))]
 )
-def test_a_worker_cut_off_without_a_reset_is_given_up_and_the_others_go_on(phase: str, tmp_path: Path) -> None:
+def test_a_worker_cut_off_without_a_reset_is_abandoned_and_the_others_continue(phase: str, tmp_path: Path) -> None:
     _, listener = disturbed(tmp_path, Fault(worker=ONE, step=3, phase=phase, kind="drop"))
     assert lost(listener) == [ONE]
 
 
 @pytest.mark.parametrize("kind", ["stop", "wedge", "stuck"])
-def test_a_worker_that_does_not_go_on_is_given_up_and_the_others_do(kind: Any, tmp_path: Path) -> None:
+def test_a_worker_that_does_not_continue_is_abandoned_and_the_others_do(kind: Any, tmp_path: Path) -> None:
     seconds = 60.0 if kind == "wedge" else None
     _, listener = disturbed(tmp_path, Fault(worker=ONE, step=3, phase="backward", kind=kind, seconds=seconds))
     assert lost(listener) == [ONE]
@@ -88,7 +88,7 @@ def test_an_error_ends_a_run_that_allows_none_with_its_message(tmp_path: Path) -
         )
 
 
-def test_a_worker_that_is_told_to_leave_costs_no_bit(tmp_path: Path) -> None:
+def test_a_worker_that_is_requested_to_leave_costs_no_bit(tmp_path: Path) -> None:
     disturbed(tmp_path, Fault(worker=ONE, step=2, phase="forward", kind="term"))
 
 
@@ -98,7 +98,7 @@ def test_a_fault_in_a_checkpoint_costs_a_worker_and_no_bit(tmp_path: Path) -> No
 
 
 def test_a_trainer_meets_its_faults_on_plain_processes(tmp_path: Path) -> None:
-    """What docs/testing.md shows."""
+    """The example of docs/testing.md."""
     trainer = rs.ElasticTrainer(
         task=GptTask(),
         data=Tokens(),
@@ -133,7 +133,7 @@ def test_a_connection_that_is_silenced_carries_nothing_and_stays_open() -> None:
 
 
 def received_while(sending: socket.socket, receiving: socket.socket) -> bytes:
-    """What arrives of an endless stream before a time-out."""
+    """The part of an endless stream that arrives before a time-out."""
     received = bytearray()
     with contextlib.suppress(TimeoutError):
         while True:

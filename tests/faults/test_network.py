@@ -31,7 +31,7 @@ CUT_OFF = WorkerId(1)
 CUT_AFTER_STEP, HOLD_AFTER_STEP = 3, 8
 WAIT_S = 240.0
 HEARS_WITHIN_S = 150.0
-"""TCP repeats what was lost after as long again as the link was cut."""
+"""TCP repeats lost packets after as long again as the link was cut."""
 ESTABLISHED = "01"
 
 
@@ -50,7 +50,7 @@ def undisturbed() -> Outcome:
 
 @dataclass(slots=True)
 class Listener:
-    """Collects the journal, and acts when the run comes to a step; called by the driver's thread."""
+    """Collects the journal, and acts when the run reaches a step; called by the driver's thread."""
 
     act_at: Mapping[int, Callable[[], object]]
     done: set[int] = field(default_factory=set)
@@ -68,14 +68,14 @@ class Listener:
 
 
 def connections(pid: int) -> int:
-    """How many TCP connections are established in the network that a process lives in."""
+    """Number of established TCP connections in the network that a process lives in."""
     lines = (
         Path(f"/proc/{pid}/net/tcp").read_text().splitlines() + Path(f"/proc/{pid}/net/tcp6").read_text().splitlines()
     )
     return sum(line.split()[3] == ESTABLISHED for line in lines)
 
 
-def test_a_worker_behind_a_cut_link_is_given_up_and_disturbs_nobody_when_it_is_mended(
+def test_a_worker_behind_a_cut_link_is_abandoned_and_disturbs_nobody_when_it_is_mended(
     link: Network, tmp_path: Path
 ) -> None:
     job = make_job(f"{tmp_path}/run", steps=STEPS, microbatches=MICROBATCHES, save_every=5, data=Tokens())
@@ -91,7 +91,7 @@ def test_a_worker_behind_a_cut_link_is_given_up_and_disturbs_nobody_when_it_is_m
 
     def cut() -> None:
         pids.append(launcher.pid(CUT_OFF))
-        assert connections(pids[0]) > 0  # it really talks through the link
+        assert connections(pids[0]) > 0  # it really communicates through the link
         link.cut()
         launcher.cut(CUT_OFF)
 

@@ -24,7 +24,7 @@ MICROBATCHES = 4
 SAVE_EVERY = 2
 STOPPED_AFTER_STEP = 4
 FENCED = 7
-"""What the older driver exits with when it finds that the run is another's."""
+"""Exit status of the older driver when it finds that another driver leads the run."""
 
 
 def driver(url: str) -> Driver:
@@ -33,7 +33,7 @@ def driver(url: str) -> Driver:
 
 
 def older_driver(url: str) -> None:
-    """The process that is to be stopped; says when it has come to a step."""
+    """The process that is to be stopped; prints a line when it has come to a step."""
     job = make_job(url, steps=STEPS, microbatches=MICROBATCHES, save_every=SAVE_EVERY)
 
     def say(kind: str, fields: dict[str, object]) -> None:
@@ -67,7 +67,7 @@ def test_workers_whose_driver_is_cut_off_write_on_and_only_the_new_driver_commit
         for line in process.stdout:
             if int(line) >= STOPPED_AFTER_STEP:
                 break
-        os.kill(process.pid, signal.SIGSTOP)  # the driver alone: nothing it is told reaches it, nothing comes from it
+        os.kill(process.pid, signal.SIGSTOP)  # the driver alone: it receives and sends nothing
         before = len(list_numbers(storage))
         newest = max(shard_steps(storage))
         wait_until(lambda: max(shard_steps(storage)) >= newest + 2 * SAVE_EVERY, "its workers write on")

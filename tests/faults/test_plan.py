@@ -64,7 +64,7 @@ def test_a_fault_that_is_ordered_later_strikes_too_if_the_plan_listens(tmp_path:
     plan = FaultPlan(faults=(), folder=str(tmp_path), listens=True)
     plan.strike(ONE, 1, "apply")
     plan.order(Fault(worker=ONE, step=1, phase="apply", kind="raise"))
-    FaultPlan(faults=(), folder=str(tmp_path)).strike(ONE, 1, "apply")  # this one does not listen
+    FaultPlan(faults=(), folder=str(tmp_path)).strike(ONE, 1, "apply")  # this plan does not listen
     plan.strike(WorkerId(2), 1, "apply")
     with pytest.raises(InjectedFault):
         plan.strike(ONE, 1, "apply")

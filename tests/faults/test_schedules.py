@@ -1,6 +1,6 @@
 """Random schedules of kills and joins, with real processes: every one ends with the bits of the undisturbed run.
 
-RAYSHARDED_REAL_SCHEDULES sets how many are tried before a release.
+RAYSHARDED_REAL_SCHEDULES sets the number of tries before a release.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORKERS = 4
 STEPS = 8
 MICROBATCHES = 4
 PATIENT_S = 60.0
-"""Who waits for a replacement is not stuck."""
+"""A worker that waits for a replacement is not stuck."""
 PHASES = ("forward", "backward", "agree", "apply", "snapshot")
 FORMING_PHASES = ("form", "transfer")
 BF16 = rs.EngineConfig(param_dtype="bfloat16")
@@ -53,7 +53,7 @@ def schedule(seed: int) -> list[Kill]:
 
 
 def waits(kills: list[Kill], until: int) -> list[Fault]:
-    """Lets a worker that is not killed wait, late enough, until the replacement is ready to join."""
+    """Faults that make a living worker wait, late enough, until the replacement is ready to join."""
     survivor = next(worker for worker in range(WORKERS) if worker not in {kill[0] for kill in kills})
     return [Fault(worker=WorkerId(survivor), step=6, phase="forward", kind="wait", until=WorkerId(until))]
 
@@ -120,7 +120,7 @@ def test_a_replacement_joins_at_a_step_boundary_and_nothing_is_computed_again() 
     assert [fields["steps_redone"] for kind, fields in outcome.entries if kind == "recovery"] == [0]
 
 
-def test_a_worker_and_its_mirror_lost_at_once_send_the_run_back_to_the_start_and_it_says_so() -> None:
+def test_a_worker_and_its_mirror_lost_at_once_send_the_run_back_to_the_start_and_it_reports_it() -> None:
     outcome = survive([(1, 3, "backward"), (2, 3, "backward")])
     recoveries = [fields for kind, fields in outcome.entries if kind == "recovery"]
     assert "start" in {recovery["source"] for recovery in recoveries}

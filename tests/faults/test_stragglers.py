@@ -49,7 +49,7 @@ def test_a_worker_whose_data_is_slow_is_named_with_the_phase(tmp_path: Path) -> 
     assert listener.entries[-1][0] == "finished"
 
 
-def test_a_slow_worker_is_replaced_when_that_is_asked_for_and_nothing_is_computed_again(tmp_path: Path) -> None:
+def test_a_slow_worker_is_replaced_when_that_is_requested_and_nothing_is_computed_again(tmp_path: Path) -> None:
     job = make_job(f"{tmp_path}/run", data=SlowInOneWorker(tmp_path, seconds=0.2), steps=30)
     limits = make_limits(job, 3, min_workers=2, look_around_s=0.5, evict_slower_than=3.0)
     listener = Collector()

@@ -29,7 +29,7 @@ def test_a_killed_worker_is_replaced_on_the_same_gpu() -> None:
 
 
 def test_a_copy_is_begun_without_waiting_and_is_of_what_was_launched_before() -> None:
-    """The state's copies, beside what is computed next."""
+    """The state's copies, during the next computation."""
     device = torch.device("cuda", 0)
     source = torch.zeros(1 << 22, device=device)
     into = torch.empty(1 << 22, pin_memory=True)

@@ -1,4 +1,4 @@
-"""The shards that torch itself cuts, for every rank of a mesh. Each function is run in a process of its own, with a
+"""The shards that torch itself cuts, for every rank of a mesh. Each function is run in a separate process, with a
 process group that connects nobody."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 Extent: TypeAlias = tuple[list[int], list[int], list[int]]
-"""Of one tensor on one rank: the shape of what FSDP2 keeps, and the shape and the first cell that DTensor computes."""
+"""One tensor on one rank: FSDP2's shape of its shard, and DTensor's shape and first cell."""
 Cells: TypeAlias = tuple[str, list[int], int | None, list[int], list[int]]
 """A parameter on one rank: name, whole shape, the dimension that its style cuts, shape, the numbers of its cells."""
 
@@ -35,7 +35,7 @@ def _join(rank: int, world_size: int) -> None:
 def extents(
     shapes: Sequence[tuple[int, ...]], meshes: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int, int, list[Extent]]]:
-    """(replicas, shards, rank, what it has of each tensor) for every rank of every mesh of (replicas, shards)."""
+    """(replicas, shards, rank, its part of each tensor) for every rank of every mesh of (replicas, shards)."""
     found = []
     for replicas, shards in meshes:
         for rank in range(replicas * shards):
@@ -78,7 +78,7 @@ _STYLES: dict[str, type[ParallelStyle]] = {
 
 
 def cells(meshes: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, list[Cells]]]:
-    """(data shards, degree, rank, what it has of each parameter) for every rank of every mesh of (data shards, tensor
+    """(data shards, degree, rank, its part of each parameter) for every rank of every mesh of (data shards, tensor
     parallel degree), of a model with parallel styles below FSDP2."""
     found = []
     for shards, degree in meshes:
@@ -89,7 +89,7 @@ def cells(meshes: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, list[C
             whole = {name: list(param.shape) for name, param in model.named_parameters()}
             with torch.no_grad():
                 for param in model.parameters():
-                    param.copy_(torch.arange(param.numel()).view(param.shape))  # each element says where it is
+                    param.copy_(torch.arange(param.numel()).view(param.shape))  # each element is its own index
             styles = {name: style() for name, style in _STYLES.items()}
             parallelize_module(model, mesh["tensor"], styles, src_data_rank=None)
             for name, dim in (("conv", 1), ("deep", 2)):

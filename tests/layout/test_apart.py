@@ -83,7 +83,7 @@ def test_ranks_keep_apart_whom_they_can_and_move_no_more_than_a_plain_order(
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=16), st.integers(1, 5))
-def test_whole_groups_on_a_node_stay_as_long_as_others_can_be_spared(on: list[str], shards: int) -> None:
+def test_whole_groups_on_a_node_stay_as_long_as_others_are_enough(on: list[str], shards: int) -> None:
     nodes = {WorkerId(worker): node for worker, node in enumerate(on)}
     order = spared_first(list(nodes), nodes, shards)
     assert sorted(order) == sorted(nodes)

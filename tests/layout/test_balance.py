@@ -15,8 +15,8 @@ MB = 10**6
 
 
 def least_maximum(demand: list[int], options: list[set[int]], load: list[int]) -> float:
-    """The most loaded set of senders, by sender: what only they have must come from them, and nothing more need (the
-    max-flow min-cut theorem, Ford and Fulkerson, 1956)."""
+    """The most loaded set of senders, by sender: bytes that only they have must come from them, and no others need to
+    (the max-flow min-cut theorem, Ford and Fulkerson, 1956)."""
     senders = range(len(load))
     sets = [set(some) for n in range(1, len(load) + 1) for some in combinations(senders, n)]
     return max(
@@ -27,7 +27,7 @@ def least_maximum(demand: list[int], options: list[set[int]], load: list[int]) -
 
 
 def ring(num: int, lost: set[int]) -> NDArray[np.int64]:
-    """Who has what each of so many workers had: itself and the next one, if they are not lost."""
+    """The owners of the bytes of each of so many workers: itself and the next one, if they are not lost."""
     rows = [[q, (q + 1) % num] for q in range(num)]
     return np.array([[-1 if worker in lost else worker for worker in row] for row in rows])
 
@@ -58,14 +58,14 @@ def test_no_sender_has_a_tenth_more_than_it_must(data: st.DataObject, senders: i
 
 
 def least_maximum_of_ring(demand: NDArray[np.int64], lost: set[int]) -> float:
-    """As `least_maximum`, of sets of neighbours: they are enough, because sets apart from each other share nothing."""
+    """As `least_maximum`, of sets of neighbours: they suffice, because sets apart from each other share nothing."""
     num = len(demand)
     alive = np.array([rank not in lost for rank in range(num)])
     wanted = np.where(alive | np.roll(alive, -1), demand, 0)
     bytes_before = np.append(0, np.cumsum(np.tile(wanted, 2)))
     live_before = np.append(0, np.cumsum(np.tile(alive, 2)))
     first = np.arange(num)
-    at_start = np.where(alive, 0, wanted)[first - 1]  # what only the first of the set has, of a lost worker before it
+    at_start = np.where(alive, 0, wanted)[first - 1]  # only the first of the set has these bytes, of a lost worker
     least = float(wanted.sum() / alive.sum())
     for length in range(1, num):
         behind = first + length

@@ -54,7 +54,7 @@ def test_it_is_the_same_at_every_world_size(data: st.DataObject, world_size: int
 def test_it_is_the_same_at_every_tensor_parallel_degree_and_in_any_strips(
     data: st.DataObject, degree: int, shards: int, replicas: int
 ) -> None:
-    """The same tensors, cut in every way that is possible; the whole has them in one piece."""
+    """Equal tensors, cut in every way that is possible; the whole has them in one piece."""
     whole: list[tuple[tuple[str, str, tuple[int, ...]], Bytes]] = []
     cut: list[TensorSpec] = []
     line: list[Bytes] = []

@@ -1,4 +1,4 @@
-"""The mesh: who is in which shard group, and who holds which shard."""
+"""The mesh: the members of each shard group, and the holders of each shard."""
 
 from __future__ import annotations
 

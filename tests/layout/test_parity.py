@@ -1,4 +1,4 @@
-"""Which losses parity survives, and what is computed from what, against a model that looks at one stripe at a time."""
+"""Losses that parity survives, and its computations, against a model that handles one stripe at a time."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def memory_copies(
     tensor: int = 1,
     apart: int = 1,
 ) -> tuple[Copy, ...]:
-    """Snapshots and mirrors as a generation of these workers leaves them when the workers in `lost` are gone."""
+    """Snapshots and mirrors as a generation of these workers leaves them when the workers in `lost` have exited."""
     alive, size = [None if w in lost else w for w in workers], len(workers)
     snapshot = Copy(medium="snapshot", world_size=size, holders=tuple(alive), tensor=tensor)
     if not mirrors or size == 1:
@@ -337,7 +337,7 @@ def test_senders_share_the_load_when_all_receivers_are_new(shapes: list[tuple[in
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2), (4, 2), (2, 4)])
 def test_senders_share_the_load_between_tensor_parallel_degrees(before: int, after: int) -> None:
-    """What tensor ranks have in common, all of them send."""
+    """Bytes that tensor ranks have in common are sent by all of them."""
     spec = StateSpec(
         tensors=(
             *tensor_specs("q", "float32", (1024, 512), tensor_dim=0),

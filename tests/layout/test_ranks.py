@@ -1,4 +1,4 @@
-"""The order of ranks: what stays in place."""
+"""The order of ranks: the workers that stay in place."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_order_is_never_worse_than_survivors_first_and_depends_on_the_sets_a
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.sampled_from([1, 1, 1, 2]), st.booleans())
 def test_no_order_of_all_moves_fewer_bytes(data: st.DataObject, replicas: int, mirrors: bool) -> None:
-    """Of a world in which two generations may have left what they held."""
+    """A world in which two generations may have left their buffers."""
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=2))
     lost = data.draw(st.sets(st.integers(0, 5), max_size=3))
     copies = sum((copies_of(ids(*data.draw(st.permutations(range(6)))[:size]), lost) for size in sizes), ())
@@ -187,8 +187,8 @@ def test_mirrors_are_on_other_nodes_if_they_are_as_far_apart_as_the_longest_run(
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_a_new_node_takes_the_place_of_the_one_that_is_gone(tensor: int) -> None:
-    """Nobody else's ranks change, so nothing is moved but its own two buffers."""
+def test_a_new_node_takes_the_place_of_the_one_that_is_lost(tensor: int) -> None:
+    """No other worker's rank changes, so only the two buffers of the new one are moved."""
     nodes = {WorkerId(w): f"node {w // 4}" for w in range(16)}
     copies = copies_of(ids(*range(12)), {4, 5, 6, 7}, tensor, apart=4)
     survivors, joiners = ids(0, 1, 2, 3, 8, 9, 10, 11), ids(12, 13, 14, 15)
@@ -227,7 +227,7 @@ def test_an_assignment_is_worth_the_most(data: st.DataObject, workers: int, plac
     assert worth(found) == max(map(worth, filter(fits, product(range(NOWHERE, places), repeat=workers))))
 
 
-def test_a_search_that_takes_too_long_is_given_up_and_the_best_simple_order_taken(
+def test_a_search_that_takes_too_long_is_abandoned_and_the_best_simple_order_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gains = [[(0, 3), (1, 2)], [(0, 3), (1, 1)]]

@@ -20,8 +20,8 @@ MESHES = [(1, world) for world in WORLDS] + [(2, 1), (2, 2), (2, 3), (3, 2), (2,
 
 
 def test_the_cut_is_fsdp2s_and_dtensors_own() -> None:
-    """65 pairs of a mesh and a rank, of tensors with empty tails and without rows: FSDP2 says how much a rank has,
-    DTensor from where on. With replicas it is FSDP2's hybrid sharding."""
+    """65 pairs of a mesh and a rank, of tensors with empty tails and without rows: FSDP2 gives the size of a rank's
+    part, DTensor its beginning. With replicas it is FSDP2's hybrid sharding."""
     found = in_a_fork(oracles.extents, SHAPES, MESHES)
     assert len(found) == sum(replicas * shards for replicas, shards in MESHES)
     for replicas, shards, rank, own in found:

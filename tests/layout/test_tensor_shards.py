@@ -17,8 +17,8 @@ MESHES = [(2, 2), (3, 2), (2, 4), (4, 1)]
 
 
 def test_the_cut_is_that_of_parallel_styles_below_fsdp2() -> None:
-    """Column-wise and row-wise linears and embeddings, norms and what no style touches, in numbers of rows that nothing
-    divides: each worker has the elements that torch's own shards have."""
+    """Column-wise and row-wise linears and embeddings, norms and modules without a style, in numbers of rows that
+    nothing divides: each worker has the elements that torch's own shards have."""
     found = in_a_fork(oracles.cells, MESHES)
     assert len(found) == sum(shards * tensor for shards, tensor in MESHES)
     assert {dim for *_, tensors in found for _, _, dim, _, _ in tensors} == {None, 0, 1, 2}

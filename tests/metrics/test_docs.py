@@ -1,7 +1,7 @@
-"""The writers in docs/metrics.md, as they stand there, against the real packages in their modes without a server.
+"""The writers in docs/metrics.md, unchanged, against the real packages in their modes without a server.
 
 W&B and MLflow are some 100 MB and not among the packages that the tests install: where they are missing, their tests
-are skipped, and say so.
+are skipped, with this reason.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def writer(name: str) -> MetricsWriter:
 
 
 def tell(told: MetricsWriter, after_step: int, last: int) -> None:
-    """A driver's steps; each loss says who did it."""
+    """Write a driver's steps; each loss depends on the driver."""
     told.begin(Beginning(run="gpt", url="runs/gpt", after_step=after_step, settings={"batch": {"seed": 1}}))
     for number in range(after_step + 1, last + 1):
         values = {"loss": number + after_step / 4, "metrics/accuracy": 0.5}
@@ -52,7 +52,7 @@ def test_each_writer_in_the_docs_is_short() -> None:
         assert len(lines) <= 16
 
 
-def test_the_dashboard_is_written_as_the_docs_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dashboard_is_written_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(example("grafana_dashboard"), {})  # noqa: S102 - our own documentation
     assert json.loads((tmp_path / "raysharded.json").read_text()) == json.loads(grafana_dashboard())

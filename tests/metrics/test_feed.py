@@ -1,4 +1,4 @@
-"""Writers get what happened, in order, and never hurt the run: not by what they raise, nor by how long they take."""
+"""Writers receive all events, in order, and never hurt the run: not by their errors, nor by their slowness."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_writer_that_fails_is_named_once_and_left_out(error: BaseException, ca
     assert said.exc_info[1] is error
 
 
-def test_what_overflows_is_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_overflows_is_counted_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     writer = Stuck()
     feed = feed_of(writer, limit=10)
     with caplog.at_level(logging.WARNING, "raysharded.metrics"):
@@ -127,4 +127,4 @@ def test_a_writer_that_hangs_holds_up_neither_the_run_nor_its_end(caplog: pytest
     assert any("Stuck did not finish its entries in time and is abandoned" in text for text in said)
     assert any("too slow for 2 entries; 2 of them were left at the end" in text for text in said)
     stuck.go_on.set()
-    until(lambda: stuck.closed == 1)  # and it is closed if it goes on after all
+    until(lambda: stuck.closed == 1)  # and it is closed if it continues after all

@@ -20,7 +20,7 @@ def expressions(of: dict[str, Any]) -> list[str]:
 
 
 def exported() -> dict[str, str]:
-    """What Prometheus has -> the name that Ray is given; `ray_` and the parts of a histogram are of Ray's exporter."""
+    """Prometheus's name -> the name that Ray is given; `ray_` and the parts of a histogram are of Ray's exporter."""
     names: dict[str, str] = {}
     for name, shape in METRICS.items():
         parts = ("_bucket", "_sum", "_count") if shape.kind == "histogram" else ("",)
@@ -35,7 +35,7 @@ def test_the_panels_show_every_metric_and_no_other() -> None:
     assert {names[name] for name in shown} == set(METRICS), "each metric has a panel"
 
 
-def test_panels_ask_by_tags_that_the_metrics_have() -> None:
+def test_panels_query_by_tags_that_the_metrics_have() -> None:
     for text in expressions(dashboard()):
         name = exported()[re.findall(r"\bray_\w+", text)[0]]
         asked = {tag.strip() for tags in re.findall(r"by \(([^)]*)\)", text) for tag in tags.split(",")}

@@ -1,4 +1,4 @@
-"""What Ray exports for Prometheus of what `RayMetrics` sets: the names, kinds and tags that the dashboard asks for."""
+"""Ray's export for Prometheus of the metrics of `RayMetrics`: the names, kinds and tags that the dashboard queries."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tell(metrics: RayMetrics) -> None:
     metrics.close()
 
 
-def test_rays_metrics_take_all_that_a_run_tells() -> None:
+def test_rays_metrics_take_all_that_a_run_reports() -> None:
     metrics = RayMetrics()
     tell(metrics)
     tell(metrics)  # a later fit()
@@ -54,7 +54,7 @@ def test_a_ray_that_exports_nothing_is_named(monkeypatch: pytest.MonkeyPatch, ca
 
 @pytest.mark.ray
 @pytest.mark.clusters
-def test_ray_exports_every_metric_by_the_name_that_the_dashboard_asks_for() -> None:
+def test_ray_exports_every_metric_by_the_name_that_the_dashboard_requests() -> None:
     import ray
 
     ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, logging_level=logging.ERROR)
@@ -83,7 +83,7 @@ def value(lines: list[str], name: str, tag: str = "") -> float:
 
 
 def exported(url: str) -> str:
-    """What the node's exporter says when it has every metric, or after WAIT_S."""
+    """The output of the node's exporter when it has every metric, or after WAIT_S."""
     deadline, text = time.monotonic() + WAIT_S, ""
     while time.monotonic() < deadline and not all(f"\nray_{name}" in text for name in METRICS):
         try:

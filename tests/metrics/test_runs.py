@@ -1,4 +1,4 @@
-"""A real run with writers of metrics: what they have is what the journal has, through a loss, a stop and a resume."""
+"""A real run with writers of metrics: their values are those of the journal, through a loss, a stop and a resume."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trainer(folder: Path, metrics: Sequence[MetricsWriter]) -> rs.ElasticTrainer
 
 @pytest.mark.slow
 @pytest.mark.procs
-def test_curves_go_on_through_a_loss_and_a_resume_and_a_failing_writer_hurts_nothing(
+def test_curves_continue_through_a_loss_and_a_resume_and_a_failing_writer_hurts_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     needs_tensorboard()

@@ -58,7 +58,7 @@ def test_the_events_that_were_written_are_read_back(tmp_path: Path) -> None:
     assert (text.step, text.tensor_proto.string_val[0]) == (2, b"step 2: checkpoint committed")
 
 
-def test_a_resumed_run_goes_on_with_its_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_continues_with_its_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_tensorboard()
     now = time.time
     for after_step, numbers, lifted in ((0, range(1, 7), 0.0), (4, range(5, 9), 0.25)):
@@ -82,7 +82,7 @@ def test_steps_that_are_done_again_replace_those_that_were_undone(tmp_path: Path
     assert len(read(tmp_path / RUN / "events").Tensors("rewind/text_summary")) == 1
 
 
-def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_package_the_error_shows_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigError, match=r"pip install 'raysharded\[tensorboard\]'"):
         TensorBoard(tmp_path)

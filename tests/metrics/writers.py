@@ -1,4 +1,4 @@
-"""Writers of metrics as people write them, good and bad."""
+"""Typical writers of metrics, good and bad."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WAIT_S = 20.0
 
 @dataclass
 class Kept:
-    """Keeps what it is told."""
+    """Keeps all that it receives."""
 
     beginnings: list[Beginning] = field(default_factory=list)
     steps: list[StepMetrics] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Failing(Kept):
 
 @dataclass
 class Stuck(Kept):
-    """Does not return from its first step until it is told to."""
+    """Does not return from its first step until the test releases it."""
 
     entered: threading.Event = field(default_factory=threading.Event)
     go_on: threading.Event = field(default_factory=threading.Event)

@@ -1,8 +1,8 @@
 """Try mutants of the engine against a stated set of tests: `python -m tests.mutation [--count 60] [--seed 1]`.
 
-Each is tried in a work tree of its own, of the current commit, by `TESTS`, until the first failure. The tests end
-without a mutant in `LIMIT_S`; a mutant has hung that twice had no end in twice the time that they took. What was tried
-at this commit is kept in build/mutants and not tried again.
+Each is tried in a separate work tree of the current commit, by `TESTS`, until the first failure. The tests end without
+a mutant in `LIMIT_S`; a mutant counts as hung if it had no end, twice, in twice the time that they took. Results of
+this commit are kept in build/mutants and not repeated.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _tried(tree: Path, limit_s: float) -> str:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "--dist", "worksteal", "-m", MARKS, "--no-header"]
     command += ["-p", "no:cacheprovider", "--tb=no", "-p", "no:randomly", *TESTS]
     environment = {**os.environ, "PYTHONPATH": str(tree), "CI": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(  # a session of its own: what hangs is ended with all its workers
+    process = subprocess.Popen(  # a separate session: a hanging test is ended with all its workers
         command,
         cwd=tree,
         env=environment,

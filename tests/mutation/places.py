@@ -1,4 +1,4 @@
-"""Places in the code at which one thing can be changed that its bits, its order or its refusals depend on.
+"""Places in the code that decide about its bits, its order or its refusals, with one change for each.
 
 Found by the syntax tree, never chosen by hand: comparisons that are turned, orders that are reversed, seeds that lose
 an argument, and conditions of a skip that are negated.
@@ -43,7 +43,7 @@ MODULES = tuple(
     for folder, names in _MODULES_OF.items()
     for name in names.split()
 )
-"""Those that decide what a worker computes, and of what."""
+"""Modules that decide about the values that a worker computes, and about its data."""
 
 _TURNED: dict[type[ast.cmpop], str] = {
     ast.Eq: "!=",
@@ -68,7 +68,7 @@ class Mutant:
     path: str
     line: int
     column: int
-    """Of the first changed character, from 0 on, in UTF-8 bytes."""
+    """Column of the first changed character, from 0 on, in UTF-8 bytes."""
     before: str
     after: str
 
@@ -87,8 +87,8 @@ class Mutant:
 
 
 def drawn(root: Path, seed: int, count: int) -> list[Mutant]:
-    """So many of all mutants of `MODULES`, by a seed: as many of each kind, as far as there are. The same for the same
-    code."""
+    """`count` of all mutants of `MODULES`, by a seed: as many of each kind, as far as there are. Equal code gives equal
+    mutants."""
     found = [mutant for path in MODULES for mutant in mutants_of(path, (root / path).read_text(encoding="utf-8"))]
     random = Random(seed)
     by_kind = [

@@ -1,6 +1,6 @@
-"""The lowest and the newest versions that pyproject.toml allows, tried in environments of their own: `make compat`.
+"""The lowest and the newest versions that pyproject.toml allows, tried in separate environments: `make compat`.
 
-What has passed for a commit is not done again, so it can be interrupted, or asked for in parts. Needs nothing but the
+Parts that passed for a commit are not repeated, so it can be interrupted, or run in parts. Needs nothing but the
 standard library, and is run with any Python from 3.11 on.
 
     make compat COMPAT="lowest newest"         # all parts: the default
@@ -32,9 +32,9 @@ EXTRAS = ("parity", "tensorboard")
 PINNED_EXTRAS = ("parity",)
 """The lower bounds of the others fit neither transformers nor what `wandb` and `mlflow-skinny` have in common."""
 LINTERS = {"ruff", "mypy", "import-linter", "rich"}
-"""Of the extra `dev`, what the tests do not need; rich is there for one of them."""
+"""Packages of the extra `dev` that the tests do not need; rich is there for one of them."""
 NEWEST_TORCH = os.environ.get("NEWEST_TORCH", "torch")
-"""What pip is asked for as the newest torch."""
+"""Argument of pip for the newest torch."""
 PARTS = {
     "demo": ("-m", "raysharded", "demo"),
     "quick": ("-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-m", os.environ.get("QUICK", "")),
@@ -43,7 +43,7 @@ PARTS = {
         *("tests/training", "tests/actors", "-m", "procs and not long and not gpu"),
     ),
 }
-"""Part -> what Python is given. pytest's own arguments in $PYTEST_ARGS narrow the last two."""
+"""Part -> the arguments of Python. pytest's own arguments in $PYTEST_ARGS narrow the last two."""
 SHOWN = ("torch", "ray", "numpy", "pyarrow", "fsspec", "boto3", "typer", "cattrs", "rich")
 
 
@@ -62,7 +62,7 @@ def lowest(requirement: str) -> str | None:
 
 
 def constraints() -> list[str]:
-    """The lower bounds of everything that is needed, and of extras."""
+    """The lower bounds of all needed packages, and of extras."""
     found = project()
     asked = [
         *found["dependencies"],
@@ -72,7 +72,7 @@ def constraints() -> list[str]:
 
 
 def tools() -> list[str]:
-    """What the tests need beside raysharded, of the extra `dev`."""
+    """Packages of the extra `dev` that the tests need in addition to raysharded."""
     asked = project()["optional-dependencies"]["dev"]
     names = [(re.split(r"[\[><=]", each)[0], each) for each in asked]
     return [each for name, each in names if name != "raysharded" and name not in LINTERS]
@@ -90,7 +90,7 @@ def install(which: str) -> list[list[str]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what is asked for; 1 if something fails."""
+    """Run the requested parts; 1 if something fails."""
     ok = True
     for argument in arguments or ("lowest", "newest"):
         which, _, parts = argument.partition(":")
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _try(which: str, part: str) -> bool:
-    """Whether a part passes, now or before, for this commit."""
+    """True if a part passes, now or before, for this commit."""
     environment = FOLDER / which
     stamp, state = environment / f"passed-{part}", _state(which, part)
     if stamp.exists() and stamp.read_text() == state:
@@ -128,7 +128,7 @@ def _try(which: str, part: str) -> bool:
 
 
 def _state(which: str, part: str) -> str:
-    """What a part that has passed has passed for."""
+    """The state of the code for which a part passes."""
     if part == "install":
         return "\n".join(
             [*project()["dependencies"], *tools(), *(constraints() if which == "lowest" else [NEWEST_TORCH])]
@@ -150,7 +150,7 @@ def _say(line: str) -> None:
 
 
 def _versions(python: str) -> Iterator[str]:
-    """Of what matters most, as installed there."""
+    """Versions of the most important packages, as installed there."""
     ask = "import sys, importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in sys.argv[1:]), sep=chr(10))"
     told = subprocess.run([python, "-c", ask, *SHOWN], capture_output=True, text=True, check=False)
     yield from told.stdout.split("\n")[:-1]

@@ -1,4 +1,4 @@
-"""`.ci/clock.py` counts the processor time of a command with all that it started, and says how it ended."""
+"""`.ci/clock.py` counts the processor time of a command with all that it started, and reports its end."""
 
 from __future__ import annotations
 

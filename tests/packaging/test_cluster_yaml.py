@@ -1,4 +1,4 @@
-"""cluster.yaml is one that `ray up` accepts, and fits what the package asks for."""
+"""cluster.yaml is accepted by `ray up`, and fits the package's requirements."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ KEPT = re.compile(r"HOME|LANG|TMPDIR|PIP_.*|SSL_.*|(?i:.*_proxy)")
 
 
 def shell(script: str, cwd: Path) -> str:
-    """What a shell prints that has this Python on its PATH, but none of its packages; it ends at the first error."""
+    """The output of a shell that has this Python on its PATH, but none of its packages. It ends at the first error."""
     env = {name: value for name, value in os.environ.items() if KEPT.fullmatch(name)}
     env["PATH"] = f"{sys.base_prefix}/bin:/usr/bin:/bin"
     done = subprocess.run(
@@ -47,7 +47,7 @@ class Installed:
     told: str
 
     def run(self, script: str) -> str:
-        """What commands print in its environment."""
+        """The output of commands in its environment."""
         return shell(f". .venv/bin/activate\n{script}", self.folder)
 
     def extras(self) -> tuple[set[str], str]:

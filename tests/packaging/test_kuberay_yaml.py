@@ -47,7 +47,7 @@ def job() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def schema() -> Draft202012Validator:
-    """KubeRay's, in which a name that there is not is an error, as `kubectl apply --validate=strict` takes it."""
+    """KubeRay's schema, in which an unknown name is an error, as `kubectl apply --validate=strict` takes it."""
     loaded = json.loads((Path(__file__).parent / "rayjob_schema.json").read_text(encoding="utf-8"))
     _close(loaded)
     return Draft202012Validator(loaded)

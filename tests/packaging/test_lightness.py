@@ -1,4 +1,4 @@
-"""What may be loaded when: importing raysharded is cheap, and the pure packages are pure."""
+"""The packages that may be loaded: importing raysharded is cheap, and the pure packages are pure."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_pure_modules_load_neither_torch_nor_ray() -> None:
 
 
 def load_all(modules: list[str]) -> set[str]:
-    """In a process that has the engine: all packages that it has with these modules."""
+    """All packages that a process with the engine has after loading these modules."""
     for module in modules:
         importlib.import_module(module)
     return {name.partition(".")[0] for name in sys.modules}

@@ -1,4 +1,4 @@
-"""The links at the top level show the rooms, and nothing more."""
+"""The links at the top level show the project's parts, and nothing more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.paths import ROOT
 
 
 @pytest.mark.parametrize("room", ["actors", "checkpoint"])
-def test_the_link_is_relative_and_points_at_its_room(room: str) -> None:
+def test_the_link_is_relative_and_points_at_its_package(room: str) -> None:
     link = ROOT / room
     assert link.is_symlink()
     assert link.readlink() == Path("raysharded", room)

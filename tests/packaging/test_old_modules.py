@@ -1,4 +1,4 @@
-"""Old modules go on working: the same objects under their old names, with a warning at the line that imports them."""
+"""Old modules still work: the same objects under their old names, with a warning at the line that imports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README says what is there."""
+"""The README describes the real contents."""
 
 from __future__ import annotations
 

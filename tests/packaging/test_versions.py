@@ -1,4 +1,4 @@
-"""Declared, tested and told versions are the same; an untested one is one sentence at a run's start."""
+"""Declared, tested and reported versions are the same; an untested one is one sentence at a run's start."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def test_every_lower_bound_is_tried() -> None:
 
 
 @pytest.mark.parametrize("found", ["2.13.0+cpu", "2.14.1", "2.15.0.dev20261001+cu130", "2.15"])
-def test_nothing_is_said_of_what_was_tested(found: str) -> None:
+def test_nothing_is_reported_of_what_was_tested(found: str) -> None:
     assert untested({"torch": found, "python": "3.99"}) == []
 
 
 @pytest.mark.parametrize("found", ["2.16.0", "2.9.0+cu128", "3.0.1", "unknown"])
-def test_one_sentence_is_said_of_what_was_not(found: str) -> None:
+def test_one_sentence_is_reported_of_what_was_not(found: str) -> None:
     expected = f"raysharded was tested with torch 2.13 to 2.15; this is {found}: run `raysharded doctor --self-test`."
     assert untested({"torch": found, "ray": "2.60.0"}) == [expected]
 
@@ -73,7 +73,7 @@ def no_launcher(job: Job) -> Launcher:
     raise NotToday
 
 
-def test_a_run_says_it_once_at_its_start_and_doctor_says_it_and_is_well(
+def test_a_run_reports_it_once_at_its_start_and_doctor_reports_it_and_is_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(versions.TESTED, "torch", ("2.7", "2.8"))

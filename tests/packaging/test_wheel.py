@@ -1,4 +1,4 @@
-"""What is shipped: the wheel, built from the sdist, imported and run where there is no checkout."""
+"""The shipped wheel, built from the sdist, imported and run where there is no checkout."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Installed:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     tmp = tmp_path_factory.mktemp("wheel")
-    # Built from a copy: setuptools leaves files beside what it builds.
+    # Built from a copy: setuptools leaves files next to the result.
     source = tmp / "source"
     source.mkdir()
     shutil.copytree(ROOT / "raysharded", source / "raysharded", ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""What real workers allocate and send: a task that watches the process that it runs in."""
+"""Allocations and messages of real workers: a task that watches the process that it runs in."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _STEADY = range(3, _STEPS + 1)
 
 
 class Watch:
-    """Of one worker process: its training thread's tensors, and what it hands to collectives."""
+    """The watch of one worker process: its training thread's tensors, and its arguments of collectives."""
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
@@ -53,7 +53,7 @@ class Watch:
         self.kinds: dict[str, int] = {}
         self._count_collectives()
         self._look_at_state()
-        # A frame that another thread looks at keeps its variables for as long, beyond its function's end.
+        # A frame that another thread inspects keeps its variables for as long, beyond its function's end.
         setattr(busy_sampler, "is_waiting", lambda _: False)  # noqa: B010 - its own module alone calls it
 
     def _enter(self, *_: Any) -> None:
@@ -134,7 +134,7 @@ class Watch:
             _after(TreeReducer, name, reduced)
 
     def report(self, folder: str, step: int) -> None:
-        """Write what was seen since the step before."""
+        """Write the observations since the step before."""
         buffers = [b for store in self.stores.values() for b in store._buffers]
         kinds = self.kinds | {
             f"{medium}s": sum(b.data.nbytes for b in buffers if b.medium == medium) for medium in ("snapshot", "mirror")
@@ -229,7 +229,7 @@ _reported: set[int] = set()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """What a steady step of one worker took."""
+    """The memory and the messages of a steady step of one worker."""
 
     peak: int
     """Bytes of tensors, at most, in every steady step."""
@@ -240,7 +240,7 @@ class Seen:
 
 
 def observe(mesh: Mesh, task: rs.Task, *, engine: rs.EngineConfig, microbatches: int) -> dict[int, Seen]:
-    """Rank -> what was seen of workers in this mesh."""
+    """Rank -> the observations of its worker in this mesh."""
     shards = mesh.shards
     kind = WatchedParallel if has_tensor_parallelism(task) else Watched
     with tempfile.TemporaryDirectory() as folder:
@@ -260,7 +260,7 @@ def observe(mesh: Mesh, task: rs.Task, *, engine: rs.EngineConfig, microbatches:
     for each in found:
         steady = [each["steps"][str(step)] for step in _STEADY]
         assert all(step["sent"] == steady[0]["sent"] for step in steady)
-        peak = min(step["peak"] for step in steady)  # gloo may hold on to what it sent
+        peak = min(step["peak"] for step in steady)  # gloo may keep its last messages
         seen[each["rank"]] = Seen(peak=peak, kinds=steady[0]["kinds"], sent=steady[0]["sent"])
     return seen
 
@@ -281,8 +281,8 @@ def _before(owner: Any, name: str, note: Callable[..., None]) -> None:
 
 
 def _on_copies(owner: Any, name: str, *, is_method: bool = False) -> None:
-    """Give a collective copies that are not followed: gloo's own threads hold on to what they were given last, for how
-    long depends on which of them gets the next one."""
+    """Give a collective copies that are not followed: gloo's own threads keep their last arguments, for a time that
+    depends on which of them gets the next ones."""
     original = getattr(owner, name)
 
     def call(*args: Any, **options: Any) -> Any:
@@ -297,7 +297,7 @@ def _on_copies(owner: Any, name: str, *, is_method: bool = False) -> None:
 
 
 def _units_on_copies(owner: Any) -> None:
-    """The same for what FSDP2 calls with names."""
+    """Give copies also to the collectives that FSDP2 calls with names."""
     original = owner.__call__
 
     def call(self: Any, *, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> None:

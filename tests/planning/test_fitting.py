@@ -1,4 +1,4 @@
-"""Which layouts fit, which is taken and why, and what is said where none does."""
+"""The layouts that fit, the choice and its reason, and the error where none does."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_with_memory_to_spare_and_a_slow_network_shard_groups_stay_on_a_node() -
     assert best[0].layout == Mesh(replicas=8, shards=8)
 
 
-def test_with_little_memory_the_recommended_layout_has_larger_groups_and_says_why() -> None:
+def test_with_little_memory_the_recommended_layout_has_larger_groups_and_gives_the_reason() -> None:
     found = options(SETTING, cluster(64, 1000))
     (node,) = (each for each in found if each.layout.shards == 8)
     best = recommended(options(SETTING, cluster(64, (node.memory.device - 1) / GIB)))
@@ -65,7 +65,7 @@ def test_with_little_memory_the_recommended_layout_has_larger_groups_and_says_wh
     assert reasons[0].startswith("8x8 and more replicas do not fit: ")
 
 
-def test_what_fits_nowhere_is_said_with_the_numbers_and_the_nearest_that_fits() -> None:
+def test_what_fits_nowhere_is_reported_with_the_numbers_and_the_nearest_that_fits() -> None:
     small = cluster(8, 20)
     other = nearest(SETTING, small)
     assert other is not None
@@ -76,13 +76,13 @@ def test_what_fits_nowhere_is_said_with_the_numbers_and_the_nearest_that_fits() 
     assert message.endswith(f"; the nearest that fits is {other.layout}, {other.layout.world_size} workers.")
 
 
-def test_where_more_workers_do_not_help_it_says_what_takes_the_memory() -> None:
+def test_where_more_workers_do_not_help_it_names_what_takes_the_memory() -> None:
     tiny = cluster(8, 1)
     assert nearest(SETTING, tiny) is None
     assert "more workers do not help, as" in why_nothing_fits(SETTING, tiny, options(SETTING, tiny))
 
 
-def test_a_layout_that_was_asked_for_and_does_not_fit_is_told_the_nearest_that_does() -> None:
+def test_a_layout_that_was_requested_and_does_not_fit_is_answered_with_the_nearest_that_does() -> None:
     found = options(SETTING, cluster(64, 1000))
     (node,) = (each for each in found if each.layout.shards == 8)
     small = cluster(64, (node.memory.device + 1) / GIB)

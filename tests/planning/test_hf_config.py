@@ -1,4 +1,4 @@
-"""Hugging Face configs: known totals, transformers' own models, and what is refused."""
+"""Hugging Face configs: known totals, transformers' own models, and refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_known_models_have_their_known_number_of_parameters(config: dict[str, An
 
 
 @pytest.mark.parametrize("kind", KNOWN)
-def test_names_and_shapes_are_those_of_transformers_and_of_our_own_model(kind: str) -> None:
+def test_names_and_shapes_are_those_of_transformers_and_of_our_model(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = TINY | {"model_type": kind}
     shape = parse_config(config, "it")

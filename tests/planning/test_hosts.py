@@ -1,4 +1,4 @@
-"""What workers of several nodes send of their gradients, counted where the real exchange hands it over."""
+"""Gradient bytes that workers of several nodes send, counted where the real exchange hands them over."""
 
 from __future__ import annotations
 

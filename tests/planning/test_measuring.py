@@ -1,4 +1,4 @@
-"""What is found of a task without a device: its units, its optimizer's state, and what it keeps alive."""
+"""The findings about a task without a device: its units, its optimizer's state, and the tensors that it keeps alive."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_units_are_those_of_fsdp2(task: rs.Task) -> None:
     assert {b.name for b in shapes.buffers if b.persistent} == set(sharded.persistent_buffers)
     names = {id(param): name for name, param in sharded.parameters.items()}
     left = set(names)
-    for name, unit in sharded.units:  # inner ones first: what they hold is not the outer ones'
+    for name, unit in sharded.units:  # inner ones first: their parameters are not the outer ones'
         assert isinstance(unit, nn.Module)
         held = left.intersection(map(id, unit.parameters()))
         (ours,) = (each for each in shapes.units if each.name == name)
@@ -95,7 +95,7 @@ def test_nothing_is_allocated_and_random_state_stays() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_loss_that_looks_at_values_is_refused() -> None:
+def test_a_loss_that_inspects_values_is_refused() -> None:
     class Looks(GptTask):
         def loss(self, model: nn.Module, batch: torch.Tensor) -> Any:
             return super().loss(model, batch) if batch.sum().item() > 0 else None

@@ -1,4 +1,4 @@
-"""The pure model: laws, speed, and what it says of layouts."""
+"""The pure model: laws, speed, and its results for layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose workers' memory is known: refused where it fits nowhere, and in a mesh that fits otherwise."""
+"""A run whose workers' memory is known: refused where no mesh fits, and otherwise in a mesh that fits."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_memory_is_given_in_bytes() -> None:
 
 @pytest.mark.procs
 @pytest.mark.slow
-def test_a_run_is_in_a_mesh_that_fits_and_after_a_loss_the_journal_says_that_none_does(tmp_path: Path) -> None:
+def test_a_run_is_in_a_mesh_that_fits_and_after_a_loss_the_journal_reports_that_none_does(tmp_path: Path) -> None:
     planned = trainer(tmp_path, (2, 4), between(Mesh(shards=4), TWO_GROUPS))
     fault = Fault(worker=WorkerId(1), step=2, phase="backward")
     planned.faults = FaultPlan(faults=(fault,), folder=str(tmp_path))

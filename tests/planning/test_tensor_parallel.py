@@ -1,4 +1,4 @@
-"""Plans with tensor parallelism, without workers: against the real layout and build, and what is refused."""
+"""Plans with tensor parallelism, without workers: against the real layout and build; and refusals."""
 
 from __future__ import annotations
 

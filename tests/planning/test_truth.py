@@ -29,7 +29,7 @@ def microbatches_of(layout: Mesh) -> int:
 
 
 class Cut(GptTask):
-    """Of three blocks one is gathered once, one is whole on every worker, and one is as usual."""
+    """One of three blocks is gathered once, one is whole on every worker, and one has the defaults."""
 
     def build_model(self) -> nn.Module:
         return Gpt(layers=3)
@@ -85,7 +85,7 @@ def check(
 
 
 def check_kinds(setting: Setting, layout: Mesh, seen: dict[int, Seen]) -> None:
-    """The bytes of what has a name are equal, on every rank."""
+    """Check that the bytes of all named kinds are equal, on every rank."""
     shapes, engine, data = setting.shapes, setting.engine, layout.data
     has_mirrors = engine.mirrors and layout.replicas == 1 and layout.shards > 1
     for rank, each in seen.items():
@@ -106,7 +106,7 @@ def check_kinds(setting: Setting, layout: Mesh, seen: dict[int, Seen]) -> None:
 
 
 def accumulated(setting: Setting, layout: Mesh, rank: int) -> int:
-    """The most that is carried from round to round, of all units."""
+    """The most bytes that are carried from round to round, of all units."""
     units, mode = unit_bytes(setting.shapes, layout.shards, setting.engine), setting.engine.accumulation
     whole = units.is_replicated
     parts = layout.shards if mode == "local" else 1
@@ -127,7 +127,7 @@ LAYOUTS = {
     "llama": ("1x1", "3x1", "2x2", "1x2"),
     "cut": ("2x2",),
 }
-"""The last ones always, the others before a release."""
+"""Cases; the last ones run always, the others before a release."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Trainers that checks are tried on: one that keeps the promise, and some that break it, each where one check looks."""
+"""Trainers for the checks: one that keeps the promise, and some that break it, each where one check finds it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _built = 0
 
 
 def trainer_of(task: rs.Task, storage: str, data: Any = None, **engine: Any) -> rs.ElasticTrainer:
-    """One for six workers that would write to `storage`."""
+    """A trainer for six workers that would write to `storage`."""
     return rs.ElasticTrainer(
         task=task,
         data=data or Tokens(),
@@ -79,7 +79,7 @@ class Clock(Tokens):
 
 
 class Raises(GptTask):
-    """Its loss does."""
+    """Its loss raises."""
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
         raise LookupError("no such target")
@@ -107,10 +107,10 @@ class Sleeps(GptTask):
 
 
 def loud(storage: str) -> rs.ElasticTrainer:
-    """For the command line."""
+    """A trainer for the command line."""
     return trainer_of(Loud(), storage)
 
 
 def raising(storage: str) -> rs.ElasticTrainer:
-    """For the command line."""
+    """A trainer for the command line, whose loss raises."""
     return trainer_of(Raises(), storage)

@@ -1,4 +1,4 @@
-"""What one process tells of a model that it built."""
+"""The report of one process on a model that it built."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_another_constant_that_nobody_draws_is_a_difference() -> None:
 
 
 class Of(GptTask):
-    """Keeps a constant of its own."""
+    """Keeps a constant."""
 
     def __init__(self, value: float) -> None:
         self.value = value

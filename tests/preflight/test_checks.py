@@ -1,5 +1,5 @@
-"""`raysharded check` and `ElasticTrainer.check`: what holds is said so, what does not is found with its words, and
-nothing is left behind."""
+"""`raysharded check` and `ElasticTrainer.check`: they report each promise that holds, name each broken one with its
+message, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.procs
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever the check came to: no file where temporary ones are, no process of its own, no folder of the run."""
+    """Assert that a check leaves nothing, with any result: no temporary file, no process, no folder of the run."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -43,7 +43,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def own_processes() -> Iterator[int]:
-    """Those below this one that build, train or read data; the server that they are forked from stays."""
+    """Processes below this one that build, train or read data; the server that they are forked from stays."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -64,7 +64,7 @@ def command_of(pid: int) -> str:
 
 
 class Forked:
-    """A process of the check's that is forked, so that it starts at once, in place of one that is fresh."""
+    """A process of the check that is forked, so that it starts at once, in place of a fresh one."""
 
     def __init__(self, connection: Connection, hash_seed: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -87,7 +87,7 @@ def serve(connection: Connection) -> None:
 
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The hash seeds that were asked for."""
+    """The requested hash seeds."""
     seeds: list[int] = []
 
     def start(connection: Connection, hash_seed: int) -> Forked:
@@ -183,7 +183,7 @@ def test_it_ends_when_its_time_is_over(tmp_path: Path, forks: list[int]) -> None
     assert not report.ok
 
 
-def test_memory_that_there_is_not_is_said_before_anything_is_trained(
+def test_memory_that_there_is_not_is_reported_before_anything_is_trained(
     tmp_path: Path, forks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 204800 kB\n")

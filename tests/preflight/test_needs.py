@@ -1,4 +1,4 @@
-"""What a check takes and what it leaves out: said before anything is computed."""
+"""The needs of a check and the parts that it leaves out: reported before anything is computed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def small(trainer: rs.ElasticTrainer, **given: object) -> Small:
     return Small(spec=trainer.spec(), **fields)  # type: ignore[arg-type]  # each has its type
 
 
-def test_memory_is_what_the_planner_says_of_each_worker_with_its_first_weights() -> None:
+def test_memory_is_what_the_planner_gives_for_each_worker_with_its_first_weights() -> None:
     shape = shape_of(GptTask(), Tokens(), BATCH, rs.EngineConfig(), False)
     assert (shape.parameters, shape.units, shape.unknown) == (7670, 3, "")
     assert shape.alone_bytes > shape.worker_bytes > 3 * 4 * 7670  # parameters and two moments, and more
@@ -47,7 +47,7 @@ def test_memory_is_what_the_planner_says_of_each_worker_with_its_first_weights()
     assert found.host_bytes - without.host_bytes == 5 << 30  # here, in two workers, and where each reads its data
 
 
-def test_a_loss_that_looks_at_values_leaves_activations_out_and_says_so() -> None:
+def test_a_loss_that_inspects_values_leaves_activations_out_with_a_notice() -> None:
     class Looks(GptTask):
         def loss(self, model: object, batch: object) -> rs.Loss:
             raise ValueError("3 is a value")
@@ -89,7 +89,7 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert available_bytes() == 10240
 
 
-def test_the_trainer_is_made_small_and_writes_and_asks_nowhere_else(tmp_path: Path) -> None:
+def test_the_trainer_is_made_small_and_writes_and_reads_nowhere_else(tmp_path: Path) -> None:
     own = trainer_of(GptTask(), "s3://bucket", accumulation="local", param_dtype="bfloat16", prove_first_step=False)
     own.run = replace(own.run, failure=rs.FailureConfig(preemption_notices=("aws",), on_non_finite="rewind"))
     kill = Fault(worker=WorkerId(1), step=1, phase="backward")
@@ -135,7 +135,7 @@ def _cut(trainer: rs.ElasticTrainer) -> None:
         (_cut, ["tensor parallelism of degree 2: the check cuts no module"]),
     ],
 )
-def test_what_is_left_out_is_said(change: Callable[[rs.ElasticTrainer], None], sentences: list[str]) -> None:
+def test_what_is_left_out_is_reported(change: Callable[[rs.ElasticTrainer], None], sentences: list[str]) -> None:
     trainer = trainer_of(GptTask(), "runs")
     change(trainer)
     told = list(small(trainer, device="cpu").untried())

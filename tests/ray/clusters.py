@@ -1,4 +1,4 @@
-"""Scripts that have a Ray cluster of their own, in a process of their own."""
+"""Scripts with a separate Ray cluster, in a separate process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ WITHIN_S = 240
 
 @pytest.fixture
 def own_cluster() -> Iterator[dict[str, str]]:
-    """For a cluster that nobody else finds, as Ray notes the newest one's address in its folder; it is ended, and no
-    other: `ray stop` would end every Ray of this machine."""
+    """The environment of a cluster that no other program finds, as Ray notes the newest one's address in its folder. It
+    alone is ended: `ray stop` would end every Ray of this machine."""
     marker = uuid.uuid4().hex
     inherited = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:
@@ -33,14 +33,14 @@ def own_cluster() -> Iterator[dict[str, str]]:
                 "RAYSHARDED_TEST": marker,
                 "RAY_TMPDIR": folder,
                 "RAY_AUTH_MODE": "disabled",
-                "RAY_worker_niceness": "0",  # Ray's own 15 lets everything else on the machine go first
+                "RAY_worker_niceness": "0",  # Ray's own 15 gives all other programs on the machine priority
             }
         finally:
             end(f"RAYSHARDED_TEST={marker}")
 
 
 def run_script(script: str, *arguments: str, environment: dict[str, str], quiet: bool = False) -> dict[str, Any]:
-    """What the script writes last, as JSON; `quiet`: it writes nothing else, and Ray has nothing to say."""
+    """The script's last output, as JSON; `quiet`: it writes nothing else, and Ray logs nothing."""
     process = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         env=environment,

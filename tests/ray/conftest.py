@@ -1,4 +1,4 @@
-"""One small Ray for all tests of this room."""
+"""One small Ray for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ray.leftovers import NUM_SLOTS
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """A Ray with room for 8 workers."""
+    """A Ray with slots for 8 workers."""
     with quiet_raylet():
         start_local(num_cpus=NUM_SLOTS)
         yield

@@ -1,4 +1,4 @@
-"""A driver in a process of its own, to be killed, stopped and woken up: `python -m tests.ray.driving FOLDER ...`."""
+"""A driver in a separate process, to be killed, stopped and woken up: `python -m tests.ray.driving FOLDER ...`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEASE_S = 2.0
 
 
 class PacedTokens(Tokens):
-    """Takes its time until `hurry` says that what a test waited for has happened: so the run is not over before."""
+    """Slow until `hurry` reports that the awaited event of a test has happened: so the run is not over before."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class PacedTokens(Tokens):
 
 
 def hurry(folder: Path) -> None:
-    """Let the runs in the folder go on as fast as they can."""
+    """Let the runs in the folder continue as fast as they can."""
     (folder / "hurry").touch()
 
 
@@ -55,7 +55,7 @@ def trainer(
     orphan_wait_s: float = 60.0,
     lease_s: float = LEASE_S,
 ) -> rs.ElasticTrainer:
-    """The one run that all tests of this room have in common, wherever it is driven."""
+    """The one run that all tests of this folder have in common, in every process that drives it."""
     return rs.ElasticTrainer(
         task=GptTask(),
         data=PacedTokens(folder),
@@ -74,7 +74,7 @@ def trainer(
 
 
 class DriverProcess:
-    """A process that drives the run on a cluster (None: on a Ray of its own), and what it has told so far."""
+    """A process that drives the run on a cluster (None: on a separate Ray), and its messages so far."""
 
     def __init__(
         self, folder: Path, workers: int, address: str | None, *, orphan_wait_s: float = 60.0, marker: str = ""
@@ -104,7 +104,7 @@ class DriverProcess:
                     self._changed.notify_all()
 
     def wait_for(self, what: Callable[[str, dict[str, Any]], bool], timeout_s: float = 300.0) -> dict[str, Any]:
-        """The first entry of which `what` holds."""
+        """The first entry for which `what` holds."""
 
         def found() -> list[dict[str, Any]]:
             return [fields for kind, fields in self.entries if what(kind, fields)]
@@ -118,7 +118,7 @@ class DriverProcess:
 
     @property
     def pids(self) -> list[int]:
-        """Of its workers."""
+        """Process ids of its workers."""
         return [fields["pid"] for kind, fields in self.entries if kind == "worker_ready"]
 
 
@@ -130,7 +130,7 @@ def _tell(kind: str, fields: dict[str, Any]) -> None:
 def main() -> None:
     folder, workers, orphan_wait_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     if "RAY_ADDRESS" not in os.environ:
-        cluster._ADDRESS_FILE = folder / "none"  # whatever else runs on this machine is not to be found
+        cluster._ADDRESS_FILE = folder / "none"  # no other cluster on this machine is to be found
     try:
         result = trainer(folder, workers, orphan_wait_s=orphan_wait_s).fit(_tell)
     except RayshardedError as error:

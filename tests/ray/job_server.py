@@ -1,4 +1,4 @@
-"""A Ray cluster of its own with a job server, as `ray start --head` makes it; on loopback and free ports."""
+"""A separate Ray cluster with a job server, as `ray start --head` makes it; on loopback and free ports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _END_S = 30.0
 
 
 class JobServer:
-    """Ends with its block, with all that was started on it."""
+    """Ends with its block, with all processes that were started on it."""
 
     def __init__(self, num_cpus: int) -> None:
         self._marker = f"RAYSHARDED_TEST={uuid.uuid4().hex}"
@@ -33,7 +33,7 @@ class JobServer:
         self._folder = tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp", ignore_cleanup_errors=True)
         gcs, dashboard, agent, metrics, client = _free_ports(5)
         self.address, self.url = f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}"
-        token = secrets.token_hex(32)  # this cluster's own: it runs what it is sent
+        token = secrets.token_hex(32)  # for this cluster alone: it runs every command that it receives
         self._headers = {"Authorization": f"Bearer {token}"}
         environment = {**os.environ, name: value, "PYTHONPATH": str(ROOT)}
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
@@ -106,7 +106,7 @@ class JobServer:
         return self.client.submit_job(entrypoint=" ".join(map(str, command)), runtime_env={"working_dir": str(folder)})
 
     def wait(self, job: str, timeout_s: float = 180.0) -> tuple[JobStatus, str]:
-        """How the job ended, and what it printed."""
+        """The job's final status, and its output."""
 
         def told() -> str:
             return f"job {job} {self.client.get_job_status(job)}:\n{self.client.get_job_logs(job)}"
@@ -115,7 +115,7 @@ class JobServer:
         return self.client.get_job_status(job), self.client.get_job_logs(job)
 
     def pid(self, word: str) -> int:
-        """Of the one Python process of this cluster whose command line has this word."""
+        """Process id of the one Python process of this cluster whose command line has this word."""
         (found,) = [pid for pid in self._pids() if word in _command(pid) and _command(pid)[0].endswith("python")]
         return found
 

@@ -1,4 +1,4 @@
-"""A launcher without a driver: for tests of what it does itself."""
+"""A launcher without a driver: for tests of the launcher itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Owner:
 
 
 def make_launcher(job: Job, leadership: LeadershipCheck | None = None) -> RayLauncher:
-    """Of a driver that owns the run."""
+    """The launcher of a driver that owns the run."""
     launcher = RayLauncher(job, rs.ScalingConfig(num_workers=1), owns_cluster=False)
     launcher.enter(TERMS, leadership or Owner())
     return launcher

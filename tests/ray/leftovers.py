@@ -1,4 +1,4 @@
-"""Finding what a run left behind."""
+"""Checks for things that a run left behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import ray
 
 NUM_SLOTS = 8
-"""Of the shared Ray."""
+"""CPU slots of the shared Ray."""
 
 
 def wait_until(condition: Callable[[], bool], what: str | Callable[[], str], timeout_s: float = 300.0) -> None:

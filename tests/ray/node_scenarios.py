@@ -1,6 +1,6 @@
-"""What happens on a cluster of several Ray nodes. Run as a program: a process can be on one cluster only.
+"""Scenarios on a cluster of several Ray nodes. Run as a program: a process can be on one cluster only.
 
-python -m tests.ray.node_scenarios SCENARIO FOLDER; prints what it found as one line of JSON.
+python -m tests.ray.node_scenarios SCENARIO FOLDER; prints its findings as one line of JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAIT_S = 180.0
 
 
 class Watched:
-    """A run of up to 4 workers whose journal is listened to. Its first steps wait until all are ready; `moments`: see
+    """A run of up to 4 workers with a listener on its journal. Its first steps wait until all are ready; `moments`: see
     `waiting`."""
 
     def __init__(
@@ -146,7 +146,7 @@ def avoidance(folder: Path, nodes: RayNodes) -> dict[str, Any]:
 
 
 def launched(folder: Path, nodes: RayNodes) -> dict[str, Any]:
-    """What needs a launcher alone, one after the other on one node with room for a worker."""
+    """Scenarios that need a launcher alone, one after the other on one node with a slot for one worker."""
     node = nodes.add(1)
     return {
         "failed_starts": failed_starts(folder, node),
@@ -156,7 +156,7 @@ def launched(folder: Path, nodes: RayNodes) -> dict[str, Any]:
 
 
 def only_avoided(folder: Path, node: str, nodes: RayNodes) -> dict[str, Any]:
-    """A worker must not be placed on the only node with room."""
+    """A worker must not be placed on the only node with a free slot."""
     launcher = make_launcher(make_job(str(folder)))
     launcher.start(WorkerId(0), avoid=(node,))
     until = time.monotonic() + 5.0  # it would be ready by then
@@ -173,7 +173,7 @@ def stopped(folder: Path) -> dict[str, Any]:
     launcher = make_launcher(make_job(str(folder)))
     launcher.start(WorkerId(0))
     wait_until(lambda: has_process(launcher._actors[WorkerId(0)]), "the worker's process", WAIT_S)
-    shortage = launcher.describe_shortage()  # nobody has heard of the worker, which has all that the node has
+    shortage = launcher.describe_shortage()  # the worker, which has not answered yet, has all of the node
     facts = answer_of(launcher, WAIT_S)
     wait_until(lambda: bool(agents()), "the agent", WAIT_S)
     os.kill(facts.pid, signal.SIGSTOP)
@@ -189,14 +189,14 @@ def stopped(folder: Path) -> dict[str, Any]:
 
 
 class DiesWhenRead(Tokens):
-    """As if reading ended the process."""
+    """Ends the process when it is read."""
 
     def __getitem__(self, index: int) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class RaisesWhenRead(Tokens):
-    """As if its file was not on this machine."""
+    """Raises when it is read, as if its file was not on this machine."""
 
     def __getitem__(self, index: int) -> Any:
         raise FileNotFoundError("not mounted here")
@@ -219,12 +219,12 @@ def failed_starts(folder: Path, node: str) -> dict[str, Any]:
 
 
 def answer_of(launcher: RayLauncher, within_s: float) -> WorkerInfo:
-    """What the worker says when it is ready."""
+    """The worker's message when it is ready."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         for happened in launcher.wait(0.2):
             assert isinstance(happened, Reply), happened
-            if happened.method == "ready":  # it is also asked whether it was told to leave
+            if happened.method == "ready":  # it is also queried for leave notices
                 assert isinstance(happened.value, WorkerInfo), happened.error
                 return happened.value
     raise AssertionError("the worker is not ready")

@@ -1,4 +1,4 @@
-"""The pace of a run on Ray, so that what happens beside it comes neither too early nor too late."""
+"""The pace of a run on Ray, so that other events come neither too early nor too late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data whose classes come by value, as Ray brings those of the script that was run, in the process that reads them."""
+"""Data whose classes come by value, as Ray sends those of the script, in the process that reads them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.procs
 
 
 def data_of_the_script() -> Any:
-    """Nobody could import its classes."""
+    """A dataset with classes that no process can import."""
     pair = namedtuple("pair", "x y")  # noqa: PYI024 - as users make them
 
     class Pairs:

@@ -1,4 +1,4 @@
-"""`raysharded run FILE --chaos ...` on a Ray of its own, as somebody types it."""
+"""`raysharded run FILE --chaos ...` on a separate Ray, as a user types it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_any_run_can_be_given_faults_from_the_command_line_and_ends_with_the_sam
     assert ran.returncode == 0, ran.stderr[-3000:]
     report = load(str(tmp_path / "runs" / "job"))
     injected = {event.reason.split()[0] for event in report.summary.worker_events if event.what == "injected"}
-    assert injected  # by then one of them has struck, whatever the machine
+    assert injected  # by then one of them has struck, on any machine
     assert injected <= {"kill", "raise"}
     assert report.ok
     assert report.summary.fingerprint == train(1, steps=STEPS).fingerprint

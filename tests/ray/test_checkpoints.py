@@ -41,7 +41,7 @@ def test_a_checkpoint_on_demand_is_committed_when_it_returns_from_any_thread(tmp
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_run_stopped_with_a_checkpoint_goes_on_from_it(tmp_path: Path) -> None:
+def test_a_run_stopped_with_a_checkpoint_resumes_from_it(tmp_path: Path) -> None:
     run = trainer(tmp_path, 1, steps=STEPS).start()
     wait_until(lambda: run.status().step >= 2, "step 2")
     run.stop(checkpoint=True)

@@ -55,7 +55,7 @@ os._exit(0)  # Ray itself would end this process a minute after its cluster
 """
 
 
-def test_a_cluster_that_is_gone_is_named_and_the_run_goes_on_from_its_checkpoint(
+def test_a_lost_cluster_is_named_and_the_run_resumes_from_its_checkpoint(
     tmp_path: Path, own_cluster: dict[str, str]
 ) -> None:
     from raysharded.testing.processes import fit

@@ -1,4 +1,4 @@
-"""Drivers that die, stop and come back: their workers go on with the next one, or save what they hold and end."""
+"""Drivers that die, stop and come back: the next one adopts their workers, or they save their state and end."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture
 def address(cluster: None) -> str:
-    """Of a cluster that was there before any driver of these tests."""
+    """Address of a cluster that was started before any driver of these tests."""
     return str(ray.get_runtime_context().gcs_address)
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., DriverProcess]]:
-    """Starts drivers in processes of their own, none of which outlives the test."""
+    """Starts drivers in separate processes, none of which outlives the test."""
     started: list[DriverProcess] = []
 
     def one(*args: Any, **kwargs: Any) -> DriverProcess:
@@ -72,7 +72,7 @@ def go_on(folder: Path, workers: int | tuple[int, int] = 2, **fit: Any) -> tuple
 
 
 def assert_drivers_decide_the_same_again(folder: Path, drivers: int) -> None:
-    """As far as each of them came to write it."""
+    """Replay each driver's decisions, as far as its journal goes."""
     replays = load_replays(str(folder / "driven"))
     assert len(replays) == drivers
     assert [found.differences for found in replays] == [()] * drivers
@@ -81,7 +81,7 @@ def assert_drivers_decide_the_same_again(folder: Path, drivers: int) -> None:
 
 
 @pytest.mark.parametrize("moment", ["step", pytest.param("generation", marks=pytest.mark.long)])
-def test_workers_of_a_driver_that_was_killed_go_on_with_the_next_one(
+def test_workers_of_a_driver_that_was_killed_continue_with_the_next_one(
     moment: str, tmp_path: Path, address: str, start: Start
 ) -> None:
     first = start(tmp_path, 2, address)
@@ -102,12 +102,12 @@ def test_workers_of_a_driver_that_was_killed_go_on_with_the_next_one(
     assert report.ledger.ok
     assert not report.summary.differences
     assert [record.step for record in report.summary.steps] == list(range(1, STEPS + 1))
-    if moment == "step":  # the other one may not have come to write that it began
+    if moment == "step":  # the other one may not have recorded its beginning
         assert_drivers_decide_the_same_again(tmp_path, 2)
     assert_no_slot_is_leaked()
 
 
-def test_a_new_driver_that_may_have_fewer_workers_goes_on_from_the_memory_of_all(
+def test_a_new_driver_that_may_have_fewer_workers_resumes_from_the_memory_of_all(
     tmp_path: Path, address: str, start: Start
 ) -> None:
     first = start(tmp_path, 2, address)
@@ -166,7 +166,7 @@ def test_a_driver_that_was_stopped_is_followed_and_harms_nothing_when_it_wakes_u
     assert seen["started"][0]["because"] == "it gave no sign of life"
     assert seen["taken_over"][0]["workers"] == [0]
     assert raised["error"] == "RunOwnedElsewhere"
-    assert "worker_lost" not in seen  # the one that woke up killed nobody
+    assert "worker_lost" not in seen  # the resumed driver killed no worker
     assert result.fingerprint == undisturbed().fingerprint
     assert_drivers_decide_the_same_again(tmp_path, 2)
     assert_no_slot_is_leaked()
@@ -211,7 +211,7 @@ def test_a_driver_that_slept_before_it_took_the_workers_leaves_them_to_the_newer
     assert_no_slot_is_leaked()
 
 
-def test_a_worker_is_ended_without_waiting_for_storage_to_say_whose_it_is(tmp_path: Path, address: str) -> None:
+def test_a_worker_is_ended_without_waiting_for_storage_to_name_its_owner(tmp_path: Path, address: str) -> None:
     class Unsure(Owner):
         """Storage hangs."""
 
@@ -246,7 +246,7 @@ def ready_in(happened: list[Any]) -> list[WorkerInfo]:
 
 
 class Where:
-    """Where an actor is, as it says itself."""
+    """Reports the node of an actor."""
 
     def where(self) -> tuple[str, str, int]:
         return *adoption.where(), os.getpid()
@@ -270,7 +270,7 @@ def test_a_driver_in_an_actor_counts_as_gone_when_ray_has_started_it_again_and_n
 
 
 @pytest.mark.clusters
-def test_with_a_ray_of_its_own_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path, start: Start) -> None:
+def test_with_a_separate_ray_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path, start: Start) -> None:
     marker = uuid.uuid4().hex
     first = start(tmp_path, 1, None, marker=marker)
     first.wait_for_step(1)

@@ -1,4 +1,4 @@
-"""Runs that a host drives: whoever started them may go, the host itself may die, and anybody may ask."""
+"""Runs of a driver actor: its starter may exit, the actor itself may die, and any process may query it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ time.sleep(600)
 
 @pytest.fixture
 def no_host_stays(cluster: None) -> Iterator[None]:
-    """Hosts whose run is over would stay for a minute."""
+    """End the driver actors of finished runs, which would stay for a minute."""
     yield
     for name in hosts():
         with contextlib.suppress(RayError):
@@ -66,7 +66,7 @@ def assert_right(run: rs.Run, result: rs.Result) -> None:
     assert run.report().ok
 
 
-def test_a_run_goes_on_when_the_process_that_started_it_is_killed_and_is_attached_to_by_name(tmp_path: Path) -> None:
+def test_a_run_continues_when_the_process_that_started_it_is_killed_and_is_attached_to_by_name(tmp_path: Path) -> None:
     environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     notebook = subprocess.Popen(
         [sys.executable, "-c", STARTS, str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
@@ -132,7 +132,7 @@ def test_a_driver_that_is_replaced_by_word_hands_its_workers_over(tmp_path: Path
     assert_no_slot_is_leaked()
 
 
-def test_what_a_run_failed_with_comes_with_the_task_s_own_traceback_and_is_on_record_later(tmp_path: Path) -> None:
+def test_what_a_run_failed_with_comes_with_the_task_s_own_traceback_and_is_in_the_journal_later(tmp_path: Path) -> None:
     def no_such_column(model: nn.Module, batch: object) -> rs.Loss:
         raise KeyError("no such column")
 
@@ -153,7 +153,7 @@ def test_what_a_run_failed_with_comes_with_the_task_s_own_traceback_and_is_on_re
     assert_no_slot_is_leaked()
 
 
-def test_a_run_is_stopped_forked_and_asked_in_vain_when_it_is_over(tmp_path: Path) -> None:
+def test_a_run_is_stopped_forked_and_queried_in_vain_when_it_is_over(tmp_path: Path) -> None:
     run = trainer(tmp_path, 1).start()
     with pytest.raises(CheckpointError, match=r"no committed checkpoint of step 1; there are: none"):
         run.fork("other", step=1)
@@ -172,7 +172,7 @@ def test_a_run_is_stopped_forked_and_asked_in_vain_when_it_is_over(tmp_path: Pat
     assert forked.fingerprint == undisturbed().fingerprint
     started = next(entry for entry in read(open_storage(fork.url)) if entry["kind"] == "started")
     assert started["resumed_after_step"] == written.step
-    again = trainer(tmp_path, 1).start()  # the host that has ended makes room
+    again = trainer(tmp_path, 1).start()  # the finished driver actor is replaced
     assert again.wait(240).fingerprint == undisturbed().fingerprint
     ray.kill(host_of(next(name for name, run in hosts().items() if run == "driven")), no_restart=True)
     wait_until(lambda: "driven" not in hosts().values(), "its host's end")
@@ -196,14 +196,14 @@ def test_wrong_names_end_with_one_sentence_and_what_was_meant(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_the_lines_of_the_guide_do_what_they_say(tmp_path: Path) -> None:
+def test_the_lines_of_the_guide_work_as_described(tmp_path: Path) -> None:
     (shown,) = blocks(page("running.md"), "python")
     driven = trainer(tmp_path, (2, 4), name="gpt-5m")
     names: dict[str, Any] = {"raysharded": rs, "trainer": driven}
     started, resized, stopped = shown.partition("run.resize(4)")
     exec(compile(started + resized, "running.md", "exec"), names)  # noqa: S102 - our own documentation
     wait_until(lambda: names["run"].status().step > 0, "a step")
-    with pytest.raises(RunFailed, match="the next fit"):  # it is told to stop
+    with pytest.raises(RunFailed, match="the next fit"):  # it is requested to stop
         exec(compile(stopped, "running.md", "exec"), names)  # noqa: S102
     kinds = [entry["kind"] for entry in read(open_storage(driven.url))]
     assert {"resize", "checkpoint", "stopped"} <= set(kinds)

@@ -65,7 +65,7 @@ def test_ctrl_c_ends_with_one_line_and_leaves_nothing(moment: str, tmp_path: Pat
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a foreground process group of its own, as a terminal gives it
+        start_new_session=True,  # a separate foreground process group, as a terminal gives it
     )
     assert process.stdout is not None
     for line in process.stdout:

@@ -87,7 +87,7 @@ def test_a_job_that_is_lost_or_stopped_and_submitted_again_ends_with_the_right_w
     runs = tmp_path / "runs"
     lost = server.submit(folder, sys.executable, "train_it.py", runs)
     wait_for_steps(runs, 3)
-    os.kill(server.pid("train_it.py"), signal.SIGKILL)  # a driver of its own goes on
+    os.kill(server.pid("train_it.py"), signal.SIGKILL)  # a separate driver continues
     assert server.wait(lost)[0] is JobStatus.FAILED
     stopped = server.submit(folder, sys.executable, "train_it.py", runs)
     wait_until(lambda: "its driver is still running; following it" in server.client.get_job_logs(stopped), "following")

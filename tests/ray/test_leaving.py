@@ -1,6 +1,6 @@
 """Nodes that go with notice and nodes that come, on real Ray clusters of several nodes.
 
-Each test has a cluster of its own in a process of its own, for this process is in another one.
+Each test has a separate cluster in a separate process, for this process is in another one.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ entries.tell(result, "")
 
 
 class Journal:
-    """What a run of the scripts above says, and waiting for it."""
+    """The journal of a run of the scripts above, and waits for its entries."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[str, dict[str, Any]]] = []
@@ -81,7 +81,7 @@ class Journal:
         wait_until(condition, f"{[(kind, f) for kind, f in self.entries if kind != 'step'][-12:]}", 120)
 
     def tell(self, result: Any, draining: str) -> None:
-        """The outcome, for the test that began the script."""
+        """Print the outcome, for the test that began the script."""
         kinds = ("generation", "worker_leaving", "worker_left", "worker_lost", "worker_ready", "recovery")
         said = {kind: self.of(kind) for kind in kinds}
         steps = [fields["step"] for fields in self.of("step")]
@@ -95,7 +95,7 @@ def journal() -> Journal:
 
 
 def trainer(folder: str, workers: tuple[int, int], *moments: tuple[int, int]) -> Any:
-    """`moments`: see `waiting`."""
+    """A trainer of these workers; `moments`: see `waiting`."""
     import raysharded as rs
     from tests.ray.driving import PacedTokens
     from tests.ray.pacing import PATIENT_S, waiting
@@ -134,7 +134,7 @@ def test_the_workers_of_a_drained_node_leave_together_and_no_step_is_computed_ag
     assert all(45 < leaving["notice_s"] <= 60 for leaving in found["worker_leaving"])
     assert all("is being drained" in leaving["reason"] for leaving in found["worker_leaving"])
     sizes = [len(generation["members"]) for generation in found["generation"]]
-    grown = sizes.index(4)  # the first two may be there so much sooner that they begin
+    grown = sizes.index(4)  # the first two may be ready so much sooner that they begin
     assert sizes[grown + 1] == 2  # mirrors are kept on other nodes: both go at one boundary
     assert sizes[-1] == 4
     assert found["steps"] == list(range(1, STEPS + 1))
@@ -143,7 +143,7 @@ def test_the_workers_of_a_drained_node_leave_together_and_no_step_is_computed_ag
 
 
 def autoscaled(address: str) -> dict[str, Any]:
-    """The configuration of a cluster whose nodes are Ray's own fake ones; the head has room for one worker."""
+    """The configuration of a cluster whose nodes are Ray's own fake ones; the head has a slot for one worker."""
     kinds = {
         "ray.head.default": {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0},
         "small": {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 2},

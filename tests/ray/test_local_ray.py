@@ -29,7 +29,7 @@ def test_a_worker_of_a_ray_that_we_start_has_the_priority_of_who_started_it() ->
 
 
 def test_rays_word_for_a_cluster_on_this_machine_names_none_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that it is started as one is without the word: with the priority of who starts it, and ended with it."""
+    """A Ray is started, as without the word: with the priority of its starter, and ended with it."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", "local")
     assert not cluster.find_cluster()

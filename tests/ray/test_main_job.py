@@ -36,7 +36,7 @@ def trainer(folder: Path, workers: int | tuple[int, int], *, steps: int = STEPS,
 
 @cache
 def undisturbed(steps: int = STEPS) -> Outcome:
-    """The same job on one plain process."""
+    """One plain process with this job."""
     return train(1, steps=steps, microbatches=MICROBATCHES)
 
 
@@ -68,7 +68,7 @@ def test_killed_workers_are_replaced_and_the_weights_are_those_of_an_undisturbed
     assert_no_slot_is_leaked()
 
 
-@pytest.mark.long  # test_checkpoints.py has the same of a run that is stopped with a checkpoint
+@pytest.mark.long  # test_checkpoints.py has this for a run that is stopped with a checkpoint
 def test_a_stopped_run_is_resumed_at_another_size_with_the_same_bits(tmp_path: Path) -> None:
     saves = rs.CheckpointConfig(every_steps=3, keep_last=2)
     run = trainer(tmp_path, 4, checkpoint=saves).start()

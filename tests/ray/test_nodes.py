@@ -19,11 +19,11 @@ from tests.training.harness import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.clusters]
 WITHIN_S = 600.0
-"""More than any scenario takes beside whatever else runs: a hang."""
+"""More than any scenario takes on a busy machine: a hang."""
 
 
 def happens(scenario: str, folder: Path) -> dict[str, Any]:
-    """What a scenario found; nothing of it is left afterwards."""
+    """The findings of a scenario; nothing of it is left afterwards."""
     marker = f"RAYSHARDED_TEST={uuid.uuid4().hex}"
     name, _, value = marker.partition("=")
     process = subprocess.Popen(
@@ -79,7 +79,7 @@ def test_each_shard_group_is_on_a_node_and_the_death_of_one_is_recovered_from_th
 
 
 @pytest.mark.long
-def test_a_node_whose_workers_are_killed_again_and_again_gets_no_new_ones_and_the_report_says_so(
+def test_a_node_whose_workers_are_killed_again_and_again_gets_no_new_ones_as_reported(
     tmp_path: Path,
 ) -> None:
     found = happens("avoidance", tmp_path)
@@ -95,11 +95,13 @@ def test_a_node_whose_workers_are_killed_again_and_again_gets_no_new_ones_and_th
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a launcher without a driver did, in one cluster."""
+    """The findings on a launcher without a driver, in one cluster."""
     return happens("launched", tmp_path_factory.mktemp("launched"))
 
 
-def test_a_worker_waits_when_only_avoided_nodes_have_room_and_the_shortage_says_why(launched: dict[str, Any]) -> None:
+def test_a_worker_waits_when_only_avoided_nodes_have_slots_and_the_shortage_gives_the_reason(
+    launched: dict[str, Any],
+) -> None:
     found = launched["only_avoided"]
     assert found["happened"] == []
     assert f"No worker is placed on {found['node'][:8]}, which failed too often." in found["shortage"]

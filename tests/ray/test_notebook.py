@@ -1,4 +1,4 @@
-"""Runs from a notebook: the example, executed; and a kernel that is killed while its run goes on."""
+"""Runs from a notebook: the example, executed; and a kernel that is killed while its run continues."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 @pytest.fixture
 def environment(cluster: None, tmp_path: Path) -> dict[str, str]:
-    """Of a kernel that finds the tests' cluster, which was there before and outlives it."""
+    """Environment of a kernel that finds the tests' cluster, which was started before and outlives it."""
     address = str(ray.get_runtime_context().gcs_address)
     paths = {"TMPDIR": str(tmp_path), "RAY_TMPDIR": "/tmp", "IPYTHONDIR": str(tmp_path / "ipython")}
     return {**os.environ, **paths, "RAY_ADDRESS": address, "PYTHONPATH": str(ROOT)}
 
 
 class Kernel:
-    """A Jupyter kernel in a process of its own."""
+    """A Jupyter kernel in a separate process."""
 
     def __init__(self, client: BlockingKernelClient) -> None:
         self._client = client
         self.pid = int(self.run("import os; print(os.getpid())"))
 
     def run(self, code: str, timeout_s: float = 120.0) -> str:
-        """What it prints. Raises AssertionError with the kernel's own traceback if it raises."""
+        """The output of this code. Raises AssertionError with the kernel's own traceback if it raises."""
         printed: list[str] = []
 
         def hear(message: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ def test_the_example_starts_watches_kills_resizes_and_reports(
     assert_no_slot_is_leaked()
 
 
-def test_a_run_goes_on_when_its_kernel_is_killed_and_a_new_kernel_attaches_to_it(
+def test_a_run_continues_when_its_kernel_is_killed_and_a_new_kernel_attaches_to_it(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     with kernel(tmp_path, environment) as first:

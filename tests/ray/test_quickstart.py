@@ -70,7 +70,7 @@ def test_the_first_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def is_at_work(status: list[str]) -> bool:
-    """Whether all three workers train, and there is still something to do."""
+    """True if all three workers train, and the run is not at its end."""
     told = invoke(*status, "--json")
     if told.exit_code != 0:  # it has not begun
         return False

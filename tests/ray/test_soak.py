@@ -1,4 +1,4 @@
-"""A minute of chaos on real Ray: the short form of benchmarks.soak, which says what it promises."""
+"""A minute of chaos on real Ray: the short form of benchmarks.soak, which lists its promises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.paths import ROOT
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 
 NUM_KINDS = 3
-"""Of nine, how many have struck at the very least in a minute."""
+"""Least number of kinds, of nine, that have struck in a minute."""
 
 
 def test_a_minute_of_faults_of_every_kind_changes_no_bit_and_leaves_nothing_behind(tmp_path: Path) -> None:

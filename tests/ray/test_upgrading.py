@@ -1,4 +1,4 @@
-"""Workers and drivers of raysharded 0.1 that are alive when this version comes: nothing that they hold is lost.
+"""Workers and drivers of raysharded 0.1 that are alive when this version starts: nothing of their state is lost.
 
 Each test takes half a minute: it starts four programs or more, of both versions, which load torch and Ray, and workers
 wait some seconds for a driver.
@@ -37,7 +37,7 @@ Entry = dict[str, Any]
 
 
 class Program:
-    """The program with the version in a folder, and what it has told."""
+    """The program with the version in a folder, and its messages."""
 
     def __init__(self, version: Path, folder: Path, how: str) -> None:
         environment = {
@@ -67,7 +67,7 @@ class Program:
                 self._changed.notify_all()
 
     def wait_for(self, what: Callable[[Entry], bool], timeout_s: float = 120.0) -> Entry:
-        """The first entry of which `what` holds."""
+        """The first entry for which `what` holds."""
         with self._changed:
             assert self._changed.wait_for(lambda: any(map(what, self.entries)), timeout_s), self.entries
             return next(filter(what, self.entries))
@@ -76,7 +76,7 @@ class Program:
         self.wait_for(lambda entry: entry["kind"] == "step" and entry["step"] >= step)
 
     def ended(self) -> tuple[dict[str, list[Entry]], str]:
-        """All that it told, by kind, and what it wrote to its standard error."""
+        """All of its messages, by kind, and its standard error."""
         self.process.wait(180)
         self._listening.join(60)
         self._errors.seek(0)
@@ -122,7 +122,7 @@ def replace_in_place(installed: Path) -> None:
 
 
 def claims(folder: Path) -> list[tuple[str, str]]:
-    """Kind and writer of each, in order."""
+    """Kind and writer of each claim, in order."""
     found = [json.loads(path.read_text()) for path in sorted((folder / "upgraded" / "claims").glob("*.json"))]
     return [(claim["kind"], claim["writer"]) for claim in found]
 
@@ -217,7 +217,7 @@ def test_a_run_that_was_stopped_in_the_version_before_is_started_when_its_driver
     stopped, errors = start(installed, "stop").ended()
     assert "raised" not in stopped, (stopped, errors)
     (tmp_path / "hurry").touch()
-    again, errors = start(ROOT, "start").ended()  # waits: the old driver stays a minute for those who want the result
+    again, errors = start(ROOT, "start").ended()  # waits: the old driver stays a minute for readers of the result
     assert again["began"], (again, errors)
     assert start(ROOT, "wait").ended()[0]["result"][0]["steps"] == STEPS
 

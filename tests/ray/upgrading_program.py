@@ -1,6 +1,6 @@
 """A run that any version of raysharded can drive: `python upgrading_program.py FOLDER fit|start|attach`.
 
-It imports nothing of the tests: the version that it finds is the one in PYTHONPATH. What it is told it writes as JSON.
+It imports nothing of the tests: the version that it finds is the one in PYTHONPATH. It writes its events as JSON.
 """
 
 from __future__ import annotations

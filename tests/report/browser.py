@@ -53,7 +53,7 @@ class Browser:
         self._number, self._buffer = 0, b""
         self._session: str | None = None
         self.problems: list[str] = []
-        """Exceptions, what the console was told as an error or a warning, and what the browser itself complained of."""
+        """Exceptions, errors and warnings on the console, and complaints of the browser itself."""
         self.requests: list[str] = []
         """URLs."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -71,7 +71,7 @@ class Browser:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_PATIENCE_S)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: whoever is left of it
+            os.killpg(self._process.pid, signal.SIGKILL)  # a separate session: all of its processes that are left
         self._process.wait()
         os.close(self._out)
         os.close(self._in)
@@ -95,13 +95,13 @@ class Browser:
         self.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)))")
 
     def evaluate(self, expression: str) -> Any:  # any JSON value
-        """What an expression in the page gives; of a promise, what it resolves to."""
+        """The value of an expression in the page; of a promise, its result."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def key(self, key: str) -> None:
-        """Press and release it, where the focus is."""
+        """Press and release a key, where the focus is."""
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
         self.drawn()

@@ -17,7 +17,7 @@ Entry = tuple[str, dict[str, Any]]
 
 
 class ManualClock:
-    """Goes on when it is told to."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -40,7 +40,7 @@ def data() -> Entry:
 
 
 def generation(number: int, members: list[int], step: int, source: str = "memory") -> list[Entry]:
-    """Decided and formed."""
+    """The entries of a generation that is decided and formed."""
     fields = {"generation": number, "members": members, "step": step, "source": source}
     return [
         ("generation", fields),
@@ -138,7 +138,7 @@ def run_with_a_loss() -> list[Entry]:
 
 
 def with_times(entries: Iterable[Entry], seconds_between: float = 2.0) -> list[dict[str, Any]]:
-    """As the journal gives them."""
+    """The entries as the journal returns them."""
     clock = ManualClock()
     found = []
     for kind, fields in entries:

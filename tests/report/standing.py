@@ -1,4 +1,4 @@
-"""Where a run stands, as a handle says it."""
+"""The status of a run, as from a handle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Stands:
-    """As `Run.status()` gives it."""
+    """The fields of `Run.status()`."""
 
     name: str = "tiny"
     url: str = "/runs/tiny"

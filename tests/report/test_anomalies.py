@@ -1,4 +1,4 @@
-"""Numbers that went wrong, as the journal tells them: what counts, what was read, and what people are shown."""
+"""Numbers that went wrong, from the journal: the valid steps, the read samples, and the report for people."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_after_a_rewind_the_ledger_expects_the_data_after_what_was_passed_over()
     assert [(one.step, one.to_step, one.samples) for one in summary.rewinds] == [(4, 2, SKIPPED)]
 
 
-def test_a_resumed_driver_says_what_was_passed_over_and_one_that_forgets_is_found() -> None:
+def test_a_resumed_driver_reports_what_was_passed_over_and_one_that_forgets_is_found() -> None:
     first = [started(), data(), *generation(1, [0, 1], 0), step(1), step(2), step(3)]
     again = [rewind(), *generation(2, [0, 1], 2, "checkpoint"), skipped_data(3, 2)]
     resumed = [started(3, skips=[[2, SKIPPED]]), data(), *generation(3, [2], 3, "checkpoint")]
@@ -133,7 +133,7 @@ def test_a_generation_that_was_to_go_back_and_did_not_changes_nothing() -> None:
     assert summary.times.parts["lost"] == summary.times.parts["undone"] == 0
 
 
-def test_from_the_step_on_from_which_other_bits_were_accepted_steps_may_differ_and_the_report_says_so() -> None:
+def test_from_the_step_on_from_which_other_bits_were_accepted_steps_may_differ_and_the_report_names_it() -> None:
     entry: dict[str, Any] = {"step": 2, "from_step": 3, "changes": {"torch": ["2.12.0", "2.13.0"], "order": ["1", "2"]}}
     entry["arithmetic"] = {"torch": "2.13.0", "numerics": "order 2"}
     entries = [
@@ -168,7 +168,7 @@ def test_without_acceptance_a_step_that_comes_out_otherwise_is_found() -> None:
     assert [difference.step for difference in summarise(with_times(entries)).differences] == [3]
 
 
-def test_after_a_rewind_the_report_says_that_other_bits_begin_where_they_are_computed() -> None:
+def test_after_a_rewind_the_report_shows_that_other_bits_begin_where_they_are_computed() -> None:
     entry = {"step": 3, "from_step": 4, "changes": {"torch": ["a", "b"]}, "arithmetic": {"torch": "b", "numerics": ""}}
     first = [started(), data(), *generation(1, [0, 1], 0), step(1), step(2), step(3), ("arithmetic", entry)]
     (before,) = summarise(with_times(first)).arithmetic_changes
@@ -176,7 +176,7 @@ def test_after_a_rewind_the_report_says_that_other_bits_begin_where_they_are_com
     assert (before.from_step, after.from_step) == (4, 3)  # step 3 is computed anew, with what was accepted
 
 
-def test_a_proof_that_failed_is_told_with_the_node_and_takes_nothing_back() -> None:
+def test_a_proof_that_failed_is_reported_with_the_node_and_takes_nothing_back() -> None:
     failed = {
         "step": 4,
         "what": "gradient",

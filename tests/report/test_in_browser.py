@@ -1,4 +1,4 @@
-"""The report's page in a real browser: it draws what it should, and asks for nothing."""
+"""The report's page in a real browser: it draws correctly, and requests nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CUT = """
     return box.left < -0.5 || box.right > innerWidth + 0.5 || one.scrollWidth > Math.ceil(box.width);
   }).map((one) => one.outerHTML.slice(0, 200))
 """
-"""What is outside the window, or wider than its place, so that one had to scroll to see it."""
+"""Elements outside the window, or wider than their place, which only scrolling would show."""
 TILES = """
 [...document.querySelectorAll(".tiles dd, .tiles dt, .tiles small")].map((one) =>
   [getComputedStyle(one).color, getComputedStyle(one.closest("div")).backgroundColor])
@@ -57,7 +57,7 @@ def page_of(report: RunReport, folder: Path) -> Path:
 
 
 def points(browser: Browser, chart: str, kind: str = ".line:not(.gone)") -> int:
-    """Of the line, as drawn: every command of its path but the horizontal halves of steps ends at a point."""
+    """Number of points of the line, as drawn: each command but the horizontal halves of steps ends at a point."""
     path = browser.evaluate(f"document.querySelector('svg[data-chart=\"{chart}\"] {kind}')?.getAttribute('d') ?? ''")
     return len(re.findall("[MLV]", path))
 
@@ -67,7 +67,7 @@ def readout(browser: Browser) -> str:
 
 
 def check_quiet(browser: Browser, page: Path) -> None:
-    """Nothing was complained of, and nothing but the page itself was asked for."""
+    """Assert that there were no complaints, and no requests but for the page itself."""
     assert browser.problems == []
     assert browser.requests == [page.as_uri()]
 
@@ -113,7 +113,7 @@ def test_the_axis_can_be_time(browser: Browser, tmp_path: Path) -> None:
     check_quiet(browser, page)
 
 
-def test_values_are_told_where_the_pointer_is(browser: Browser, tmp_path: Path) -> None:
+def test_values_are_shown_where_the_pointer_is(browser: Browser, tmp_path: Path) -> None:
     page = page_of(recorded("losses", tmp_path), tmp_path)
     browser.open(page)
     assert readout(browser) == ""
@@ -130,7 +130,7 @@ def test_values_are_told_where_the_pointer_is(browser: Browser, tmp_path: Path) 
     check_quiet(browser, page)
 
 
-def test_all_of_it_can_be_had_with_the_keyboard(browser: Browser, tmp_path: Path) -> None:
+def test_all_of_it_is_available_with_the_keyboard(browser: Browser, tmp_path: Path) -> None:
     page = page_of(recorded("losses", tmp_path), tmp_path)
     browser.open(page)
     browser.evaluate("document.querySelector('svg[data-chart=rate]').focus()")
@@ -159,7 +159,7 @@ def test_hostile_names_are_text(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_the_page_itself_forbids_what_is_not_its_own(browser: Browser, tmp_path: Path) -> None:
-    """The second line of defence: were a tag ever let through, it could not run, nor ask for anything."""
+    """The second line of defence: if a tag were ever let through, it could not run, nor request anything."""
     page = page_of(load(write_run(tmp_path / "run", run_with_a_loss())), tmp_path)
     holes = "<script>hacked=1</script><img src='http://127.0.0.1:9/x' onerror='hacked=1'>"
     page.write_text(page.read_text(encoding="utf-8").replace("<main", f"{holes}<main"), encoding="utf-8")
@@ -281,14 +281,14 @@ def test_steps_that_were_lost_apart_are_not_connected(browser: Browser, tmp_path
 
 
 def luminance(color: str) -> float:
-    """Of "rgb(r, g, b)", as WCAG 2.2 defines relative luminance."""
+    """Relative luminance of "rgb(r, g, b)", as WCAG 2.2 defines it."""
     parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def contrast(one: str, other: str) -> float:
-    """As WCAG 2.2 defines the contrast ratio."""
+    """The contrast ratio, as WCAG 2.2 defines it."""
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
@@ -314,7 +314,7 @@ def test_a_run_with_hardly_anything_has_a_page_that_works(steps: int, browser: B
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_what_a_notebook_shows_is_readable_on_white_and_on_black_and_asks_for_nothing(
+def test_what_a_notebook_shows_is_readable_on_white_and_on_black_and_loads_nothing(
     browser: Browser, tmp_path: Path, dark: bool
 ) -> None:
     ink, paper = ("#e6e6e6", "#111111") if dark else ("#1a1a1a", "#ffffff")

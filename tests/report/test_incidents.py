@@ -1,4 +1,4 @@
-"""What happened to a run, in sentences."""
+"""The incidents of a run, in sentences."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_losses_of_a_run_that_took_place() -> None:
     assert broken.text.startswith("Step 7 was broken off, with no worker lost; 2 workers went on from step 6")
 
 
-def test_a_driver_that_follows_another_is_told_with_why_and_the_time_without_one() -> None:
+def test_a_driver_that_follows_another_is_reported_with_why_and_the_time_without_one() -> None:
     resumed, taken = recorded("two_drivers")
     assert (resumed.kind, taken.kind) == ("resumed", "driver")
     assert "its process is gone" in resumed.text
@@ -86,7 +86,7 @@ def test_steps_that_a_second_driver_repeats_are_part_of_what_it_cost() -> None:
     assert "went on from step 1, with the state from a checkpoint" in resumed.text
 
 
-def test_what_a_recovery_says_is_not_said_twice() -> None:
+def test_the_contents_of_a_recovery_are_not_reported_twice() -> None:
     stuck: Entry = ("stuck", {"worker": 1, "step": 1, "phase": "x", "reason": "the process died"})
     entries = [started(), *generation(1, [0, 1], 0), step(1), stuck, lost(1, 1), lost(7, 1), *generation(2, [0], 1)]
     found = told([*entries, step(2, 1, 2), recovery(1, 1, total_s=9.0)])
@@ -115,14 +115,14 @@ def test_a_pause_is_no_incident_and_a_change_of_the_workers_in_it_is_one(after: 
     assert [incident.kind for incident in told(entries)] == kinds
 
 
-def test_a_reason_that_another_one_repeats_is_told_once() -> None:
+def test_a_reason_that_another_one_repeats_is_reported_once() -> None:
     entries = [started(), *generation(1, [0, 1], 0), step(1), *generation(2, [0], 1), step(2, 1, 2)]
     reasons = ["step 2 is wrong", "computed wrong numbers: step 2 is wrong.", "computed wrong numbers: step 2 is wrong"]
     (found,) = told([*entries, recovery(1, 1, reasons=reasons)])
     assert found.text.startswith("Worker 1 was lost in step 2 (computed wrong numbers: step 2 is wrong); ")
 
 
-def test_a_loss_that_was_never_recovered_from_is_told_all_the_same() -> None:
+def test_a_loss_that_was_never_recovered_from_is_reported_all_the_same() -> None:
     entries = [started(), *generation(1, [0, 1], 0), step(1), lost(1, 1)]
     failed: Entry = ("failed", {"step": 1, "fingerprint": None, "error": "ClusterError: too few"})
     assert [incident.text for incident in told([*entries, failed])] == [
@@ -138,14 +138,14 @@ def test_two_losses_before_the_first_step_are_one_recovery() -> None:
     assert found.text.startswith("Workers 1 and 2 were lost in step 2 (a; b); 1 worker of 3 went on")
 
 
-def test_other_news_is_told_in_the_words_of_the_live_view() -> None:
+def test_other_events_are_reported_in_the_words_of_the_live_view() -> None:
     entries = [started(), *generation(1, [0, 1], 0), step(1), avoided(1), failed_save(1)]
     node, save = told(entries)
     assert node.text == "Node trainer-7 (4f6ad2aa) is avoided after 3 failures; the last: died again."
     assert save.text == "Checkpoint not written: disk full."
 
 
-def test_an_entry_that_says_too_little_is_passed_over_and_the_rest_is_told() -> None:
+def test_an_entry_with_too_few_fields_is_passed_over_and_the_rest_is_reported() -> None:
     old: Entry = ("worker_leaving", {"worker": 0, "reason": "drained"})
     entries = [started(), *generation(1, [0, 1], 0), step(1), old, failed_save(1), step(2)]
     summary = summarise(with_times(entries))

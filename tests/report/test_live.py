@@ -1,4 +1,4 @@
-"""What is shown while a run goes on."""
+"""The display while a run continues."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_line_has_step_loss_speed_workers_and_time_left() -> None:
     assert progress_text(replace(TRAINING, step=100, left_s=0.0)).endswith("3 workers")
 
 
-def test_the_line_says_what_is_done_instead_of_training() -> None:
+def test_the_line_shows_what_is_done_instead_of_training() -> None:
     waiting = Progress(
         doing="starting workers: 1 ready",
         step=0,
@@ -183,7 +183,7 @@ def test_closing_twice_or_before_anything_happened_is_fine() -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_terminal_that_is_gone_does_not_end_the_run(terminal: bool) -> None:
+def test_a_closed_terminal_does_not_end_the_run(terminal: bool) -> None:
     class Gone(StringIO):
         failed = 0
 

@@ -1,4 +1,4 @@
-"""What `load` says where there is no run, or not a whole one."""
+"""Errors and notices of `load` where no run is, or an incomplete one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.cases import tried_each_time
 from tests.report.entries import data, finished, generation, run_with_a_loss, started, step, write_run
 
 
-def test_a_name_that_is_nearly_that_of_a_run_is_told(tmp_path: Path) -> None:
+def test_a_name_that_is_nearly_that_of_a_run_is_suggested(tmp_path: Path) -> None:
     for name in ("gpt-5m", "gpt-7b", "bytes"):
         write_run(tmp_path / name, [started()])
     with pytest.raises(StorageError, match=f"Did you mean {tmp_path}/gpt-5m, {tmp_path}/gpt-7b\\?$"):
         load(str(tmp_path / "gpt-5n"))
 
 
-def test_where_no_name_is_near_the_runs_are_told_but_not_all_of_very_many(tmp_path: Path) -> None:
+def test_where_no_name_is_near_the_runs_are_listed_but_not_all_of_very_many(tmp_path: Path) -> None:
     for number in range(7):
         write_run(tmp_path / f"run{number}", [started()])
     with pytest.raises(StorageError, match=f"Runs there: {tmp_path}/run0, .*/run4 and 2 more\\.$"):
@@ -36,7 +36,7 @@ def test_a_folder_of_runs_is_taken_for_what_it_is(tmp_path: Path) -> None:
         load(f"file://{tmp_path}/runs")
 
 
-def test_where_nothing_is_near_it_is_said_what_to_give(tmp_path: Path) -> None:
+def test_where_nothing_is_near_the_error_names_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"there is no run at .*Give the folder of one run"):
         load(str(tmp_path / "no" / "where"))
 

@@ -1,4 +1,4 @@
-"""What a notebook shows of a run."""
+"""A run's view in a notebook."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def data_of(page: str) -> dict[str, Any]:
 
 
 def long_run(steps: int) -> RunReport:
-    """Of so many steps, with an incident or a checkpoint every few hundred."""
+    """The report of a run of so many steps, with an incident or a checkpoint every few hundred."""
 
     def entries() -> Any:  # an iterator of entries
         at = 1e9
@@ -107,7 +107,7 @@ def long_run(steps: int) -> RunReport:
     return RunReport(url="/runs/long", summary=summarise(entries()), ledger=None)
 
 
-def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
+def test_the_page_is_one_file_that_loads_nothing(tmp_path: Path) -> None:
     page = load(write_run(tmp_path, run_with_a_loss())).as_html()
     parsed = Parsed(page)
     assert not [attributes for _, attributes in parsed.tags if {"src", "srcset", "style", "action"} & set(attributes)]
@@ -135,7 +135,7 @@ def test_only_this_style_and_this_script_may_be_used(tmp_path: Path) -> None:
         assert rules[rule] == f"'sha256-{digest}'"
 
 
-def test_whatever_a_journal_says_is_text_and_nothing_else(tmp_path: Path) -> None:
+def test_everything_in_a_journal_is_text_and_nothing_else(tmp_path: Path) -> None:
     page = load(
         write_run(tmp_path / HOSTILE.replace("/", "").replace("\x00", "").replace("\ud800", ""), hostile_run())
     ).as_html()
@@ -150,7 +150,7 @@ def test_whatever_a_journal_says_is_text_and_nothing_else(tmp_path: Path) -> Non
     assert HOSTILE.split("\x00", maxsplit=1)[0] in json.dumps(data_of(page), ensure_ascii=False).replace('\\"', '"')
 
 
-def test_all_that_the_text_says_is_on_the_page(tmp_path: Path) -> None:
+def test_all_of_the_text_is_on_the_page(tmp_path: Path) -> None:
     slow: Entry = ("straggler", {"worker": 2, "node": "n", "score": 1.5, "lost_s": 2.0, "phase": "forward", "step": 6})
     entries = run_with_a_loss()
     report = load(write_run(tmp_path, [*entries[:-2], slow, avoided(6), failed_save(6), *entries[-2:]]))
@@ -274,7 +274,7 @@ def test_a_run_without_a_step_has_a_page(story: list[Entry], tmp_path: Path) -> 
     assert "Nothing happened to this run" in parsed.text()
 
 
-def test_a_run_in_progress_says_how_old_its_news_is(tmp_path: Path) -> None:
+def test_a_run_in_progress_shows_how_old_its_newest_entry_is(tmp_path: Path) -> None:
     said = Parsed(load(write_run(tmp_path, [started(), data(), *generation(1, [0], 0), step(1, 1)])).as_html()).text()
     assert "unfinished" in said
     assert "newest entry 2023-11-14 22:15:0" in said

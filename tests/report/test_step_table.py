@@ -1,4 +1,4 @@
-"""Steps as columns: many at once say the same as one by one, and make a table."""
+"""Steps as columns: many at once give the same values as one by one, and make a table."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ STORIES: list[list[Entry]] = [
 
 
 @given(st.lists(st.sampled_from(STORIES), max_size=12), st.lists(st.floats(-3, 60), min_size=1, max_size=5))
-def test_steps_that_are_folded_together_say_the_same_as_one_by_one(
+def test_steps_that_are_folded_together_give_the_same_as_one_by_one(
     stories: list[list[Entry]], seconds: list[float]
 ) -> None:
     told = [started(), data(), *generation(1, [0, 1], 0), *[entry for story in stories for entry in story]]
@@ -114,7 +114,7 @@ def test_a_line_is_read_exactly_as_json_reads_it(line: str) -> None:
 
 
 def read_by(read: Callable[[Any], Any], line: object) -> str:
-    """What it gives, or what it raises."""
+    """The result of `read`, or its error."""
     try:
         return repr(read(line))
     except ValueError as error:
@@ -162,7 +162,7 @@ def test_a_run_without_a_step_has_an_empty_table_and_what_is_not_finite_stays_so
     assert math.isnan(loss)
 
 
-def test_the_journal_of_a_run_is_read_as_its_entries_say(tmp_path: Path) -> None:
+def test_the_journal_of_a_run_is_read_as_its_entries_are(tmp_path: Path) -> None:
     url = write_run(tmp_path, run_with_a_loss())
     fold, damage = read_fold(open_storage(url))
     assert (fold.summary(), damage) == (load(url).summary, "")

@@ -25,7 +25,7 @@ from tests.report.entries import (
 )
 
 
-def test_a_run_with_a_loss_and_a_join_is_told_in_full() -> None:
+def test_a_run_with_a_loss_and_a_join_is_reported_in_full() -> None:
     summary = summarise(with_times(run_with_a_loss()))
     assert (summary.run, summary.status, summary.last_step, summary.max_steps) == ("tiny", "finished", 6, 6)
     assert summary.fingerprint == "f" * 32
@@ -41,7 +41,7 @@ def test_a_run_with_a_loss_and_a_join_is_told_in_full() -> None:
     assert [g.members for g in summary.generations if g.formed_at is not None] == [(0, 1, 2), (0, 2), (0, 2, 3)]
 
 
-def test_the_last_entry_of_a_step_counts_and_time_that_was_lost_is_told_apart() -> None:
+def test_the_last_entry_of_a_step_counts_and_time_that_was_lost_is_distinguished() -> None:
     summary = summarise(with_times(run_with_a_loss()))
     assert [record.generation for record in summary.steps] == [1, 1, 2, 2, 3, 3]
     assert [
@@ -83,7 +83,7 @@ def test_without_exactness_only_what_was_read_must_be_the_same() -> None:
     assert summarise(with_times(entries)).differences == ()
 
 
-def test_a_resumed_run_goes_on_from_its_checkpoint_and_compares_across_drivers() -> None:
+def test_a_resumed_run_continues_from_its_checkpoint_and_compares_across_drivers() -> None:
     first = [started(), data(), *generation(1, [0, 1], 0), step(1), step(2), checkpoint(2), step(3), step(4)]
     second = [started(2), data(), *generation(2, [0], 2, "checkpoint"), step(3, 1, 2, loss=7.0)]
     summary = summarise([*with_times(first), *with_times(second)])
@@ -103,7 +103,7 @@ def test_time_between_two_drivers_is_not_time_at_work() -> None:
     assert [record.problem for record in summary.checkpoints] == ["damaged"]
 
 
-def test_a_changed_batch_begins_a_span_of_its_own() -> None:
+def test_a_changed_batch_begins_a_new_span() -> None:
     other = {"global_batch_size": 8, "microbatch_size": 2, "seed": 3}
     first = [started(), data(), *generation(1, [0], 0), step(1), step(2), checkpoint(2)]
     second = [started(2, batch=other), data(), *generation(2, [0], 2), step(3)]
@@ -114,7 +114,7 @@ def test_a_changed_batch_begins_a_span_of_its_own() -> None:
     ]
 
 
-def test_a_failure_is_told_and_a_new_start_forgets_it() -> None:
+def test_a_failure_is_reported_and_a_new_start_forgets_it() -> None:
     failed = [started(), ("failed", {"step": 0, "fingerprint": None, "error": "TaskError: no"})]
     assert summarise(with_times(failed)).error == "TaskError: no"
     assert summarise(with_times(failed)).status == "failed"
@@ -122,7 +122,7 @@ def test_a_failure_is_told_and_a_new_start_forgets_it() -> None:
     assert (again.status, again.error) == ("unfinished", "")
 
 
-def test_generations_that_never_formed_and_workers_that_never_started_are_told() -> None:
+def test_generations_that_never_formed_and_workers_that_never_started_are_reported() -> None:
     entries = [
         started(),
         ("start_failed", {"worker": 0, "reason": "no memory"}),

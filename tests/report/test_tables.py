@@ -47,7 +47,7 @@ def test_a_name_that_looks_like_markup_is_shown_as_it_is() -> None:
     assert "a[/x][red]b" in text(run_table(replace(SUMMARY, run="a[/x][red]b")))
 
 
-def test_the_run_table_says_how_far_how_fast_and_with_how_many() -> None:
+def test_the_run_table_shows_how_far_how_fast_and_with_how_many() -> None:
     shown = text(run_table(SUMMARY))
     for part in ("tiny", "finished, 6 of 6 steps", "0.833333 in step 6", "2 to 3", "loss 1.5 in step 5", "torch 2.9.0"):
         assert part in shown
@@ -78,7 +78,7 @@ def test_workers_and_checkpoints_have_a_row_each() -> None:
     assert text(checkpoint_table(SUMMARY.checkpoints)).count("checkpoints/step-") == 2
 
 
-def test_a_run_without_checkpoints_says_since_when() -> None:
+def test_a_run_without_checkpoints_shows_since_when() -> None:
     entries = [started(), checkpoint(1), late(2, writing=1), failed_save(3), failed_save(4), failing(4, 1, failed=2)]
     shown = text(run_table(summarise(with_times(entries))))
     assert "1 written, 2 failed or passed over, 1 left out" in shown

@@ -1,4 +1,4 @@
-"""What is seen of a run that is watched from elsewhere."""
+"""The view of a run that is watched from another process."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_run_that_took_place_is_shown_as_its_report_has_it(name: str) -> None:
     assert summary.committed[-1].fingerprint in found
 
 
-def test_one_may_begin_to_look_at_any_entry() -> None:
+def test_a_view_may_begin_at_any_entry() -> None:
     entries = recorded("two_drivers")
     for first in range(len(entries)):
         assert seen(entries[first:], Stands())
@@ -128,7 +128,7 @@ def test_a_curve_keeps_its_shape_in_few_points(number: int) -> None:
     assert sparkline(curve.points, 60)[0] == "▁"
 
 
-def test_the_lines_tell_the_newest_of_the_past_and_then_everything() -> None:
+def test_the_lines_show_the_newest_of_the_past_and_then_everything() -> None:
     entries = with_times(run_with_a_loss())
     told = list(lines([entries[:15], [], entries[15:]], 6, past=True))
     assert len([line for line in told if "joined" in line or "finished, f" in line]) == 2
@@ -138,7 +138,7 @@ def test_the_lines_tell_the_newest_of_the_past_and_then_everything() -> None:
     assert len(list(lines([past], 6))) == 20
 
 
-def test_the_view_is_redrawn_in_place_and_asks_for_the_status_now_and_then() -> None:
+def test_the_view_is_redrawn_in_place_and_requests_the_status_now_and_then() -> None:
     out, clock, asked = StringIO(), [0.0], []
 
     def batches() -> Iterator[list[dict[str, Any]]]:

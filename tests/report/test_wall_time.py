@@ -1,4 +1,4 @@
-"""Where the time of a run went: every microsecond of it, once."""
+"""The wall time of a run by its uses: every microsecond of it, once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.report.entries import (
 )
 
 JOURNALS = Path(__file__).parent / "journals"
-"""Of runs that took place: a kill, a stop and a lost message; a run that a second driver took over."""
+"""Journals of runs that took place: a kill, a stop and a lost message; a run that a second driver took over."""
 
 
 def told(at: Iterable[tuple[float, Entry]]) -> RunSummary:
@@ -50,7 +50,7 @@ def made(number: int, members: list[int], after: int, decided: float, formed: fl
 def check(summary: RunSummary, entries: Sequence[Mapping[str, Any]]) -> None:
     """The parts are a partition of the time from the first entry to the newest."""
     counted = list(entries)
-    while counted[-1]["kind"] == "checkpoint_skipped":  # found before the driver says that it has started
+    while counted[-1]["kind"] == "checkpoint_skipped":  # found before the driver records its start
         counted.pop()
     times, pieces = summary.times, summary.track.pieces
     assert times.total == round((max(entry["at"] for entry in counted) - counted[0]["at"]) * 1e6)
@@ -88,13 +88,13 @@ KINDS: list[Entry] = [
 
 
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.floats(-3, 60)), max_size=40))
-def test_whatever_the_journal_says_every_moment_is_spent_once(story: list[tuple[Entry, float]]) -> None:
+def test_in_every_journal_every_moment_is_spent_once(story: list[tuple[Entry, float]]) -> None:
     now, entries = 1e9, [{"kind": started()[0], "at": 1e9, **started()[1]}]
     formed = False
     for (kind, fields), seconds in story:
         formed = formed or kind == "generation"
         if kind == "formed" and not formed:
-            continue  # no driver says that first
+            continue  # no driver records that first
         now += seconds  # also back: clocks are set, and those of two machines differ
         entries.append({"kind": kind, "at": now, **fields})
     check(summarise(entries), entries)
@@ -137,7 +137,7 @@ def test_steps_that_are_computed_again_were_lost() -> None:
             (0, started()),
             *made(1, [0, 1], 0, 1, 2),
             *[(2 + 10 * number, step(number)) for number in (1, 2, 3)],
-            *made(2, [0], 1, 36, 37),  # with no loss on record before: a change of members
+            *made(2, [0], 1, 36, 37),  # with no recorded loss before: a change of members
             (47, step(2, 1, 2)),
         ]
     )
@@ -188,7 +188,7 @@ def test_a_step_that_waits_for_a_checkpoint_and_the_last_checkpoint_are_checkpoi
     assert spent(told(entries)) == {"starting": 2.0, "computing": 17.0, "checkpointing": 7.0}
 
 
-def test_steps_that_are_recorded_together_are_told_apart_by_how_long_they_took() -> None:
+def test_steps_that_are_recorded_together_are_distinguished_by_how_long_they_took() -> None:
     entries = [
         (0.0, started()),
         *made(1, [0, 1], 0, 1, 2),
@@ -199,7 +199,7 @@ def test_steps_that_are_recorded_together_are_told_apart_by_how_long_they_took()
     assert spent(summary) == {"starting": 2.0, "computing": 30.0}
 
 
-def test_too_few_workers_is_waiting_from_when_the_run_says_so_until_it_goes_on() -> None:
+def test_too_few_workers_is_waiting_from_when_the_run_reports_it_until_it_continues() -> None:
     waiting = ("waiting", {"ready": 0, "needed": 1, "missing": "no GPU"})
     entries = [
         (0.0, started()),

@@ -1,4 +1,4 @@
-"""The newest entries of a run, as those get them who follow it."""
+"""The newest entries of a run, as its followers get them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def filled(count: int, first: int = 1, **limits: int) -> EntryBuffer:
     return entries
 
 
-def test_every_follower_gets_every_entry_once_in_order_whatever_it_has_seen() -> None:
+def test_every_follower_gets_every_entry_once_in_order_from_any_position() -> None:
     entries = filled(10, at_once=4)
     seen: list[int] = []
     while new := entries.after(seen[-1] if seen else 0, 0.0):
@@ -31,7 +31,7 @@ def test_who_comes_late_gets_what_is_kept() -> None:
     assert [number for number, _, _ in filled(10, limit=3).after(2, 0.0)] == [8, 9, 10]
 
 
-def test_numbers_go_on_above_those_of_the_driver_before() -> None:
+def test_numbers_continue_above_those_of_the_driver_before() -> None:
     assert [number for number, _, _ in filled(2, first=1001).after(37, 0.0)] == [1001, 1002]
 
 

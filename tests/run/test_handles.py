@@ -1,4 +1,4 @@
-"""What a handle says and does, on a run that this process drives; the host's handle passes the same calls on."""
+"""The calls of a handle, on a run that this process drives; the driver actor's handle passes the same calls on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAIT_S = 120.0
 
 
 class Paced(Tokens):
-    """Slow enough that two things can be asked for one after the other, which take effect at different steps."""
+    """Slow enough for two requests, one after the other, which take effect at different steps."""
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.08)
@@ -37,7 +37,7 @@ class Paced(Tokens):
 
 @cache
 def undisturbed() -> Outcome:
-    """The same job on one plain process."""
+    """One plain process with this job."""
     return train(1, steps=STEPS, microbatches=4)
 
 
@@ -60,7 +60,7 @@ def trainer(
 
 
 class Held:
-    """A run whose first worker waits in the data of a step until it is let go: it is asked in its middle."""
+    """A run whose first worker waits in the data of a step until the test releases it: requests come in its middle."""
 
     def __init__(self, trainer: rs.ElasticTrainer, step: int, folder: Path) -> None:
         self._let_go = folder / "ready-worker99"
@@ -70,7 +70,7 @@ class Held:
         wait_for_step(self.run, step - 1)
 
     def go_on(self) -> None:
-        """Let the worker go, once the driver has heard all that was asked so far."""
+        """Release the worker, once the driver has received all requests so far."""
         self.run.remark("heard", {"step": 0})
         wait_for(self.run, "heard")
         self.let_go()
@@ -140,7 +140,7 @@ def test_a_fork_with_a_copy_trains_to_the_same_bits_without_its_parent(tmp_path:
 
 
 @pytest.mark.procs
-def test_a_run_that_is_driven_elsewhere_is_told_from_storage_and_cannot_be_asked(tmp_path: Path) -> None:
+def test_a_run_that_is_driven_elsewhere_is_known_from_storage_and_takes_no_requests(tmp_path: Path) -> None:
     held = Held(trainer(tmp_path), 2, tmp_path)
     run = held.run
     stored = StoredRun("asked", run.url)
@@ -172,7 +172,7 @@ def test_a_run_that_is_driven_elsewhere_is_told_from_storage_and_cannot_be_asked
         stored.wait(WAIT_S)
 
 
-def test_wrong_values_are_refused_before_anybody_is_asked(tmp_path: Path) -> None:
+def test_wrong_values_are_refused_before_anything_is_requested(tmp_path: Path) -> None:
     run = StoredRun("asked", str(tmp_path))
     with pytest.raises(ConfigError, match=r"Run.resize: workers=0: give a whole number of 1 or more"):
         run.resize(0)
@@ -222,7 +222,7 @@ def test_a_learning_rate_is_changed_and_a_run_goes_back(tmp_path: Path) -> None:
         run.rewind(3)
     run.set_learning_rate(0.5)
     wait_for(run, "learning_rate")
-    run.rewind(2)  # what was asked for since is undone with it
+    run.rewind(2)  # later requests are undone with it
     assert run.wait(WAIT_S).fingerprint == undisturbed().fingerprint
     assert [entry["from_step"] <= STEPS for entry in recorded(run, "learning_rate")] == [True]
 

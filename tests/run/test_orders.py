@@ -1,4 +1,4 @@
-"""What a driver of its own is given: the run's specification."""
+"""The input of a separate driver: the run's specification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A removed run is gone, nobody that needs it is hurt, and what is left in between is not taken for a run."""
+"""A removed run no longer exists, its forks keep what they need, and a half removed run is not taken for a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures for tests on a real S3 server, for every folder of tests. What uses them is marked `s3`.
+"""Fixtures for tests on a real S3 server, for every folder of tests. Tests that use them are marked `s3`.
 
 RAYSHARDED_TEST_S3=http://host:port names a server that runs already (access key `test`, secret `testsecret`); without
 it one is started, once per test run.
@@ -22,7 +22,7 @@ TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultyS3:
-    """The same place twice: through a proxy that can be told to misbehave, and directly."""
+    """One place with two addresses: through a proxy that can misbehave on request, and direct."""
 
     url: str
     direct_url: str
@@ -42,7 +42,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def s3_bucket(s3_server: S3Server) -> str:
-    """A new bucket on it."""
+    """A new bucket on the server."""
     import boto3
 
     name = f"tests-{secrets.token_hex(6)}"
@@ -71,7 +71,7 @@ def s3_credentials(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def s3_url(s3_server: S3Server, s3_bucket: str, s3_credentials: None) -> Iterator[str]:
-    """The URL of a storage on the server that nothing is in; what is put there is removed at the end."""
+    """The URL of an empty storage on the server; its contents are removed at the end."""
     from raysharded.checkpoint import open_storage
 
     url = f"s3://{s3_bucket}/{secrets.token_hex(6)}/run?endpoint_url={s3_server.endpoint_url}"
@@ -83,7 +83,7 @@ def s3_url(s3_server: S3Server, s3_bucket: str, s3_credentials: None) -> Iterato
 
 @pytest.fixture
 def faulty_s3(s3_server: S3Server, s3_url: str) -> Iterator[FaultyS3]:
-    """A storage that nothing is in, behind a proxy of its own."""
+    """An empty storage, behind a separate proxy."""
     path = s3_url.partition("?")[0]
     with FaultyProxy(s3_server.endpoint_url) as proxy:
         url = f"{path}?endpoint_url={proxy.endpoint_url}&timeout_s={TIMEOUT_S:g}"

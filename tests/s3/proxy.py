@@ -1,11 +1,11 @@
-"""A loopback HTTP proxy in front of an S3 server, which does to chosen requests what networks and servers do.
+"""A loopback HTTP proxy in front of an S3 server; it inflicts the faults of networks and servers on chosen requests.
 
     with FaultyProxy(server.endpoint_url) as proxy:
         lost = proxy.inject(LoseReply(), on="CompleteMultipartUpload")
         ...                                     # uses proxy.endpoint_url
         assert lost.fired == 1
 
-Requests and answers are held whole. What is not chosen passes unchanged, in any number of connections.
+Requests and answers are held whole. All other requests pass unchanged, in any number of connections.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Request:
 
     @property
     def operation(self) -> str:
-        """S3's name for it."""
+        """S3's name for the request."""
         query = parse_qs(urlsplit(self.target).query, keep_blank_values=True)
         in_bucket = urlsplit(self.target).path.strip("/").count("/") == 0
         if "uploads" in query:
@@ -58,7 +58,7 @@ class Reply:
     body: bytes
 
     def encoded_head(self, length: int | None = None) -> bytes:
-        """With `length` instead of the true Content-Length, if given."""
+        """The head, with `length` instead of the true Content-Length, if given."""
         head = dict(self.head) | ({} if length is None else {"Content-Length": str(length)})
         lines = [f"HTTP/1.1 {self.status} {http.client.responses.get(self.status, 'Other')}"]
         return ("\r\n".join([*lines, *(f"{name}: {value}" for name, value in head.items())]) + "\r\n\r\n").encode()
@@ -66,16 +66,16 @@ class Reply:
 
 @dataclass(slots=True)
 class Exchange:
-    """One request, and what can be done about it."""
+    """One request, and the possible reactions to it."""
 
     request: Request
     server_url: str
     client: socket.socket
     closing: threading.Event
-    """Set when the proxy is closed: how long a stall lasts."""
+    """Set when the proxy is closed: until then a stall lasts."""
 
     def forward(self) -> Reply:
-        """Lets the server do it."""
+        """Let the server answer it."""
         return forward(self.request, self.server_url)
 
     def send(self, reply: Reply) -> None:
@@ -97,7 +97,7 @@ class Fault(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """An error instead of doing it."""
+    """An error instead of the operation."""
 
     status: int
     code: str
@@ -221,7 +221,7 @@ class Change:
 
 @dataclass(slots=True)
 class Injected:
-    """A fault in place. `fired` counts how often it was met."""
+    """A fault in place. `fired` counts the requests that met it."""
 
     fault: Fault
     when: Callable[[Request], bool]
@@ -235,9 +235,9 @@ class FaultyProxy:
 
     upstream: str
     requests: list[Request] = field(default_factory=list)
-    """All that came, without their bodies."""
+    """All requests so far, without their bodies."""
     num_connections: int = 0
-    """All that were opened."""
+    """Number of connections so far."""
     _faults: list[Injected] = field(default_factory=list)
     _listener: socket.socket = field(default_factory=socket.socket)
     _connections: set[socket.socket] = field(default_factory=set)
@@ -277,7 +277,7 @@ class FaultyProxy:
         return injected
 
     def count(self, operation: str) -> int:
-        """How many such requests came so far."""
+        """Number of such requests so far."""
         with self._lock:
             return sum(request.operation == operation for request in self.requests)
 

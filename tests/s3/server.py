@@ -1,8 +1,8 @@
 """A real S3 server for tests: Ceph's radosgw on loopback, with one monitor and one object store below it.
 
 The programs are Debian's. They are downloaded once and unpacked into a cache folder, so that nothing is installed on
-the machine. A server lives in a folder of its own, on ports of its own, until its context ends; its processes end
-with the thread that started them, also when that is killed.
+the machine. A server has a separate folder and separate ports, until its context ends. Its processes end with the
+thread that started them, also when that is killed.
 
 By hand: `python -m tests.s3.server` prints the endpoint and serves until it is interrupted.
 """
@@ -31,12 +31,12 @@ STOP_TIMEOUT_S = 5.0
 
 
 class ServerFailed(Exception):
-    """The server could not be had; the message says why."""
+    """The server is not available; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class S3Server:
-    """Where it is, and who may use it."""
+    """Address and credentials of a server."""
 
     endpoint_url: str
     access_key: str = "test"
@@ -101,7 +101,7 @@ def _unusable(root: Path) -> str:
 
 
 def _download(packages: Path) -> None:
-    """The packages and what they need and this machine lacks."""
+    """Download the packages, and their dependencies that this machine lacks."""
     shutil.rmtree(packages, ignore_errors=True)
     (packages / "partial").mkdir(parents=True)
     here = ["-o", f"Dir::Cache::archives={packages}", "-o", "APT::Sandbox::User=root"]
@@ -150,7 +150,7 @@ def _free_port() -> int:
 
 @dataclass(kw_only=True, slots=True)
 class _Start:
-    """The steps to a running server; what was started is ended by the stack."""
+    """The steps to a running server; the stack ends the started processes."""
 
     root: Path
     folder: Path
@@ -203,7 +203,7 @@ class _Start:
         return process
 
     def _ceph(self, *words: str) -> str:
-        """A command to the monitor. `ceph` is a script for Debian's own Python."""
+        """Send a command to the monitor. `ceph` is a script for Debian's own Python."""
         unpacked = self.root / "usr/bin/python3"
         python = str(unpacked if unpacked.exists() else "/usr/bin/python3")
         return self._do(python, str(self.root / "usr/bin/ceph"), *words)
@@ -220,7 +220,7 @@ class _Start:
         return done.stdout
 
     def _spawn(self, program: str, *words: str) -> subprocess.Popen[bytes]:
-        """A process that stays, and gets SIGKILL when the thread that starts it ends."""
+        """Start a process that stays, and gets SIGKILL when the thread that starts it ends."""
         output = self.stack.enter_context((self.folder / f"{program}.out").open("wb"))
         command = ["setpriv", "--pdeathsig", "KILL", program, "-c", str(self.folder / "ceph.conf"), "-f", *words]
         process = subprocess.Popen(
@@ -236,7 +236,7 @@ class _Start:
                 state = "still runs" if process.returncode is None else f"ended with {process.returncode}"
                 outputs = "\n".join(path.read_text(errors="replace")[-1500:] for path in self.folder.glob("*.out"))
                 raise ServerFailed(f"waited in vain until {what}; the process {state}:\n{outputs}")
-            time.sleep(0.05)  # another process is waited for, which does not tell
+            time.sleep(0.05)  # waits for another process, which sends no notice
 
     def _configuration(self, cluster: str, monitor: int, gateway: int) -> str:
         folder, libraries = self.folder, self.root / f"usr/lib/{os.uname().machine}-linux-gnu"
@@ -297,7 +297,7 @@ def _listens(port: int) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Nothing that it stores is needed again: it gets a moment to end by itself."""
+    """End a process whose data is not needed again: it gets a moment to end by itself."""
     process.terminate()
     try:
         process.wait(STOP_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What networks and servers do to requests is retried or reported: never a torn object, never a hang.
+"""Faults of networks and servers at requests are retried or reported: never a torn object, never a hang.
 
 Through a proxy in front of a real server; a storage's timeout is 2 s there. Every fault is proven to have fired.
 """
@@ -62,7 +62,7 @@ UPLOAD = ("CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload")
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The waits between attempts are tested elsewhere."""
+    """Shorten the waits between attempts, which are tested elsewhere."""
     monkeypatch.setattr(retry, "MAX_WAIT_S", 0.01)
 
 
@@ -78,7 +78,7 @@ def _named(fault: Fault) -> str:
 
 
 def _often(fault: Fault) -> int:
-    """Twice in a row; once where each time is a time-out that is waited for."""
+    """Number of times in a row: two; one where each time costs a time-out."""
     return 1 if isinstance(fault, Stall) or fault == CutBody(then="stall") else 2
 
 
@@ -165,7 +165,7 @@ def test_sizes_deletions_and_clean_ups_outlast_what_passes(storage: Storage, fau
 
 
 @pytest.mark.parametrize("fault", [*PASSING, *LOST, Refuse(409, "ConditionalRequestConflict")], ids=_named)
-def test_a_claim_is_won_once_whatever_happens_to_its_reply(storage: Storage, faulty_s3: FaultyS3, fault: Fault) -> None:
+def test_a_claim_is_won_once_with_any_fate_of_its_reply(storage: Storage, faulty_s3: FaultyS3, fault: Fault) -> None:
     storage.put_if_absent("claims/0", b"")  # the server is probed
     injected = faulty_s3.proxy.inject(fault, on="PutObject")
     assert storage.put_if_absent("claims/1", b"mine") is True
@@ -226,7 +226,7 @@ def test_a_server_that_refuses_checksums_gets_none(storage: Storage, faulty_s3: 
     assert storage.retries == 0
 
 
-def test_a_server_says_which_bytes_it_received(storage: Storage, faulty_s3: FaultyS3) -> None:
+def test_a_server_confirms_the_bytes_it_received(storage: Storage, faulty_s3: FaultyS3) -> None:
     def received_others(request: Request, reply: Reply) -> Reply:
         return Reply(status=reply.status, head=[*reply.head, ("x-amz-checksum-crc32", "AAAAAA==")], body=reply.body)
 
@@ -339,7 +339,7 @@ def test_a_server_that_does_not_answer_is_an_error_within_a_bounded_time(
     assert time.monotonic() - begun < 3.0 + 2 * 2.0 + 2.0
 
 
-def test_a_server_that_is_gone_is_an_error_that_names_it(s3_credentials: None) -> None:
+def test_a_lost_server_is_an_error_that_names_it(s3_credentials: None) -> None:
     storage = open_storage("s3://bucket/run?endpoint_url=http://127.0.0.1:1&timeout_s=2")
     with pytest.raises(StorageError, match=r"127\.0\.0\.1:1.*Check that the server runs"):
         storage.read("a")
@@ -380,7 +380,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_not_mixed(faulty_s3: Fau
 def test_a_flipped_byte_that_no_one_noticed_is_the_digests_business(
     storage: Storage, faulty_s3: FaultyS3, size: int
 ) -> None:
-    """This server gives no checksums back: what changes on the way down is found by the checkpoint's own digests."""
+    """This server gives no checksums back: the checkpoint's own digests find changes on the way down."""
     open_storage(faulty_s3.direct_url).write("a", [LARGE[:size]])
     injected = faulty_s3.proxy.inject(FlipByte(at=7), on="GetObject")
     out = bytearray(size)

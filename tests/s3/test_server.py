@@ -23,7 +23,7 @@ DEADLINE_S = 30.0
 
 
 def _alive(pid: int) -> bool:
-    """A zombie is not: whoever inherited it may be slow to notice."""
+    """True for a living process, but not for a zombie: its parent may be slow to notice."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):

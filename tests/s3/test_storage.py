@@ -1,4 +1,4 @@
-"""S3's own: parts, memory, dead writers, neighbours, processes. What every storage promises is tested elsewhere."""
+"""Behaviour of S3 alone: parts, memory, dead writers, neighbours, processes. Other folders test the common promises."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_connections_are_used_again(faulty_s3: FaultyS3) -> None:
     assert faulty_s3.proxy.num_connections == 1
 
 
-def test_a_write_holds_a_few_parts_whatever_its_size(s3_url: str) -> None:
+def test_a_write_holds_a_few_parts_at_any_size(s3_url: str) -> None:
     """200 MB; and the parts may be one buffer that is filled again and again."""
     storage = open_storage(s3_url)
     storage.write("warm", [DATA])
@@ -146,7 +146,7 @@ def test_a_killed_writer_leaves_nothing_under_the_key_and_an_upload_that_is_foun
     assert storage.unfinished() == []
 
 
-def test_a_writer_whose_upload_is_discarded_fails_and_says_so(s3_url: str) -> None:
+def test_a_writer_whose_upload_is_discarded_fails_with_the_reason(s3_url: str) -> None:
     storage = open_storage(s3_url)
 
     def parts() -> Iterator[bytes]:
@@ -207,7 +207,7 @@ assert storage.read("child") == storage.read("after") == data
 """
 
 
-def test_a_forked_process_has_connections_of_its_own(s3_url: str) -> None:
+def test_a_forked_process_has_separate_connections(s3_url: str) -> None:
     subprocess.run([sys.executable, "-c", _FORKS, s3_url], check=True, cwd=ROOT, timeout=60)
 
 
@@ -279,11 +279,11 @@ def _slow_clock(patch: pytest.MonkeyPatch) -> None:
         (_slow_clock, "RequestTimeTooSkewed.*clock differs"),
     ],
 )
-def test_what_is_wrong_with_the_credentials_or_the_clock_is_said_though_the_first_request_is_a_head(
+def test_what_is_wrong_with_the_credentials_or_the_clock_is_reported_though_the_first_request_is_a_head(
     s3_url: str, break_it: Callable[[pytest.MonkeyPatch], None], said: str
 ) -> None:
     open_storage(s3_url).write("c/manifest.json", [b"{}"])
-    url = f"{s3_url}&timeout_s=100.{secrets.randbelow(10**9)}"  # a connection of its own
+    url = f"{s3_url}&timeout_s=100.{secrets.randbelow(10**9)}"  # a separate connection
     with pytest.MonkeyPatch.context() as patch:
         break_it(patch)
         storage = open_storage(url)

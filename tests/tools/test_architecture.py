@@ -1,4 +1,4 @@
-"""docs/architecture.md shows the packages and modules that there are."""
+"""docs/architecture.md shows the existing packages and modules."""
 
 from __future__ import annotations
 

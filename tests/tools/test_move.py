@@ -48,7 +48,7 @@ def test_imports_strings_and_comments_name_the_new_module(before: str, after: st
     assert rewritten(before) == after
 
 
-def test_uses_of_a_module_follow_its_name_but_for_what_a_function_has_of_its_own() -> None:
+def test_uses_of_a_module_follow_its_name_but_for_local_names_of_a_function() -> None:
     found = rewritten(
         """
         from raysharded.driver import losing
@@ -111,7 +111,7 @@ def test_files_are_moved_into_packages_that_have_the_name_of_one_of_them(tmp_pat
     assert (tmp_path / "README.md").read_text() == "See `raysharded/driver.py`.\n"
 
 
-def test_every_module_in_the_map_is_where_the_map_says_before_or_after_the_move() -> None:
+def test_every_module_in_the_map_is_in_its_place_before_or_after_the_move() -> None:
     plan, modules = read(FILE.read_text(encoding="utf-8")), modules_in(ROOT).keys()
     before = [old for old in plan.moves if old not in modules]
     after = [new for new in plan.moves.values() if new not in modules]

@@ -1,4 +1,4 @@
-"""Tasks that torch refuses in words of its own, and such as it refused before: see `test_task_errors.py`."""
+"""Tasks that torch refuses with its own messages, and tasks that it used to refuse: see `test_task_errors.py`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class Regression(rs.Task):
-    """The squares of what a model gives, by SGD."""
+    """The squared outputs of a model, trained by SGD."""
 
     def build_model(self) -> nn.Module:
         return Net()
@@ -46,7 +46,7 @@ class Regression(rs.Task):
 
 
 def rows() -> list[torch.Tensor]:
-    """Samples of the width."""
+    """Samples as wide as the model."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(WIDTH, generator=generator) for _ in range(32)]
 
@@ -126,7 +126,7 @@ class TwoBackwards(Regression):
 
 
 class RetainedBackward(Regression):
-    """Calls backward itself, and returns what it was called on."""
+    """Calls backward itself, and returns the same loss."""
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = model(batch).square().mean()
@@ -150,7 +150,7 @@ class AllMuon(Regression):
 
 
 class Bare:
-    """An object of a class of its own."""
+    """An object of a plain class."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden

@@ -1,4 +1,4 @@
-"""Runs a tiny GPT with the real driver and real worker processes, and gives back every number it reported."""
+"""Trains a tiny GPT with the real driver and real worker processes; returns every number that it reported."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Tokens:
 
 @cache
 def samples() -> list[Any]:
-    """Those of `Tokens()`. A list is read in a thread of the worker, and a dataset of one's own in a process, which
+    """The samples of `Tokens()`. A thread of the worker reads a list; a custom dataset is read in a process, which
     takes as long to start as a step."""
     tokens = Tokens()
     return [tokens[index] for index in range(len(tokens))]
@@ -130,10 +130,10 @@ def samples() -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a run gave. `numbers` and `fingerprint` must not depend on the number of workers."""
+    """The results of a run. `numbers` and `fingerprint` must not depend on the number of workers."""
 
     numbers: tuple[Mapping[str, Any], ...]
-    """Of every step: loss, weight, gradient_norm, lr, digest, reads, and metrics and evaluation if there are any."""
+    """Per step: loss, weight, gradient_norm, lr, digest, reads, and metrics and evaluation if there are any."""
     fingerprint: str | None
     entries: tuple[tuple[str, Mapping[str, Any]], ...]
     """The journal as (kind, fields)."""
@@ -144,12 +144,12 @@ class Outcome:
         return repr(self.numbers), self.fingerprint
 
     def of(self, kind: str) -> list[Mapping[str, Any]]:
-        """The journal's entries of a kind."""
+        """Fields of the journal's entries of a kind."""
         return [fields for found, fields in self.entries if found == kind]
 
     @property
     def losses(self) -> list[float]:
-        """By step."""
+        """The losses by step."""
         return [numbers["loss"] for numbers in self.numbers]
 
 
@@ -194,9 +194,9 @@ def train(
     prepare: Callable[[], None] | None = None,
 ) -> Outcome:
     """Train from the start with so many workers, in groups of `shards` if that is given and of not fewer than
-    `least_shards`, with a tensor parallel degree of `tensor`; raises what the run failed with. `nodes`: a letter for
-    the node that each worker believes to be on. `prepare`: what every worker's process does first, if it believes
-    nothing.
+    `least_shards`, with a tensor parallel degree of `tensor`; raises the error that the run failed with. `nodes`: a
+    letter for the node that each worker believes to be on. `prepare`: called first in every worker's process, if
+    `nodes` is not given.
 
     `kills`: (worker, step, phase) of every worker to kill; `faults`: others; that all of them strike is checked.
     `losses`: the workers that may be lost besides those.
@@ -244,12 +244,12 @@ def train(
 
 
 def believe_to_be_on(node: str) -> None:
-    """In a worker's process."""
+    """Give the process of a worker the name of its node."""
     patches.replace(environment, "node_id", lambda: node)
 
 
 def log_into(file: str) -> None:
-    """In a worker's process: what it logs goes into this file, too."""
+    """In a worker's process: also log into this file."""
     logging.getLogger("raysharded.worker").addHandler(logging.FileHandler(file))
 
 
@@ -299,7 +299,7 @@ def grouped(job: Job, shards: int | None, least_shards: int | None = None, tenso
 
 
 def make_limits(job: Job, workers: int, **limits: Any) -> DriverConfig:
-    """Of a run with so many workers that tolerates nothing, but for what `limits` say."""
+    """Limits of a run with so many workers that tolerates nothing, except for the fields of `limits`."""
     defaults: dict[str, Any] = {
         "min_workers": workers,
         "max_workers": workers,
@@ -309,7 +309,7 @@ def make_limits(job: Job, workers: int, **limits: Any) -> DriverConfig:
         "parity": parity_of(job.engine.redundancy),
         "save_at_end": True,
         "start_timeout_s": 60.0,
-        "hang_timeout_s": 60.0,  # of a busy machine; tests of hangs give theirs
+        "hang_timeout_s": 60.0,  # enough on a busy machine; tests of hangs set theirs
         "replacement_wait_s": 0.0,
         "prepare_within_s": 20.0,
         "max_worker_losses": 0,
@@ -336,7 +336,7 @@ def make_driver(
     prepare: Mapping[WorkerId, Callable[[], None]] | None = None,
 ) -> Driver:
     """The driver of a run whose workers are processes; `storage`: the driver's own view of the run's folder; `prepare`:
-    what a worker's process does first."""
+    called first in a worker's process."""
     files = RunFiles(
         name=job.run_name,
         storage=storage or open_storage(job.run_url),

@@ -14,7 +14,7 @@ class LlamaTask(NextToken):
 
 
 class WideLlama(NextToken):
-    """With weights large enough that what is read of a checkpoint beside them does not count."""
+    """With weights large enough that other reads of a checkpoint do not count."""
 
     def __init__(self) -> None:
         super().__init__(VOCABULARY, width=384, layers=1, heads=12, kv_heads=12)

@@ -1,4 +1,4 @@
-"""What torch 2.9 did, on today's torch: an all-gather reads memory that the optimizer does not write to."""
+"""The behaviour of torch 2.9, on today's torch: an all-gather reads memory that the optimizer does not write to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pad_again() -> None:
 
 
 class PadsAgain(GptTask):
-    """The GPT of the harness, in such a process."""
+    """The GPT of the harness, in a process with the behaviour of torch 2.9."""
 
     def build_model(self) -> nn.Module:
         pad_again()
@@ -34,7 +34,7 @@ class PadsAgain(GptTask):
 
 
 class PadsAgainUnseen(ByteGPT):
-    """The demo's GPT, in such a process, whose engine does not look."""
+    """The demo's GPT, in such a process, whose engine does not check."""
 
     def build_model(self) -> nn.Module:
         pad_again()

@@ -1,10 +1,10 @@
-"""Programs that use the rules of `raysharded.numerics`, and the bits that they give: here, or with an older raysharded.
+"""Programs that use the rules of `raysharded.numerics`, and their bits: here, or with an older raysharded.
 
     PYTHONPATH=<another raysharded> python tests/training/rule_tasks.py FOLDER quick|compiled
 
-trains them in the folder and prints as JSON what they gave. What is compared of a program is what its rule decides, and
-each is as insensitive to the other rules as it can be: weights that nobody draws, samples that are all the same, sums
-that are exact in any order.
+trains them in the folder and prints their results as JSON. Of each program only the numbers that its rule decides are
+compared. Each is as insensitive to the other rules as it can be: weights that nobody draws, samples that are all the
+same, sums that are exact in any order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Bits = dict[str, Any]
 
 
 class Line(nn.Module):
-    """A weight that nobody draws."""
+    """A weight that is not drawn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Line(nn.Module):
 
 
 class Samples:
-    """Integers that tell samples apart; or the same ones for all."""
+    """Integers that differ from sample to sample; or the same ones for all."""
 
     def __init__(self, num_samples: int, *, alike: bool = False) -> None:
         self._num_samples, self._alike = num_samples, alike
@@ -72,7 +72,7 @@ class _Task(rs.Task):
 
 
 class Still(_Task):
-    """Nothing moves: what is read, and drawn at the start, is all."""
+    """Nothing moves: only the samples read, and the draws at the start, matter."""
 
     lr = 0.0
 
@@ -107,7 +107,7 @@ def _normal(module: nn.Module, generator: torch.Generator) -> None:
 
 
 class BuiltByModule(Still):
-    """The same, a module at a time; the buffer is none that is drawn."""
+    """`Still`, drawn a module at a time; the buffer is not drawn."""
 
     init_weights = staticmethod(_normal)
 
@@ -189,13 +189,13 @@ class Numbers(_Task):
         return rs.warmup_cosine(step, warmup_steps=2, total_steps=10)
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
-        counts, uneven = batch[:, 0] > -6, (batch.double() * 0.1).sin()  # which no gradient is of
+        counts, uneven = batch[:, 0] > -6, (batch.double() * 0.1).sin()  # no gradient is taken of these
         total = (model(batch) * counts[:, None]).sum() + uneven.sum()
         return rs.Loss(total, counts.sum(), {"mean": (uneven.sum(), uneven.numel()), "largest": (batch.max(), 1)})
 
 
 class Plain(_Task):
-    """Numbers that are no tensors and that float32 does not have, and rates in float32."""
+    """Numbers that are not tensors and that float32 does not have, and rates in float32."""
 
     def lr_scale(self, step: int) -> float:
         return np.float32(0.1 * step)  # type: ignore[return-value]  # as schedules that NumPy made give them
@@ -229,7 +229,7 @@ class Parts(nn.Module):
 
 
 class Unused(_Task):
-    """Weight decay and moments tell a gradient of zeros from none."""
+    """Weight decay and moments distinguish a gradient of zeros from none."""
 
     def build_model(self) -> nn.Module:
         return Parts()
@@ -257,7 +257,7 @@ class Deep(nn.Module):
 
 
 class Everything(Numbers):
-    """All rules at once, as a program of life has them."""
+    """All rules at once, as in a real program."""
 
     def build_model(self) -> nn.Module:
         return Deep()
@@ -272,12 +272,12 @@ class Everything(Numbers):
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A task with its settings, and what of its bits its rules decide."""
+    """A task with its settings, and the numbers that its rules decide."""
 
     rules: tuple[str, ...]
     task: rs.Task
     compared: tuple[str, ...]
-    """Of the journal's steps; `fingerprint`: of the final state."""
+    """Fields of the journal's steps; `fingerprint`: of the final state."""
     workers: int = 2
     steps: int = 2
     microbatches: int = 5
@@ -328,7 +328,7 @@ COMPILED: dict[str, Program] = {
         rules=("compile",), task=Everything(), compared=("loss", *_STATE), workers=1, engine={"compile": True}
     )
 }
-"""Which takes a compiler, and its time."""
+"""Programs that need a compiler, and its time."""
 RESUMED = Program(
     rules=("build", "draws", "modes", "numbers", "order", "reduce"),
     task=Everything(),
@@ -336,7 +336,7 @@ RESUMED = Program(
     steps=4,
     evaluates=True,
 )
-"""The one that is gone on with."""
+"""The program that is resumed."""
 STOPPED_AFTER = 2
 
 
@@ -354,7 +354,7 @@ def trainer_of(name: str, program: Program, folder: str, *, steps: int | None = 
 
 
 def bits_of(trainer: rs.ElasticTrainer, compared: Sequence[str]) -> Bits:
-    """What a program gives when it is trained to its end: name -> by step, as JSON has it."""
+    """The numbers of a program that is trained to its end: name -> by step, as JSON has it."""
     steps: dict[int, Mapping[str, Any]] = {}
 
     def listen(kind: str, fields: dict[str, Any]) -> None:

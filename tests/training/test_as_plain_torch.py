@@ -1,4 +1,4 @@
-"""Programs of the kinds that FSDP2 alone does not take: equal at every size, and what plain torch makes of them."""
+"""Programs that FSDP2 alone does not accept: equal at every size, and equal to plain torch."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Stages(Regression):
 
 
 class Scalars(Regression):
-    """A scalar that the loss reads beside the model's forward, one that units share, one in each unit, one that is
-    used by some microbatches alone, and a frozen one; with a gradient hook, weight decay and moments."""
+    """A scalar that the loss reads outside of the model's forward, one that units share, one in each unit, one that
+    only some microbatches use, and a frozen one; with a gradient hook, weight decay and moments."""
 
     class Block(nn.Module):
         def __init__(self, shared: nn.Parameter) -> None:
@@ -148,7 +148,7 @@ class ChannelsLast(Regression):
 
 
 class Adversarial(Regression):
-    """Asks for the input's gradient first, and trains on what that moved."""
+    """Computes the input's gradient first, and trains on the input that it moved."""
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         x = batch.clone().requires_grad_(True)
@@ -273,7 +273,7 @@ BESIDE = ("temperature", "sometimes", "frozen")
 
 
 class Replicated(Scalars):
-    """A unit that every worker has whole beside."""
+    """A unit that every worker also has whole."""
 
     def strategy(self, name: str, module: nn.Module) -> Strategy | None:
         return "replicate" if name == "layers.0" else None
@@ -285,7 +285,7 @@ def test_a_unit_may_be_replicated_beside_scalars(world_size: int) -> None:
 
 
 class Parallel(LlamaTask):
-    """Scalars beside weights that are cut, one of which the loss reads."""
+    """Scalars together with weights that are cut; the loss reads one scalar."""
 
     def build_model(self) -> nn.Module:
         model = super().build_model()

@@ -36,7 +36,7 @@ def audited(every_steps: int = 2, **engine: Any) -> rs.EngineConfig:
 
 
 def audited_alone() -> rs.EngineConfig:
-    """Every step, and the first one is not proven before."""
+    """Audit every step, without a proof of the first one."""
     return audited(1, prove_first_step=False)
 
 
@@ -98,7 +98,7 @@ def corrupt(worker: int, step: int, *, every: bool = False) -> Fault:
 def test_a_worker_that_computes_wrong_numbers_once_is_found_removed_and_changes_no_bit(
     workers: int, accumulation: Any
 ) -> None:
-    culprit = workers - 1 if workers < 5 else 3  # of five workers, the last has no microbatch of its own
+    culprit = workers - 1 if workers < 5 else 3  # the last of five workers computes no microbatch
     outcome = with_corruption(workers, corrupt(culprit, 4), accumulation=accumulation)
     (corruption,) = outcome.of("corruption")
     assert (corruption["step"], corruption["what"], corruption["culprits"]) == (4, "gradient", [culprit])
@@ -116,7 +116,7 @@ def test_a_worker_that_computes_wrong_numbers_always_is_outvoted_and_what_it_spo
     assert corruption["culprits"] == [1]
     assert corruption["verified_step"] == 2
     after = outcome.of("generation")[1]
-    assert after["source"] in ("checkpoint", "start")  # which were written in time
+    assert after["source"] in ("checkpoint", "start")  # these were written in time
     assert after["step"] <= 2
     assert outcome.bits == undisturbed().bits
 

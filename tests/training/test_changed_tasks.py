@@ -1,4 +1,4 @@
-"""A run goes on with another task, resumed or after a kill: rightly where that has a meaning, or it is refused."""
+"""A run continues with another task, resumed or after a kill: correctly where that is possible, or it is refused."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.training.harness import Collector, log_into, make_driver, make_job, m
 
 WIDTH, MICROBATCHES, SEED = 4, 3, 5
 LAST_BEFORE, STEPS = 3, 5
-"""The last step of the one task, and all steps."""
+"""The last step of the first task, and all steps."""
 
 
 class Net(nn.Module):
-    """Perhaps with a layer more, of fewer rows than there are workers, and a buffer."""
+    """A net, perhaps with one layer more, of fewer rows than there are workers, and a buffer."""
 
     def __init__(self, *, more: bool = False) -> None:
         super().__init__()
@@ -66,12 +66,12 @@ def plain(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def fused(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Gives other bits on shards than on the whole."""
+    """An optimizer whose bits on shards differ from those on the whole."""
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1, fused=True)
 
 
 def grouped(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """The same in other groups, in another order."""
+    """AdamW with one group for each parameter, in reverse order."""
     return torch.optim.AdamW([{"params": [param]} for param in reversed(params)], lr=0.05, weight_decay=0.1)
 
 
@@ -102,7 +102,7 @@ KEEPS: Mapping[Make, tuple[str, ...]] = {
 
 
 class Variant:
-    """How a task is built: body frozen or not, in which dtype, with which optimizer."""
+    """One way to build a task: body frozen or not, in which dtype, with which optimizer."""
 
     def __init__(
         self, make: Make = adamw, *, frozen: bool = False, more: bool = False, dtype: torch.dtype = torch.float32
@@ -111,7 +111,7 @@ class Variant:
 
     @property
     def keeps(self) -> tuple[str, ...]:
-        """What the optimizer keeps of a parameter."""
+        """Names of the optimizer's state of a parameter."""
         return KEEPS[self._make]
 
     def model(self) -> nn.Module:
@@ -124,7 +124,7 @@ class Variant:
 
 
 class Changing(rs.Task):
-    """Is built as the one variant, and as the other once a file is there: the last step of the one makes it."""
+    """Is built as the first variant, and as the second once a file exists: the last step of the first one makes it."""
 
     def __init__(self, folder: Path, before: Variant, after: Variant) -> None:
         self._file, self._variants = folder / "changed", (before, after)
@@ -144,7 +144,7 @@ class Changing(rs.Task):
         return rs.Loss(each.sum(), len(batch))
 
     def lr_scale(self, step: int) -> float:
-        """Asked for when a step is applied."""
+        """Called when a step is applied."""
         if step >= LAST_BEFORE:
             self._file.touch()
         return 1.0
@@ -154,7 +154,7 @@ DATA = [torch.randn(WIDTH, generator=torch.Generator().manual_seed(index)) for i
 
 
 def in_plain_torch(before: Variant, after: Variant) -> list[float]:
-    """The losses. Weights go on, and of the optimizer's state what the other one keeps as well, if both count steps."""
+    """The losses. Weights are kept, and so is the optimizer's state that the second keeps too, if both count steps."""
     losses: list[float] = []
     model, optimizer = before.model(), before.optimizer(before.model())
     values: Mapping[str, Any] = before.model().state_dict()
@@ -195,7 +195,7 @@ def begun_and_resumed(url: str, before: Variant, after: Variant, log: Path, *, w
 
 
 def killed(folder: Path, before: Variant, after: Variant, log: Path) -> list[float]:
-    """The losses of a run in which the other task is what is there after a kill."""
+    """The losses of a run that has the second task after a kill."""
     found = train(
         3,
         task=Changing(folder, before, after),
@@ -292,7 +292,7 @@ def test_a_task_that_is_another_after_a_kill_trains_as_one_that_is_resumed(tmp_p
 
 @pytest.mark.procs
 @pytest.mark.parametrize("name", tried_each_time(["another dtype", "momentum, then AdamW"], REFUSED))
-def test_what_cannot_be_gone_on_with_is_refused_by_the_first_parameter(tmp_path: Path, name: str) -> None:
+def test_what_cannot_be_continued_is_refused_by_the_first_parameter(tmp_path: Path, name: str) -> None:
     before, after, message = REFUSED[name]
     with pytest.raises(CheckpointError, match=message):
         begun_and_resumed(f"{tmp_path}/run", before, after, tmp_path / "log")
@@ -332,7 +332,7 @@ def test_an_optimizer_that_is_another_after_a_kill_is_tried(tmp_path: Path) -> N
 
 
 class Anchored(torch.optim.SGD):
-    """Draws each parameter towards what it was at first, and never writes to that again."""
+    """Draws each parameter towards its first value, and never writes to that again."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in self.param_groups[0]["params"]:
@@ -342,7 +342,7 @@ class Anchored(torch.optim.SGD):
 
 
 class OfOnes(torch.optim.SGD):
-    """Keeps a momentum of gradients that are ones: of none that it is tried with."""
+    """Keeps a momentum of gradients that are all ones: no trial uses such gradients."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in self.param_groups[0]["params"]:

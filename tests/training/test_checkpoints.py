@@ -1,4 +1,4 @@
-"""Checkpoints of real worker processes: late, failing, damaged, asked for, on leaving; training is never disturbed."""
+"""Checkpoints of real workers: late, failing, damaged, requested, on leaving; training is never disturbed."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class SlowTokens(Tokens):
 
 
 class Storing(GptTask):
-    """In the workers, each part of a checkpoint waits for the file `go`, if there is a file `wait`; and it fails, if
-    there is a file `fail<step>`, which is used up by each worker once."""
+    """In the workers, each part of a checkpoint waits for the file `go`, if a file `wait` exists. It fails if a file
+    `fail<step>` exists, which each worker uses up once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -87,7 +87,7 @@ class Storing(GptTask):
 
 
 class Listening(Collector):
-    """Tells when an entry has come; does something then, once, in the driver's thread, before the next step is done."""
+    """Sets an event when an entry has come; calls `act` then, once, in the driver's thread, before the next step."""
 
     def __init__(self, at: Callable[[str, Mapping[str, Any]], bool] = lambda *_: False) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def fingerprint(state: State) -> str | None:
     return state.result_fingerprint
 
 
-def test_while_storage_is_slow_checkpoints_are_left_out_and_training_goes_on(tmp_path: Path) -> None:
+def test_while_storage_is_slow_checkpoints_are_left_out_and_training_continues(tmp_path: Path) -> None:
     (tmp_path / "wait").touch()
     job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=5, save_every=1)
     listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 3)
@@ -261,7 +261,7 @@ def acting(
     return driver.run(), listener
 
 
-def test_a_checkpoint_that_is_asked_for_is_of_the_next_step_and_changes_no_bit(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_requested_is_of_the_next_step_and_changes_no_bit(tmp_path: Path) -> None:
     job, drivers, asked = small_job(f"{tmp_path}/run", data=SlowTokens(), steps=6), [], []
 
     def ask(driver: Driver) -> None:
@@ -277,7 +277,7 @@ def test_a_checkpoint_that_is_asked_for_is_of_the_next_step_and_changes_no_bit(t
         drivers[0].checkpoint()
 
 
-def test_a_checkpoint_that_is_asked_for_and_fails_is_answered_with_the_reason(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_requested_and_fails_is_answered_with_the_reason(tmp_path: Path) -> None:
     for step in range(1, 6):
         (tmp_path / f"fail{step}").touch()
     job, asked = small_job(f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=6), []
@@ -302,7 +302,7 @@ def tell_to_leave(driver: Driver, rank: int) -> None:
     os.kill(driver.state.facts[driver.state.members[rank]].pid, signal.SIGTERM)
 
 
-def test_without_mirrors_a_worker_that_is_told_to_leave_leaves_after_a_checkpoint_and_the_others_go_on(
+def test_without_mirrors_a_worker_that_is_requested_to_leave_leaves_after_a_checkpoint_and_the_others_continue(
     tmp_path: Path,
 ) -> None:
     job = small_job(f"{tmp_path}/run", data=SlowTokens(), steps=9, engine=NO_MIRRORS)
@@ -314,7 +314,7 @@ def test_without_mirrors_a_worker_that_is_told_to_leave_leaves_after_a_checkpoin
     assert fingerprint(state) == undisturbed(9).fingerprint
 
 
-def test_a_worker_that_is_told_to_leave_stays_for_another_checkpoint_when_the_first_fails(tmp_path: Path) -> None:
+def test_a_worker_that_is_requested_to_leave_stays_for_another_checkpoint_when_the_first_fails(tmp_path: Path) -> None:
     for step in range(1, 5):
         (tmp_path / f"fail{step}").touch()
     job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=10_000, engine=NO_MIRRORS)
@@ -349,7 +349,7 @@ def test_the_last_step_is_reported_before_its_checkpoint_waits_for_the_one_befor
         running = pool.submit(driver.run)
         assert listener.reached.wait(WAIT_S)
         with pytest.raises(TimeoutError):
-            running.result(2 * limits.progress_timeout_s)  # longer than training may make no progress
+            running.result(2 * limits.progress_timeout_s)  # longer than training may be without progress
         (tmp_path / "go").touch()
         assert fingerprint(running.result(WAIT_S)) == undisturbed(4).fingerprint
     assert listener.of("worker_lost") == []
@@ -357,7 +357,7 @@ def test_the_last_step_is_reported_before_its_checkpoint_waits_for_the_one_befor
 
 
 class HangsInTheJournal:
-    """The driver's storage, whose journal hangs while it is told to."""
+    """The driver's storage, whose journal hangs while the test requests it."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -390,10 +390,10 @@ def test_a_run_that_must_end_soon_ends_in_time_though_its_storage_hangs(tmp_path
         took = time.monotonic() - told
     storage.may_go.set()
     assert took < 10.0  # and not as long as storage hangs
-    assert state.step > before  # training went on meanwhile
+    assert state.step > before  # training continued meanwhile
 
 
-def test_training_goes_on_while_the_journal_hangs_and_all_of_it_is_written_later(tmp_path: Path) -> None:
+def test_training_continues_while_the_journal_hangs_and_all_of_it_is_written_later(tmp_path: Path) -> None:
     job = small_job(f"{tmp_path}/run", steps=6, save_every=1)
     storage = HangsInTheJournal(open_storage(job.run_url))
     listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 6)
@@ -402,13 +402,13 @@ def test_training_goes_on_while_the_journal_hangs_and_all_of_it_is_written_later
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(driver.run)
         assert listener.reached.wait(WAIT_S)
-        assert listener.of("checkpoint") == []  # what is not on record is not committed
+        assert listener.of("checkpoint") == []  # a checkpoint that is not in the journal is not committed
         storage.may_go.set()
         assert fingerprint(running.result(WAIT_S)) == undisturbed(6).fingerprint
     assert [entry["step"] for entry in read(open_storage(job.run_url)) if entry["kind"] == "step"] == list(range(1, 7))
 
 
-def test_a_worker_that_is_told_to_leave_does_not_stay_longer_than_its_grace_period(tmp_path: Path) -> None:
+def test_a_worker_that_is_requested_to_leave_does_not_stay_longer_than_its_grace_period(tmp_path: Path) -> None:
     (tmp_path / "wait").touch()
     job = small_job(
         f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=6, grace_s=0.5, engine=NO_MIRRORS

@@ -1,4 +1,4 @@
-"""The task's own `collate`: samples of several lengths, draws of its own, collators that take keys out of samples."""
+"""The task's own `collate`: samples of several lengths, custom draws, collators that take keys out of samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLES = [{"tokens": torch.arange(3 + index % 4) * (index + 1) % VOCABULARY, "w
 
 
 class Ragged(rs.Task):
-    """Pads, masks tokens by what three generators say, and takes a key out of each sample, as stock collators do."""
+    """Pads, masks tokens by three generators, and takes a key out of each sample, as stock collators do."""
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY))

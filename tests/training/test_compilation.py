@@ -54,7 +54,7 @@ class Model(nn.Module):
 
 
 class ManyLengths(GptTask):
-    """Each microbatch is cut to a length that it says itself."""
+    """Each microbatch is cut to the length that it contains."""
 
     def build_model(self) -> nn.Module:
         return Model()
@@ -64,7 +64,7 @@ class ManyLengths(GptTask):
 
 
 def one_compiler() -> None:
-    """In a worker's process: or else each starts processes for it, which import torch."""
+    """In a worker's process: one thread compiles, or else each starts processes for it, which import torch."""
     from torch._inductor import config
 
     config.compile_threads = 1
@@ -74,7 +74,7 @@ SETTINGS: dict[str, Any] = {"task": ManyLengths(), "microbatches": 4, "engine": 
 
 
 def each_by_itself(made: Path) -> None:
-    """In a worker's process: a compiler that notes which graphs it is given."""
+    """In a worker's process: a compiler that records the graphs that it is given."""
     from torch._dynamo import lookup_backend
 
     def compiled(graph: Any, inputs: Any, **options: Any) -> Any:
@@ -117,7 +117,7 @@ def test_many_lengths_give_the_same_bits_at_every_size_and_after_a_loss() -> Non
 def test_more_shapes_than_the_limit_end_the_run_with_a_checkpoint_and_a_higher_one_changes_no_bit(
     tmp_path: Path,
 ) -> None:
-    prepare = partial(each_by_itself, tmp_path / "made")  # a compiler that takes little time
+    prepare = partial(each_by_itself, tmp_path / "made")  # a compiler that needs little time
 
     def drive(limit: int) -> str | None:
         engine = rs.EngineConfig(compile=True, max_compiled_shapes=limit)

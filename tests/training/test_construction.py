@@ -1,4 +1,4 @@
-"""What constructors draw and keep is the same on every worker, and for as long as a run lives."""
+"""Values that constructors draw and keep are the same on every worker, and for as long as a run lives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WIDTH = 8
 
 
 class Net(nn.Module):
-    """A few weights, and what the task's constructor gives it."""
+    """A few weights, and the values that the task's constructor gives it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,14 +57,14 @@ class Net(nn.Module):
 
 
 class Tables:
-    """An object of the task's own that holds a tensor."""
+    """A custom object that holds a tensor."""
 
     def __init__(self) -> None:
         self.low = [torch.rand(WIDTH)]
 
 
 class Drawn(Net):
-    """One of each kind of what a constructor may draw and keep."""
+    """One of each kind of value that a constructor may draw and keep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Drawn(Net):
 
 
 class NetTask(rs.Task):
-    """Trains a model that a function gives."""
+    """Trains the model that a function returns."""
 
     def __init__(self, make: Callable[[], nn.Module] = Net) -> None:
         self._make = make
@@ -106,7 +106,7 @@ class NetTask(rs.Task):
 
 
 def scramble() -> None:
-    """What a process that is not forked from the others' server has: generators that stand elsewhere."""
+    """Generators in other states, as in a process that is not forked from the others' server."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(os.getpid())
 
@@ -121,7 +121,7 @@ def alone() -> Outcome:
 
 
 class Seeded(Drawn):
-    """The same without what no seed decides, so that two runs can be compared."""
+    """`Drawn` without the values that no seed decides, so that two runs can be compared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_a_constructor_that_goes_another_way_in_each_process_is_refused_in_one_s
 
 
 class Unordered(Net):
-    """As one that goes through a set of names, whose order is that of hashes, which each process has its own."""
+    """Goes through a set of names, whose order is that of hashes, which differ from process to process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def test_a_tensor_without_memory_is_refused_by_name(keep: Any, path: str) -> Non
 
 
 HIDDEN: dict[int, torch.Tensor] = {}
-"""A global, which no walk through a model meets."""
+"""A global, which no walk through a model reaches."""
 
 
 def out_of_sight(module: nn.Module, kept: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -304,7 +304,7 @@ def test_what_needs_values_while_it_is_built_is_built_and_starts_as_unsharded(ma
         assert torch.equal(first[f"model.{name}"], param.detach())
 
 
-def test_a_build_with_memory_for_all_is_said_with_its_reason_and_size() -> None:
+def test_a_build_with_memory_for_all_is_reported_with_its_reason_and_size() -> None:
     remarks = build_units_of(NetTask(with_a_value_asked_for), rs.EngineConfig(), None).inventory.remarks
     (sentence,) = remarks.values()
     assert sentence.startswith("NetTask.build_model needs values of its parameters while it runs (RuntimeError: ")
@@ -417,7 +417,7 @@ def test_generators_of_the_process_are_where_they_were_after_a_build() -> None:
 
 
 def with_a_layer_or_without() -> Net:
-    """The build that gives the first weights has memory, and the others have none: what decides is random in a run."""
+    """The build that gives the first weights has memory, and the others have none: a real cause would be random."""
     net = Net()
     if not net.head.weight.is_meta:
         net.more = nn.Linear(WIDTH, WIDTH)
@@ -434,7 +434,7 @@ def test_a_constructor_that_makes_other_layers_each_time_is_refused_by_name() ->
 
 
 def trained(url: str, task: rs.Task, steps: int, workers: int = 1, *, seed: int = 5, **limits: Any) -> State:
-    """A run of so many steps, gone on with where it was."""
+    """A run of so many steps, resumed where it was."""
     job = make_job(url, task=task, microbatches=3, steps=steps)
     job = replace(job, batch=replace(job.batch, seed=seed))
     driver = make_driver(
@@ -477,7 +477,7 @@ def test_a_run_from_before_what_was_drawn_was_kept_is_refused_where_it_draws_unl
     with monkeypatch.context() as patch:
         patch.setattr(numerics, "newest", lambda: numerics.kept(""))
         trained(url, NetTask(Net), 1)
-    trained(url, NetTask(Net), 2)  # it draws nothing: it goes on as it was
+    trained(url, NetTask(Net), 2)  # it draws nothing: it continues unchanged
     with pytest.raises(InexactError) as caught:
         trained(url, NetTask(Seeded), 3)
     assert str(caught.value).startswith("NetTask.build_model draws '_table', and the checkpoint of step 2 does not")

@@ -1,4 +1,4 @@
-"""What stock code draws, from torch's, NumPy's and Python's own generators, is the same at every size: in a dataset, in
+"""Draws of stock code, from torch's, NumPy's and Python's own generators, are the same at every size: in a dataset, in
 a forward, in a loss, in an evaluation, and where activations are computed again."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIBRARIES: tuple[Library, ...] = ("torch", "numpy", "random")
 
 
 def draw(library: str, number: int) -> torch.Tensor:
-    """So many numbers from one generator of the process."""
+    """A tensor of `number` values from one generator of the process."""
     if library == "torch":
         return torch.rand(number)
     if library == "numpy":
@@ -40,7 +40,7 @@ def draw(library: str, number: int) -> torch.Tensor:
 
 
 class Samples:
-    """Samples that tell themselves apart."""
+    """Samples that differ from each other."""
 
     def __len__(self) -> int:
         return 37
@@ -60,7 +60,7 @@ class Reseeding(Samples):
 
 
 class Block(nn.Module):
-    """Drops out what torch says, and masks what NumPy and `random` say, as a speech model masks its time steps."""
+    """Drops out by torch's generator, and masks by NumPy's and `random`'s, as a speech model masks its time steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Net(nn.Module):
 
 
 class Masks(rs.Task):
-    """Mixes samples in the loss as NumPy says."""
+    """Mixes samples in the loss by NumPy's generator."""
 
     def __init__(self, recomputes: Kind = "none") -> None:
         self.recomputes: Kind = recomputes
@@ -107,7 +107,7 @@ class Masks(rs.Task):
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     def wrap(self, model: nn.Module) -> list[nn.Module] | None:
-        return [] if self.recomputes == "reentrant" else None  # whose second forward is not that of a unit
+        return [] if self.recomputes == "reentrant" else None  # its second forward is not that of a unit
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         share, batch = float(np.random.beta(0.4, 0.4)), batch.float()
@@ -123,7 +123,7 @@ def trained(workers: int, **settings: Any) -> Outcome:
 
 
 def assert_equal_at_all_sizes(**settings: Any) -> Outcome:
-    """At one worker, at three, and from three on with a kill; at one with both ways of reading."""
+    """Compare one worker, three, and three with a kill; at one, both ways of reading."""
     one = trained(1, **settings)
     assert trained(1, engine=rs.EngineConfig(prefetch=False), **settings).bits == one.bits
     assert trained(3, **settings).bits == one.bits
@@ -171,7 +171,7 @@ class Augmenting(Samples):
 
 
 READ_IN_STEP_2 = 30
-"""Which is none of those that are read at the start."""
+"""The index of a sample that is not read at the start."""
 
 
 @pytest.mark.parametrize(

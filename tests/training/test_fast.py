@@ -36,7 +36,7 @@ pytestmark = pytest.mark.procs
 
 
 class Newest(Collector):
-    """Of a step that is computed again it keeps the newest numbers: in fast mode they are others."""
+    """Keeps the newest numbers of a step that is computed again: in fast mode they differ."""
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "step":
@@ -93,12 +93,12 @@ def fast(
 
 @cache
 def exact(microbatches: int = 4, steps: int = 4) -> Outcome:
-    """What fast mode is near to."""
+    """The run that fast mode is near to."""
     return train(1, microbatches=microbatches, steps=steps, engine=rs.EngineConfig(prove_first_step=False))
 
 
 def assert_near(outcome: Outcome, to: Outcome) -> None:
-    """The same samples were read in every step, and the losses and norms are nearly the same."""
+    """Assert that every step read the same samples, and that losses and norms are nearly the same."""
     for name in ("step", "digest", "reads", "lr", "weight"):
         assert [numbers[name] for numbers in outcome.numbers] == [numbers[name] for numbers in to.numbers]
     for name in ("loss", "gradient_norm"):
@@ -115,7 +115,7 @@ KILLS = [
     [(3, 1, "form"), (1, 2, "forward"), (2, 3, "snapshot")],
     [(1, 2, "agree"), (3, 1, "transfer"), (2, 3, "save")],
 ]
-"""Of four workers, one after the other; never a worker with the one that keeps its mirror."""
+"""Kills of four workers, one after the other; never a worker with the one that keeps its mirror."""
 
 
 @pytest.mark.parametrize("kills", tried_each_time(KILLS[:1], KILLS))
@@ -169,7 +169,7 @@ def test_a_joiner_takes_part_with_the_state_of_the_others() -> None:
     assert {fields["source"] for fields in outcome.of("generation")[1:]} == {"memory"}
 
 
-def test_a_run_goes_on_from_its_checkpoint_at_another_size() -> None:
+def test_a_run_resumes_from_its_checkpoint_at_another_size() -> None:
     outcome = fast(2, kill(1, 4, "backward"), steps=(2, 4))
     assert_near(outcome, exact())
     assert [fields["source"] for fields in outcome.of("generation")] == ["checkpoint", "memory"]
@@ -237,6 +237,6 @@ class WithColumns(WithMuon):
         return ByColumn(model.parameters(), lr=1e-2)
 
 
-def test_an_optimizer_that_fails_on_spread_parameters_is_told_from_a_fault() -> None:
+def test_an_optimizer_that_fails_on_spread_parameters_is_distinguished_from_a_fault() -> None:
     with pytest.raises(TaskError, match="failed on parameters that are spread over the workers"):
         fast(2, task=WithColumns(), steps=(1,))

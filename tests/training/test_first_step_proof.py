@@ -1,4 +1,5 @@
-"""The proof of a first step with real workers: it changes no bit, and finds who or what does not compute the same."""
+"""The proof of a first step with real workers: it changes no bit, and finds each worker or task that does not
+repeat."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ LONGER: dict[str, Any] = {"microbatches": 3, "steps": 8}
 
 @cache
 def undisturbed() -> Outcome:
-    """At one worker, without any proof."""
+    """One worker, without any proof."""
     return train(1, engine=rs.EngineConfig(prove_first_step=False), **SETTINGS)
 
 
@@ -168,7 +169,7 @@ class Counting(GptTask):
 
 
 class Queueing(nn.Module):
-    """Keeps what it saw last as a plain tensor, as momentum contrast does."""
+    """Keeps its last input as a plain tensor, as momentum contrast does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +192,7 @@ class Momentum(GptTask):
 
 
 class MetricByMood(GptTask):
-    """Only a metric is another one each time."""
+    """Only a metric differs each time."""
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
         loss = super().loss(model, batch)
@@ -252,7 +253,7 @@ def test_a_worker_that_computes_wrong_numbers_at_the_start_ends_the_run_and_thos
 
 
 @pytest.mark.parametrize(("workers", "accumulation"), tried_each_time([(2, "sharded")], [(2, "sharded"), (3, "local")]))
-def test_a_joiner_that_computes_wrong_numbers_is_removed_and_the_run_goes_on_from_memory(
+def test_a_joiner_that_computes_wrong_numbers_is_removed_and_the_run_resumes_from_memory(
     workers: int, accumulation: Any
 ) -> None:
     kill = Fault(worker=WorkerId(1), step=2, phase="agree")
@@ -268,4 +269,4 @@ def test_a_joiner_that_computes_wrong_numbers_is_removed_and_the_run_goes_on_fro
     assert [workers in one for one in members] == [False, False, True, False]
     goes_on = outcome.of("generation")[3]
     assert (goes_on["step"], goes_on["source"]) == (failed["step"] - 1, "memory")
-    assert failed["step"] not in proven(outcome)  # those that are left have proven themselves
+    assert failed["step"] not in proven(outcome)  # the remaining workers have proven themselves

@@ -86,7 +86,7 @@ def test_tied_weights_are_drawn_once() -> None:
 
 
 class Sharing(nn.Module):
-    """Two layers that keep one table, each under its own name."""
+    """Two layers that keep one table, each under a different name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_a_buffer_that_several_modules_share_is_drawn_under_each_of_its_names() 
 
 
 class Deep(nn.Module):
-    """Blocks whose last layers are set when the block is given, one with parameters of its own, and attention."""
+    """Blocks whose last layers are set when the block is given, one with more parameters, and attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Residual(nn.Module):
 
 
 class AsApplied(rs.Task):
-    """`init_weights` in the form that people have for `nn.Module.apply`."""
+    """`init_weights` in the usual form for `nn.Module.apply`."""
 
     def __init__(self, how: str = "in place") -> None:
         self._how = how

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="Linu
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
     gc.collect()
-    gc.freeze()  # nobody looks at what was there before: `held` would take half a second
+    gc.freeze()  # older objects are not walked through: `held` would take half a second
     yield start_store("127.0.0.1")
     gc.collect()
     gc.unfreeze()
@@ -62,7 +62,7 @@ def where(port: int, prefix: str, timeout_s: float = 30.0) -> Rendezvous:
 
 
 def held() -> tuple[int, int, int]:
-    """Threads, open descriptors and, of this test, device meshes of this process."""
+    """The threads, open descriptors and (of this test) device meshes of this process."""
     gc.collect()
     meshes = sum(isinstance(each, DeviceMesh) for each in gc.get_objects())
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), meshes
@@ -99,7 +99,7 @@ def test_of_a_generation_that_is_over_no_thread_no_socket_and_no_mesh_is_left(
     for generation in range(5):
         a_generation(task, store.port, f"{store.port}/g{generation}", beside=beside, taken=taken)
         counts.append(held())
-    wait_until(  # the store, in a thread of its own, closes its ends of connections a moment later
+    wait_until(  # the store, in a separate thread, closes its ends of connections a moment later
         lambda: all(late <= early for late, early in zip(held(), counts[1], strict=True)),
         lambda: f"threads, descriptors and meshes after each generation: {counts}, and now: {held()}",
         20.0,
@@ -107,7 +107,7 @@ def test_of_a_generation_that_is_over_no_thread_no_socket_and_no_mesh_is_left(
 
 
 class FailsToBuild(GptTask):
-    """Whose constructor raises."""
+    """Its constructor raises."""
 
     def build_model(self) -> nn.Module:
         raise MemoryError("no room for a second one")
@@ -140,7 +140,7 @@ def test_nothing_is_left_of_a_preparation_that_failed_after_it_was_connected(sto
     assert held()[1] <= before[1]
 
 
-def test_nothing_is_left_of_a_preparation_that_is_let_go_of_before_it_is_built(store: TCPStore, tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_preparation_that_is_released_before_it_is_built(store: TCPStore, tmp_path: Path) -> None:
     name, task_calls = f"{store.port}/unwanted", threading.Lock()
     before = held()
     preparation = Preparation(make_job(str(tmp_path)), where(store.port, name), task_calls)

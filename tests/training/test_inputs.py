@@ -1,4 +1,4 @@
-"""Floating-point inputs that mixed precision rounds: which are cast, and what is said of those that are no
+"""Floating-point inputs that mixed precision rounds: the cast ones, and the notice about inputs that are not
 activations."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Steps:
 
 
 class Block(nn.Module):
-    """Takes a table in float32, and says what it sees of it."""
+    """Takes a table in float32, and reports the dtype that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ TIME = "Net.forward gets 't', of shape (2,), rounded to bfloat16, "
 
 
 @pytest.mark.procs
-def test_times_and_tables_are_rounded_by_default_and_each_is_said_once(tmp_path: Path) -> None:
+def test_times_and_tables_are_rounded_by_default_with_one_notice_each(tmp_path: Path) -> None:
     outcome = trained(1, "all", prepare=partial(log_into, f"{tmp_path}/one"))
     assert max(numbers["metrics"]["time"] for numbers in outcome.numbers) <= 912
     said = sorted(remarks(tmp_path / "one"))

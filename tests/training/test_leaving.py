@@ -1,4 +1,4 @@
-"""Workers that are told to leave, and spares that are kept ready: real processes, and no step is computed twice."""
+"""Workers that are requested to leave, and spares that are kept ready: real processes; no step is computed twice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def undisturbed(steps: int) -> Outcome:
 
 
 class PacedTokens(Tokens):
-    """Takes its time, until a file says that what was waited for has happened: few steps are computed meanwhile."""
+    """Slow, until a file states that the awaited event has happened: few steps are computed meanwhile."""
 
     def __init__(self, happened: Path) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class PacedTokens(Tokens):
 
 
 class Seen(Listening):
-    """Waits for things to be on record."""
+    """Waits until something is recorded in the journal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ class Seen(Listening):
 
 
 def drive(job: Job, limits: DriverConfig, act: Callable[[Driver, Seen], None]) -> tuple[State, Seen]:
-    """Run until `act` is done, which is called after two steps, and then to a last checkpoint: which must be that of an
-    undisturbed run, as the numbers of all steps before it."""
+    """Run until `act` is done, which is called after two steps, and then to a last checkpoint. That must equal an
+    undisturbed run's, as must the numbers of all steps before it."""
     seen = Seen()
     driver = make_driver(job, limits, seen)
     with ThreadPoolExecutor(1) as pool:
@@ -128,7 +128,7 @@ def a_job(tmp_path: Path, *, faults: tuple[Fault, ...] = (), notices: tuple[Any,
     return replace(job, preemption_notices=notices, max_steps=_MORE_THAN_ANY)
 
 
-def test_a_worker_that_is_told_to_leave_costs_no_step_and_is_no_loss_and_is_replaced(tmp_path: Path) -> None:
+def test_a_worker_that_is_requested_to_leave_costs_no_step_and_is_no_loss_and_is_replaced(tmp_path: Path) -> None:
     job = a_job(tmp_path)
 
     def act(driver: Driver, seen: Seen) -> None:
@@ -147,7 +147,7 @@ def test_a_worker_that_is_told_to_leave_costs_no_step_and_is_no_loss_and_is_repl
     assert seen.first("worker_left")["seconds"] < 10  # and not its whole grace period
 
 
-def test_neighbours_that_are_told_to_leave_at_once_cost_no_step_though_they_keep_each_others_mirrors(
+def test_neighbours_that_are_requested_to_leave_at_once_cost_no_step_though_they_keep_each_others_mirrors(
     tmp_path: Path,
 ) -> None:
     job = a_job(tmp_path)
@@ -168,7 +168,7 @@ def test_a_run_of_fixed_size_keeps_who_must_leave_until_the_replacement_is_there
     def act(driver: Driver, seen: Seen) -> None:
         tell(driver, driver.state.members[0])
         seen.wait(lambda s: s.of("worker_left"))
-        seen.wait(lambda s: s.of("checkpoint"))  # it might have gone before the replacement was there
+        seen.wait(lambda s: s.of("checkpoint"))  # it might have left before the replacement was there
 
     _, seen = drive(job, make_limits(job, 2), act)
     seen.assert_no_step_is_computed_twice()
@@ -222,7 +222,7 @@ def test_a_replacement_that_dies_while_it_joins_costs_no_step(tmp_path: Path, ph
 
 @dataclass(frozen=True)
 class NoticeFile:
-    """A notice for the machine of the process that has a file of its own."""
+    """A notice for the machine of the process that has a certain file."""
 
     folder: str
 
@@ -257,7 +257,7 @@ def test_a_spare_takes_the_place_of_a_lost_worker_at_once_and_another_spare_is_s
     assert seen.first("recovery")["workers_after"] == 3
 
 
-def test_a_spare_that_is_told_to_leave_just_leaves(tmp_path: Path) -> None:
+def test_a_spare_that_is_requested_to_leave_just_leaves(tmp_path: Path) -> None:
     job = a_job(tmp_path)
 
     def act(driver: Driver, seen: Seen) -> None:

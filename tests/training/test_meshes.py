@@ -1,4 +1,4 @@
-"""Shard groups with real worker processes: the bits of one worker in every mesh, whoever is lost."""
+"""Shard groups with real worker processes: the bits of one worker in every mesh, for every lost worker."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MESHES = [(1, 4), (2, 2), (4, 1), (3, 2), (2, 3)]
 
 
 def num_data_bytes(path: Path) -> int:
-    """Of a safetensors file, without its header."""
+    """Bytes of a safetensors file, without its header."""
     content = path.read_bytes()
     return len(content) - 8 - int.from_bytes(content[:8], "little")
 
@@ -70,7 +70,7 @@ def replaced(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def meshes_of(outcome: Outcome) -> list[str]:
-    """Of every generation."""
+    """The mesh of every generation."""
     return [fields["mesh"] for fields in outcome.of("generation")]
 
 
@@ -83,7 +83,7 @@ def test_single_workers_and_whole_groups_may_be_lost_in_every_mesh_without_a_bit
     outcome = in_groups(replicas, shards, steps=STEPS, kills=kills, least_shards=1)
     assert outcome.bits == undisturbed(steps=STEPS).bits
     assert meshes_of(outcome)[0] == f"{replicas}x{shards}"
-    if replicas > 1:  # what was committed is in the other groups
+    if replicas > 1:  # the committed step is in the other groups
         assert all(fields["source"] == "memory" for fields in outcome.of("generation")[1:])
 
 
@@ -114,7 +114,7 @@ def test_groups_of_unequal_work(replicas: int, shards: int, microbatches: int, a
 
 
 class Counting(GptTask):
-    """In the workers, has a file for every worker that adds up for others of its host."""
+    """In the workers, makes a file for every worker that adds up for others of its host."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -163,7 +163,7 @@ def test_audits_in_groups_change_no_bit_and_find_who_computes_wrong_numbers(repl
     assert corruption["culprits"] == [1]
 
 
-def test_after_a_loss_the_run_goes_on_in_the_fastest_mesh_says_why_and_goes_back(replaced: Seen) -> None:
+def test_after_a_loss_the_run_continues_in_the_fastest_mesh_gives_the_reason_and_goes_back(replaced: Seen) -> None:
     first, smaller, *_, last = replaced.of("generation")
     assert (first["mesh"], smaller["mesh"], last["mesh"]) == ("2x2", "1x2", "2x2")
     assert len(smaller["spares"]) == 1
@@ -186,7 +186,7 @@ def test_only_one_shard_is_sent_when_a_worker_of_a_group_is_replaced(replaced: S
         [((2, 2), (1, 3)), ((1, 3), (3, 1)), ((3, 2), (2, 1))],
     ),
 )
-def test_a_checkpoint_is_written_once_by_all_groups_and_goes_on_in_any_mesh(
+def test_a_checkpoint_is_written_once_by_all_groups_and_continues_in_any_mesh(
     tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     def go_on(mesh: tuple[int, int], steps: int) -> tuple[Collector, str | None]:

@@ -1,4 +1,4 @@
-"""Frozen parts that `build_model` left in eval keep that; all else is trained in train mode, and told once."""
+"""Frozen parts that `build_model` left in eval keep that; all else trains in train mode; there is one notice."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Net(nn.Module):
 
 
 def fill(linear: nn.Linear) -> None:
-    """Weights that nobody draws."""
+    """Set weights that are not drawn."""
     with torch.no_grad():
         for param in linear.parameters():
             param.copy_(torch.linspace(-0.5, 1.0, param.numel()).reshape(param.shape))
@@ -165,7 +165,7 @@ def test_what_is_frozen_as_a_whole_keeps_the_modes_it_was_left_in(name: str, wra
     modes.remark("T", lambda _, sentence: remarks.append(sentence))
     assert len(remarks) == bool(said)
     assert not said or f"T.build_model {said}. It has trainable parameters" in remarks[0]
-    for before in (net.eval, net.train, net.drop.eval):  # whatever a loss, or an evaluation, did
+    for before in (net.eval, net.train, net.drop.eval):  # the mode that a loss, or an evaluation, left
         before()
         modes.train()
         assert {m for m in left if m.training != (left[m] if m in inside else True)} == set()
@@ -174,7 +174,7 @@ def test_what_is_frozen_as_a_whole_keeps_the_modes_it_was_left_in(name: str, wra
 
 
 class Overrides(Net):
-    """Keeps a part with trainable parameters in eval, as people do."""
+    """Keeps a part with trainable parameters in eval, a common idiom."""
 
     def train(self, mode: bool = True) -> Overrides:
         super().train(mode)
@@ -218,7 +218,7 @@ def test_under_the_first_number_all_modules_are_trained_in_train_mode() -> None:
 
 
 class Tells(rs.Task):
-    """Of the modes that its loss sees."""
+    """Reports the modes that its loss sees."""
 
     def __init__(self) -> None:
         self.seen: list[set[str]] = []
@@ -327,7 +327,7 @@ def test_it_is_the_same_at_three_workers_of_which_one_is_lost(kills: Any) -> Non
 
 
 @pytest.mark.procs
-def test_a_model_in_eval_as_a_whole_trains_in_train_mode_and_that_is_said_once(tmp_path: Path) -> None:
+def test_a_model_in_eval_as_a_whole_trains_in_train_mode_with_one_notice(tmp_path: Path) -> None:
     log = tmp_path / "log"
     task = Fitted(as_pretrained, norm=False, head_drops=True)
     found = trained(3, task, kills=[(1, 2, "backward")], prepare=partial(log_into, str(log)))

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite, answered by leaving the step out or by going back: the same at every size."""
+"""A loss or gradient that is not finite: the step is left out, or the run rolls back; the same at every size."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_step_that_is_not_finite_is_left_out_with_the_same_bits_at_every_size(
     assert [numbers.get("skipped", False) for numbers in outcome.numbers] == [True, False, True, False]
     assert math.isfinite(outcome.losses[-1])
     proven = [fields["step"] for fields in outcome.of("step") if "prove" in fields["seconds"]]
-    assert proven == ([1, 2] if workers > 2 else [1])  # microbatch 2 is of the first round then, and proves nothing
+    assert proven == ([1, 2] if workers > 2 else [1])  # microbatch 2 is of the first round then, which proves nothing
 
 
 def test_a_step_that_is_left_out_changes_no_bit_of_the_state() -> None:
@@ -162,7 +162,7 @@ def test_the_second_time_at_the_same_checkpoint_ends_the_run_and_names_both() ->
 
 
 class Committed(Tokens):
-    """A sample is there only when a checkpoint is: `seen` is a file that a listener makes."""
+    """A sample exists only when a checkpoint does: `seen` is a file that a listener makes."""
 
     def __init__(self, sample: int, seen: Path) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Committed(Tokens):
         return super().__getitem__(index)
 
 
-def test_after_a_newer_checkpoint_the_run_may_go_back_again_and_the_report_says_that_nothing_was_lost(
+def test_after_a_newer_checkpoint_the_run_may_go_back_again_and_the_report_shows_that_nothing_was_lost(
     tmp_path: Path,
 ) -> None:
     from raysharded.report import load
@@ -206,7 +206,7 @@ def test_after_a_newer_checkpoint_the_run_may_go_back_again_and_the_report_says_
     ]
 
 
-def test_a_resumed_run_goes_on_past_the_data_that_was_skipped(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_past_the_data_that_was_skipped(tmp_path: Path) -> None:
     url, task = str(tmp_path / "run"), Diverging([first_sample_of(4)])
     first = make_job(url, task=task, microbatches=MICROBATCHES, steps=4, save_every=2, on_non_finite="rewind")
     make_driver(first, make_limits(first, 2), Collector()).run()

@@ -1,4 +1,4 @@
-"""Optimizers as people write them: with hooks, patched steps and optimizers inside, equal at every size or refused."""
+"""Optimizers of real programs: with hooks, patched steps and optimizers inside, equal at every size or refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def stepped(optimizer: ShardOptimizer, model: nn.Module, steps: Sequence[int] = 
 
 
 class Made(GptTask):
-    """With an optimizer that a function makes of the model."""
+    """A GPT with an optimizer that a function makes from the model."""
 
     def __init__(self, make: Callable[[nn.Module], Optimizer]) -> None:
         self._make = make
@@ -138,14 +138,14 @@ def clamped(params: Iterable[nn.Parameter]) -> Optimizer:
     return optimizer
 
 
-def test_a_hook_that_changes_each_element_of_a_gradient_by_itself_is_tried_and_goes_on() -> None:
+def test_a_hook_that_changes_each_element_of_a_gradient_by_itself_is_tried_and_continues() -> None:
     optimizer, model = shard_optimizer(Line(clamped))
     optimizer.try_out()
     stepped(optimizer, model, range(1, 5))
 
 
 class Warming:
-    """A hook with a step counter of its own, by which it scales gradients."""
+    """A hook with a separate step counter, by which it scales gradients."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -234,7 +234,7 @@ class Averaged(rs.Task):
         return optimizer
 
 
-def test_a_hook_that_moves_a_frozen_average_goes_on() -> None:
+def test_a_hook_that_moves_a_frozen_average_continues() -> None:
     optimizer, model = shard_optimizer(Averaged())
     assert isinstance(model, WithTwin)
     optimizer.try_out()
@@ -309,7 +309,7 @@ def test_a_patched_step_that_clips_the_model_is_refused_when_it_does() -> None:
 
 
 class Several(Optimizer):
-    """Steps several optimizers, each with parameters of its own; their groups are its own, or copies."""
+    """Steps several optimizers, each with separate parameters; their groups are this one's, or copies."""
 
     def __init__(self, *optimizers: Optimizer, copies: bool) -> None:
         groups = [dict(group) if copies else group for one in optimizers for group in one.param_groups]
@@ -322,7 +322,7 @@ class Several(Optimizer):
 
 
 class Followed(Optimizer):
-    """Steps one, and pulls its parameters to a slow copy that it keeps beside."""
+    """Steps one optimizer, and pulls its parameters to a slow copy that it keeps."""
 
     def __init__(self, inner: Optimizer) -> None:
         super().__init__(inner.param_groups, {})
@@ -380,7 +380,7 @@ def test_the_schedule_reaches_the_groups_of_optimizers_inside() -> None:
 
 
 class Forgetting(Several):
-    """Makes an optimizer of its own with its first step."""
+    """Makes an inner optimizer with its first step."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(SGD(params, lr=0.1), copies=False)
@@ -397,11 +397,11 @@ def test_an_optimizer_that_makes_another_in_its_first_step_is_refused() -> None:
         optimizer.try_out()
 
 
-# -- what else the trial sees --
+# -- other things that the trial sees --
 
 
 class Rms(SGD):
-    """Keeps the size of its gradients, to log it."""
+    """Records the size of its gradients, to log it."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
@@ -416,7 +416,7 @@ def test_state_that_is_another_number_on_a_shard_is_named() -> None:
         optimizer.try_out()
 
 
-def test_an_optimizer_is_tried_at_a_rate_of_its_own() -> None:
+def test_an_optimizer_is_tried_at_a_separate_rate() -> None:
     optimizer, _ = shard_optimizer(Line(lambda params: AdamW(params, lr=0.0, fused=True)))
     with pytest.raises(InexactError, match="gives other bits on a shard"):
         optimizer.try_out()
@@ -440,7 +440,7 @@ def test_a_rule_that_changes_in_a_later_step_is_tried() -> None:
         optimizer.try_out()
 
 
-def test_a_step_that_wants_a_closure_is_refused_in_words_that_say_that_it_was_a_trial() -> None:
+def test_a_step_that_wants_a_closure_is_refused_in_words_that_name_the_trial() -> None:
     optimizer, _ = shard_optimizer(Line(torch.optim.LBFGS))
     with pytest.raises(
         TaskError, match=r"LBFGS\.step\(\), tried before the run: it wants a closure .* whose step\(\) works without"
@@ -449,7 +449,7 @@ def test_a_step_that_wants_a_closure_is_refused_in_words_that_say_that_it_was_a_
 
 
 class Elsewhere(SGD):
-    """Steps parameters that it keeps beside its groups."""
+    """Steps parameters that it keeps outside of its groups."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         self.own = list(params)

@@ -1,4 +1,4 @@
-"""Workers without a driver: what they keep for the next one, and the last checkpoint that they make without any."""
+"""Workers without a driver: the state that they keep for the next one, and the last checkpoint that they make."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TERMS = DriverSession(
 
 
 class InProcess:
-    """Implements `Peers` for tenants of this process. Those that do not answer are numbers alone."""
+    """Implements `Peers` for leased workers of this process. Those that do not answer are numbers alone."""
 
     def __init__(self, *tenants: Any, silent: tuple[int, ...] = ()) -> None:
         self._tenants = {WorkerId(number): tenant for number, tenant in enumerate(tenants)}
@@ -72,7 +72,7 @@ class InProcess:
 
 
 class WithDriver:
-    """A worker whose driver is heard of."""
+    """A worker that receives calls from its driver."""
 
     def is_orphan(self) -> bool:
         return False
@@ -88,7 +88,7 @@ def job(tmp_path: Path) -> Job:
 
 @pytest.fixture
 def tenant(job: Job) -> Iterator[LeasedWorker]:
-    """One worker that has done all steps in generation 1, and whose driver is then not heard of any more."""
+    """One worker that has done all steps in generation 1, and receives no more calls from its driver."""
     tenant = LeasedWorker(WorkerId(0), job, TERMS, "identity")
     tenant.call(1, "ready")
     store = start_store("127.0.0.1")
@@ -113,7 +113,7 @@ def form(tenant: LeasedWorker, generation: int, port: int) -> None:
 
 
 def driver_that_died(storage: Storage, name: str, generation: int) -> Claims:
-    """What is left of it: its claim, and its lease."""
+    """The claim and the lease that the driver left."""
     claims = Claims(storage, name)
     gone = Holder(driver=name, host="h", process=Process(), since=0.0, lease_s=LEASE_S)
     storage.write(lease_key(name), [encode(gone)])
@@ -169,7 +169,7 @@ def test_a_driver_that_was_asleep_for_too_long_finds_that_its_run_was_taken(job:
         asleep.commit(1, STEPS + 1, "checkpoints/p", "d")
 
 
-def test_a_worker_that_alone_does_not_hear_of_the_driver_disturbs_nobody(job: Job, tenant: LeasedWorker) -> None:
+def test_a_worker_that_alone_does_not_receive_the_driver_disturbs_nobody(job: Job, tenant: LeasedWorker) -> None:
     storage = open_storage(job.run_url)
     driver_that_died(storage, "first", 1)
     wait_for_the_lease_to_end(tenant)
@@ -189,13 +189,13 @@ def test_the_next_worker_leads_when_those_before_it_do_not_answer() -> None:
     assert time.monotonic() - began < 10.0
 
 
-def test_whoever_asks_gets_the_protocol_in_plain_data_and_is_no_sign_of_a_driver(tenant: LeasedWorker) -> None:
+def test_every_query_gets_the_protocol_in_plain_data_and_is_no_sign_of_a_driver(tenant: LeasedWorker) -> None:
     first = tenant.hello()
     assert {type(value) for value in first.values()} <= {int, float, str, bool}
     assert (first["protocol"], first["orphan"]) == (PROTOCOL, False)
     assert 0 < first["wait_s"] <= TERMS.lease_s + TERMS.orphan_wait_s
     deadline = time.monotonic() + 20 * LEASE_S
-    while not tenant.hello()["orphan"]:  # asking does not renew the lease
+    while not tenant.hello()["orphan"]:  # this query does not renew the lease
         assert time.monotonic() < deadline
         time.sleep(LEASE_S / 10)
     assert tenant.hello()["wait_s"] < first["wait_s"]
@@ -221,7 +221,7 @@ def test_a_driver_that_follows_a_leader_that_died_takes_the_workers_over(tenant:
 
 def test_steps_of_older_generations_are_reported_to_the_driver_that_follows(tenant: LeasedWorker) -> None:
     store = start_store("127.0.0.1")
-    form(tenant, 2, store.port)  # the driver dies before it has put the first generation's steps on record
+    form(tenant, 2, store.port)  # the driver dies before the first generation's steps are in the journal
     adopted = tenant.adopt(replace(TERMS, driver="second", epoch=3, recorded_step=1))
     assert [report.step for report in adopted.reports] == [2, 3]
     assert adopted.fence == 3
@@ -229,7 +229,7 @@ def test_steps_of_older_generations_are_reported_to_the_driver_that_follows(tena
         tenant.call(1, "train", GenerationId(2))
 
 
-def test_a_generation_that_was_asked_for_and_has_not_begun_is_interrupted_too(tenant: LeasedWorker) -> None:
+def test_a_generation_that_was_requested_and_has_not_begun_is_interrupted_too(tenant: LeasedWorker) -> None:
     busy = threading.Event()
     tenant._worker._computing.submit(busy.wait, 20.0)
     store = start_store("127.0.0.1")
@@ -253,7 +253,7 @@ def test_a_generation_that_was_asked_for_and_has_not_begun_is_interrupted_too(te
         assert time.monotonic() - began < 10.0  # worker 1 was not waited for
 
 
-def test_the_journal_of_the_driver_before_is_gone_on_with(job: Job, tenant: LeasedWorker) -> None:
+def test_the_journal_of_the_driver_before_is_continued(job: Job, tenant: LeasedWorker) -> None:
     storage = open_storage(job.run_url)
     driver_that_died(storage, "first", 1)
     journal = Journal(storage, SystemClock(), "first")

@@ -1,4 +1,4 @@
-"""Another learning rate, and going back, while real workers train: the bits follow from what is on record alone."""
+"""Another learning rate, and rewinds, while real workers train: the bits follow from the journal alone."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ Entries = list[Mapping[str, Any]]
 
 
 class Held(GptTask):
-    """No worker applies the update of certain steps before each has its file: before the driver has been asked for
-    something. No other step begins meanwhile. Of the steps before that every second has its checkpoint before the
-    next but one begins: while one is being written, none is made."""
+    """No worker applies the update of certain steps before each has its file: before the driver has received a request.
+    No other step begins meanwhile. Of earlier steps every second has its checkpoint before the next but one begins:
+    while one is being written, none is made."""
 
     def __init__(self, folder: Path, steps: Collection[int]) -> None:
         self._folder, self._steps = folder, steps
 
     def lr_scale(self, step: int) -> float:
         if self._steps:
-            time.sleep(0.05)  # leaves the driver time to tell the workers
+            time.sleep(0.05)  # leaves the driver time to notify the workers
         deadline = time.monotonic() + 60.0
         while (step in self._steps and not held(self._folder, step).exists()) or (
             step % 2 and 3 <= step <= max(self._steps, default=0) - 2 and not self._is_saved(step - 1)
@@ -68,7 +68,7 @@ class Listening(Collector):
     def __init__(
         self, at: Callable[[str, Mapping[str, Any]], bool], do: Callable[[Driver], None], *, before: Path
     ) -> None:
-        """`before`: the file of the step that waits until the driver has heard what `do` asks it for."""
+        """`before`: the file of the step that waits until the driver has received the request of `do`."""
         super().__init__()
         self._at, self._do, self._before = at, do, before
         self.driver: Driver | None = None
@@ -105,7 +105,7 @@ def run(
     faults: FaultPlan | None = None,
     losses: int = 0,
 ) -> tuple[str | None, Collector]:
-    """The fingerprint that the run in the folder ends with; it goes on from what is there."""
+    """The fingerprint that the run in the folder ends with; it resumes from the folder's contents."""
     job = make_job(
         str(folder),
         task=Held(folder, hold),
@@ -126,7 +126,7 @@ def run(
 
 @cache
 def undisturbed(rates: tuple[tuple[int, float], ...], steps: int = STEPS) -> str | None:
-    """What a run ends with in whose journal these decisions are from the beginning: one worker, and no disturbance."""
+    """The result of a run whose journal has these decisions from the beginning: one worker, and no disturbance."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(open_storage(folder), SystemClock(), "before")
         journal.append("started", {"resumed_after_step": 0, "skips": []})
@@ -170,7 +170,7 @@ def test_another_learning_rate_gives_the_same_bits_at_any_size_after_a_loss_and_
         fingerprint, listener_ = run(copy, 2, steps=STEPS + 2)
         assert min(listener_.numbers) - 1 <= resumed_at
         assert fingerprint == expected
-    assert decided(forked, "learning_rate") == []  # the checkpoint says it
+    assert decided(forked, "learning_rate") == []  # the checkpoint has it
 
 
 def test_a_run_that_went_back_has_the_bits_of_one_that_never_went_past(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What build_model leaves on parameters: attributes, hooks on gradients, and writes in forward."""
+"""Marks of build_model on parameters: attributes, hooks on gradients, and writes in forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cases import tried_each_time
 from tests.training.harness import VOCABULARY, WIDTH, Gpt, GptTask, Outcome, Tokens, train
 
 KEPT = 10
-"""So many rows of the embedding are not to be trained."""
+"""The first rows of the embedding, which are not trained."""
 
 
 def mask_rows(gradient: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ class LateTask(rs.Task):
         return Late(self._mark)
 
 
-def test_a_mark_is_found_by_whatever_name_it_was_made() -> None:
+def test_a_mark_is_found_under_every_name_that_it_was_made_by() -> None:
     def mark(weight: nn.Parameter) -> None:
         weight.scale = 2.0  # type: ignore[attr-defined]
         weight.register_hook(torch.neg)

@@ -27,7 +27,7 @@ def pause(driver: Driver, seen: Seen) -> int:
     return int(seen.first("paused")["step"])
 
 
-def test_a_paused_run_stands_still_and_then_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_paused_run_stands_still_and_then_continues_with_the_same_bits(tmp_path: Path) -> None:
     job = a_job(tmp_path)
 
     def act(driver: Driver, seen: Seen) -> None:
@@ -53,9 +53,9 @@ def test_a_worker_that_is_killed_in_a_pause_costs_no_step(tmp_path: Path) -> Non
         os.kill(driver.state.facts[driver.state.members[1]].pid, signal.SIGKILL)
         seen.wait(lambda s: any(fields.get("paused") for fields in s.of("generation")))
         seen.wait(lambda s: len(s.of("formed")) == 2)
-        seen.wait(lambda s: len(s.of("worker_ready")) == 4)  # its replacement is there, and waits
+        seen.wait(lambda s: len(s.of("worker_ready")) == 4)  # its replacement is ready, and waits
         assert len(seen.memberships) == 2
-        os.kill(driver.state.facts[driver.state.members[0]].pid, signal.SIGKILL)  # it had been made good
+        os.kill(driver.state.facts[driver.state.members[0]].pid, signal.SIGKILL)  # the loss before was made good
         seen.wait(lambda s: len(s.of("worker_lost")) == 2)
         driver.resume()
 

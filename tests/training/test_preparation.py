@@ -1,4 +1,4 @@
-"""The next generation is connected and built beside training: the same bits, and no harm if it cannot be."""
+"""The next generation is connected and built in the background: the same bits, and no harm if that fails."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ BUILDING_S = 0.15
 
 
 def is_beside() -> bool:
-    """Whether this is a thread that prepares a generation, in a worker."""
+    """True in a thread that prepares a generation, in a worker."""
     return threading.current_thread().name not in ("compute_0", "MainThread") and dist.is_initialized()
 
 
 class DrawingTask(GptTask):
-    """Its constructor disturbs all that a process has once: torch's generator, again and again, and the default dtype.
+    """Its constructor disturbs the state of its process: torch's generator, again and again, and the default dtype.
 
     A buffer that is not part of the state is computed meanwhile, and is used in forward.
     """
@@ -50,7 +50,7 @@ class DrawingTask(GptTask):
 
 
 class FailsBeside(GptTask):
-    """Cannot be built beside training."""
+    """Cannot be built in the background."""
 
     def build_model(self) -> nn.Module:
         if is_beside():
@@ -59,7 +59,7 @@ class FailsBeside(GptTask):
 
 
 class DiesBeside(GptTask):
-    """The first worker that builds beside training is killed."""
+    """The first worker that builds in the background is killed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -130,7 +130,7 @@ class Run(Collector):
 
 
 @pytest.mark.procs
-def test_a_model_that_is_built_beside_training_changes_no_bit_of_it(tmp_path: Path) -> None:
+def test_a_model_that_is_built_in_the_background_changes_no_bit_of_it(tmp_path: Path) -> None:
     run = Run(tmp_path, DrawingTask(), {2: 1, 6: None})
     assert run.of("preparation_failed") == []
     assert ["prepared_s" in fields for fields in run.of("generation")] == [False, True, True]
@@ -141,7 +141,7 @@ def test_a_model_that_is_built_beside_training_changes_no_bit_of_it(tmp_path: Pa
 
 
 @pytest.mark.procs
-def test_a_preparation_that_fails_is_on_record_and_the_change_is_made_without_it(tmp_path: Path) -> None:
+def test_a_preparation_that_fails_is_in_the_journal_and_the_change_is_made_without_it(tmp_path: Path) -> None:
     run = Run(tmp_path, FailsBeside(), {2: 1})
     (failed,) = run.of("preparation_failed")
     assert "no room for a second one" in failed["reason"]

@@ -1,4 +1,5 @@
-"""What a task's constructors leave changed in the process is put back, in each generation, and told once."""
+"""Settings of the process that a task's constructors leave changed are restored, in each generation, with one
+notice."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ _entered: list[Any] = []
 
 def enter(guard: Any) -> None:
     guard.__enter__()
-    _entered.append(guard)  # it is left when it is freed
+    _entered.append(guard)  # the mode is left when the guard is freed
 
 
 def enter_modes() -> None:
-    """A device below another mode."""
+    """Enter a device below another mode."""
     enter(torch.device("meta"))
     enter(torch.overrides.BaseTorchFunctionMode())
 
@@ -131,7 +132,7 @@ class Net(nn.Module):
 
 
 class Leaving(rs.Task):
-    """Leaves all of that changed."""
+    """Leaves all of these settings changed."""
 
     def __init__(self, *, leaves: bool = True) -> None:
         self._leaves = leaves

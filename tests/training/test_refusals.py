@@ -1,4 +1,4 @@
-"""What would break the promise, or cannot work, ends the run with an error that says what to do; it never hangs."""
+"""Cases that break the promise, or cannot work, end the run with an error and a remedy; it never hangs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.training.harness import VOCABULARY, Gpt, GptTask, Tokens, train
 
 pytestmark = pytest.mark.procs
 ID_OF_STEP_2 = 288
-"""Of a sample that is read in step 2, as one of the fourth microbatch."""
+"""Index of a sample that is read in step 2, as one of the fourth microbatch."""
 
 
 def assert_same_bits(**settings: Any) -> None:
@@ -72,7 +72,7 @@ def test_a_block_that_no_microbatch_uses_is_refused() -> None:
 
 
 class TwicePerhaps(GptTask):
-    """Some microbatches need the model twice: the first time without gradients."""
+    """Some microbatches use the model twice: the first time without gradients."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -110,7 +110,7 @@ def test_a_model_that_some_microbatches_call_more_often_is_refused(calls: str, w
 
 
 class Repeating(GptTask):
-    """Every microbatch needs the model twice, and evaluation leaves a block out."""
+    """Every microbatch uses the model twice, and evaluation leaves a block out."""
 
     def build_model(self) -> nn.Module:
         class Early(Gpt):
@@ -135,7 +135,7 @@ def test_what_all_microbatches_of_a_kind_do_alike_trains_exactly() -> None:
 
 
 class Chosen(SkippingTask):
-    """The block that is skipped now and then is left to the root."""
+    """The block that is skipped now and then belongs to the root."""
 
     def wrap(self, model: nn.Module) -> list[nn.Module]:
         return [model.get_submodule("blocks.0"), model.get_submodule("blocks.1")]
@@ -167,7 +167,7 @@ def test_single_parameters_that_not_every_microbatch_uses_train_exactly() -> Non
 
 
 class Looping(GptTask):
-    """Uses a block of its own several times."""
+    """Uses one of its blocks several times."""
 
     def build_model(self) -> nn.Module:
         class Looped(Gpt):
@@ -334,7 +334,7 @@ def test_a_bug_in_the_task_ends_the_run_with_what_it_did(where: str) -> None:
 
 
 class ExitingAt(GptTask):
-    """Ends its process where nothing else is called around it."""
+    """Ends its process where no other function is called around it."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -351,13 +351,13 @@ class ExitingAt(GptTask):
 
 
 @pytest.mark.parametrize("where", ["build_model", "build_optimizer"])
-def test_a_task_that_exits_while_it_is_built_ends_the_run_with_what_it_said(where: str) -> None:
+def test_a_task_that_exits_while_it_is_built_ends_the_run_with_its_output(where: str) -> None:
     with pytest.raises(TaskError, match="SystemExit: no "):
         train(1, task=ExitingAt(where))
 
 
 class OwnMetrics(GptTask):
-    """Which metrics there are depends on the microbatch; at two workers each sees one kind alone."""
+    """The names of the metrics depend on the microbatch; at two workers each sees one kind alone."""
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
         loss = super().loss(model, batch)

@@ -31,7 +31,7 @@ HANG_S = 2.0
 
 
 def drive(job: Job, workers: int, *, stop_at: int | None = None, resumed: bool = False, **limits: Any) -> Collector:
-    """Run a recorded driver to its end, or until it is told to stop at a step."""
+    """Run a recorded driver to its end, or until the test stops it at a step."""
     listener = Collector()
     drivers: list[Driver] = []
 
@@ -64,7 +64,7 @@ def told(found: Replay, what: Callable[[Event], bool]) -> list[Event]:
 
 
 def says(kind: type, **fields: Any) -> Callable[[Event], bool]:
-    """Whether somebody said such a message."""
+    """True for a message of this kind with these fields."""
     return lambda event: (
         isinstance(event, WorkerReply)
         and isinstance(event.message, kind)
@@ -149,7 +149,7 @@ def make_trainer(folder: Path, *, record_events: bool) -> rs.ElasticTrainer:
     )
 
 
-def test_a_trainer_records_if_it_is_told_to_and_its_listener_hears_nothing_of_it(tmp_path: Path) -> None:
+def test_a_trainer_records_on_request_and_its_listener_receives_nothing_of_it(tmp_path: Path) -> None:
     heard: list[str] = []
     fit(make_trainer(tmp_path / "recorded", record_events=True), lambda kind, _: heard.append(kind))
     (found,) = load(str(tmp_path / "recorded" / "run"))

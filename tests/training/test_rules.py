@@ -1,4 +1,4 @@
-"""The same bits as the first version under the first number of each rule, and what a run's number of a rule decides."""
+"""The bits of the first version under the first number of each rule, and the decisions of a run's number of a rule."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ pytestmark = pytest.mark.procs
 
 WHEEL = GOLDEN / "wheels" / "raysharded-0.1.0-py3-none-any.whl"
 COMMIT = "1b7a2dc"
-"""Which the wheel is of."""
+"""Commit of the wheel."""
 
 
 # -- beside the first version --
 
 
 def of_the_wheel(folder: Path, which: str) -> dict[str, Any]:
-    """What the first version gives, in processes of its own."""
+    """The results of the first version, in separate processes."""
     with zipfile.ZipFile(WHEEL) as wheel:
         wheel.extractall(folder / "version")
     runs = folder / "runs"
@@ -63,7 +63,7 @@ def of_the_wheel(folder: Path, which: str) -> dict[str, Any]:
     script = Path(__file__).with_name("rule_tasks.py")
     done = subprocess.run(
         [sys.executable, str(script), str(runs), which],
-        cwd=runs,  # or else its workers would find this version where they are
+        cwd=runs,  # or else its workers would find this version in their folder
         env={**os.environ, "PYTHONPATH": str(folder / "version"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -88,12 +88,12 @@ def differences(name: str, program: Program, old: Bits, new: Bits) -> list[str]:
 
 
 def is_dropped(program: Program) -> list[str]:
-    """The rules of the program of which this version has not the first number any more."""
+    """The rules of the program whose first number this version no longer has."""
     return [rule for rule in program.rules if 1 not in numerics.RULES[rule].listed]
 
 
 def beside(programs: Mapping[str, Program], old: Mapping[str, Bits], folder: Path) -> list[str]:
-    """What differs of the programs of which this version has all rules: others are refused."""
+    """Differences of the programs of which this version has all rules: others are refused."""
     found = []
     for name, program in programs.items():
         if not is_dropped(program):
@@ -109,7 +109,7 @@ def first_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("first_numbers")
-def test_each_rule_gives_the_bits_of_the_first_version_and_a_run_of_its_goes_on_with_them(tmp_path: Path) -> None:
+def test_each_rule_gives_the_bits_of_the_first_version_and_its_runs_continue_with_them(tmp_path: Path) -> None:
     assert {rule for program in {**PROGRAMS, **COMPILED}.values() for rule in program.rules} == numerics.RULES.keys()
     old = of_the_wheel(tmp_path / "old", "quick")
     assert old["bits"].keys() == PROGRAMS.keys()
@@ -139,7 +139,7 @@ def test_compiled_blocks_give_the_bits_of_the_first_version(tmp_path: Path) -> N
     assert not found, "\n".join(found)
 
 
-# -- a rule of which there is one more number --
+# -- a rule with one more number --
 
 
 def _other_order(seed: int, positions: Int64s, num_samples: int) -> Int64s:
@@ -163,7 +163,7 @@ def have_another(*rules: str) -> None:
 
 @pytest.fixture
 def tables() -> Iterator[None]:
-    """As they were, at the end."""
+    """The tables of rules; they are restored at the end."""
     kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
         (table, dict(table)) for table in (numerics.RULES, order.ORDERS, forward_backward.DRAWS)
     ]
@@ -176,7 +176,7 @@ def tables() -> Iterator[None]:
 def trained(
     url: str, steps: int, *, prepare: Callable[[], None] | None = None, **limits: Any
 ) -> tuple[Collector, str | None]:
-    """A run of one worker, from its newest checkpoint on; `prepare`: what the worker's process does first."""
+    """A run of one worker, from its newest checkpoint on; `prepare`: called first in the worker's process."""
     job = make_job(url, steps=steps, microbatches=2)
     listener = Collector()
     first = {} if prepare is None else {WorkerId(0): prepare}
@@ -200,7 +200,7 @@ def rules_in_checkpoint(url: str) -> str:
 
 
 @pytest.mark.usefixtures("tables")
-def test_a_run_goes_on_under_the_number_that_it_began_with_and_a_new_one_takes_the_newest(tmp_path: Path) -> None:
+def test_a_run_continues_under_the_number_that_it_began_with_and_a_new_one_takes_the_newest(tmp_path: Path) -> None:
     batch = make_job("", steps=1, microbatches=2).batch
 
     def was_read(listener: Collector, number: int) -> bool:
@@ -242,12 +242,12 @@ def test_the_number_of_draws_arrives_where_the_dropout_is_drawn(tmp_path: Path) 
 
 
 def be_elsewhere() -> None:
-    """In a worker's process: it believes to compute with another version of torch."""
+    """In a worker's process: make it believe to compute with another version of torch."""
     here = environment.arithmetic
     patches.replace(environment, "arithmetic", lambda *args: {**here(*args), "torch": "9.9.0"})
 
 
-def test_a_run_that_finds_another_torch_is_refused_once_or_goes_on_and_its_report_says_from_where(
+def test_a_run_that_finds_another_torch_is_refused_once_or_continues_and_its_report_shows_from_where(
     tmp_path: Path,
 ) -> None:
     url = f"{tmp_path}/run"
@@ -259,7 +259,7 @@ def test_a_run_that_finds_another_torch_is_refused_once_or_goes_on_and_its_repor
     assert not refused.avoided_nodes
 
     trained(url, 4, prepare=be_elsewhere, accept_arithmetic=True)
-    trained(url, 5, prepare=be_elsewhere)  # it is on record: nobody has to accept it again
+    trained(url, 5, prepare=be_elsewhere)  # it is in the journal: nobody has to accept it again
     report = load(url)
     assert report.ok
     (change,) = report.summary.arithmetic_changes

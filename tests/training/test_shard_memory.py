@@ -1,4 +1,4 @@
-"""The engine sees that what is gathered is what the optimizer writes to; the runs of other tests pass by it, too."""
+"""The engine checks that the optimizer writes to the memory that is gathered; the runs of other tests pass it, too."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_torch_that_gathers_other_memory_is_an_error_before_a_weight_is_wrong(
 
 
 class Mixed(GptTask):
-    """A unit that every worker has whole, beside cut ones, tied weights, parameters of fewer rows than workers, and a
+    """A unit that every worker has whole, and cut ones; tied weights, parameters of fewer rows than workers, and a
     frozen one."""
 
     def build_model(self) -> nn.Module:
@@ -67,7 +67,7 @@ def axes_of(shards: int, degree: int, rank: int) -> Iterator[DeviceMeshes]:
 def after_a_forward(
     task: rs.Task, shards: int, degree: int, rank: int, **engine: Any
 ) -> Iterator[tuple[ShardedModel, ShardOptimizer]]:
-    """As one rank of many, on fake groups: FSDP2's layout and what it keeps are real, numbers are not exchanged."""
+    """One rank of many, on fake groups: FSDP2's layout and buffers are real, numbers are not exchanged."""
     config = rs.EngineConfig(**engine)
     with axes_of(shards, degree, rank) as axes:
         sharded = build_sharded(task, config, axes, CPU)
@@ -89,7 +89,7 @@ def after_a_forward(
     ],
     ids=["alone", "of two", "without rows of some", "two by two", "tensor parallel alone"],
 )
-def test_every_parameter_is_looked_at_however_it_lies(
+def test_every_parameter_is_inspected_however_it_lies(
     task: rs.Task, shards: int, degree: int, rank: int, engine: dict[str, Any]
 ) -> None:
     with after_a_forward(task, shards, degree, rank, **engine) as (sharded, optimizer):
@@ -101,7 +101,7 @@ def test_every_parameter_is_looked_at_however_it_lies(
                 check_memory(sharded, {**optimizer.written, name: local_of(param).clone()})
 
 
-def test_a_torch_that_keeps_shards_under_other_names_is_told_of_and_no_error(
+def test_a_torch_that_keeps_shards_under_other_names_is_reported_and_no_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with after_a_forward(GptTask(), 2, 1, 0) as (sharded, optimizer):

@@ -56,7 +56,7 @@ def test_fewer_microbatches_than_workers(accumulation: Any) -> None:
 
 
 class Contrasting(GptTask):
-    """Compares the samples of a microbatch with each other: one alone, or several that are the same, will not do."""
+    """Compares the samples of a microbatch with each other: it needs several different ones."""
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
         if len(batch.unique(dim=0)) < 2:
@@ -157,7 +157,7 @@ class Momentum(GptTask):
 
 
 class Counting(GptTask):
-    """An optimizer of the user's own that keeps Python numbers."""
+    """A custom optimizer that keeps Python numbers."""
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return Signs(model.parameters(), lr=1e-3)
@@ -181,7 +181,7 @@ class FrozenBlock(GptTask):
 
 
 class OnlyBlocks(GptTask):
-    """The root has no parameters of its own."""
+    """The root has no direct parameters."""
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.ModuleList([nn.Embedding(67, WIDTH), nn.Linear(WIDTH, 67)])[0], nn.Linear(WIDTH, 67))
@@ -214,7 +214,7 @@ def test_a_float64_model_with_more_workers_than_microbatches_and_local_sums() ->
 
 
 class Shared(GptTask):
-    """The same block twice."""
+    """A model that contains one block twice."""
 
     def build_model(self) -> nn.Module:
         model = Gpt()
@@ -249,7 +249,7 @@ class OneBlock(GptTask):
 
 
 def compile_with(backend: str, seen: Path) -> None:
-    """In a worker's process, which has a file when something was compiled."""
+    """In a worker's process: compile with this backend, and make a file when something was compiled."""
     from torch._dynamo import lookup_backend
     from torch._inductor import config
 
@@ -281,7 +281,7 @@ def test_evaluation_gives_the_same_numbers_and_disturbs_nothing() -> None:
 
 
 class OneReader(Tokens):
-    """As a file that is sought and then read: a second thread beside the first would get other bytes."""
+    """A file that is sought and then read: a second thread at the same time would get other bytes."""
 
     busy = False
 
@@ -310,7 +310,7 @@ MODES = [(reduction, accumulation) for reduction in ("exact", "fast") for accumu
 @pytest.mark.parametrize(
     ("reduction", "accumulation"), tried_each_time([("exact", "sharded"), ("fast", "local")], MODES)
 )
-def test_a_step_says_how_long_it_computed_and_how_long_it_reduced(
+def test_a_step_shows_how_long_it_computed_and_how_long_it_reduced(
     workers: int, reduction: Any, accumulation: Any
 ) -> None:
     engine = rs.EngineConfig(reduction=reduction, accumulation=accumulation)

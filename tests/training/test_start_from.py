@@ -1,4 +1,4 @@
-"""A run that begins with the weights of another checkpoint: the same bits at every size, in whatever form they come."""
+"""A run that begins with the weights of another checkpoint: the same bits at every size, in every form of weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 2
 
 
 class Scaled(Gpt):
-    """Has a parameter more than what it starts from."""
+    """Has one parameter more than the checkpoint that it starts from."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def fitted(made: rs.ElasticTrainer) -> rs.Result:
 
 
 def pretrained(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Path, nn.Module]:
-    """A model whose weights nothing here would draw, saved as people save one."""
+    """A model whose weights no task here would draw, saved in the usual way."""
     torch.manual_seed(99)
     model = Gpt()
     with torch.no_grad():
@@ -80,7 +80,7 @@ def pretrained(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Path, 
 
 
 def first_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Of a run that did no update: those of its last checkpoint."""
+    """Weights of a run that did no update: those of its last checkpoint."""
     opened = checkpoint.open(folder)
     return {name: opened.read(name) for name in opened.tensors if name.startswith(("model.", "buffer."))}
 
@@ -164,7 +164,7 @@ def test_a_run_that_has_begun_keeps_the_checkpoint_that_it_began_with(tmp_path: 
         fitted(made)
 
 
-def test_a_fork_begins_with_its_own_checkpoint_whatever_became_of_the_source(tmp_path: Path) -> None:
+def test_a_fork_begins_with_its_own_checkpoint_with_any_fate_of_the_source(tmp_path: Path) -> None:
     uri, _ = pretrained(tmp_path)
     made = trainer(tmp_path / "runs", "whole", 1, uri, checkpoint=rs.CheckpointConfig(every_steps=1, keep_last=9))
     run = made.start_with(ProcessLauncher)

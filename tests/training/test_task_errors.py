@@ -1,4 +1,4 @@
-"""What torch refuses is refused in the words of the task: what it did, what to do, and torch's own words at the end."""
+"""Errors of torch are reported in the words of the task: its act, the remedy, and torch's message at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OUTSIDE = r"a weight of the model was used outside of the model's forward.*Call
 
 
 def message_of(task: rs.Task, workers: int = 1, **settings: Any) -> str:
-    """What a run of it ends with; the words are few, and a user's traceback has them, too."""
+    """The error that a run of it ends with; it is short, and has the user's traceback."""
     settings = {"data": programs.rows(), "steps": 2, "microbatches": 3, **settings}
     with pytest.raises(RayshardedError) as raised:
         train(workers, task=task, **settings)
@@ -84,7 +84,7 @@ def message_of(task: rs.Task, workers: int = 1, **settings: Any) -> str:
         (programs.WrapRaises, r"TaskError: WrapRaises\.wrap raised KeyError: 'blocks'"),
     ],
 )
-def test_what_torch_refuses_is_told_in_words_of_the_task(task: type[rs.Task], words: str) -> None:
+def test_what_torch_refuses_is_reported_in_words_of_the_task(task: type[rs.Task], words: str) -> None:
     text = message_of(task())
     assert re.search(words, text), text
 
@@ -141,7 +141,7 @@ def test_samples_of_an_evaluation_are_named_as_such() -> None:
 
 
 class Breaking(programs.Regression):
-    """An optimizer that raises what nobody foresees, in every step of a run."""
+    """An optimizer that raises an unexpected error, in every step of a run."""
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         class Broken(torch.optim.SGD):

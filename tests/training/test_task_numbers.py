@@ -1,4 +1,4 @@
-"""Numbers that a task gives arrive as they were given; a learning rate that is none ends the step."""
+"""Numbers that a task gives arrive unchanged; an invalid learning rate ends the step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Rows:
 
 
 class Line(nn.Module):
-    """A weight that nobody draws, in float32 whatever the default is."""
+    """A weight that nobody draws, in float32 under any default."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def given() -> Outcome:
 
 
 @pytest.mark.procs
-def test_python_numbers_arrive_as_they_are_whatever_the_default_dtype_was_left_at() -> None:
+def test_python_numbers_arrive_as_they_are_under_any_default_dtype() -> None:
     for numbers in given().numbers:
         assert numbers["weight"] == 4 * 1013
         assert numbers["metrics"]["large"] == 123456789
@@ -188,7 +188,7 @@ class At:
 
 @pytest.mark.procs
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_rate_that_is_none_ends_the_run_in_its_step_and_not_in_the_next(workers: int) -> None:
+def test_a_rate_that_is_invalid_ends_the_run_in_its_step_and_not_in_the_next(workers: int) -> None:
     with pytest.raises(TaskError, match=r"Given\.lr_scale\(2\) returned nan: .*Step 2 was not applied"):
         trained(workers, Given(At({2: math.nan})))
 
@@ -268,7 +268,7 @@ def test_a_remark_is_made_once_by_one_worker_and_known_to_the_others(caplog: pyt
 
 
 @pytest.mark.procs
-def test_a_run_says_once_that_its_loss_is_in_half_precision(tmp_path: Path) -> None:
+def test_a_run_reports_once_that_its_loss_is_in_half_precision(tmp_path: Path) -> None:
     log = tmp_path / "log"
     engine = rs.EngineConfig(param_dtype="bfloat16", accumulation="local")  # the first of 3 has no microbatch of 2
     kills = [(1, 2, "backward")]

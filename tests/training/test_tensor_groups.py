@@ -1,4 +1,4 @@
-"""Tensor parallel groups with real worker processes: the bits do not depend on their number, nor on who is lost."""
+"""Tensor parallel groups with real worker processes: the bits do not depend on their number, nor on the lost worker."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def of_wide_llama() -> list[float]:
         [((4, 2), (1, 1)), ((3, 1), (4, 2)), ((4, 2), (3, 3))],
     ),
 )
-def test_a_checkpoint_is_written_once_and_goes_on_with_any_degree(
+def test_a_checkpoint_is_written_once_and_continues_with_any_degree(
     tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     def go_on(workers: int, degree: int, steps: int) -> Collector:

@@ -41,7 +41,7 @@ def ids_of(step: int) -> list[int]:
 
 
 class Marked:
-    """Numbers, and for each block a mark whether its extra weight is to be used."""
+    """Numbers, and for each block a mark for the use of its extra weight."""
 
     def __init__(self) -> None:
         self._marks = {block: {ids_of(step)[1] for step in steps} for block, steps in MARKS.items()}
@@ -55,7 +55,7 @@ class Marked:
 
 
 class Block(nn.Module):
-    """A weight that is always used, and one of fewer rows than there are workers that is used where it is marked."""
+    """A weight that is always used, and one of fewer rows than workers that is used where it is marked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,8 +70,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """With a pooler that nobody calls, as many a stock model has one; a weight whose gradient is always zero; a frozen
-    one; and one that a module has, too, that nobody calls."""
+    """With a pooler that is not called, as many a stock model has one; a weight whose gradient is always zero; a frozen
+    one; and one that belongs also to a module that is not called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Net(nn.Module):
 
 
 def sizes_of(*params: torch.Tensor) -> torch.Tensor:
-    """Sums of squares, which no gradient is of."""
+    """Sums of squares; no gradient is taken of them."""
     return torch.stack([param.detach().double().square().sum() for param in params])
 
 
@@ -146,12 +146,12 @@ def reference() -> Outcome:
 
 
 def sizes_in(outcome: Outcome) -> list[dict[str, float]]:
-    """After each step."""
+    """Sizes of the parameters after each step."""
     return [{k: v for k, v in numbers["evaluation"].items() if k != "loss"} for numbers in outcome.numbers]
 
 
 def by_hand(task: Conditional) -> list[dict[str, float]]:
-    """The same in plain torch: one process, nothing sharded."""
+    """The sizes in plain torch: one process, nothing sharded."""
     model, data, found = task.build_model(), Marked(), []
     optimizer = task.build_optimizer(model)
     for step in range(1, STEPS + 1):
@@ -165,7 +165,7 @@ def by_hand(task: Conditional) -> list[dict[str, float]]:
 
 
 def assert_same(outcome: Outcome, expected: Outcome) -> None:
-    """As one worker alone, to the bit."""
+    """Assert that the result equals that of one worker, to the bit."""
     for step, (sizes, wanted) in enumerate(zip(sizes_in(outcome), sizes_in(expected), strict=True), 1):
         assert sizes == wanted, f"the parameters after step {step} are not those of one worker"
     assert outcome.bits == expected.bits
@@ -187,7 +187,8 @@ def test_what_no_microbatch_used_is_left_alone_as_in_plain_torch(make: Any) -> N
 
 
 def test_three_workers_one_of_which_computes_what_does_not_count_leave_the_same_alone() -> None:
-    """It computes on the samples of step 1 in every step, which use what the others do not in the steps 2 and 4."""
+    """The uncounted worker computes on the samples of step 1 in every step; they use weights that the others do not use
+    in the steps 2 and 4."""
     assert_same(trained(3), reference())
 
 
@@ -273,7 +274,7 @@ def test_a_run_is_resumed_just_before_and_just_after_a_parameter_is_first_used(
     assert {step: repr(numbers) for step, numbers in listener.numbers.items()} == left
 
 
-def test_a_run_that_began_under_the_first_number_goes_on_with_gradients_of_zeros(
+def test_a_run_that_began_under_the_first_number_continues_with_gradients_of_zeros(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as before:
@@ -296,7 +297,7 @@ def test_what_the_first_step_does_not_use_is_named_once(tmp_path: Path) -> None:
 
 
 class Careless(torch.optim.Optimizer):
-    """Takes it that each parameter has a gradient."""
+    """Assumes that each parameter has a gradient."""
 
     def __init__(self, params: Iterator[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -308,14 +309,14 @@ class Careless(torch.optim.Optimizer):
                 param.add_(param.grad.sign(), alpha=-group["lr"])
 
 
-def test_an_optimizer_that_needs_a_gradient_of_each_parameter_is_told_which_has_none() -> None:
+def test_an_optimizer_that_needs_a_gradient_of_each_parameter_gets_the_name_of_the_one_without() -> None:
     said = r"Careless\.step raised AttributeError: .* 5 parameters without gradient, .*extra'"
     with pytest.raises(TaskError, match=said):
         trained(1, task=Conditional(Careless), steps=1)
 
 
 class WithPooler(LlamaTask):
-    """Cut by tensor parallelism, with weights that nobody uses: one that is cut, and one that is not."""
+    """Cut by tensor parallelism, with two unused weights: one that is cut, and one that is not."""
 
     def build_model(self) -> nn.Module:
         model = super().build_model()

@@ -1,6 +1,6 @@
-"""`python -m tools.move`: put every module where `moves.txt` says, in the checkout that this is run in.
+"""`python -m tools.move`: put every module where `moves.txt` has it, in the checkout that this is run in.
 
-Nothing is committed. What a person does after it: format, prose that names modules in words, tests.
+Nothing is committed. Left to do by hand: format, prose that names modules in words, tests.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class LayoutPlan:
 
 
 def read(text: str) -> LayoutPlan:
-    """Raises ValueError for a line that is none, an old name that stands twice, or a new one."""
+    """Raises ValueError for an invalid line, an old name that stands twice, or a new one."""
     moves: dict[str, str] = {}
     packages: dict[str, str] = {}
     package = ""

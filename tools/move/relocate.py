@@ -11,10 +11,10 @@ from tools.move.rewrite import ROOT_PACKAGE, NameTaken, Rewriter
 
 _PROSE = (".md", ".toml", ".yaml", ".yml", ".txt", ".cfg", ".sh", ".json", ".html", ".js", ".css", "")
 _KEPT = ("CHANGELOG.md", "tools/move/", "tests/tools/", ".git-blame-ignore-revs")
-"""Files and folders that speak of modules by the names that they had."""
+"""Files and folders that use the names that modules had."""
 _LOGGERS = frozenset({"raysharded.driver.events"})
 _RECORDED = "tests/golden/"
-"""Where that holds for all but code."""
+"""Folder of which the same holds, except for code."""
 
 
 def modules_in(root: Path) -> dict[str, Path]:
@@ -27,7 +27,7 @@ def modules_in(root: Path) -> dict[str, Path]:
 
 
 def relocate(root: Path, moves: Mapping[str, str]) -> None:
-    """Move the modules, and whatever names them in files that git knows. Raises NameTaken before it writes."""
+    """Move the modules, and all mentions of them in files that git knows. Raises NameTaken before it writes."""
     modules = modules_in(root)
     rewriter = Rewriter(moves=moves, modules=frozenset(modules), loggers=_LOGGERS)
     texts = {module: path.read_text(encoding="utf-8") for module, path in modules.items()}
@@ -60,7 +60,7 @@ def relocate(root: Path, moves: Mapping[str, str]) -> None:
 
 
 def write_packages(root: Path, packages: Mapping[str, str]) -> None:
-    """Give each package that has no `__init__.py` one that says what it is for."""
+    """Give each package that has no `__init__.py` one with a docstring of its purpose."""
     for name, purpose in packages.items():
         path = root / Path(*name.split(".")) / "__init__.py"
         if not path.exists():

@@ -206,7 +206,7 @@ def _bound(tree: ast.Module) -> set[str]:
 
 
 def _uses(tree: ast.Module, renamed: Mapping[str, str], offsets: _Offsets) -> Iterator[_Edit]:
-    """Each use of a renamed module, but for names that a function has of its own."""
+    """Each use of a renamed module, except for local names of a function."""
 
     def walk(node: ast.AST, own: frozenset[str]) -> Iterator[_Edit]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):

@@ -1,4 +1,4 @@
-"""A thread that gloo keeps, in the middle of a message to or from a peer that is gone, is let go of on abort."""
+"""A thread that gloo blocks, in the middle of a message to or from a lost peer, is released on abort."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _BYTES = 1 << 30
 """More than any socket takes: a message that is on its way for a while."""
 _FEW_BYTES = 1 << 10
 _TIMEOUT_S = 12.0
-"""gloo's own."""
+"""gloo's own time-out."""
 
 
 def place(port: int, rank: int) -> Rendezvous:
@@ -54,7 +54,8 @@ def place(port: int, rank: int) -> Rendezvous:
 
 
 def message() -> torch.Tensor:
-    """Whose first byte and last one tell that they have come. Nobody fills the pages between: that takes a second."""
+    """A message whose first and last byte show that they have come. The pages between stay empty: a fill takes a
+    second."""
     data = torch.zeros(_BYTES, dtype=torch.uint8)
     data[0] = data[-1] = 1
     return data
@@ -111,7 +112,7 @@ class Pair:
         os.kill(self.process.pid, signal.SIGSTOP)
 
     def delivered(self, message: object) -> None:
-        """Wait for it as whoever trains does."""
+        """Wait for it as training does."""
         self.groups.beside(lambda: self.groups.state.deliver(message), "a message")
 
     def end(self) -> None:
@@ -129,7 +130,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def in_the_middle(data: torch.Tensor) -> None:
-    """Return when the first of it has come; the last is far away."""
+    """Return when the first byte has come; the last is far away."""
     while not data[0]:
         time.sleep(0.0001)
 
@@ -174,7 +175,7 @@ def test_a_message_that_is_half_sent(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("pair", ["broadcasts among all", "broadcasts in its shard group"], indirect=True)
-def test_a_collective_in_the_middle_of_a_message_and_its_group_is_freed_when_gloo_lets_go(pair: Pair) -> None:
+def test_a_collective_in_the_middle_of_a_message_and_its_group_is_freed_when_gloo_returns(pair: Pair) -> None:
     groups, data = pair.groups, torch.zeros(_BYTES, dtype=torch.uint8)
     group: Any = groups.state.group if pair.does == "broadcasts among all" else dist.group.WORLD
     work = group.broadcast([data], rooted_at(1))
@@ -222,7 +223,7 @@ def joins(groups: Groups) -> None:
     join_or_leave(beside, lambda: groups.aborted)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # who is left behind may fail
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread left behind may fail
 @pytest.mark.parametrize("pair", ["nothing"], indirect=True)
 @pytest.mark.parametrize("waits", [gathers, scatters, exchanges, agrees, receives, joins])
 def test_who_waits_for_others_is_seen_to_wait_and_leaves_on_abort(pair: Pair, waits: Callable[[Groups], None]) -> None:
@@ -231,7 +232,7 @@ def test_who_waits_for_others_is_seen_to_wait_and_leaves_on_abort(pair: Pair, wa
     def run() -> None:
         try:
             waits(pair.groups)
-        except (CollectiveAborted, RuntimeError) as error:  # gloo itself tells most of them
+        except (CollectiveAborted, RuntimeError) as error:  # gloo itself reports to most of them
             errors.append(error)
 
     thread = threading.Thread(target=run)
@@ -256,7 +257,7 @@ def test_a_reduce_scatter_of_two_is_what_gloos_own_is(pair: Pair) -> None:
 
 
 class LargeGpt(Gpt):
-    """Whose shards are more than any socket takes."""
+    """Its shards are larger than any socket takes."""
 
     def __init__(self) -> None:
         super().__init__()

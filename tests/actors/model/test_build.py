@@ -24,7 +24,7 @@ from tests.training.harness import GptTask
 
 
 class Of(rs.Task):
-    """A task of whatever model, wrapped in whatever way."""
+    """A task of any model, wrapped in any way."""
 
     def __init__(
         self, model: Callable[[], nn.Module], wrap: Callable[[nn.Module], list[nn.Module] | None] = lambda _: None
@@ -61,7 +61,7 @@ def test_the_blocks_of_a_module_list_are_units_and_the_root_is_the_last() -> Non
     assert units(build(GptTask())) == ["blocks.0", "blocks.1", ""]
 
 
-def test_names_are_those_of_the_unwrapped_model_whatever_wraps_the_blocks() -> None:
+def test_names_are_those_of_the_unwrapped_model_for_every_wrapping_of_the_blocks() -> None:
     expected = dict(GptTask().build_model().named_parameters()).keys()
     assert build(GptTask()).parameters.keys() == expected
     assert build(GptTask(), activation_checkpointing=True, compile=True).parameters.keys() == expected
@@ -93,7 +93,7 @@ def test_a_unit_that_the_task_names_twice_is_wrapped_once() -> None:
     assert units(build(task)) == ["first", ""]
 
 
-def test_the_task_says_which_units_stay_gathered_until_backward() -> None:
+def test_the_task_declares_the_units_that_stay_gathered_until_backward() -> None:
     class Mixed(GptTask):
         def strategy(self, name: str, module: nn.Module) -> Strategy | None:
             return {"blocks.0": "gradients", "blocks.1": "full"}.get(name)  # type: ignore[return-value]  # one of them
@@ -109,7 +109,7 @@ def test_the_task_says_which_units_stay_gathered_until_backward() -> None:
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
-def test_a_task_that_looks_at_a_units_class_finds_its_own(activation_checkpointing: bool) -> None:
+def test_a_task_that_inspects_a_units_class_finds_the_original(activation_checkpointing: bool) -> None:
     class Norms(GptTask):
         def wrap(self, model: nn.Module) -> list[nn.Module]:
             return [model.get_submodule(name) for name in ("blocks.0", "norm")]

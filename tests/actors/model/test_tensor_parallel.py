@@ -42,7 +42,7 @@ class Planned(GptTask):
 
 @pytest.mark.parametrize(("shards", "degree"), [(1, 2), (2, 2), (3, 2), (2, 3), (1, 6)])
 @pytest.mark.parametrize("engine", [{}, {"activation_checkpointing": True}])
-def test_every_worker_has_the_parts_of_the_weights_that_its_pieces_say(
+def test_every_worker_has_the_parts_of_the_weights_that_its_pieces_name(
     shards: int, degree: int, engine: dict[str, Any]
 ) -> None:
     for rank in range(shards * degree):

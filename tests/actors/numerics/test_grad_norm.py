@@ -72,7 +72,7 @@ def test_the_norm_is_close_to_the_exact_value(seed: int, size: int, scale: int) 
     exact = exact_norm(gradient)
     lost = (
         size * 2.0**-40 * (gradient.abs().max().item() / exact) ** 2
-    )  # of each square, what lies below the digits kept
+    )  # of each square, the part below the digits kept
     assert norm(gradient) == pytest.approx(exact, rel=lost / 2 + 2.0**-52)
 
 

@@ -1,4 +1,4 @@
-"""The agreement: what every worker brings arrives at all of them, exactly."""
+"""The agreement: each worker's contribution arrives at all of them, exactly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def contribution(
 
 
 def agreed_by(contributions: list[Contribution], num_microbatches: int) -> Agreed:
-    """What each of the workers leaves with, their sum simulated by plain addition."""
+    """The result that each of the workers gets, their sum simulated by plain addition."""
     sent: list[torch.Tensor] = []
 
     def remember(values: torch.Tensor) -> torch.Tensor:

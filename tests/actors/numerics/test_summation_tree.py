@@ -1,4 +1,4 @@
-"""The one order of addition: whoever adds, in whatever order, gets the same bits."""
+"""The one order of addition: every adder, in every order, gets the same bits."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_partial_sums_of_any_workers_and_groups_give_the_bits_of_the_leaves_in_o
         own: TreeSum[torch.Tensor] = TreeSum(num_leaves, add)
         for index in computed_by(schedule, ranks):
             own.add((0, index), leaves[index].clone())
-        partial_sums = own.pop_all()  # `nodes` is what the receivers take them for
+        partial_sums = own.pop_all()  # `nodes` are the receivers' names for them
         for node, (own_node, value) in zip(nodes, partial_sums, strict=True):
             assert leaves_of(node, num_leaves) == leaves_of(own_node, num_leaves)
             total.add(node, value)

@@ -228,7 +228,7 @@ def test_state_that_is_made_after_the_first_step_is_named() -> None:
 
 
 class LateTask(GptTask):
-    """Its optimizer makes state when nobody looks any more."""
+    """Its optimizer makes state after the last check."""
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return Late(model.parameters(), 10)
@@ -294,7 +294,7 @@ def test_the_learning_rate_is_a_function_of_the_step_alone(as_tensor: bool) -> N
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_state_that_was_put_away_and_loaded_goes_on_with_the_same_bits(name: str) -> None:
+def test_state_that_was_put_away_and_loaded_continues_with_the_same_bits(name: str) -> None:
     task = Line(ELEMENTWISE[name])
     (one, model), (other, twin) = shard_optimizer(task), shard_optimizer(task)
     numbers = frozenset[str]()
@@ -302,7 +302,7 @@ def test_state_that_was_put_away_and_loaded_goes_on_with_the_same_bits(name: str
         for index, (param, of_twin) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
             param.grad = torch.full_like(param, 0.1 * step - 0.3 * index)
             of_twin.grad = param.grad.clone()
-        if step == 3:  # the twin takes over from what the first put away
+        if step == 3:  # the twin takes over from the state that the first saved
             with torch.no_grad():
                 for param, of_twin in zip(model.parameters(), twin.parameters(), strict=True):
                     of_twin.copy_(param)

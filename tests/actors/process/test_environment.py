@@ -28,7 +28,7 @@ print(held.hblkhd - before.hblkhd, info().fordblks - held.fordblks)
 
 
 def of_a_tensor(**environment: str) -> tuple[int, int]:
-    """(bytes that the system maps for it alone, bytes that are kept when it is freed)"""
+    """(bytes that the system maps for it alone, bytes that are kept when it is freed)."""
     command = [sys.executable, "-c", PROGRAM]
     usual = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
     done = subprocess.run(command, env=usual | environment, capture_output=True, text=True, check=True)

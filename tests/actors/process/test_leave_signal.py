@@ -1,4 +1,4 @@
-"""What a worker that is told to leave tells its driver: every notice, in order."""
+"""The messages of a worker that receives leave notices, to its driver: every notice, in order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from raysharded.actors.process.leave_signal import LeaveInbox
 from raysharded.ids import WorkerId
 
 
-def test_every_notice_is_told_though_a_later_one_came_before_anybody_asked() -> None:
+def test_every_notice_is_reported_though_a_later_one_came_before_the_first_query() -> None:
     leaving = LeaveInbox(WorkerId(1), grace_s=25.0)
     leaving.tell_node("it is preempted", 30.0)
     leaving.tell_node("it is drained", 300.0)

@@ -1,4 +1,4 @@
-"""Notices of the clouds' metadata services, spoken by local servers; whatever they do, training is not harmed."""
+"""Notices of the clouds' metadata services, from local servers; no behaviour of theirs harms training."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ WAIT_S = 20.0
 
 
 class Metadata(http.server.BaseHTTPRequestHandler):
-    """Speaks what AWS's (version 2) and Google's metadata servers speak; what is true is in the class."""
+    """Speaks the protocols of AWS's (version 2) and Google's metadata servers; the class has the answers."""
 
     notice: ClassVar[str | None] = None
     """The body of the notice; None: there is none."""
     token: ClassVar[str] = "first"
     status: ClassVar[int] = 200
-    """Of everything: 200, or an error."""
+    """Status of every answer: 200, or an error."""
     tokens_given: ClassVar[int] = 0
     preempted: ClassVar[str] = "FALSE"
     changed: ClassVar[threading.Condition] = threading.Condition()
@@ -62,12 +62,12 @@ class Metadata(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body.encode())
 
     def log_message(self, *_: object) -> None:
-        """Nothing on stderr."""
+        """Print nothing on stderr."""
 
 
 @contextmanager
 def serving() -> Iterator[tuple[str, type[Metadata]]]:
-    """A server of its own, and what is true of it."""
+    """A separate server, and the class with its answers."""
     service = type("Service", (Metadata,), {"changed": threading.Condition()})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), service) as server:
         server.daemon_threads = True
@@ -83,7 +83,7 @@ def in_seconds(seconds: float) -> str:
     return json.dumps({"action": "terminate", "time": at.strftime("%Y-%m-%dT%H:%M:%SZ")})
 
 
-def test_aws_says_how_long_a_spot_instance_has_and_nothing_before() -> None:
+def test_aws_reports_how_long_a_spot_instance_has_and_nothing_before() -> None:
     with serving() as (url, service):
         ask = Aws(url)
         assert [ask(), ask()] == [None, None]
@@ -94,7 +94,7 @@ def test_aws_says_how_long_a_spot_instance_has_and_nothing_before() -> None:
         assert service.tokens_given == 1
 
 
-def test_an_expired_token_is_asked_for_again() -> None:
+def test_an_expired_token_is_requested_again() -> None:
     with serving() as (url, service):
         ask = Aws(url)
         assert ask() is None
@@ -111,7 +111,7 @@ def test_a_notice_without_a_time_is_a_notice_all_the_same(notice: str) -> None:
         assert Aws(url)() == 120.0
 
 
-def test_google_says_at_once_that_a_machine_is_preempted() -> None:
+def test_google_reports_at_once_that_a_machine_is_preempted() -> None:
     told = threading.Event()
     heard: list[tuple[str, float]] = []
 

@@ -1,4 +1,4 @@
-"""What ended a worker's call, as its driver is told."""
+"""The reason that a worker's call ended, as reported to its driver."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from raysharded.protocol.messages import StopReason
         (StorageError("away"), StopReason.TASK_ERROR),
     ],
 )
-def test_our_own_errors_say_themselves_whose_fault_it_is(error: Exception, reason: StopReason) -> None:
+def test_our_own_errors_carry_whose_fault_it_is(error: Exception, reason: StopReason) -> None:
     found = ending_of(error, interrupted=False)
     assert (found.reason, found.error, found.is_unexpected) == (reason, error, False)
 
@@ -63,26 +63,26 @@ def test_a_task_that_ends_the_process_has_a_bug_like_any_other(error: BaseExcept
 
 
 class Mute(Exception):
-    """Fails to say its message."""
+    """Raises when it is converted to text."""
 
     def __str__(self) -> str:
         raise LookupError("no words")
 
 
-def test_an_error_that_cannot_say_its_message_is_reported_all_the_same() -> None:
+def test_an_error_without_a_readable_message_is_reported_all_the_same() -> None:
     found = ending_of(Mute(), interrupted=False)
     assert str(found.error) == "Mute: (message unavailable: __str__ raised LookupError)"
 
 
 class BadLine(DataError):
-    """A user's own, whose constructor does not take what it is made again from."""
+    """A user's error, whose constructor does not take the arguments that pickle passes."""
 
     def __init__(self, path: str, line: int) -> None:
         super().__init__(f"{path}:{line} is damaged")
 
 
 class OwnTaskError(TaskError):
-    """A user's own, with less than ours has."""
+    """A user's error, with fewer fields than ours."""
 
     def __init__(self) -> None:
         Exception.__init__(self, "mine")

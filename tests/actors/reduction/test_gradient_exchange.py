@@ -20,7 +20,7 @@ CHUNK = 3
 
 
 class Board:
-    """Where the workers put what they send; counts what goes from host to host."""
+    """The place for the workers' messages; counts the bytes from host to host."""
 
     def __init__(self, nodes: Sequence[int]) -> None:
         self.nodes = nodes
@@ -126,7 +126,7 @@ def test_one_sum_leaves_a_host_for_all_gradients_of_its_workers(
     leaves = gradients(2 * len(nodes), CHUNK * len(nodes), torch.float32)
     flat, by_host = (together(leaves, nodes, hosts, accumulation)[1] for hosts in ((), hosts_of(nodes)))
     rounds = 2 if accumulation == "sharded" else 1
-    others = CHUNK * (num_hosts - 1) * on_each  # elements of the shards that are elsewhere
+    others = CHUNK * (num_hosts - 1) * on_each  # elements of the shards on other hosts
     assert flat.bytes_between == 4 * rounds * len(nodes) * others
     assert by_host.bytes_between == 4 * rounds * num_hosts * others
 

@@ -16,7 +16,7 @@ from raysharded.layout import Mesh
 
 
 class Board:
-    """Where the replicas of one shard put what they send; counts it."""
+    """The place for the messages of the replicas of one shard; counts them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -67,7 +67,7 @@ def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def summed(leaves: list[torch.Tensor], replicas: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], Board]:
-    """What each replica gets."""
+    """The sum that each replica gets, and the board of the exchange."""
     numel, board = leaves[0].numel(), Board(replicas)
     schedule = Schedule(mode="sharded", num_microbatches=len(leaves), mesh=Mesh(replicas=replicas, shards=1))
     sums = [schedule.sums_of_replica(replica) for replica in range(replicas)]

@@ -21,8 +21,8 @@ _TOO_LATE_S = 5.0
 
 
 class LateFiller:
-    """Copies only when the training thread waits for it: who reads before, reads nothing, and if that thread changes
-    the source before, the copy shows it."""
+    """Copies only when the training thread waits for it: an earlier reader gets nothing, and if that thread changes the
+    source before, the copy shows it."""
 
     def __init__(self, device: torch.device) -> None:
         pass
@@ -49,7 +49,7 @@ class LateCopy:
 
 
 def copy_late() -> None:
-    """In a worker's process."""
+    """In a worker's process: use the late filler."""
     patches.replace(device_state, "AsyncHostCopy", LateFiller)
 
 
@@ -67,7 +67,7 @@ def test_a_worker_may_have_nothing_to_copy() -> None:
     AsyncHostCopy(CPU).begin([], []).wait()
 
 
-def test_what_a_copy_failed_with_is_raised_by_whoever_waits() -> None:
+def test_an_error_of_a_copy_is_raised_in_every_waiter() -> None:
     filling = AsyncHostCopy(CPU).begin([torch.zeros(3)], [torch.zeros(4)])
     for _ in range(2):
         with pytest.raises(RuntimeError, match="size"):
@@ -99,7 +99,7 @@ def test_a_run_does_not_depend_on_when_its_snapshots_are_copied(kept: str) -> No
 
 
 class OneRow(rs.Task):
-    """A model of one row and an optimizer that remembers nothing: most workers hold nothing."""
+    """A model of one row and an optimizer without state: most workers hold nothing."""
 
     def build_model(self) -> torch.nn.Module:
         return torch.nn.Linear(SEQUENCE + 1, 1, bias=False)

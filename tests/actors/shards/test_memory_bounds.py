@@ -1,4 +1,4 @@
-"""What a worker keeps in memory is bounded, and as documented."""
+"""A worker's memory is bounded, and as documented."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Work:
 
 
 class WireGroups:
-    """What parity uses of `Groups`."""
+    """The part of `Groups` that parity uses."""
 
     def __init__(self, wire: Wire, rank: int) -> None:
         self._wire, self._rank = wire, rank
@@ -137,7 +137,7 @@ def rebuilt(stores: list[ShardStore], left: list[int]) -> Recoverable:
 
 
 def check_copies(stores: list[ShardStore], found: Recoverable) -> None:
-    """Who is said to hold a buffer does, and its bytes are those of the rank."""
+    """Assert that each holder really holds the buffer, with the bytes of its rank."""
     for copy in found.copies:
         for rank, holder in enumerate(copy.holders):
             if holder is not None:
@@ -222,14 +222,14 @@ _alone: list[Outcome] = []
 
 
 def check(outcome: Outcome) -> None:
-    """It gave the bits of one worker alone."""
+    """Assert that it gave the bits of one worker alone."""
     if not _alone:
         _alone.append(train(1, microbatches=MICROBATCHES, steps=STEPS))
     assert outcome.bits == _alone[0].bits
 
 
 def generations(outcome: Outcome) -> list[tuple[int, str]]:
-    """(workers, redundancy) of each."""
+    """(workers, redundancy) of each generation."""
     return [(len(g["members"]), g["redundancy"]) for g in outcome.of("generation")]
 
 

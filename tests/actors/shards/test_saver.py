@@ -1,4 +1,4 @@
-"""A checkpoint is written from the snapshot itself, beside training: nothing it reads is overwritten, nothing waits."""
+"""A checkpoint is written from the snapshot itself, in the background: nothing is overwritten, and nothing waits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAIT_S = 20.0
 
 
 class HeldUp:
-    """A storage whose writes wait until they are let through, and then fail if they are told to."""
+    """A storage whose writes wait until they are let through, and then fail on request."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -52,7 +52,7 @@ class HeldUp:
 
 
 def snapshot(store: ShardStore, step: int, layout: GenerationId = LAYOUT) -> ShardBuffer:
-    """The next snapshot of the only worker, all of its bytes telling the step."""
+    """The next snapshot of the only worker; all of its bytes contain the step."""
     buffer = store.begin(step, layout, "snapshot", 1, 0, SPEC)
     buffer.data.fill_(step)
     buffer.complete = True
@@ -129,7 +129,7 @@ def test_a_save_outlives_the_layout_that_its_snapshot_belongs_to(tmp_path: Path)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_save_lets_go_of_its_snapshot_when_it_has_ended_either_way(tmp_path: Path, fails: bool) -> None:
+def test_a_save_releases_its_snapshot_when_it_has_ended_either_way(tmp_path: Path, fails: bool) -> None:
     store = ShardStore()
     storage, saver = held_up(tmp_path)
     storage.fails = fails
@@ -144,7 +144,7 @@ def test_a_save_lets_go_of_its_snapshot_when_it_has_ended_either_way(tmp_path: P
     assert not buffer.is_read
 
 
-def test_waiting_for_a_save_ends_when_it_is_given_up(tmp_path: Path) -> None:
+def test_waiting_for_a_save_ends_when_it_is_abandoned(tmp_path: Path) -> None:
     storage, saver = held_up(tmp_path)
     saver.begin(snapshot(ShardStore(), 5), LAYOUT)
     assert not saver.wait_until_idle(lambda: True)
@@ -160,7 +160,7 @@ def test_a_save_that_another_is_in_the_way_of_is_waited_for(tmp_path: Path, monk
     answers: list[str | None] = []
     asked = threading.Thread(target=lambda: answers.append(saver.collect(LAYOUT, 6, WAIT_S).error))
     asked.start()
-    asked.join(1.3)  # longer than a save may be late that nothing is in the way of
+    asked.join(1.3)  # longer than the delay of an undisturbed save
     assert asked.is_alive()
     storage.may_go.set()
     assert saver.wait_until_idle(lambda: False)
@@ -170,7 +170,7 @@ def test_a_save_that_another_is_in_the_way_of_is_waited_for(tmp_path: Path, monk
     assert "was not begun" in str(saver.collect(LAYOUT, 9, WAIT_S).error)
 
 
-def test_who_asks_for_a_save_that_newer_ones_followed_is_answered_at_once(
+def test_a_request_for_a_save_that_newer_ones_followed_is_answered_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raysharded.actors.shards.saver._RESULTS_KEPT", 2)
@@ -181,7 +181,7 @@ def test_who_asks_for_a_save_that_newer_ones_followed_is_answered_at_once(
         saver.begin(snapshot(store, step), LAYOUT)
         assert saver.wait_until_idle(lambda: False)
     storage.may_go.clear()
-    saver.begin(snapshot(store, 6), LAYOUT)  # being written for as long as it likes
+    saver.begin(snapshot(store, 6), LAYOUT)  # may be written for any time
     for generation, step in [(LAYOUT, 1), (LAYOUT, 3), (GenerationId(LAYOUT - 1), 9)]:
         saved = saver.collect(generation, step, 1e9)
         assert saved.unknown
@@ -191,7 +191,7 @@ def test_who_asks_for_a_save_that_newer_ones_followed_is_answered_at_once(
     assert not saver.collect(LAYOUT, 6, WAIT_S).unknown
 
 
-# -- what to do about a checkpoint --
+# -- requests about a checkpoint --
 
 
 @given(busy=st.booleans(), now=st.booleans(), due=st.booleans(), last=st.booleans())
@@ -211,7 +211,7 @@ def test_nothing_is_done_without_a_reason() -> None:
 
 
 class Memory(RuleBasedStateMachine):
-    """A worker's snapshots: filled step by step, abandoned, read and let go of, in any order."""
+    """A worker's snapshots: filled step by step, abandoned, read and released, in any order."""
 
     def __init__(self) -> None:
         super().__init__()

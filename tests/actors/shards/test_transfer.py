@@ -59,7 +59,7 @@ class Counted(HostGroup):
         options._timeout = timeout
         super().__init__(dist.ProcessGroupGloo(store, rank, world_size, options), timeout, finish_plainly)
         self.waves: list[tuple[int, int]] = []
-        """(bytes to send, bytes to receive)"""
+        """(bytes to send, bytes to receive)."""
         self._storages: dict[int, int] = {}
 
     @property
@@ -83,7 +83,7 @@ class Counted(HostGroup):
 
 
 def in_threads(world_size: int, work: Callable[[Counted], T]) -> list[T]:
-    """What the workers of a group get, by rank; a deadlock is an error after the time-out."""
+    """The results of a group's workers, by rank; a deadlock is an error after the time-out."""
     store = HashStore()
     with ThreadPoolExecutor(world_size) as pool:
         futures = [pool.submit(lambda r: work(Counted(store, r, world_size)), rank) for rank in range(world_size)]
@@ -146,7 +146,7 @@ def test_every_buffer_is_filled_in_bounded_memory_and_nobody_waits_for_ever(
 
 
 def test_few_peers_need_few_waves() -> None:
-    """A worker among many that hears from one of them may use the whole of a wave for it."""
+    """A worker among many that receives data from one of them may use the whole of a wave for it."""
     members = ids(*range(6))
     copies = (Copy(medium="snapshot", world_size=6, holders=ids(1, 0, 2, 3, 4, 5), layout_id=OLD),)
     with pytest.MonkeyPatch.context() as patch:

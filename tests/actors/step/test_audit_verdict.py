@@ -1,4 +1,4 @@
-"""Who is to blame for wrong numbers, and digests that see every bit."""
+"""The worker to blame for wrong numbers, and digests that see every bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_who_does_not_get_the_same_twice_is_to_blame() -> None:
     assert judge({0: [(0, BAD), (0, GOOD), (0, GOOD), (0, GOOD)]}).culprits == {0}
 
 
-def test_of_two_that_stand_by_their_own_both_are_named_unless_another_microbatch_tells() -> None:
+def test_of_two_that_stand_by_their_own_both_are_named_unless_another_microbatch_decides() -> None:
     each_stands = [(0, BAD), (1, GOOD), (0, BAD), (1, GOOD)]
     assert judge({0: each_stands}).culprits == {0, 1}
     assert judge({0: each_stands, 1: [(1, GOOD), (0, BAD), (1, GOOD), (0, WORSE)]}).culprits == {0}
@@ -56,7 +56,7 @@ def test_against_nobody_or_where_those_that_were_there_differ_a_newcomer_is_judg
     assert judge_newcomers(contradicting, {2}).culprits == {0}
 
 
-def test_a_wrong_copy_is_told_from_two_right_ones() -> None:
+def test_a_wrong_copy_is_distinguished_from_two_right_ones() -> None:
     right = {0: GOOD, ~0: GOOD, 1: GOOD}  # on the device of 0, in its host memory, and as a mirror at 1
     assert wrong_copies({0: right, 1: right}) == frozenset()
     assert wrong_copies({0: {**right, 1: BAD}}) == {1}
@@ -76,7 +76,7 @@ def test_one_flipped_bit_is_seen_and_flipped_back_it_is_not(dtype: torch.dtype) 
     assert int(tensor_digest(values)) == before
 
 
-def test_zeros_of_either_sign_and_orders_are_told_apart() -> None:
+def test_zeros_of_either_sign_and_orders_are_distinguished() -> None:
     assert int(tensor_digest(torch.tensor([0.0]))) != int(tensor_digest(torch.tensor([-0.0])))
     assert int(tensor_digest(torch.tensor([1.0, 2.0]))) != int(tensor_digest(torch.tensor([2.0, 1.0])))
     assert combined([1, 2]) != combined([2, 1])

@@ -1,4 +1,4 @@
-"""What a task's loss may give, and what is said of the rest."""
+"""The values that a task's loss may return, and the errors for all others."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_scalar_is_the_mean_over_the_samples() -> None:
         (10**400, "a int"),
     ],
 )
-def test_a_weight_that_is_none_is_refused_with_what_it_is(weight: Any, shown: str) -> None:
+def test_a_weight_that_is_invalid_is_refused_with_what_it_is(weight: Any, shown: str) -> None:
     with pytest.raises(TaskError, match=rf"^T\.loss returned a Loss whose weight is {shown}; give the number of items"):
         as_loss(Loss(TOTAL, weight), 2, "T.loss")
 
@@ -83,7 +83,7 @@ def test_a_weight_that_is_none_is_refused_with_what_it_is(weight: Any, shown: st
         ({"a": torch.ones(2, 2)}, r"the metric 'a' as \(a tensor of shape \(2, 2\)\)"),
     ],
 )
-def test_metrics_that_are_none_are_refused_by_name(metrics: Any, shown: str) -> None:
+def test_metrics_that_are_invalid_are_refused_by_name(metrics: Any, shown: str) -> None:
     with pytest.raises(TaskError, match=rf"^T\.loss returned {shown}; give "):
         as_loss(Loss(TOTAL, 1.0, metrics), 2, "T.loss")
 

@@ -1,4 +1,4 @@
-"""What workers tell of their steps when a generation ends."""
+"""The reports of workers on their steps when a generation ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raysharded.protocol.messages import FromStart, GenerationSpec
 from tests.driver.simulated_workers import report_of
 
 
-def test_a_few_tell_all_that_the_driver_can_have_missed_and_thousands_tell_little() -> None:
+def test_a_few_report_all_that_the_driver_can_have_missed_and_thousands_report_little() -> None:
     generation = GenerationId(1)
     spec = GenerationSpec(
         generation=generation, members=(WorkerId(0),), source=FromStart(), host="host", port=1, prefix="run"

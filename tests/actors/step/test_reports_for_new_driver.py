@@ -1,4 +1,4 @@
-"""What a worker still knows of the steps that it took part in, for a driver that has not heard of them."""
+"""A worker's reports of the steps that it took part in, for a driver that has not received them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_S = 120.0
 
 
 def answer(launcher: ProcessLauncher, method: str, *args: Any) -> Any:
-    """What a call gives; `ready` is called by the launcher itself."""
+    """The result of a call; `ready` is called by the launcher itself."""
     if method != "ready":
         launcher.call(WORKER, method, *args)
     (reply,) = launcher.wait(WAIT_S)
@@ -29,7 +29,7 @@ def answer(launcher: ProcessLauncher, method: str, *args: Any) -> Any:
     return reply.value
 
 
-def test_a_worker_tells_of_the_steps_of_earlier_generations_too(tmp_path: Path) -> None:
+def test_a_worker_reports_the_steps_of_earlier_generations_too(tmp_path: Path) -> None:
     launcher = ProcessLauncher(make_job(f"{tmp_path}/run", steps=2))
     try:
         host, port = launcher.rendezvous()

@@ -1,4 +1,4 @@
-"""Who waits for peers is told by marks on functions: no call that blocks is without one, or without a reason."""
+"""Waits for peers are reported by marks on functions: no call that blocks is without one, or without a reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raysharded.actors.telemetry.stack_probe import is_of_standard_library, is_w
 
 LIBRARY = Path(raysharded.__file__).parent
 FILES = [*LIBRARY.glob("actors/**/*.py"), *LIBRARY.glob("orphans/*.py"), LIBRARY / "ray_backend" / "peers.py"]
-"""What runs in a worker."""
+"""Modules that run in a worker."""
 BLOCKING = {
     "wait",
     "join",
@@ -34,7 +34,7 @@ BLOCKING = {
     "init_process_group",
     "all_to_all_single",
 }
-"""Names of functions and methods that return when somebody else has done something."""
+"""Names of functions and methods that return when another thread or process has done something."""
 LOCAL = "something of this process: a copy, a lock, another thread, or storage"
 INSIDE = "a function with the mark, which it calls"
 TORCH = "torch's own frame, which is known by its folder"
@@ -72,7 +72,7 @@ WITHOUT_THE_MARK = {
     "start_store": "nobody: it is the driver's own store",
     "write_orphan_checkpoint": LOCAL,
 }
-"""What functions with such a call wait for instead, or where the mark is."""
+"""Function -> its other reason to wait, or the place of its mark."""
 
 
 def blocking_calls() -> Iterator[tuple[str, str]]:
@@ -118,7 +118,7 @@ def computes(event: threading.Event) -> None:
 
 
 def begins(event: threading.Event) -> None:
-    """Has the mark's function below it on the stack, and is elsewhere."""
+    """Has the mark's function below it on the stack, and runs elsewhere."""
 
     @waits_for_peers
     def outer() -> None:

@@ -1,4 +1,4 @@
-"""What a worker is doing, and for how long."""
+"""The phase of a worker, and its duration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_seconds_of_a_phase_within_another_are_its_own_alone() -> None:
     assert in_phase.seconds["reduce"] < seconds["reduce"]
 
 
-def test_the_outer_phase_goes_on_where_it_began_and_the_last_one_stays() -> None:
+def test_the_outer_phase_continues_where_it_began_and_the_last_one_stays() -> None:
     in_phase = phases()
     with in_phase("backward"):
         began = in_phase.since

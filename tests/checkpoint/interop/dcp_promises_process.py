@@ -1,6 +1,6 @@
-"""One of two ranks whose `async_save` saves in a process of its own: KIND FOLDER RANK.
+"""One of two ranks whose `async_save` saves in a separate process: KIND FOLDER RANK.
 
-Twice with one writer, over what is there: the process has a copy of the writer each time.
+Twice with one writer, over an existing checkpoint: the process has a copy of the writer each time.
 """
 
 from __future__ import annotations

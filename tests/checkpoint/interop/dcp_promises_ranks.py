@@ -28,9 +28,9 @@ NOT_TRIED = "not tried: another failed before it"
 
 
 def play(name: str, promises: tuple[Promise, ...], folder: Path) -> dict[str, str]:
-    """Of each promise what this rank found wrong with it, "" for nothing. Each has a folder of its own.
+    """For each promise the error that this rank found, "" for none. Each has a separate folder.
 
-    A rank that finds something tries no more: it may have missed messages of the others, who run into their time-out.
+    A rank that finds an error stops: it may have missed messages of the others, who run into their time-out.
     """
     found = dict.fromkeys((promise.__name__ for promise in promises), NOT_TRIED)
     for promise in promises:
@@ -48,12 +48,12 @@ def play(name: str, promises: tuple[Promise, ...], folder: Path) -> dict[str, st
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    """No two alike."""
+    """A tensor of numbers that all differ."""
     return torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 0.5
 
 
 def layouts() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Ways to spread a tensor over the ranks that there are."""
+    """Ways to spread a tensor over the existing ranks."""
     size = dist.get_world_size()
     line, square = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (2, size // 2))
     placed: dict[str, tuple[DeviceMesh, list[Any]]] = {
@@ -73,7 +73,7 @@ def layouts() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
 
 
 _SHAPES = ((13, 7), (2, 3))
-"""That no number of ranks divides, and smaller than the number of ranks."""
+"""Shapes that no number of ranks divides, and smaller than the number of ranks."""
 
 
 def expected(seed: float) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def expected(seed: float) -> dict[str, Any]:
 
 
 def in_layouts(seed: float, shift: int = 0) -> dict[str, Any]:
-    """Each tensor in the layout that its name says, or in the one `shift` further."""
+    """Each tensor in the layout of its name, or in the one `shift` further."""
     ways = list(layouts().values())
     return {
         key: ways[(at // len(_SHAPES) + shift) % len(ways)](tensor)
@@ -90,7 +90,7 @@ def in_layouts(seed: float, shift: int = 0) -> dict[str, Any]:
 
 
 def few(seed: float, shift: int = 0) -> dict[str, Any]:
-    """Of `in_layouts` some."""
+    """Some tensors of `in_layouts`."""
     return {key: tensor for at, (key, tensor) in enumerate(in_layouts(seed, shift).items()) if at % 5 == 0}
 
 
@@ -117,7 +117,7 @@ def _shifted(kind: Kind, folder: Path, shifts: Iterable[int]) -> None:
 
 
 def what_other_numbers_of_ranks_saved_is_loaded(kind: Kind, folder: Path) -> None:
-    """Loads `folder.parent/last` in other layouts, and leaves what this number of ranks made of it there."""
+    """Loads `folder.parent/last` in other layouts, and leaves this number of ranks' result there."""
     last = folder.parent / "last"
     found = kind.load(in_layouts(0, 3), last)
     assert_same(gathered(found), expected(1))
@@ -202,7 +202,7 @@ def async_save_is_of_the_moment_it_was_called(kind: Kind, folder: Path) -> None:
 
 
 class Counting(DefaultSavePlanner):
-    """Notes which items this rank is asked for."""
+    """Records the items that this rank is requested to write."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -214,7 +214,7 @@ class Counting(DefaultSavePlanner):
 
 
 def _resolved(kind: Kind, folder: Path, planner: Counting) -> list[list[str]]:
-    """By rank which of four equal plain tensors and a value it was asked for. They are loaded again, too."""
+    """By rank, the requested items of four equal plain tensors and a value. They are loaded again, too."""
     state = {**{f"t{at}": numbers(5, 2) + at for at in range(4)}, "epoch": 3}
     kind.save(state, folder, planner=planner)
     assert_same(kind.load(blank(state), folder), state)
@@ -235,7 +235,7 @@ def dedup_save_to_lowest_rank_has_them_all_on_one(kind: Kind, folder: Path) -> N
 
 
 class Balancing(Counting):
-    """Of the documentation: what rank 0 has is dealt out."""
+    """From the documentation: the items of rank 0 are dealt out."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         items = [iter(all_plans[0].items)] * len(all_plans)
@@ -251,14 +251,14 @@ def a_planner_that_deals_out_the_work_of_one_rank(kind: Kind, folder: Path) -> N
 
 
 class Caching(DefaultSavePlanner):
-    """A class of its own: torch caches plans by the name of the class."""
+    """A separate class: torch caches plans by the name of the class."""
 
     def __init__(self) -> None:
         super().__init__(enable_plan_caching=True)
 
 
 def files_of(kind: Kind, folder: Path) -> set[str]:
-    """Of ours: the data files that the checkpoint refers to, checked against their digests."""
+    """Our data files that the checkpoint refers to, checked against their digests."""
     if not kind.is_ours:
         return set()
     checkpoint = open_checkpoint(*place_of(folder))
@@ -267,7 +267,7 @@ def files_of(kind: Kind, folder: Path) -> set[str]:
 
 
 def plan_caching_stores_the_values_of_each_save(kind: Kind, folder: Path) -> None:
-    """The same plan, then with another tensor, then the first again; by one writer, also over what is there."""
+    """One plan, then one with another tensor, then the first again; by one writer, also over existing checkpoints."""
     writer = kind.writer(folder / "unused", overwrite=True)
     names: list[set[str]] = []
     for seed, extra, at in ((1, 0, "a"), (2, 0, "b"), (3, 0, "b"), (4, 1, "a"), (5, 0, "b")):

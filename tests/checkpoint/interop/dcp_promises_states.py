@@ -29,7 +29,7 @@ FULL = StateDictOptions(full_state_dict=True)
 
 
 def other(*, of_one_rank: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same model with other weights, over replicas of two ranks each, or whole on each rank."""
+    """A model with other weights, over replicas of two ranks each, or whole on each rank."""
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(7, 13), nn.ReLU(), nn.Linear(13, 5), nn.LayerNorm(5))
     if not of_one_rank:

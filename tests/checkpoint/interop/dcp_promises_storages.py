@@ -1,4 +1,5 @@
-"""torch's own storage of `torch.distributed.checkpoint` and ours, behind one face: what differs by name is here."""
+"""torch's own storage of `torch.distributed.checkpoint` and ours, with one interface: all differences by name are
+here."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class Kind:
         return state
 
     def is_checkpoint(self, folder: Path) -> bool:
-        """Whether a save has finished there."""
+        """True if a save has finished there."""
         return (folder / ("manifest.json" if self.is_ours else ".metadata")).exists()
 
 
@@ -48,7 +49,7 @@ KINDS = (Kind("torch"), Kind("ours"))
 
 
 def said(act: Any, *args: Any, **options: Any) -> str:
-    """What the call raised, as text; "" if it returned. torch's CheckpointException is no Exception."""
+    """The call's error, as text; "" if it returned. torch's CheckpointException is no Exception."""
     try:
         act(*args, **options)
     except BaseException as error:  # noqa: BLE001
@@ -57,7 +58,7 @@ def said(act: Any, *args: Any, **options: Any) -> str:
 
 
 def weights(*names: str, seed: int = 0) -> dict[str, Any]:
-    """A few tensors of several dtypes and strides for each name, and no two alike."""
+    """A few tensors of several dtypes and strides for each name, all different."""
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, Any] = {}
     for name in names:
@@ -69,7 +70,7 @@ def weights(*names: str, seed: int = 0) -> dict[str, Any]:
 
 
 def blank(state: Any) -> Any:
-    """The same with zeros for tensors and None for what is none."""
+    """The state with zeros for tensors and None for all other values."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state)
     if isinstance(state, dict):

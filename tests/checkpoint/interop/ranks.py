@@ -82,7 +82,7 @@ def model() -> nn.Module:
 
 
 def trained(steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and AdamW after some steps, the same whatever the number of ranks."""
+    """A model and AdamW after some steps, the same for every number of ranks."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     for step in range(steps):
@@ -105,7 +105,7 @@ def whole(state: Any) -> Any:
 
 
 def assert_same(found: Any, expected: Any, at: str = "") -> None:
-    """Equal in structure, types and every bit."""
+    """Assert that they are equal in structure, types and every bit."""
     assert type(found) is type(expected), f"{at}: {found!r} instead of {expected!r}"
     if isinstance(expected, dict):
         assert list(map(str, sorted(found))) == list(map(str, sorted(expected))), at

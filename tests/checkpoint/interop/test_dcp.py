@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: plain torch loads what is exported, what plain torch wrote is imported."""
+"""Folders of torch.distributed.checkpoint: plain torch loads exported ones, and folders of plain torch are imported."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_values_that_json_cannot_hold_are_listed_and_can_be_left_out(tmp_path: P
 
 
 class _Evil:
-    """What a pickle of a hostile class does when it is loaded."""
+    """The payload that runs when the pickle of a hostile class is loaded."""
 
     def __init__(self, act: Any, *args: Any) -> None:
         self._act, self._args = act, args

@@ -1,7 +1,7 @@
-"""What `torch.distributed.checkpoint` documents, tried with torch's own storage and with ours by the same body.
+"""Promises in the documentation of `torch.distributed.checkpoint`, with torch's own storage and ours by the same body.
 
-Here: one process. Planners are in test_dcp_promises_planners.py, several ranks in test_dcp_promises_ranks.py, and what
-differs by design in test_dcp_promises_differences.py.
+Here: one process. Planners are in test_dcp_promises_planners.py, several ranks in test_dcp_promises_ranks.py, and
+deliberate differences in test_dcp_promises_differences.py.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class _Counter:
         self.value = state_dict["value"]
 
 
-def test_stateful_objects_are_asked_for_their_state_and_given_it_back(tmp_path: Path, kind: Kind) -> None:
+def test_the_state_of_stateful_objects_is_requested_and_given_back(tmp_path: Path, kind: Kind) -> None:
     saved, loaded = _Counter(5), _Counter(0)
     model = torch.nn.Linear(3, 2)
     kind.save({"counter": saved, "model": model, "epoch": 1}, tmp_path)

@@ -1,4 +1,4 @@
-"""Where our reader and writer behave otherwise than torch's by design: one table, each row tried with both.
+"""Deliberate differences of our reader and writer from torch's: one table, each row tried with both.
 
 docs/exchange.md lists the same rows, with the reason and the way out, under "What is another way".
 """
@@ -28,7 +28,7 @@ _DOCS = DOCS / "exchange.md"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What one act leads to: patterns of the error, "" for none, or of what the act returned as text."""
+    """The result of one act: patterns of the error, "" for none, or of its return value as text."""
 
     row: str
     """As docs/exchange.md names it."""
@@ -38,7 +38,7 @@ class Difference:
 
 
 def _round(state: dict[str, Any], into: dict[str, Any], **options: Any) -> Callable[[Kind, Path], str]:
-    """Saves and loads; returns the error, or what was loaded."""
+    """Saves and loads; returns the error, or the loaded state."""
 
     def act(kind: Kind, folder: Path) -> str:
         return said(kind.save, state, folder, **options) or str(kind.load(dict(into), folder))
@@ -67,7 +67,7 @@ def _unflattened(kind: Kind, folder: Path) -> str:
 
 
 def _twice(kind: Kind, folder: Path) -> str:
-    """By a writer that was given nothing but the folder."""
+    """Saves by a writer that was given nothing but the folder."""
     for value in (1.0, 2.0):
         error = said(dcp.save, {"a": torch.tensor(value)}, storage_writer=type(kind.writer(folder))(folder))
     return error or str(kind.load({"a": torch.zeros(())}, folder))
@@ -79,7 +79,7 @@ def _twice_without(kind: Kind, folder: Path) -> str:
 
 
 def _failed_over(kind: Kind, folder: Path) -> str:
-    """What is left of a checkpoint when the save that was to replace it fails."""
+    """The remains of a checkpoint when the save that was to replace it fails."""
     writer = kind.writer(folder, overwrite=True)
     dcp.save({"a": torch.ones(1000), "z": 1}, storage_writer=writer)
 
@@ -125,7 +125,7 @@ def _chunks(kind: Kind, folder: Path) -> str:
 
 
 def _damaged(kind: Kind, folder: Path) -> str:
-    """One bit of a tensor is another."""
+    """Flips one bit of a tensor."""
     kind.save({"a": torch.ones(300)}, folder)
     (file,) = (path for path in folder.rglob("*") if path.suffix in (".distcp", ".safetensors"))
     data = bytearray(file.read_bytes())
@@ -136,7 +136,7 @@ def _damaged(kind: Kind, folder: Path) -> str:
 
 
 def _lost(kind: Kind, folder: Path) -> str:
-    """The type of the error inside CheckpointException when a data file is gone."""
+    """The type of the error inside CheckpointException when a data file was deleted."""
     kind.save({"a": torch.ones(300)}, folder)
     (file,) = (path for path in folder.rglob("*") if path.suffix in (".distcp", ".safetensors"))
     file.unlink()

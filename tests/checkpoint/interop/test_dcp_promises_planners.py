@@ -69,7 +69,7 @@ def test_a_planner_that_saves_another_dtype(tmp_path: Path, kind: Kind) -> None:
 
 
 class _ExtraData(DefaultSavePlanner):
-    """Of the documentation; merged as it says, or beside the paths of the keys."""
+    """From the documentation; merged as described there, or next to the paths of the keys."""
 
     def __init__(self, extra: Any, *, beside: bool) -> None:
         super().__init__(flatten_state_dict=beside)
@@ -87,7 +87,7 @@ class _ExtraData(DefaultSavePlanner):
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_planner_that_adds_data_of_its_own_to_the_checkpoint(tmp_path: Path, kind: Kind, beside: bool) -> None:
+def test_a_planner_that_adds_custom_data_to_the_checkpoint(tmp_path: Path, kind: Kind, beside: bool) -> None:
     kind.save(weights("a"), tmp_path, planner=_ExtraData({"seen": [1, 2]}, beside=beside))
     found = kind.reader(tmp_path).read_metadata().planner_data
     assert (found["extra"] if beside else found[0]) == {"seen": [1, 2]}
@@ -115,7 +115,7 @@ def test_a_planner_that_makes_tensors_of_the_meta_device(tmp_path: Path, kind: K
 
 
 class _Following(DefaultSavePlanner):
-    """Notes what the documentation says about the order of calls and about `storage_meta`."""
+    """Records the order of calls and `storage_meta`, as documented."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -154,7 +154,7 @@ def test_a_save_planner_is_called_in_the_documented_order_for_each_item(tmp_path
     assert set(planner.calls[4:]) == {f"resolve {name}" for name in state}
 
 
-def test_a_planner_is_told_the_folder_and_the_id_that_the_save_gets(tmp_path: Path, kind: Kind) -> None:
+def test_a_planner_receives_the_folder_and_the_id_that_the_save_gets(tmp_path: Path, kind: Kind) -> None:
     planner, writer = _Following(), kind.writer(tmp_path / "unused", overwrite=True)
     for name in ("a", "b", "b", "step-0000000006-abc"):  # the last one named as a run names its own
         found = dcp.save(weights("a"), checkpoint_id=tmp_path / name, storage_writer=writer, planner=planner)

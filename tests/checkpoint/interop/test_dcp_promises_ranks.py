@@ -28,7 +28,7 @@ storages = pytest.mark.parametrize(
 
 @cache
 def _on_four(kind: Kind, folder: Path, promises: tuple[Promise, ...]) -> list[dict[str, str]]:
-    """What each of four ranks found. A set of processes that did not end well is not made again for each promise."""
+    """The findings of four ranks. A set of processes that did not end well is not started again for each promise."""
     try:
         return run_ranks(folder, 4, play, kind.name, promises, folder)
     except AssertionError as error:
@@ -37,7 +37,7 @@ def _on_four(kind: Kind, folder: Path, promises: tuple[Promise, ...]) -> list[di
 
 def _assert_kept(promise: str, outcomes: list[dict[str, str]]) -> None:
     if all(found[promise] == NOT_TRIED for found in outcomes):
-        pytest.skip(NOT_TRIED)  # that one is the failure to read
+        pytest.skip(NOT_TRIED)  # the other failure is the one to read
     for rank, found in enumerate(outcomes):
         assert not found[promise], f"rank {rank}: {found[promise]}"
 
@@ -68,7 +68,7 @@ def test_on_four_ranks_in_every_way(folder: Path, kind: Kind, promise: str) -> N
 @storages
 def test_four_ranks_to_two_to_four(folder: Path, kind: Kind) -> None:
     place = _place(folder, kind)
-    _on_four(kind, place, _ALL)  # leaves what is loaded here
+    _on_four(kind, place, _ALL)  # saves the state that is loaded here
     for size in (2, 4):
         for rank, found in enumerate(run_ranks(place, size, play, kind.name, BETWEEN, place)):
             assert not any(found.values()), f"rank {rank} of {size}: {found}"
@@ -76,8 +76,8 @@ def test_four_ranks_to_two_to_four(folder: Path, kind: Kind) -> None:
 
 @storages
 @pytest.mark.long
-def test_async_save_in_a_process_of_its_own(tmp_path: Path, kind: Kind) -> None:
-    """Its ranks are programs of their own: torch starts a daemon below each."""
+def test_async_save_in_a_separate_process(tmp_path: Path, kind: Kind) -> None:
+    """Its ranks are separate programs: torch starts a daemon below each."""
     command = [sys.executable, "-m", "tests.checkpoint.interop.dcp_promises_process", kind.name, str(tmp_path)]
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]

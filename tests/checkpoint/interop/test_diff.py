@@ -1,4 +1,4 @@
-"""What differs between two checkpoints."""
+"""Differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _saved(tmp_path: Path, save_id: str, num_writers: int, **arrays: Any) -> Che
     return open_checkpoint(storage, save_rows(storage, arrays, step=1, save_id=save_id, num_writers=num_writers))
 
 
-def test_equal_tensors_are_equal_whatever_the_layout(tmp_path: Path) -> None:
+def test_equal_tensors_are_equal_in_all_layouts(tmp_path: Path) -> None:
     arrays = {"w": np.random.default_rng(0).normal(size=(50, 3)), "n": np.arange(7)}
     found = diff(_saved(tmp_path, "a", 2, **arrays), _saved(tmp_path, "b", 3, **arrays))
     assert found.is_empty

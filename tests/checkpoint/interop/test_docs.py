@@ -1,4 +1,4 @@
-"""What docs/exchange.md shows works as it stands there."""
+"""The examples of docs/exchange.md work unchanged."""
 
 from __future__ import annotations
 

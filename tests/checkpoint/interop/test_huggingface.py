@@ -1,4 +1,4 @@
-"""Hugging Face folders: what `transformers` writes is imported, what is exported `from_pretrained` loads."""
+"""Hugging Face folders: those of `transformers` are imported, and `from_pretrained` loads the exported ones."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_pattern_of_the_shell_is_refused_as_a_rule() -> None:
         ),
     ],
 )
-def test_a_converted_model_says_its_dtype_in_the_config(tmp_path: Path, config: Any, expected: Any) -> None:
+def test_a_converted_model_has_its_dtype_in_the_config(tmp_path: Path, config: Any, expected: Any) -> None:
     checkpoint = _some(tmp_path, a=torch.ones(2))
     out = tmp_path / "out"
     export_huggingface(checkpoint, place_of(str(out)), dtype="bfloat16", config=json.dumps(config).encode())
@@ -204,7 +204,7 @@ def test_rules_are_tried_in_order_and_on_whole_names() -> None:
 
 
 @pytest.mark.parametrize("value", [1, {"a": 2}, [["a"]], [["(", "b"]], "x"])
-def test_a_name_map_that_is_none_is_refused(value: Any) -> None:
+def test_a_name_map_that_is_invalid_is_refused(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"name map"):
         NameMap.of(value)
 

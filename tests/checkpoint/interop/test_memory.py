@@ -1,4 +1,4 @@
-"""Exchanges stream: the memory that they take does not grow with the checkpoint."""
+"""Exchanges stream: their memory does not grow with the checkpoint."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LIMIT_BYTES = 200 << 20
 
 
 def _anonymous_bytes() -> int:
-    """Of this process, as the kernel counts it: what it allocated, without files."""
+    """Anonymous memory of this process, as the kernel counts it: all that it allocated, without files."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
 def _growth_of(act: Callable[[], Any]) -> int:
-    """By how many bytes the process grew at most while `act` ran."""
+    """The most bytes by which the process grew while `act` ran."""
     before = most = _anonymous_bytes()
     done = threading.Event()
 
@@ -45,7 +45,7 @@ def _growth_of(act: Callable[[], Any]) -> int:
 
 
 def measure(folder: str, prefix: str) -> dict[str, int]:
-    """The growth of each kind of exchange, in bytes. Run in a process of its own."""
+    """The growth of each kind of exchange, in bytes. Run in a separate process."""
     from raysharded.checkpoint.interop.copy import copy_checkpoint
     from raysharded.checkpoint.interop.dcp.exporter import export_dcp
     from raysharded.checkpoint.interop.dcp.importer import import_dcp

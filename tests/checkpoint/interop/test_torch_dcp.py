@@ -200,7 +200,7 @@ def test_a_signed_checkpoint_is_checked_with_the_key(tmp_path: Path, caplog: pyt
     into = {"a": torch.zeros(3)}
     dcp.load(into, storage_reader=RayshardedReader(uri, key=key))
     assert into["a"].tolist() == [1, 1, 1]
-    with pytest.raises(BaseException, match="metadata"):  # what torch makes of it; the reason is logged
+    with pytest.raises(BaseException, match="metadata"):  # torch's error; the reason is logged
         dcp.load(into, storage_reader=RayshardedReader(uri, key=other))
     assert "sign" in caplog.text
 
@@ -276,7 +276,7 @@ def test_an_error_of_one_rank_reaches_all_and_nothing_is_committed(tmp_path: Pat
 
 
 def test_bytes_are_kept_as_they_are(tmp_path: Path) -> None:
-    """What torchtitan's data loader gives, for example: bytes that it pickles and unpickles itself."""
+    """Bytes, for example, of torchtitan's data loader, which pickles and unpickles them itself."""
     uri = str(tmp_path / "c")
     dcp.save({"dataloader": {"dp_rank_0": b"\x80\x04\x00\xff", "world_size": 1}}, storage_writer=RayshardedWriter(uri))
     into: dict[str, Any] = {"dataloader": {"dp_rank_0": b"", "world_size": 0}}
@@ -307,7 +307,7 @@ def test_what_our_trainer_saved_is_loaded_as_torch_nests_it(tmp_path: Path) -> N
 
 
 def _read_own_part(uri: str) -> tuple[int, int]:
-    """(bytes that this rank wants, bytes that it read of the data)"""
+    """(bytes that this rank wants, bytes of the data that it read)."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     into = {"w": distribute_tensor(torch.zeros(1000, 640), mesh, [Shard(0)])}
     reader = RayshardedReader(uri)

@@ -16,19 +16,19 @@ _DEADLINE_S = 30.0
 
 
 class Turns:
-    """One call in a thread of its own, which stops before each of its operations until it is its turn."""
+    """One call in a separate thread, which stops before each of its operations until it is its turn."""
 
     def __init__(self, storage: Storage, call: Callable[[Storage], object]) -> None:
         self._stopped, self._go = threading.Semaphore(0), threading.Semaphore(0)
         self.ended = False
         self.outcome: object = None
-        """What the call returned or raised."""
+        """The call's return value or error."""
         self._thread = threading.Thread(target=self._run, args=(Stepped(storage, self.wait), call), daemon=True)
         self._thread.start()
         self._until_stopped()
 
     def step(self) -> None:
-        """Let it do one operation, and go on to the next."""
+        """Let it do one operation, and stop before the next."""
         self._go.release()
         self._until_stopped()
 
@@ -50,19 +50,19 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One order of the operations, and what came of it."""
+    """One order of the operations, and its results."""
 
     storage: Storage
     outcomes: list[Any]
-    """What each call returned or raised."""
+    """Each call's return value or error."""
     path: list[int]
-    """Whose operation came when."""
+    """The number of the call of each operation, in order."""
     choices: list[list[int]]
-    """Whose could have come then."""
+    """The calls that could have come then."""
 
 
 def run(storage: Storage, calls: Sequence[Callable[[Storage], object]], order: Iterable[int]) -> Ran:
-    """The calls, one operation at a time: of the call that `order` names next, or of the first that has not ended."""
+    """Run the calls, one operation at a time: of the call that `order` names next, or of the first unfinished one."""
     turns = [Turns(storage, call) for call in calls]
     ran, chosen = Ran(storage, [], [], []), iter(order)
     while live := [number for number, turn in enumerate(turns) if not turn.ended]:
@@ -91,7 +91,7 @@ def every_order(
 
 @dataclass(slots=True)
 class Stepped(StorageAround):
-    """Stops before every operation."""
+    """A storage that stops before every operation."""
 
     stop: Callable[[], None]
 

@@ -1,4 +1,4 @@
-"""A small run on storage, for tests: it owns its claims, saves, and breaks off saves where it is told to."""
+"""A small run on storage, for tests: it owns its claims, saves, and breaks off saves where the test requests it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GOLDEN_V1 = GOLDEN / "v1" / "checkpoints" / "step-0000000007-golden1"
 
 
 class Partitioned(CountingStorage):
-    """Says that it is partitioned, as S3: data files of one save lie apart."""
+    """Reports that it is partitioned, as S3: data files of one save lie apart."""
 
     @property
     def traits(self) -> Traits:
@@ -30,7 +30,7 @@ class Partitioned(CountingStorage):
 
 
 def storage_of(kind: str, path: Path) -> Storage:
-    """A storage of its own: a folder, fsspec's memory, or a folder used as partitioned storage."""
+    """A separate storage: a folder, fsspec's memory, or a folder used as partitioned storage."""
     inner = open_storage(f"memory://{path}" if kind == "memory" else str(path))
     return Partitioned(inner) if kind == "partitioned" else inner
 

@@ -1,4 +1,4 @@
-"""What a run has is told from its files and claims, and the newest complete one is found; what is broken is named."""
+"""A run's checkpoints are listed from its files and claims; the newest complete one is found, broken ones are named."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_run_without_saves_has_none(storage: Storage) -> None:
     assert newest_complete(storage).checkpoint is None
 
 
-def test_saves_are_listed_oldest_first_whatever_else_is_there(storage: Storage) -> None:
+def test_saves_are_listed_oldest_first_among_any_other_files(storage: Storage) -> None:
     run = Run(storage)
     for step in (3, 20, 100):
         run.save(step)
@@ -270,7 +270,7 @@ def test_a_claim_that_goes_after_it_was_listed_is_as_one_that_is_missing(storage
     assert states(beside) == [(1, "damaged"), (2, "committed")]
 
 
-def test_a_long_gap_in_the_claims_is_named_without_asking_for_each(storage: Storage) -> None:
+def test_a_long_gap_in_the_claims_is_named_without_requesting_each(storage: Storage) -> None:
     Run(storage).unclaimed(1)
     far = Claims(storage, "driver")
     storage.write(claim_key(10**12), [b"torn"])
@@ -280,7 +280,7 @@ def test_a_long_gap_in_the_claims_is_named_without_asking_for_each(storage: Stor
     assert len(counting.reads) < 64
 
 
-def test_an_unclaimed_save_is_told_from_a_lost_claim_by_the_owners_name(storage: Storage) -> None:
+def test_an_unclaimed_save_is_distinguished_from_a_lost_claim_by_the_owners_name(storage: Storage) -> None:
     owner = Claims(storage, "a")
     owner.own(3)
     arrays = {"w": np.zeros(4, np.float32)}
@@ -314,7 +314,7 @@ class BetweenListings(CountingStorage):
 
 @dataclass(slots=True)
 class GoneWhenRead(CountingStorage):
-    """Lists an object that is gone when it is read."""
+    """Lists an object that is deleted before it is read."""
 
     gone: str = ""
 
@@ -326,7 +326,7 @@ class GoneWhenRead(CountingStorage):
 
 @dataclass(slots=True)
 class Meanwhile(CountingStorage):
-    """Does something just before a manifest's size is asked for, once."""
+    """Does something just before a manifest's size is queried, once."""
 
     act: Callable[[], object] | None = None
 

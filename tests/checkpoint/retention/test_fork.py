@@ -1,4 +1,4 @@
-"""A fork begins with its parent's checkpoint, which stays until the fork has one of its own."""
+"""A fork begins with its parent's checkpoint, which stays until the fork has saved one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_fork_begins_with_its_parents_checkpoint(at: Callable[[str], Storage])
     assert made.pin.startswith("fork-child-")
 
 
-def test_the_parent_keeps_the_checkpoint_until_the_fork_has_one_of_its_own(at: Callable[[str], Storage]) -> None:
+def test_the_parent_keeps_the_checkpoint_until_the_fork_has_saved_one(at: Callable[[str], Storage]) -> None:
     parent, run = at("parent"), at("child")
     driver = Run(parent)
     prefix = driver.save(5)
@@ -127,7 +127,7 @@ def test_references_are_pinned_in_their_own_run_alone(at: Callable[[str], Storag
         pin(run, "a", ref_of(run, made.folder))
 
 
-def test_a_parent_that_is_gone_does_not_stop_the_forks_pruning(at: Callable[[str], Storage]) -> None:
+def test_a_parent_that_was_deleted_does_not_stop_the_forks_pruning(at: Callable[[str], Storage]) -> None:
     parent, run = at("parent"), at("child")
     made = fork(parent, ref_of(parent, Run(parent).save(5)), run)
     parent.delete(parent.list())

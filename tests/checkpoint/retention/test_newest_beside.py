@@ -1,4 +1,4 @@
-"""Of checkpoints side by side, whatever people called them, the newest is the one of the highest step."""
+"""The newest of checkpoints in one folder is the one of the highest step, under any names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raysharded.testing.storages import CountingStorage
 
 
 class Timed(CountingStorage):
-    """Tells times too, and which manifests were read."""
+    """Has times too, and counts the manifests that were read."""
 
     def times(self, name: str | None, prefix: str = "") -> Any:
         inner: Any = self.inner
@@ -32,7 +32,7 @@ class Timed(CountingStorage):
 
 
 def saved(folder: Path, steps: dict[str, int]) -> Timed:
-    """Checkpoints of those names and steps, saved in that order, a second apart."""
+    """Checkpoints with these names and steps, saved in that order, a second apart."""
     for at, (name, step) in enumerate(steps.items()):
         api.save(folder / name, {"w": torch.full((1,), step)}, step=step)
         os.utime(folder / name / "manifest.json", (1e9 + at, 1e9 + at))
@@ -62,14 +62,14 @@ def step_of(storage: Storage) -> int:
     ids=lambda steps: next(iter(steps)),
 )
 @pytest.mark.parametrize("reverse", [False, True], ids=["as saved", "copied in reverse"])
-def test_the_newest_is_the_one_of_the_highest_step_whatever_the_names(
+def test_the_newest_is_the_one_of_the_highest_step_under_any_names(
     tmp_path: Path, steps: dict[str, int], reverse: bool
 ) -> None:
     order = dict(reversed(steps.items())) if reverse else steps
     assert step_of(saved(tmp_path, order)) == max(steps.values())
 
 
-def test_it_is_what_load_and_open_take_and_the_log_says_that_names_mislead(
+def test_it_is_what_load_and_open_take_and_the_log_warns_of_misleading_names(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(tmp_path, {"step-10-loss-0.31": 10, "step-2-loss-0.92": 2})
@@ -86,8 +86,8 @@ def test_names_that_are_alike_but_for_their_step_are_trusted(tmp_path: Path, cap
     assert caplog.text == ""
 
 
-def test_the_newest_by_time_is_looked_at_too(tmp_path: Path) -> None:
-    """Such as after a run that began anew in the same folder, or one whose step 7 was named by mistake."""
+def test_the_newest_by_time_is_inspected_too(tmp_path: Path) -> None:
+    """It matters after a run that began anew in the same folder, or one whose step 7 was named by mistake."""
     storage = saved(tmp_path, {"step-8": 8, "step-9": 9, "step-7": 70})
     assert step_of(storage) == 70
     assert sorted(set(storage.manifests)) == ["step-7", "step-8", "step-9"]
@@ -179,7 +179,7 @@ def test_a_link_to_a_checkpoint_whose_manifest_is_empty_is_an_error_as_the_check
         newest_beside(open_storage(str(tmp_path / "runs")))
 
 
-def test_other_storages_tell_times_or_do_without(tmp_path: Path) -> None:
+def test_other_storages_know_times_or_do_without(tmp_path: Path) -> None:
     import fsspec
 
     fsspec.filesystem("memory").store.clear()

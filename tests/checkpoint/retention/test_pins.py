@@ -1,4 +1,4 @@
-"""A pinned checkpoint stays, whoever deletes at the same moment."""
+"""A pinned checkpoint stays, also when another process deletes at the same moment."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _prefixes(storage: Storage) -> list[str]:
 
 
 def _check(storage: Storage, pinned: object, deleted: Sequence[object], prefix: str) -> None:
-    """A pin that was made keeps its checkpoint; one that was refused leaves nothing; no one fails otherwise."""
+    """Check that a made pin keeps its checkpoint, a refused one leaves nothing, and no other call fails."""
     there = f"{prefix}/manifest.json" in storage.list(prefix)
     assert all(type(outcome) is bool for outcome in deleted), deleted
     assert there == (True not in deleted)
@@ -168,19 +168,19 @@ def test_in_every_order_of_a_pin_and_a_deletion_one_gives_way(tmp_path: Path) ->
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(order=st.lists(st.integers(0, 3), max_size=20))
-def test_whatever_the_order_of_a_pin_and_three_deletions_a_pin_that_was_made_holds(
+def test_in_every_order_of_a_pin_and_three_deletions_a_pin_that_was_made_holds(
     tmp_path_factory: pytest.TempPathFactory, order: list[int]
 ) -> None:
     storage = _fresh(tmp_path_factory.mktemp("run"))()
     pinned, *deleted = run(storage, _calls(storage, deleters=3), order).outcomes
     _check(storage, pinned, deleted, "checkpoints/step-0000000001-g000001")
-    storage.delete(storage.list())  # what is in fsspec's memory slows down all that follows
+    storage.delete(storage.list())  # data in fsspec's memory slows down all that follows
 
 
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(order=st.lists(st.integers(0, 2), max_size=60))
-def test_whatever_the_order_of_a_pin_and_two_prunings_a_pin_that_was_made_holds(
+def test_in_every_order_of_a_pin_and_two_prunings_a_pin_that_was_made_holds(
     tmp_path_factory: pytest.TempPathFactory, order: list[int]
 ) -> None:
     storage = _fresh(tmp_path_factory.mktemp("run"))()

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest usable always; of the others what a rule or a pin wants."""
+"""The checkpoints that stay: the newest usable always; of the others those that a rule or a pin keeps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _gone(
     damaged: Collection[int] = (),
     metrics: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """The steps that go; each is its own prefix."""
+    """The steps that are deleted; each is its own prefix."""
     gone = to_delete(
         [Candidate(str(step), step) for step in steps],
         keep,
@@ -52,7 +52,7 @@ def test_the_last_of_every_stretch_stays() -> None:
     assert _gone([1, 2, 3], Keep(last=1, every_steps=1)) == []
 
 
-def test_the_best_stay_whatever_their_age() -> None:
+def test_the_best_stay_at_any_age() -> None:
     losses = {step: {"loss": loss} for step, loss in zip(range(1, 7), [5, 1, 3, 2, 4, 9], strict=True)}
     assert _gone(range(1, 7), Keep(last=1, best=Best(metric="loss", mode="min", count=2)), metrics=losses) == [1, 3, 5]
     assert _gone(range(1, 7), Keep(last=1, best=Best(metric="loss", mode="max", count=2)), metrics=losses) == [
@@ -75,14 +75,14 @@ def test_pins_stay() -> None:
     assert _gone([1, 2, 3], Keep(last=1), pinned=[1]) == [2]
 
 
-def test_metrics_are_not_asked_for_unless_they_decide() -> None:
+def test_metrics_are_not_requested_unless_they_decide() -> None:
     def never(prefix: str) -> Mapping[str, Any]:
         raise AssertionError(prefix)
 
     to_delete([Candidate("a", 1)], Keep(), usable=lambda _: True, metrics=never)
 
 
-def test_only_the_newest_are_asked_whether_they_can_be_used() -> None:
+def test_only_the_newest_are_checked_for_being_usable() -> None:
     asked: list[str] = []
 
     def usable(prefix: str) -> bool:
@@ -108,7 +108,7 @@ def test_only_the_newest_are_asked_whether_they_can_be_used() -> None:
     best=st.none()
     | st.builds(Best, metric=st.just("loss"), mode=st.sampled_from(["min", "max"]), count=st.integers(1, 3)),
 )
-def test_the_newest_usable_and_the_pinned_never_go_and_asking_again_takes_no_more(
+def test_the_newest_usable_and_the_pinned_never_go_and_a_second_query_takes_no_more(
     steps: set[int],
     damaged: set[int],
     pinned: set[int],

@@ -1,4 +1,4 @@
-"""Pruning deletes what no one needs, never what someone may need, and can be interrupted anywhere."""
+"""Pruning deletes unneeded data alone, never data that someone may need, and can be interrupted anywhere."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _name(prefix: str) -> str:
 
 
 def _moved(run: Path, prefix: str, elsewhere: Path) -> None:
-    """The folder is moved to another place, and linked back."""
+    """Move the folder to another place, and link it back."""
     elsewhere.mkdir(exist_ok=True)
     shutil.move(run / prefix, elsewhere / _name(prefix))
     (run / prefix).symlink_to(elsewhere / _name(prefix))
@@ -143,7 +143,7 @@ def test_now_means_that_the_data_goes_at_once(storage: Storage) -> None:
 
 @dataclass
 class Full(CountingStorage):
-    """A disk without room until a data file is deleted, as far as tombstones go."""
+    """A disk that is full until a data file is deleted, as far as tombstones go."""
 
     room: list[str] = field(default_factory=list)
 
@@ -159,7 +159,7 @@ class Full(CountingStorage):
             self.room.extend([key] if key.endswith(".safetensors") else [])
 
 
-def test_a_full_disk_is_freed_with_now_and_the_way_is_told_without(tmp_path: Path) -> None:
+def test_a_full_disk_is_freed_with_now_and_the_way_is_shown_without(tmp_path: Path) -> None:
     storage = Full(open_storage(str(tmp_path)))
     run = Run(storage)
     prefixes = [run.save(step) for step in (1, 2, 3)]
@@ -181,7 +181,7 @@ def test_a_pinned_checkpoint_stays_also_on_a_full_disk(tmp_path: Path) -> None:
     assert states(storage) == [(1, "committed")]
 
 
-def test_a_dry_run_says_what_would_be_done_and_does_nothing(storage: Storage) -> None:
+def test_a_dry_run_lists_what_would_be_done_and_does_nothing(storage: Storage) -> None:
     run = Run(storage)
     for step in (1, 2, 3):
         run.save(step)
@@ -475,7 +475,7 @@ def test_a_killed_writers_temporary_file_goes_with_its_save(tmp_path: Path) -> N
 # -- interrupted --
 
 
-@pytest.mark.parametrize(  # what an operation leaves that took effect is what the next one finds that does not
+@pytest.mark.parametrize(  # the state after an operation that took effect is the next one's state before it
     ("now", "took_effect"), tried_each_time([(False, True), (True, False)], of=product([False, True], repeat=2))
 )
 def test_a_pruning_that_is_interrupted_anywhere_is_finished_by_the_next(
@@ -531,7 +531,7 @@ def test_a_deletion_that_was_marked_and_not_done_leaves_the_checkpoint_usable_un
     assert prune(storage, Keep(last=1)).retired == (marked,)
 
 
-def test_a_tombstone_that_cannot_be_read_keeps_the_data_until_it_is_asked_for_now(storage: Storage) -> None:
+def test_a_tombstone_that_cannot_be_read_keeps_the_data_until_it_is_requested_now(storage: Storage) -> None:
     run = Run(storage)
     gone = run.save(1)
     run.save(2)
@@ -575,7 +575,7 @@ def _opened_step(storage: Storage) -> int:
     return checkpoint.step
 
 
-def test_a_checkpoint_is_asked_for_again_just_before_it_is_retired(storage: Storage) -> None:
+def test_a_checkpoint_is_requested_again_just_before_it_is_retired(storage: Storage) -> None:
     run = Run(storage)
     prefixes = [run.save(step) for step in (2, 4, 6)]
     assert prune(storage, Keep(last=1), may_go=lambda prefix: prefix != prefixes[0]).retired == (prefixes[1],)

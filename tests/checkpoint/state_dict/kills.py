@@ -1,7 +1,7 @@
 """One of four ranks, killed at random moments of the start of its process group and of a save.
 
-`python -m tests.checkpoint.state_dict.kills FOLDER COUNT [SEED]` prints what the kills hit. What is checked: survivors
-end within their time-outs; the older checkpoint is whole, and the newer one is whole or not there; a save works then.
+`python -m tests.checkpoint.state_dict.kills FOLDER COUNT [SEED]` prints the effects of the kills. Checks: survivors end
+within their time-outs; the older checkpoint is whole, and the newer one is atomic; a save works then.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tests.checkpoint.state_dict.ranks import Killed, outcomes, run_ranks
 
 WORLD_SIZE = 4
 TIMEOUT_S = 4.0
-"""Of the group's start, and of each wait for another rank in a save."""
+"""Time-out of the group's start, and of each wait for another rank in a save."""
 UNDISTURBED_S = 60.0
-"""The same, of saves without a kill: only a hang reaches it."""
+"""Time-out of saves without a kill: only a hang reaches it."""
 ENDED_WITHIN_S = 40.0
 """A survivor waits for the group's start, for rank 0, and once for a load's files."""
 ROWS = 40_000
@@ -35,7 +35,7 @@ ROWS = 40_000
 
 @dataclass(kw_only=True, slots=True)
 class Hits:
-    """What kills came to."""
+    """The effects of the kills."""
 
     survivors: Counter[str] = field(default_factory=Counter)
     """The type of a survivor's error, or "saved"."""
@@ -64,15 +64,13 @@ def save(_rank: int, folder: str, step: int, timeout_s: float = TIMEOUT_S) -> in
 def kill_one(folder: Path, count: int, seed: int = 0) -> Hits:
     """Raises AssertionError, or TimeoutError for a survivor that hangs."""
     hits, chance = Hits(), random.Random(seed)
-    run_ranks(
-        WORLD_SIZE, save, str(folder / "warm"), 0, UNDISTURBED_S
-    )  # what the ranks are forked from has to start too
+    run_ranks(WORLD_SIZE, save, str(folder / "warm"), 0, UNDISTURBED_S)  # the fork server has to start too
     shutil.rmtree(folder / "warm")
     began = time.monotonic()
     run_ranks(WORLD_SIZE, save, str(folder), 0, UNDISTURBED_S)
     undisturbed_s = time.monotonic() - began
     for step in range(1, count + 1):
-        share = chance.random() if step > 1 else 0.2  # the first is early enough to hit, whatever the machine does
+        share = chance.random() if step > 1 else 0.2  # the first is early enough to hit, on any machine
         killed, after_s = chance.randrange(WORLD_SIZE), share * undisturbed_s
         began = time.monotonic()
         found = outcomes(
@@ -95,7 +93,7 @@ def kill_one(folder: Path, count: int, seed: int = 0) -> Hits:
 
 
 def _look(folder: Path, step: int, hits: Hits) -> None:
-    """At the older checkpoint and the newer; one that is not there can be saved by whoever tries again."""
+    """Check the older checkpoint and the newer; a missing one can be saved by a retry."""
     assert api.open(folder / "step-0").read("w").eq(0).all()
     newer = folder / f"step-{step}"
     try:
@@ -109,7 +107,7 @@ def _look(folder: Path, step: int, hits: Hits) -> None:
 
 
 def main(folder: str, count: str, seed: str = "0") -> None:
-    """Writes what came of it to stdout."""
+    """Writes the results to stdout."""
     try:
         hits = kill_one(Path(folder), int(count), int(seed))
     except CheckpointError as error:

@@ -1,4 +1,5 @@
-"""A program whose last line is a save beside it: `python ending.py FOLDER HOW`. Every write takes a while."""
+"""A program whose last line is a save in the background: `python last_save.py FOLDER HOW`. Every write takes a
+while."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def write_slowly(self: LocalStorage, key: str, parts: Iterable[BytesLike]) -> No
 
 
 def save_later(folder: Path) -> None:
-    """After the program's last line."""
+    """Save after the program's last line."""
     while threading.main_thread().is_alive():
         time.sleep(0.05)
     checkpoint.AsyncSaver().save(folder, {"w": torch.arange(11)}, step=10)

@@ -26,7 +26,7 @@ class Killed(Exception):
 
 
 def run_ranks(world_size: int, act: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """What `act(rank, *args)` returned on each rank. Raises the first rank's error; `outcomes` gives all of them."""
+    """The results of `act(rank, *args)` by rank. Raises the first rank's error; `outcomes` gives all of them."""
     found = outcomes(world_size, act, *args, timeout_s=timeout_s)
     for outcome in found:
         if isinstance(outcome, BaseException):
@@ -42,8 +42,8 @@ def outcomes(
     group_timeout_s: float = GROUP_TIMEOUT_S,
     kill: tuple[int, float] | None = None,
 ) -> list[Any]:
-    """For each rank what it returned, the error it raised, or Killed. `kill`: a rank, and so many seconds after all
-    processes were started. Raises TimeoutError, with the stacks of what hangs on its stderr."""
+    """For each rank its return value, its error, or Killed. `kill`: a rank, and so many seconds after all processes
+    were started. Raises TimeoutError, with the stacks of the hanging rank on its stderr."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

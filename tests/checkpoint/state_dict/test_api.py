@@ -1,4 +1,4 @@
-"""The public calls in one process: what may be saved, loaded and read, and what is said when it may not."""
+"""The public calls in one process: values that may be saved, loaded and read, and the errors for all others."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_is_conjugated_lazily_is_sent_as_it_reads(tmp_path: Path) -> None:
     assert run_ranks(2, fill_conjugated, str(tmp_path / "c")) == [values, values]
 
 
-def test_what_was_saved_is_told(tmp_path: Path) -> None:
+def test_a_save_returns_what_it_saved(tmp_path: Path) -> None:
     saved = api.save(
         tmp_path / "c",
         {"w": torch.zeros(100)},
@@ -202,7 +202,7 @@ def test_without_strict_the_differences_are_returned_and_the_rest_is_loaded(tmp_
     assert bool(state["layers"][1]["w"].all())
 
 
-def test_dtypes_are_converted_when_asked(tmp_path: Path) -> None:
+def test_dtypes_are_converted_on_request(tmp_path: Path) -> None:
     api.save(tmp_path / "c", {"w": torch.tensor([1.5, 2.25]), "n": torch.tensor(3)})
     state = {"w": torch.zeros(2, dtype=torch.bfloat16), "n": torch.tensor(0.0)}
     api.load(tmp_path / "c", state, cast=True)
@@ -251,7 +251,7 @@ def test_the_newest_of_checkpoints_side_by_side_is_found(tmp_path: Path) -> None
     assert api.open(tmp_path).step == 10
 
 
-def test_where_nothing_is_there_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_an_empty_place_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(IncompleteCheckpoint, match="nor a folder that holds complete checkpoints"):
         api.open(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()

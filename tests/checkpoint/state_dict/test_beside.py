@@ -1,4 +1,4 @@
-"""Saves beside training: what is saved is the state at the call, and nothing piles up."""
+"""Saves in the background: the saved state is that at the call, and nothing piles up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE_S = 60.0
 
 
 class GatedStorage:
-    """Writes wait until the gate is open. `reached` tells that one waits."""
+    """Writes wait until the gate is open. `reached` is set when one waits."""
 
     def __init__(self, inner: Storage, gate: Gate) -> None:
         self._inner, self._gate = inner, gate
@@ -41,7 +41,7 @@ class GatedStorage:
 
 
 class Gate:
-    """While it is closed, whatever is saved waits in its first write."""
+    """While it is closed, every save waits in its first write."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
@@ -75,7 +75,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, gate: Gate) -> N
     assert back["n"] == [1]
 
 
-def test_what_is_said_of_a_state_is_as_it_was_at_the_call(tmp_path: Path, gate: Gate) -> None:
+def test_what_is_reported_of_a_state_is_as_it_was_at_the_call(tmp_path: Path, gate: Gate) -> None:
     data: dict[str, Any] = {"samples": 32, "shards": [1]}
     metadata: dict[str, Any] = {"seeds": {"a": 1}}
     with api.AsyncSaver() as saver:
@@ -102,7 +102,7 @@ def test_a_state_without_elements_is_saved(tmp_path: Path, state: dict[str, Any]
     assert str(api.open(tmp_path / "c").state()) == str(state)
 
 
-def test_a_save_while_one_is_written_is_skipped_and_says_so(
+def test_a_save_while_one_is_written_is_skipped_with_a_notice(
     tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver = api.AsyncSaver()
@@ -256,7 +256,7 @@ def fail_on_one(rank: int, folder: str) -> list[str]:
 
 
 @pytest.mark.procs
-def test_an_error_of_one_rank_is_told_to_all_and_the_next_save_works(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_reaches_all_and_the_next_save_works(tmp_path: Path) -> None:
     assert run_ranks(3, fail_on_one, str(tmp_path)) == [
         ["saved", "PeerFailed", "saved"],
         ["saved", "CheckpointError", "saved"],

@@ -20,7 +20,7 @@ LONG_S = 60.0
 
 
 def on_ranks(world_size: int, act: Callable[[Coordinator], Any], timeouts_s: Sequence[float] = ()) -> list[Any]:
-    """What each rank returned, or its error. Without `timeouts_s`, one for each rank, they are long."""
+    """Each rank's result, or its error. Without `timeouts_s`, one for each rank, they are long."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def run(rank: int) -> Any:
@@ -47,7 +47,7 @@ def errors(found: list[Any]) -> list[Any]:
     return [one for one in found if isinstance(one, BaseException)]
 
 
-def test_rank_0_hears_all_and_answers_each() -> None:
+def test_rank_0_receives_all_and_answers_each() -> None:
     def act(coordinator: Coordinator) -> Any:
         heard = []
         for round_ in range(3):
@@ -103,7 +103,7 @@ def test_an_error_of_one_rank_reaches_the_others_at_once(failing: int) -> None:
             assert (str(error), error.phase) == (f"rank {failing} failed: the disk is full.", "writing")
 
 
-def test_errors_that_are_not_ours_say_what_they_are() -> None:
+def test_errors_that_are_not_ours_are_named_with_their_type() -> None:
     def act(coordinator: Coordinator) -> Any:
         if coordinator.rank == 1:
             raise ValueError("wrong")
@@ -113,7 +113,7 @@ def test_errors_that_are_not_ours_say_what_they_are() -> None:
 
 
 def test_a_silent_rank_is_named_within_the_time() -> None:
-    """The time of rank 0 begins when rank 1 has told what it has to say, however slow that was."""
+    """The time of rank 0 begins when rank 1 has sent its message, however slow that was."""
     released, told = threading.Event(), threading.Event()
 
     def act(coordinator: Coordinator) -> Any:
@@ -148,7 +148,7 @@ def test_a_silent_rank_0_is_an_error_within_the_time() -> None:
 
 
 class BrokenStore(Store):
-    """A store whose server is gone."""
+    """A store whose server has exited."""
 
     def clone(self) -> BrokenStore:
         return self
@@ -157,13 +157,13 @@ class BrokenStore(Store):
         raise RuntimeError("Connection reset by peer")
 
 
-def test_a_store_that_is_gone_is_explained() -> None:
+def test_a_lost_store_is_explained() -> None:
     coordinator = Coordinator(BrokenStore(), 1, 2, 5.0)
     with pytest.raises(CheckpointError, match=r"the store of the process group failed: Connection reset by peer"):
         coordinator.gather(1)
 
 
-def test_alone_nobody_is_asked() -> None:
+def test_alone_nobody_is_queried() -> None:
     coordinator = Coordinator.of(None, 1.0)
     with coordinator.guarded():
         assert coordinator.gather("mine") == ["mine"]

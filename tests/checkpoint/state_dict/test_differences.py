@@ -1,4 +1,4 @@
-"""Every difference between a checkpoint and what it is loaded into is an error, or listed: none is silent."""
+"""Every difference between a checkpoint and the state to be loaded is an error, or listed: none is silent."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_settings_can_be_chosen_one_by_one(tmp_path: Path) -> None:
 
 
 def without_tree(folder: Path, *, generation: int = 0, **more: Any) -> Path:
-    """As an import, or with a generation as raysharded's trainer, writes it."""
+    """A checkpoint as an import, or with a generation as raysharded's trainer, writes it."""
     arrays = {f"model.{name}": param.detach().numpy() for name, param in make().named_parameters()}
     arrays["buffer.scale"] = make().get_buffer("scale").numpy()
     save_rows(open_storage(str(folder)), arrays | more, step=7, save_id="g1", num_writers=2, generation=generation)
@@ -278,7 +278,7 @@ def save_and_load_stages(rank: int, folder: str) -> Any:
 
 
 @pytest.mark.procs
-def test_stages_with_names_of_their_own_are_loaded_by_the_same_ranks(tmp_path: Path) -> None:
+def test_stages_with_different_names_are_loaded_by_the_same_ranks(tmp_path: Path) -> None:
     found = run_ranks(2, save_and_load_stages, str(tmp_path))
     for rank, of_rank in enumerate(found):
         assert of_rank == [(rank + 1, [rank + 1.0] * 3, (), ())] * 2

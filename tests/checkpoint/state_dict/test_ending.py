@@ -23,11 +23,11 @@ from tests.checkpoint.state_dict.test_beside import DEADLINE_S, Gate, gate as ga
 from tests.forked import in_a_fork
 
 CASES = {"exit": 3, "raises": 1, "forgets": 0, "goes on": 0, "fails": 120, "closes": 120}
-"""How a program ends -> its exit status."""
+"""A program's way to end -> its exit status."""
 
 
 @pytest.mark.procs
-def test_the_last_saves_of_a_program_are_finished_and_its_status_tells_when_one_is_lost(tmp_path: Path) -> None:
+def test_the_last_saves_of_a_program_are_finished_and_its_status_reports_a_lost_one(tmp_path: Path) -> None:
     programs = {
         how: subprocess.Popen(
             [sys.executable, str(last_save.__file__), str(tmp_path / how), how],
@@ -52,7 +52,7 @@ def test_the_last_saves_of_a_program_are_finished_and_its_status_tells_when_one_
         assert "its exit status is 120" in said[how]
 
 
-def test_a_failure_that_the_program_was_told_of_is_no_loss(tmp_path: Path) -> None:
+def test_a_failure_that_was_raised_in_the_program_is_no_loss(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with api.AsyncSaver() as saver:
         told = saver.save(tmp_path / "file" / "c", {"w": torch.ones(1)})
@@ -69,7 +69,7 @@ def test_a_failure_that_the_program_was_told_of_is_no_loss(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
-def test_a_saver_goes_on_after_a_save_that_could_not_be_begun(
+def test_a_saver_continues_after_a_save_that_could_not_be_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     saver = api.AsyncSaver(when_busy="wait")
@@ -118,7 +118,7 @@ def test_threads_that_share_a_saver_save_what_each_gave(tmp_path: Path, when_bus
 
 
 def in_a_child(act: Callable[[], None]) -> None:
-    """`act` in a fork of this process. Raises if it raises, or hangs."""
+    """Run `act` in a fork of this process. Raises if it raises, or hangs."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -135,7 +135,7 @@ def in_a_child(act: Callable[[], None]) -> None:
 
 
 def save_across_a_fork(folder: str) -> None:
-    """With a save being written and a thread that holds the saver's lock at the fork."""
+    """Fork while a save is being written and a thread holds the saver's lock."""
     with pytest.MonkeyPatch.context() as patch:
         gate = Gate(patch)
         saver = api.AsyncSaver(when_busy="wait")
@@ -163,6 +163,6 @@ def save_across_a_fork(folder: str) -> None:
 
 
 @pytest.mark.procs
-def test_a_forked_child_has_a_saver_of_its_own(tmp_path: Path) -> None:
+def test_a_forked_child_has_a_separate_saver(tmp_path: Path) -> None:
     in_a_fork(save_across_a_fork, str(tmp_path))
     assert {path.name: api.open(path).step for path in tmp_path.iterdir()} == {"parent": 1, "second": 2, "child": 3}

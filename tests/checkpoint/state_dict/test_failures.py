@@ -32,7 +32,7 @@ from tests.checkpoint.state_dict.kills import kill_one
 from tests.checkpoint.state_dict.ranks import Killed, outcomes, run_ranks
 
 SOON_S = 20.0
-"""Much less than the ranks would wait for a silent one, even on a busy machine."""
+"""Much less than the wait for a silent rank, even on a busy machine."""
 PATIENCE_S = 100.0
 
 
@@ -119,7 +119,7 @@ def test_a_rank_that_is_killed_in_a_save_is_an_error_on_the_others_within_the_ti
         assert seconds < SOON_S
         if dying == 3:
             named = "1 of 4 ranks sent no message within 4 s: 3" in str(error)
-            late = rank > 0 and "rank 0 sent no message within 4 s" in str(error)  # which began to wait later
+            late = rank > 0 and "rank 0 sent no message within 4 s" in str(error)  # its wait began later
             assert named or late
     with pytest.raises(IncompleteCheckpoint):
         api.open(tmp_path / "c")
@@ -148,7 +148,7 @@ def save_well(rank: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def saved_by_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the checkpoint `c`; it stays as it is."""
+    """A folder with the checkpoint `c`; tests leave it unchanged."""
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(4, save_well, str(folder))
     return folder
@@ -238,7 +238,7 @@ def test_of_two_saves_that_race_for_a_uri_one_wins_and_the_other_learns_it(tmp_p
     with pytest.raises(CheckpointError, match="another save was committed there in the meantime"):
         save(Overtaken(local, lambda: save(local, 1.0)), 2.0)
     assert torch.equal(api.open(tmp_path / name).read("w"), torch.ones(4))
-    assert len(list((tmp_path / name).rglob("*.safetensors"))) == 1  # the other's files are gone
+    assert len(list((tmp_path / name).rglob("*.safetensors"))) == 1  # the other's files were deleted
 
 
 @pytest.mark.parametrize("state", [{"e": torch.empty(0, 2**60)}, {"w": torch.ones(2), "l": list(range(2000))}])

@@ -1,4 +1,4 @@
-"""What the guide and the example say works as they say it."""
+"""The guide and the example work as documented."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_snippet_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def by_torchrun(ranks: int, folder: str) -> str:
-    """What the example prints under torchrun."""
+    """The example's output under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     run = subprocess.run(
         [*command, str(ROOT / "examples" / "checkpoint_fsdp2.py"), folder],
@@ -51,7 +51,7 @@ def by_torchrun(ranks: int, folder: str) -> str:
 
 
 def by_hand(ranks: int, folder: str) -> str:
-    """What the example prints in processes with the environment that torchrun gives them."""
+    """The example's output in processes with the environment that torchrun gives them."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ThreadPoolExecutor(ranks) as pool:
         printed = pool.map(lambda rank: in_a_fork(train, rank, ranks, store.port, folder), range(ranks))

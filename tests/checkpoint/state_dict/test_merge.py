@@ -1,4 +1,4 @@
-"""The states of several ranks are one checkpoint: what is equal stays, what differs has a rule or is refused."""
+"""The states of several ranks are one checkpoint: equal values stay, different ones have a rule or are refused."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.checkpoint.state_dict.test_tree import same, states
 
 
 def merged(*of_ranks: Any) -> Any:
-    """What a load would give of the states of several ranks; tensors as their names."""
+    """The result of a load from the states of several ranks; tensors as their names."""
     return tree.unflatten(merge([tree.flatten(state).tree for state in of_ranks]), lambda name: name)
 
 
 @given(states)
-def test_equal_states_stay_as_they_are_whatever_else_a_rank_has(state: dict[str, Any]) -> None:
+def test_equal_states_stay_as_they_are_though_a_rank_has_more(state: dict[str, Any]) -> None:
     flat = tree.flatten(state)
     assert merge([flat.tree, flat.tree]) == flat.tree
     rest = [tree.flatten({**state, f"rng.{rank}": rank}).tree for rank in range(3)]
@@ -34,7 +34,7 @@ def test_equal_states_stay_as_they_are_whatever_else_a_rank_has(state: dict[str,
     assert same(kept, state)
 
 
-def test_text_that_repeats_is_kept_when_ranks_have_something_of_their_own() -> None:
+def test_text_that_repeats_is_kept_when_ranks_have_different_values() -> None:
     words = {"words": ["the", "cat", "the", "dog"], "pair": ("x", "x"), "nested": [["a", "a"], {"b": ["c", "c"]}]}
     kept = merged({**words, "rng.0": 1}, {**words, "rng.1": 2})
     assert kept == {**words, "rng.0": 1, "rng.1": 2}
@@ -71,14 +71,14 @@ def test_what_differs_and_has_no_rule_is_refused_by_its_place_and_the_ranks(of_r
         merged(*of_ranks)
 
 
-def test_many_differences_are_told_in_an_error_of_bounded_length() -> None:
+def test_many_differences_are_listed_in_an_error_of_bounded_length() -> None:
     with pytest.raises(CheckpointError, match="and 92 more places") as refused:
         merged(*({f"k{number}": rank for number in range(100)} for rank in range(100)))
     assert len(str(refused.value)) < 3000
 
 
 def save_generators(rank: int, folder: str) -> str:
-    """What the log says of two saves."""
+    """The log of two saves."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -111,7 +111,7 @@ def save_words(rank: int, folder: str, epochs: tuple[int, int]) -> str:
 
 
 @pytest.mark.procs
-def test_two_ranks_with_states_of_their_own_save_what_each_gave(tmp_path: Path) -> None:
+def test_two_ranks_with_different_states_save_what_each_gave(tmp_path: Path) -> None:
     run_ranks(2, save_words, str(tmp_path / "c"), (1, 1))
     assert api.open(tmp_path / "c").state() == {
         "words": ["the", "cat", "the", "dog"],

@@ -1,4 +1,4 @@
-"""What a module stores beside its own tensors: extra state, and what `state_dict` hooks put in place of tensors."""
+"""Values that a module stores in addition to its tensors: extra state, and replacements by `state_dict` hooks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.checkpoint.state_dict.ranks import run_ranks
 
 
 class Extra(nn.Module):
-    """Keeps a value beside its weight, which only `set_extra_state` changes."""
+    """Keeps a value in addition to its weight, which only `set_extra_state` changes."""
 
     def __init__(self, extra: Any) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Extra(nn.Module):
 
 
 class Buffered(nn.Module):
-    """Its extra state is one of its buffers, and `set_extra_state` notes what it got."""
+    """Its extra state is one of its buffers, and `set_extra_state` records its argument."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_extra_state_that_is_not_chosen_is_not_set(tmp_path: Path) -> None:
 
 
 class Hooked(nn.Module):
-    """Its `state_dict` has what `hook` makes of the weight."""
+    """Its `state_dict` has `hook`'s result for the weight."""
 
     def __init__(self, value: float, hook: Callable[[torch.Tensor], Any], name: str = "w") -> None:
         super().__init__()

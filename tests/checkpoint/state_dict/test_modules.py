@@ -85,7 +85,7 @@ def test_fsdp2_to_one_process_and_back(tmp_path: Path, mesh: Mesh) -> None:
         assert others == (3, [0.01, 0.125], (0.9, 0.999))
 
 
-def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+def test_training_continues_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     model, optimizer = trained()
     api.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
     step_once(model, optimizer)
@@ -132,7 +132,7 @@ def test_compiled_and_wrapped_modules_have_the_names_of_what_they_wrap(tmp_path:
 
 
 def trainer_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """As raysharded's trainer writes it."""
+    """A checkpoint as raysharded's trainer writes it."""
     arrays = {f"model.{name}": param.detach().numpy() for name, param in model.named_parameters()}
     arrays["buffer.scale"] = model.get_buffer("scale").numpy()
     for name, param in model.named_parameters():
@@ -249,7 +249,7 @@ def closure_steps(model: nn.Linear, optimizer: torch.optim.LBFGS, steps: int) ->
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_an_optimizer_that_needs_a_closure_goes_on_as_if_it_had_not_stopped(tmp_path: Path, before: int) -> None:
+def test_an_optimizer_that_needs_a_closure_continues_as_if_it_had_not_stopped(tmp_path: Path, before: int) -> None:
     """LBFGS keeps lists of tensors whose number grows as it steps, and steps only with a closure."""
     whole = nn.Linear(2, 2)
     optimizer = torch.optim.LBFGS(whole.parameters(), max_iter=3, history_size=5)

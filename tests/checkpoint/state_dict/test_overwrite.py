@@ -1,5 +1,5 @@
 """A checkpoint that is overwritten is the older one or the newer one at any moment, and never lost, mixed or taken away
-from who reads it."""
+from its readers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def assert_whole(uri: Any, *steps: int) -> int:
-    """The checkpoint is the one of one of the steps, whole; which."""
+    """The step of the checkpoint, which is whole, and of one of these steps."""
     with api.open(uri) as opened:
         step: int = opened.state()["step"]
         assert opened.step == step
@@ -54,7 +54,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "c") if request.param == "local" else join_url(request.getfixturevalue("s3_url"), "c")
 
 
-def test_a_checkpoint_is_overwritten_only_where_that_is_asked_for(url: str) -> None:
+def test_a_checkpoint_is_overwritten_only_where_that_is_requested(url: str) -> None:
     api.save(url, state_of(1), step=1, overwrite=True)
     with pytest.raises(CheckpointError, match=r"is a checkpoint already.*overwrite=True"):
         api.save(url, state_of(2), step=2)
@@ -92,9 +92,9 @@ def test_who_has_opened_a_checkpoint_reads_on_when_it_is_overwritten_until_its_g
     assert sweep(above, name).debris == ()
 
 
-def test_what_was_overwritten_goes_at_once_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_what_was_overwritten_goes_at_once_where_that_is_requested(tmp_path: Path) -> None:
     for step in range(3):
-        many = {f"t{number}": torch.full((1,), number) for number in range(5000 + step)}  # a box index of its own
+        many = {f"t{number}": torch.full((1,), number) for number in range(5000 + step)}  # a separate box index
         api.save(tmp_path / "c", many, step=step, overwrite=True)
     assert len(list(tmp_path.glob("c/boxes-*"))) == 3
     assert sweep(open_storage(str(tmp_path)), "c", grace_s=0.0).left == ()
@@ -146,7 +146,7 @@ def test_a_collection_leaves_a_save_alone_that_overwrites_after_another_one_fail
     assert_whole(tmp_path / "c", 3)
 
 
-def test_of_two_saves_that_overwrite_the_same_one_wins_and_the_other_is_told(tmp_path: Path, gate: Gate) -> None:
+def test_of_two_saves_that_overwrite_the_same_one_wins_and_the_other_fails(tmp_path: Path, gate: Gate) -> None:
     gate.opened.set()
     api.save(tmp_path / "c", state_of(1), step=1)
     gate.opened.clear()
@@ -196,7 +196,7 @@ def test_of_many_that_swap_what_they_saw_each_step_has_one_winner(url: str) -> N
 
 
 def swap_and_die(rank: int, folder: str) -> None:
-    """Holding the lock of the file that is to be replaced."""
+    """Die while holding the lock of the file that is to be replaced."""
     storage = LocalStorage(folder)
     replace = os.replace
     os.replace = lambda *_: os._exit(1)

@@ -1,4 +1,4 @@
-"""Every rank reads the bytes of its boxes and few others, once; what several want is read by one of them."""
+"""Every rank reads the bytes of its boxes and few others, once; bytes that several want are read by one of them."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ WIDE = (2048, 1536)
 
 
 def load_columns(rank: int, folder: str, dtype: torch.dtype) -> int:
-    """Of rows that were stored whole each rank wants some columns; the buffers hold a part of them only."""
+    """Each rank wants some columns of rows that were stored whole; the buffers hold a part of them only."""
     from tests.checkpoint.state_dict.test_failures import save_through
 
     mesh = init_device_mesh("cpu", (2, 2))

@@ -1,4 +1,4 @@
-"""What is wrong is refused before anything is written, in words that help."""
+"""Invalid calls are refused before anything is written, with helpful errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STATE = {"model": {"w": torch.zeros(2, 3), "v": torch.zeros(2)}}
         ({"key": "a" * 32}, "SigningKey"),
     ],
 )
-def test_what_cannot_be_said_of_a_checkpoint_is_refused_before_anything_is_written(
+def test_invalid_facts_about_a_checkpoint_are_refused_before_anything_is_written(
     tmp_path: Path, wrong: dict[str, Any], said: str
 ) -> None:
     with pytest.raises((CheckpointError, ConfigError), match=said):
@@ -127,7 +127,7 @@ def test_what_a_failed_save_left_is_no_reason_to_refuse_the_next(tmp_path: Path)
 
 
 def call_unlike_the_other(rank: int, folder: str) -> list[str]:
-    """What this rank's calls raised, each with an argument that the other rank gives otherwise."""
+    """The errors of this rank's calls, each with an argument that differs from the other rank's."""
     save, load, state = api.save, api.load, {"w": torch.zeros(1)}
     save(f"{folder}/there", state, timeout_s=60)
     calls: list[Callable[[], Any]] = [
@@ -234,7 +234,7 @@ def test_what_is_no_index_is_refused(tmp_path: Path, index: Any, said: str) -> N
     assert api.open(tmp_path / "c").read("model.w", (1, 2)).shape == ()
 
 
-def test_a_closed_saver_says_so(tmp_path: Path) -> None:
+def test_a_closed_saver_raises_an_error_about_it(tmp_path: Path) -> None:
     saver = api.AsyncSaver()
     saver.close()
     with pytest.raises(CheckpointError, match="closed"):

@@ -1,4 +1,4 @@
-"""Saved at one layout, loaded at another: equal to the bit, whatever the meshes and placements."""
+"""Saved at one layout, loaded at another: equal to the bit, for all meshes and placements."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def laid_out(layout: Layout, *, empty: bool = False) -> dict[str, Any]:
 
 
 def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    """Distributed as given; `distribute_tensor` does not know what FSDP2 makes over tensor parallelism."""
+    """Distributed by these placements; `distribute_tensor` does not support FSDP2's over tensor parallelism."""
     if not any(isinstance(placement, _StridedShard) for placement in placements):
         known = [p if not isinstance(p, Shard) or p.dim < whole.dim() else Replicate() for p in placements]
         return distribute_tensor(whole, mesh, known)
@@ -98,7 +98,7 @@ def save_all(rank: int, folder: str, changes: list[str]) -> None:
 
 
 def load_all(rank: int, folder: str, changes: list[str]) -> dict[str, list[str]]:
-    """By change what differs on this rank."""
+    """Change -> the differences on this rank."""
     found = {}
     for change in changes:
         with named(change):
@@ -108,7 +108,7 @@ def load_all(rank: int, folder: str, changes: list[str]) -> dict[str, list[str]]
 
 @contextmanager
 def named(change: str) -> Iterator[None]:
-    """An error says in which change it was raised."""
+    """Add the name of the change to an error."""
     try:
         yield
     except Exception as error:
@@ -135,8 +135,8 @@ def differences(uri: str, layout: Layout) -> list[str]:
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[list[str]]]]:
-    """The folder with a checkpoint for each change, and by change what differs on each rank that has loaded it. Ranks
-    save and load all that so many of them can."""
+    """The folder with a checkpoint for each change, and by change the differences on each rank that has loaded it.
+    Ranks save and load all changes that are possible with their number."""
     folder = tmp_path_factory.mktemp("checkpoints")
     found: dict[str, list[list[str]]] = {}
     for act, layouts in ((save_all, 0), (load_all, 1)):
@@ -164,7 +164,7 @@ def _ranks(layout: Layout) -> int:
 
 
 def in_a_group(rank: int, uri: str) -> str:
-    """Ranks 1 and 2 save and load; rank 0 goes its own way."""
+    """Ranks 1 and 2 save and load; rank 0 does not take part."""
     group = dist.new_group([1, 2])
     state = {"w": torch.arange(6.0), f"own{rank}": torch.full((2,), float(rank))}
     if rank == 0:

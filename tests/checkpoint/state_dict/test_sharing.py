@@ -1,4 +1,4 @@
-"""Who writes and who reads what: every cell gets to where it is wanted, each is dealt with once, and work is even."""
+"""The writer and the reader of each cell: it gets to where it is wanted, each is handled once, and work is even."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def placed(shape: tuple[int, ...], mesh: tuple[int, ...]) -> st.SearchStrategy[t
 
 
 def shares_of(mesh: tuple[int, ...], tensors: dict[str, Any]) -> list[list[Share]]:
-    """For every rank of a mesh; `tensors`: name -> (shape, placements)."""
+    """Shares of every rank of a mesh; `tensors`: name -> (shape, placements)."""
     return [
         [
             Share(
@@ -62,7 +62,7 @@ def manifest_of(shares: list[list[Share]]) -> Manifest:
 
 
 class Ranks:
-    """Carries out phases on arrays in which every cell has a value of its own."""
+    """Carries out phases on arrays in which every cell has a different value."""
 
     def __init__(self, shares: list[list[Share]]) -> None:
         self.shares = shares

@@ -1,4 +1,4 @@
-"""Names that share memory in what is loaded into: equal values fill it, different ones are never called corrupt."""
+"""Names that share memory in the state to be loaded: equal values fill it, different ones are never called corrupt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A nested state can be taken apart and put together again; what cannot be stored is refused by its path."""
+"""A nested state can be taken apart and put together again; an unsupported value is refused by its path."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 
 class CarelessFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """Overwrites whatever it is told to create, as some backends do; loses connections on request."""
+    """Overwrites existing files on create, as some backends do; loses connections on request."""
 
     protocol = "careless"
     store: dict[str, Any] = {}  # noqa: RUF012  # fsspec's own way to share it between instances

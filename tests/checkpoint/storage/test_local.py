@@ -65,7 +65,7 @@ def test_a_disk_that_is_full_leaves_no_torn_claim_where_there_are_no_hard_links(
     assert storage.read("a") == b"2"
 
 
-def test_a_writer_whose_file_a_clean_up_removed_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_whose_file_a_clean_up_removed_gets_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = open_storage(str(tmp_path))
 
     class Removed(list[bytes]):
@@ -99,7 +99,7 @@ def test_an_unwritable_path_ends_in_one_clear_message(tmp_path: Path) -> None:
         check_writable(open_storage(str(tmp_path / "file" / "run")))
 
 
-def test_who_may_not_read_is_told_so(tmp_path: Path) -> None:
+def test_a_reader_without_permission_gets_an_error(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     storage.write("a", [b"x"])
     (tmp_path / "a").chmod(0)

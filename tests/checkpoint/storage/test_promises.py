@@ -1,4 +1,4 @@
-"""What every storage promises: a folder, S3, fsspec's memory, a backend without exclusive create, S3 through fsspec."""
+"""Promises of every storage: a folder, S3, fsspec's memory, a backend without exclusive create, S3 through fsspec."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_keys_are_listed_with_their_sizes(storage: Storage) -> None:
     assert [(key, size_of_listed(storage, key, listed[key])) for key in listed] == [("a/b/y", 0), ("a/x", 3)]
 
 
-def test_the_times_of_files_of_a_name_are_told(storage: Storage) -> None:
+def test_the_times_of_files_of_a_name_are_listed(storage: Storage) -> None:
     assert dict(list_times(storage, "x")) == {}
     for key in ("a/b/x", "a/x", "a/xx", "top"):
         storage.write(key, [b"1"])
@@ -120,7 +120,7 @@ def test_deleting_is_idempotent(storage: Storage) -> None:
     assert storage.read("a/b/x") == b"2"
 
 
-def test_a_missing_key_is_told_apart_from_other_failures(storage: Storage) -> None:
+def test_a_missing_key_is_distinguished_from_other_failures(storage: Storage) -> None:
     for operation in (storage.read, storage.size):
         with pytest.raises(NoSuchKey, match="no/such"):
             operation("no/such")

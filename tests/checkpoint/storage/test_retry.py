@@ -1,4 +1,4 @@
-"""When storage operations are tried again."""
+"""Retries of storage operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from raysharded.checkpoint.storage.retry import GIVE_UP_AFTER_S, MAX_ATTEMPTS, MAX_WAIT_S, retries_of, with_retries
 
 
-def test_lost_connections_are_tried_again_a_bounded_number_of_times() -> None:
+def test_lost_connections_are_retried_a_bounded_number_of_times() -> None:
     waits: list[float] = []
     calls: list[int] = []
 
@@ -26,7 +26,7 @@ def test_lost_connections_are_tried_again_a_bounded_number_of_times() -> None:
     assert len(set(waits)) == len(waits)  # each is drawn
 
 
-def test_what_cannot_pass_by_itself_is_not_tried_again() -> None:
+def test_what_cannot_pass_by_itself_is_not_retried() -> None:
     calls: list[int] = []
 
     def fails() -> None:
@@ -52,7 +52,7 @@ def test_every_retry_is_counted_for_its_storage_alone() -> None:
     assert retries_of("memory://other") == before
 
 
-def test_a_server_that_is_slow_to_fail_is_given_up_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_slow_to_fail_is_abandoned_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     calls: list[float] = []

@@ -129,7 +129,7 @@ OPERATIONS: dict[str, Callable[[Storage], object]] = {
 
 
 def _endings(operations: dict[str, Callable[[Storage], object]], storage: Storage) -> dict[str, str]:
-    """How each ended; all run at the same time, and one that does not end in time is missing."""
+    """The result of each operation; all run at the same time, and one that does not end in time is missing."""
     endings: dict[str, str] = {}
 
     def run(name: str) -> None:
@@ -160,7 +160,7 @@ def test_an_answer_that_drips_is_a_timeout_of_every_operation(answer: Answer) ->
     assert "not complete after 0.6 s. The server answers too slowly" in endings["list"]
 
 
-def test_an_answer_that_does_not_say_its_length_is_an_error_that_may_pass() -> None:
+def test_an_answer_without_its_length_is_an_error_that_may_pass() -> None:
     def lengthless(handler: _Handler) -> None:
         handler.wfile.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nabc")
         handler.close_connection = True

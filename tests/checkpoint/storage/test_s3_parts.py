@@ -110,7 +110,7 @@ def _said(status: int, code: str) -> ClientError:
     ],
     ids=repr,
 )
-def test_what_may_pass_by_itself_is_tried_again(error: Exception) -> None:
+def test_what_may_pass_by_itself_is_retried(error: Exception) -> None:
     assert may_pass(error)
     assert not is_refusal(error)
 
@@ -132,7 +132,7 @@ def test_what_may_pass_by_itself_is_tried_again(error: Exception) -> None:
     ],
     ids=repr,
 )
-def test_what_cannot_pass_is_not_tried_again(error: Exception) -> None:
+def test_what_cannot_pass_is_not_retried(error: Exception) -> None:
     assert not may_pass(error)
 
 

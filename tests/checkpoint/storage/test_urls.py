@@ -1,4 +1,4 @@
-"""Which storage a URL opens, and how URLs are joined."""
+"""The storage that a URL opens, and joins of URLs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_url_that_would_become_some_folder_here_is_refused(
 
 
 @pytest.mark.parametrize("name", ["my run", "2026-01-01T10:00:00", "a\\b"])
-def test_a_checkpoint_is_found_by_its_path_and_by_its_url_whatever_it_is_called(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_is_found_by_its_path_and_by_its_url_under_any_name(tmp_path: Path, name: str) -> None:
     state = {"w": torch.ones(2)}
     save(tmp_path / "by path" / name, state)
     save((tmp_path / "by url" / name).as_uri(), state)
@@ -110,7 +110,7 @@ def test_a_run_lives_below_the_path_of_its_storage_url() -> None:
     assert trainer.url == "s3://runs/mine/gpt?region=eu-west-1"
 
 
-def test_an_s3_url_says_where_the_server_is_and_how_it_is_reached() -> None:
+def test_an_s3_url_has_the_server_and_the_way_to_reach_it() -> None:
     url = "s3://bucket/a/b?endpoint_url=https%3A%2F%2Fh%3A1%2F&region=eu&addressing_style=virtual&timeout_s=2.5"
     endpoint = Endpoint(endpoint_url="https://h:1/", region="eu", addressing_style="virtual", timeout_s=2.5)
     assert parse(url) == Location(endpoint=endpoint, bucket="bucket", prefix="a/b")
