@@ -80,8 +80,9 @@ def test_everything_that_is_missing_is_told_at_once(path: tuple[str, ...]) -> No
     [
         (
             "checkpoint export",
-            "Missing argument 'RUN', argument 'DEST', "
-            "option '--format' (choose from: dcp, safetensors, peft, raysharded).",
+            "Missing argument 'RUN', argument 'DEST', option '--format' (choose from: {}).".format(
+                "dcp, safetensors, peft, raysharded"
+            ),
         ),
         ("checkpoint export r --format dcp", "Missing argument 'DEST'."),
         ("data pack", "Missing argument 'INPUT', argument 'OUTPUT'."),
