@@ -232,6 +232,8 @@ class StepReport:
     """Reason for skipping the update; the state is that of the step before."""
     audit_s: float | None = None
     """Seconds of the step's audit, which found nothing; None if it was not audited."""
+    remarks: tuple[str, ...] = ()
+    """Sentences on what may not be as the task's author intended, since the report of the step before."""
 
     def measured(self) -> dict[str, float]:
         """The step's finite numbers by name, as a checkpoint keeps them; those of the evaluation as `evaluation.*`."""
@@ -259,6 +261,8 @@ class StepReport:
             fields["evaluation"] = dict(self.evaluation)
         if self.skipped is not None:
             fields["skipped"] = True
+        if self.remarks:
+            fields["remarks"] = list(self.remarks)
         return fields
 
 

@@ -163,7 +163,7 @@ class Collector:
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
         self.entries.append((kind, dict(fields)))
         if kind == "step":
-            numbers = {k: v for k, v in fields.items() if k not in ("generation", "workers", "seconds")}
+            numbers = {k: v for k, v in fields.items() if k not in ("generation", "workers", "seconds", "remarks")}
             assert repr(self.numbers.setdefault(fields["step"], numbers)) == repr(numbers)  # NaN is NaN
         elif kind in ("rewind", "corruption"):
             kept = fields["to_step"] if kind == "rewind" else fields["verified_step"]

@@ -182,6 +182,12 @@ def in_plain_torch(before: Variant, after: Variant) -> list[float]:
 
 def begun_and_resumed(url: str, before: Variant, after: Variant, log: Path, *, workers: int = 1) -> list[float]:
     """The losses of a run that is resumed with the other task."""
+    listener = resumed(url, before, after, log, workers=workers)
+    return [listener.numbers[step]["loss"] for step in range(1, STEPS + 1)]
+
+
+def resumed(url: str, before: Variant, after: Variant, log: Path, *, workers: int = 1) -> Collector:
+    """The journal of such a run."""
     task = Changing(Path(url).parent, before, after)
     listener = Collector()
     for steps in (LAST_BEFORE, STEPS):
@@ -191,7 +197,7 @@ def begun_and_resumed(url: str, before: Variant, after: Variant, log: Path, *, w
         if steps == STEPS:
             driver.restore()
         driver.run()
-    return [listener.numbers[step]["loss"] for step in range(1, STEPS + 1)]
+    return listener
 
 
 def killed(folder: Path, before: Variant, after: Variant, log: Path) -> list[float]:
@@ -278,6 +284,18 @@ def test_a_run_is_resumed_with_another_task_as_in_plain_torch(tmp_path: Path, na
     trained = [name for name, param in after.model().named_parameters() if param.requires_grad]
     kept = {full for full in newest.tensors if full.startswith("optim.")}
     assert kept == {f"optim.{name}.{key}" for name in trained for key in after.keeps}
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_journal_has_what_differs_with_the_next_step_and_once(tmp_path: Path, workers: int) -> None:
+    entries = resumed(f"{tmp_path}/run", Variant(frozen=True), MORE, tmp_path / "log", workers=workers).entries
+    found = [(fields["step"], text) for kind, fields in entries if kind == "step" for text in fields.get("remarks", ())]
+    assert [step for step, _ in found] == [LAST_BEFORE + 1] * 2
+    assert [text for _, text in found] == [line.partition("] ")[2] or line for line in remarks(tmp_path / "log")]
+    added, begun = (text for _, text in found)
+    assert "does not have 3 parameters or buffers of the model, first 'scale'" in added
+    assert "no optimizer state for 4 parameters" in begun
 
 
 @pytest.mark.procs

@@ -82,7 +82,7 @@ class Engine:
         self._device, self._probe = device, probe
         self.step = place.spec.source.step
         self._in_phase = Phases(self.generation, lambda: groups.aborted)
-        self._reports = Reports(self.generation, place.spec.world_size, self._in_phase)
+        self._reports = Reports(self.generation, place.spec.world_size, self._in_phase, notes)
         self._keeper = keeper_of(place, groups, store)
         self._boundary, self._save_asked = threading.Event(), threading.Event()
         self._exact = job.engine.reduction == "exact"

@@ -9,6 +9,7 @@ from collections import deque
 
 from raysharded.actors.numerics.step_consensus import Agreed
 from raysharded.actors.shards.saver import Decision
+from raysharded.actors.task_calls.remarks import Notes
 from raysharded.actors.telemetry.phases import Phases
 from raysharded.ids import GenerationId
 from raysharded.protocol.messages import NonFinite, StepReport
@@ -26,8 +27,8 @@ _TOLD_BY_OTHERS = 8
 class Reports:
     """Reports of one generation. The training thread calls `add`; any thread the rest."""
 
-    def __init__(self, generation: GenerationId, world_size: int, phases: Phases) -> None:
-        self._generation, self._world_size, self._phases = generation, world_size, phases
+    def __init__(self, generation: GenerationId, world_size: int, phases: Phases, notes: Notes) -> None:
+        self._generation, self._world_size, self._phases, self._notes = generation, world_size, phases, notes
         self.recent: deque[StepReport] = deque(maxlen=REPORTS_KEPT)
         self.updated = threading.Condition()
         """Notified when a report is added."""
@@ -69,6 +70,7 @@ class Reports:
             save_late=save.late,
             skipped=skipped,
             audit_s=audit_s,
+            remarks=self._notes.take(),
         )
         with self.updated:
             self.recent.append(report)

@@ -1,7 +1,7 @@
-"""Remarks on numbers that may not be what the task's author intended, in a worker's log.
+"""Remarks on what may not be as the task's author intended: in a worker's log, and in the journal.
 
 Every worker makes the same remarks; the first of the generation logs them. The others record that they were logged, so
-that none is repeated when another worker becomes the first.
+that none is repeated when another worker becomes the first. The report of the next step has them for the journal.
 """
 
 from __future__ import annotations
@@ -25,11 +25,18 @@ class Notes:
 
     def __init__(self) -> None:
         self._said: set[str] = set()
+        self._unreported: list[str] = []
 
     def say(self, about: str, sentence: str, *, aloud: bool) -> None:
         """Log the sentence, unless its subject had one before. `aloud`: True on the worker that logs."""
         if about in self._said:
             return
         self._said.add(about)
+        self._unreported.append(sentence)
         if aloud:
             _log.warning("%s", sentence)
+
+    def take(self) -> tuple[str, ...]:
+        """The sentences since the last call, in order."""
+        taken, self._unreported = tuple(self._unreported), []
+        return taken
