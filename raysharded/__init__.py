@@ -28,7 +28,7 @@ _EXPORTS = {
     "Run": "raysharded.run.handle",
     "Status": "raysharded.run.results",
     "attach": "raysharded.run.attach",
-    "remove_run": "raysharded.run.removal",
+    "remove_run": "raysharded.run.removal.execution",
 }
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from raysharded.data import TokenDataset as TokenDataset
     from raysharded.run.attach import attach as attach
     from raysharded.run.handle import Run as Run
-    from raysharded.run.removal import remove_run as remove_run
+    from raysharded.run.removal.execution import remove_run as remove_run
     from raysharded.run.results import Result as Result, Status as Status
     from raysharded.task import Loss as Loss, Task as Task, warmup_cosine as warmup_cosine
     from raysharded.trainer import ElasticTrainer as ElasticTrainer

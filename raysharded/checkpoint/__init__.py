@@ -61,7 +61,7 @@ _EXPORTS = {
     "list_pins": "raysharded.checkpoint.retention.pins",
     "pin": "raysharded.checkpoint.retention.pins",
     "unpin": "raysharded.checkpoint.retention.pins",
-    "fork": "raysharded.checkpoint.retention.fork",
+    "fork": "raysharded.checkpoint.retention.forks.fork",
 }
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ if TYPE_CHECKING:
         newest_complete as newest_complete,
         open_ref as open_ref,
     )
-    from raysharded.checkpoint.retention.fork import fork as fork
+    from raysharded.checkpoint.retention.forks.fork import fork as fork
     from raysharded.checkpoint.retention.gc import Pruned as Pruned, prune as prune
     from raysharded.checkpoint.retention.pins import Pin as Pin, list_pins as list_pins, pin as pin, unpin as unpin
     from raysharded.checkpoint.retention.policy import Best as Best, Keep as Keep

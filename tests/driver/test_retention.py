@@ -13,7 +13,7 @@ import pytest
 
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.checkpoint.retention.catalog import list_checkpoints
-from raysharded.checkpoint.retention.fork import fork
+from raysharded.checkpoint.retention.forks.fork import fork
 from raysharded.checkpoint.retention.pins import pin
 from raysharded.checkpoint.retention.policy import Keep
 from raysharded.driver.checkpoints.protected import protected_checkpoints

@@ -36,11 +36,11 @@ from raysharded.ownership.lease import Holder, encode, lease_key
 from raysharded.ownership.process_identity import this_process
 from raysharded.report import load
 from raysharded.report.overview import find_runs
-from raysharded.run import removal
 from raysharded.run.attach import attach
 from raysharded.run.offline import StoredRun
-from raysharded.run.removal import carry_out, planned, remove_run
-from raysharded.run.removal_plan import RemovalPlan
+from raysharded.run.removal import execution as removal
+from raysharded.run.removal.execution import carry_out, planned, remove_run
+from raysharded.run.removal.plan import RemovalPlan
 from raysharded.testing.storages import FailingStorage
 from tests.checkpoint.retention.interleaving import every_order
 from tests.checkpoint.retention.runs import Run, ref_of
@@ -273,7 +273,7 @@ def test_a_copy_that_stops_anywhere_is_made_by_the_next_call(tmp_path: Path) -> 
         failing = FailingStorage(child, fail_at=fail_at)
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(StorageError):
             patch.setattr("raysharded.checkpoint.open_storage", lambda _, failing=failing: failing, raising=False)
-            from raysharded.run.removal import _copy_into
+            from raysharded.run.removal.execution import _copy_into
 
             _copy_into(wanted, print)
         found = newest_complete(child).checkpoint

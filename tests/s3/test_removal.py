@@ -12,9 +12,9 @@ from raysharded.checkpoint.storage.s3.bucket import open_bucket
 from raysharded.errors import CheckpointError, ConfigError, StorageError
 from raysharded.locations import join_url
 from raysharded.report.overview import find_runs
-from raysharded.run import removal
-from raysharded.run.removal import carry_out, planned, remove_run
-from raysharded.run.removal_plan import RemovalPlan
+from raysharded.run.removal import execution as removal
+from raysharded.run.removal.execution import carry_out, planned, remove_run
+from raysharded.run.removal.plan import RemovalPlan
 from raysharded.testing.storages import FailingStorage
 from tests.checkpoint.retention.runs import Run
 from tests.report.entries import run_with_a_loss, started

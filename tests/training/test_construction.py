@@ -25,7 +25,7 @@ from raysharded.actors.model.init_weights import first_build
 from raysharded.actors.model.inventory import inventory_of
 from raysharded.checkpoint import open_checkpoint, open_storage
 from raysharded.checkpoint.retention.catalog import list_checkpoints, newest_complete
-from raysharded.checkpoint.retention.fork import fork
+from raysharded.checkpoint.retention.forks.fork import fork
 from raysharded.data.access import generators
 from raysharded.driver.state.state import State
 from raysharded.errors import CheckpointError, InexactError, TaskError

@@ -16,7 +16,7 @@ import pytest
 
 from raysharded.checkpoint import open_storage
 from raysharded.checkpoint.retention.catalog import list_checkpoints
-from raysharded.checkpoint.retention.fork import fork
+from raysharded.checkpoint.retention.forks.fork import fork
 from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
 from raysharded.driver.driver import Driver

@@ -11,7 +11,7 @@ from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.reader import Checkpoint
 from raysharded.checkpoint.retention.catalog import CheckpointRef, Survey, open_ref, survey
-from raysharded.checkpoint.retention.fork import drop_reference
+from raysharded.checkpoint.retention.forks.fork import drop_reference
 from raysharded.checkpoint.retention.orphan_saves import LINKED, Left, find_debris, writes_of
 from raysharded.checkpoint.retention.pins import list_pins
 from raysharded.checkpoint.retention.policy import Candidate, Keep, to_delete

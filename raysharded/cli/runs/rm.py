@@ -14,8 +14,8 @@ from raysharded.cli.runs.control import Address
 from raysharded.quantities import count
 
 if TYPE_CHECKING:
-    from raysharded.run.removal import Removed
-    from raysharded.run.removal_plan import RemovalPlan
+    from raysharded.run.removal.execution import Removed
+    from raysharded.run.removal.plan import RemovalPlan
 
 
 def rm(
@@ -38,7 +38,7 @@ def rm(
     checkpoint is pinned. Files that raysharded did not write stay. Repeated, it finishes a removal that was
     interrupted.
     """
-    from raysharded.run.removal import carry_out, planned
+    from raysharded.run.removal.execution import carry_out, planned
 
     plan = planned(run, with_forks=with_forks, copy_into_forks=copy_into_forks, address=address)
     if not yes and not _agreed(_question(plan)):

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raysharded.errors import ConfigError
-from raysharded.run.removal_plan import ForkTreatment, RemovalPlan, plan_removal
+from raysharded.run.removal.plan import ForkTreatment, RemovalPlan, plan_removal
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import Claims, Storage
-    from raysharded.checkpoint.retention.fork_search import Fork
+    from raysharded.checkpoint.retention.forks.fork_search import Fork
     from raysharded.ownership.leadership import RunLeadership
 
 _LET_GO_S = 10.0
@@ -106,8 +106,8 @@ def carry_out(plan: RemovalPlan, say: Callable[[str], None] = lambda _: None) ->
 def _copy_into(fork: Fork, say: Callable[[str], None]) -> None:
     """Give the fork its own copy of the checkpoint that it refers to, so that it needs its parent no more."""
     from raysharded.checkpoint import open_storage, signing_key_from_environment
-    from raysharded.checkpoint.retention.fork_copy import copy_parent
-    from raysharded.checkpoint.retention.fork_search import references_of
+    from raysharded.checkpoint.retention.forks.fork_copy import copy_parent
+    from raysharded.checkpoint.retention.forks.fork_search import references_of
     from raysharded.journal.log import newest_generation, read
 
     run = open_storage(fork.url)

@@ -13,7 +13,7 @@ from raysharded.run.live_processes import local_workers, on_cluster
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import Pin, Storage
-    from raysharded.checkpoint.retention.fork_search import Fork
+    from raysharded.checkpoint.retention.forks.fork_search import Fork
     from raysharded.report.overview import RunOverview
 
 _AT_WORK = ("new", "running", "paused")
@@ -104,7 +104,7 @@ class _Found:
 
 def _with_forks(storage: Storage, pins: Sequence[Pin], treatment: ForkTreatment, address: str | None) -> _Found:
     from raysharded.checkpoint import open_storage
-    from raysharded.checkpoint.retention.fork_search import find_forks
+    from raysharded.checkpoint.retention.forks.fork_search import find_forks
 
     forks = find_forks(storage, pins)
     of_forks = {fork.pin.tag for fork in forks}
