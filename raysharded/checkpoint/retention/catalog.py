@@ -21,7 +21,7 @@ from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.removal_mark import text_of_removed
 from raysharded.checkpoint.retention.claim_history import History
-from raysharded.checkpoint.retention.forks.fork_reference import REFERENCE_NAME, open_reference
+from raysharded.checkpoint.retention.fork_reference import REFERENCE_NAME, open_reference
 from raysharded.checkpoint.storage import Storage
 from raysharded.checkpoint.storage.folders import list_links
 from raysharded.checkpoint.storage.sizes import list_sizes, size_of_listed

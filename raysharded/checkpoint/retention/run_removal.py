@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from raysharded.checkpoint.claims import CLAIMS_FOLDER
 from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER, MANIFEST_NAME, save_folder_of
 from raysharded.checkpoint.removal_mark import REMOVAL_KEY, RemovalMark, encode_mark, new_mark, read_mark
-from raysharded.checkpoint.retention.forks.fork_reference import REFERENCE_NAME, read_reference
+from raysharded.checkpoint.retention.fork_reference import REFERENCE_NAME, read_reference
 from raysharded.checkpoint.retention.pins import PINS_FOLDER, list_pins, unpin
 from raysharded.checkpoint.storage import Storage, open_storage
 from raysharded.checkpoint.storage.folders import list_links, remove_folders

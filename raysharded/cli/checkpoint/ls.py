@@ -113,7 +113,7 @@ def _row(place: RunPlace, ref: CheckpointRef, pins: list[str]) -> dict[str, Any]
 
 
 def _parent(place: RunPlace, ref: CheckpointRef) -> str:
-    from raysharded.checkpoint.retention.forks.fork_reference import read_reference
+    from raysharded.checkpoint.retention.fork_reference import read_reference
     from raysharded.checkpoint.storage import NoSuchKey
 
     try:

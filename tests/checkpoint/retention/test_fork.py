@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raysharded.checkpoint import Keep, Storage, fork, list_pins, newest_complete, open_storage, pin, prune
-from raysharded.checkpoint.retention.forks.fork_reference import REFERENCE_NAME, encode_reference, read_reference
+from raysharded.checkpoint.retention.fork_reference import REFERENCE_NAME, encode_reference, read_reference
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, StorageError
 from raysharded.testing.storages import FailingStorage
 from tests.checkpoint.retention.runs import Run, ref_of, states

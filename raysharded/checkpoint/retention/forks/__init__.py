@@ -1,1 +1,1 @@
-"""Forks: references to a checkpoint of another run, their search, and copies in their place."""
+"""Forks of checkpoints: how one begins, the search for those of a checkpoint, and copies that need no parent."""

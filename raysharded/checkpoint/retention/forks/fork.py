@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from raysharded.checkpoint.retention.catalog import CheckpointRef, list_checkpoints, open_ref
-from raysharded.checkpoint.retention.forks.fork_reference import (
+from raysharded.checkpoint.retention.fork_reference import (
     REFERENCE_NAME,
     Reference,
     encode_reference,

@@ -18,8 +18,8 @@ from raysharded.checkpoint.format.paths import data_path, key_of, save_prefix
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.reader import Checkpoint
 from raysharded.checkpoint.retention.catalog import CheckpointRef, list_checkpoints, open_ref
+from raysharded.checkpoint.retention.fork_reference import open_reference
 from raysharded.checkpoint.retention.forks.fork import drop_reference
-from raysharded.checkpoint.retention.forks.fork_reference import open_reference
 from raysharded.checkpoint.storage import Storage
 from raysharded.errors import CheckpointError, RefusedCheckpoint
 from raysharded.locations import join_url

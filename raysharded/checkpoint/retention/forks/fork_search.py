@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from raysharded.checkpoint.removal_mark import is_marked
 from raysharded.checkpoint.retention.catalog import CheckpointRef, list_checkpoints
+from raysharded.checkpoint.retention.fork_reference import read_reference
 from raysharded.checkpoint.retention.forks.fork import FORK_PIN, tag_of
-from raysharded.checkpoint.retention.forks.fork_reference import read_reference
 from raysharded.checkpoint.retention.pins import Pin
 from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
 from raysharded.checkpoint.storage.folders import list_folders
