@@ -19,7 +19,13 @@ from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_d
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
-from raysharded.checkpoint.state_dict.optimizers import Blank, OptimizerEntry, local_part, nothing
+from raysharded.checkpoint.state_dict.optimizers import (
+    Blank,
+    OptimizerEntry,
+    local_part,
+    nothing,
+    require_parameters_alone,
+)
 from raysharded.checkpoint.state_dict.tree import Path
 from raysharded.errors import CheckpointError, ConfigError
 
@@ -255,9 +261,4 @@ def _require_own(optimizer: torch.optim.Optimizer, module: nn.Module, key: Any) 
             "module beside it. Give it with the module that it belongs to, and make it after what replaces parameters, "
             "such as fully_shard."
         )
-    keys = [entry for entry in optimizer.state if not isinstance(entry, torch.Tensor)]
-    if keys:
-        raise ConfigError(
-            f"state[{key!r}] is an optimizer whose state has the keys {', '.join(map(repr, keys[:_MOST_SHOWN]))} "
-            "beside its parameters. These cannot be stored with it: keep them in a parameter group or elsewhere."
-        )
+    require_parameters_alone(optimizer)

@@ -32,6 +32,7 @@ _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 """Settings that schedulers add to an optimizer's groups."""
 _OF_VERSIONS = ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 """Settings that versions of torch added to its optimizers. Their defaults are what older versions did."""
+_MOST_SHOWN = 8
 _OPTIONAL = frozenset(("params", *_OF_SCHEDULERS, *_OF_VERSIONS))
 
 
@@ -214,6 +215,9 @@ def _make_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         param.grad = None
     try:
         get_optimizer_state_dict(module, optimizer)
+    except KeyError:
+        require_parameters_alone(optimizer)
+        raise
     finally:
         for group, settings in zip(optimizer.param_groups, kept, strict=True):
             group.clear()
@@ -222,6 +226,16 @@ def _make_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
             param.grad = grad
         for param, value in zip((param for param in params if not param.is_meta), values, strict=True):
             local_part(param).copy_(value)
+
+
+def require_parameters_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for state of an optimizer that belongs to no parameter."""
+    keys = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    if keys:
+        raise ConfigError(
+            f"the state of {type(optimizer).__qualname__} has {', '.join(map(repr, keys[:_MOST_SHOWN]))} beside its "
+            "parameters. This cannot be stored with it: keep it in a parameter group or elsewhere."
+        )
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

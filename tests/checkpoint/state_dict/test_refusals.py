@@ -274,5 +274,23 @@ def test_an_optimizer_with_state_beside_its_parameters_is_refused_by_its_keys(tm
     own: Any = optimizer.state
     own["calls"] = {"count": 1}
     for refused in (lambda: api.save(tmp_path / "d", state), lambda: api.load(tmp_path / "c", state)):
-        with pytest.raises(ConfigError, match=r"whose state has the keys 'calls' beside its parameters"):
+        with pytest.raises(ConfigError, match=r"the state of SGD has 'calls' beside its parameters"):
             refused()
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps under a key beside the parameters, as MADGRAD does."""
+
+    def step(self, closure: Any = None) -> Any:
+        state: Any = self.state
+        state["k"] = torch.tensor([1])
+        return super().step(closure)
+
+
+def test_so_is_one_that_gets_such_state_in_its_first_step(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3)
+    api.save(tmp_path / "c", {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)})
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ConfigError, match=r"the state of Counting has 'k' beside its parameters"):
+        api.load(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    assert not optimizer.state
