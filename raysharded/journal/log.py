@@ -88,8 +88,17 @@ class Journal:
     @property
     def is_due(self) -> bool:
         """Whether entries have been buffered long enough."""
+        return self._until_due_s <= 0
+
+    @property
+    def due_in_s(self) -> float | None:
+        """Seconds until the buffered entries are due; None if there are none."""
+        return max(0.0, self._until_due_s) if self._lines else None
+
+    @property
+    def _until_due_s(self) -> float:
         longer = min(self._next / _SLOWER_BY, _LONGEST_S)
-        return self._clock.monotonic() - self._flushed_at >= max(self._interval, longer)
+        return max(self._interval, longer) - (self._clock.monotonic() - self._flushed_at)
 
     def fence(self) -> None:
         """Write a segment without entries, as a fence against earlier drivers.

@@ -21,6 +21,8 @@ BACK_OFF_S = 5.0
 """Seconds without writes after a failure, whichever entries arrive meanwhile."""
 
 _LOOK_UP_S = 0.25
+_LEAST_WAIT_S = 0.05
+"""Shortest wait for the time at which buffered entries are due."""
 
 Fields: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 """Fields of an entry, or a function that returns them, called in the journal's thread."""
@@ -134,12 +136,22 @@ class Recorder:
                 self._closed.set()
 
     def _next(self) -> list[_Entry | _Flush]:
-        """All items that have arrived, at least one: one segment suffices for them, however slow storage is."""
-        items = [self._inbox.get()]
+        """All items that have arrived: one segment suffices for them, however slow storage is.
+
+        Waits for the first one, but not longer than until buffered entries are due: a run that pauses makes no others.
+        """
+        items = list[_Entry | _Flush]()
         with contextlib.suppress(Empty):
+            items.append(self._inbox.get(timeout=self._longest_wait_s()))
             while True:
                 items.append(self._inbox.get_nowait())
         return items
+
+    def _longest_wait_s(self) -> float | None:
+        due_in_s = self._journal.due_in_s
+        if due_in_s is None or self._error is not None or self._abandoned:
+            return None
+        return max(due_in_s, self._resume_at - self._clock.monotonic(), _LEAST_WAIT_S)
 
     def _take(self, entries: Sequence[_Entry], wanted: bool, last: bool) -> None:
         for entry in entries:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from raysharded.checkpoint import Storage, open_storage
+from raysharded.clock import SystemClock
 from raysharded.errors import RunOwnedElsewhere, StorageError
 from raysharded.journal.log import Journal, read
 from raysharded.journal.writer import BACK_OFF_S, PATIENCE_S, Recorder
 from tests.driver.test_journal import SetClock
+from tests.ray.leftovers import wait_until
 
 WAIT_S = 20.0
 
@@ -90,6 +92,18 @@ def test_after_a_failure_storage_is_left_alone_for_a_while_and_nothing_is_lost(
     record.flush()
     record.raise_error()
     assert steps(storage) == list(range(11))
+
+
+def test_entries_are_written_in_time_though_none_follows(tmp_path: Path) -> None:
+    """As when a run pauses: its status comes from the journal."""
+    storage, clock = open_storage(str(tmp_path)), SystemClock()
+    record = Recorder(Journal(storage, clock, "me", flush_interval_s=0.2), clock)
+    record.record("started", {}, durable=True)
+    record.flush()
+    for kind in ("step", "paused"):
+        record.record(kind, {"step": 1})
+    wait_until(lambda: len(list(read(storage))) == 3, "the entry of the pause", WAIT_S)
+    record.close(WAIT_S)
 
 
 def test_however_many_wait_for_a_slow_storage_one_segment_serves_them_all(storage: Unreliable, clock: SetClock) -> None:
