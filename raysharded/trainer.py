@@ -86,9 +86,12 @@ class ElasticTrainer:
         named = [("data", self.data)] + ([("evaluation.data", self.evaluation.data)] if self.evaluation else [])
         for name, data in named:
             if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+                lacks = " and ".join(method for method in ("__len__", "__getitem__") if not hasattr(data, method))
+                inside = ", such as its `dataset`" if hasattr(data, "dataset") else ""
                 raise ConfigError(
-                    f"ElasticTrainer: {name} is a {type(data).__name__} without __len__ and __getitem__. Give a "
-                    "map-style dataset: raysharded.TokenDataset(...) or a custom object with both."
+                    f"ElasticTrainer: {name} is a {type(data).__name__} without {lacks}. Give a map-style "
+                    f"dataset{inside}: raysharded.TokenDataset(...) or a custom object with both. BatchConfig makes "
+                    "the batches."
                 )
             if isinstance(data, Sequence) and len(data) == 0:
                 raise ConfigError(f"ElasticTrainer: {name} has no samples. Give data with at least 1.")

@@ -82,6 +82,9 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
+LOADER = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4)))
+
+
 @pytest.mark.parametrize(("make", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
 def test_a_wrong_value_is_named_with_the_remedy(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -114,6 +117,10 @@ def clipped(norm: Any) -> rs.Task:
         ),
         ({"task": GptTask}, r"must be a raysharded.Task \(an instance, not the class\)"),
         ({"data": iter([1])}, "without __len__ and __getitem__"),
+        (
+            {"data": LOADER},
+            "DataLoader without __getitem__. Give a map-style dataset, such as its `dataset`",
+        ),
         ({"task": clipped(-1.0)}, r"GptTask.max_grad_norm=-1.0: give a number above 0"),
         ({"task": clipped(0)}, r"GptTask.max_grad_norm=0: give a number above 0"),
         ({"task": clipped(float("nan"))}, r"GptTask.max_grad_norm=nan: give a number above 0"),

@@ -244,6 +244,8 @@ def test_a_status_has_one_shape_wherever_it_is_printed_as_json(tmp_path: Path) -
     out = succeed("status", folder)
     for part in ("2: 0, 3", "on node-a: 0 is process 11", "on node-b: 3 is process 13", f"(process {os.getpid()} on"):
         assert part in out
+    journal_now(folder, [("stopped", {"step": 3, "fingerprint": "0" * 32})])
+    assert "is process" not in succeed("status", folder)
 
 
 NOTHING: dict[str, Any] = {"phase": "starting", "step": 0, "max_steps": 0, "workers": ()}

@@ -75,6 +75,10 @@ def status(
         echo(line)
 
 
+OVER = frozenset(("ended", "finished", "stopped", "failed"))
+"""States of runs whose processes have exited."""
+
+
 def _show(run: RunOverview, found: Status) -> None:
     from rich.text import Text
 
@@ -97,7 +101,7 @@ def _show(run: RunOverview, found: Status) -> None:
     table.add_row("loss", loss or "none")
     members = "" if not found.workers else f": {', '.join(map(str, found.workers))}"
     table.add_row("workers", f"{workers or 'none'}{members}")
-    for node, processes in _processes(found):
+    for node, processes in _processes(found) if run.state not in OVER else []:
         table.add_row("", Text(f"on {node}: {processes}"))
     if run.checkpoint_at is not None:
         checkpoint += f", committed {moment(run.checkpoint_at)}"

@@ -79,7 +79,9 @@ def plan_removal(storage: Storage, forks: ForkTreatment, address: str | None = N
     if workers:
         alive.append(f"its worker processes are still there: {', '.join(map(str, workers))} on this machine")
     alive += on_cluster(name, storage.url, address)
-    ended = [f"End it first: `raysharded stop {storage.url}`, or its process."] if alive else []
+    ended = (
+        [f"End it first: by Ctrl-C where `fit()` runs, otherwise by `raysharded stop {storage.url}`."] if alive else []
+    )
     found = _with_forks(storage, list_pins(storage), forks, address)
     return RemovalPlan(
         storage=storage,
