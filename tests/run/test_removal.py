@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,13 +38,13 @@ from raysharded.ownership import leadership
 from raysharded.ownership.lease import Holder, encode, lease_key
 from raysharded.ownership.process_identity import this_process
 from raysharded.report import load
-from raysharded.report.overview import find_runs, is_run
+from raysharded.report.overview import find_runs
 from raysharded.run.attach import attach
 from raysharded.run.offline import StoredRun
 from raysharded.run.removal import execution as removal
 from raysharded.run.removal.execution import carry_out, planned, remove_run
 from raysharded.run.removal.plan import RemovalPlan
-from raysharded.testing.storages import FailingStorage
+from raysharded.testing.storages import FailingStorage, StorageAround
 from tests.checkpoint.retention.interleaving import every_order
 from tests.checkpoint.retention.runs import Run, ref_of
 from tests.report.entries import data, generation, run_with_a_loss, started, step, write_run
@@ -569,9 +572,67 @@ def test_two_removals_at_once_are_one_and_a_refusal(tmp_path: Path) -> None:
         thread.join(60.0)
     assert len(outcomes) == 2
     assert sum(not isinstance(outcome, Exception) for outcome in outcomes) >= 1
-    left = run.storage.list()  # on a busy machine the lease of the second was once left, which makes no run
-    assert all(key.startswith("lease/removal_") for key in left)
-    assert not is_run(run.storage)
+    assert run.storage.list() == []
+    assert not (tmp_path / "a").exists()
+
+
+@dataclass(slots=True)
+class Interrupting(StorageAround):
+    """A storage that runs a call before operation number `at` of the thread that made it, and then continues.
+
+    With `stands_still` operations of other threads wait meanwhile, as if the process did not run: its lease expires.
+    """
+
+    call: Callable[[], object]
+    at: int
+    stands_still: bool
+    operations: int = 0
+    thread: threading.Thread = field(default_factory=threading.current_thread)
+    may_go: threading.Event = field(default_factory=threading.Event)
+
+    def _do(self, operation: str, act: Callable[[], Any]) -> Any:
+        if threading.current_thread() is not self.thread:
+            self.may_go.wait(30.0)
+            return act()
+        self.operations += 1
+        if self.operations == self.at + 1:
+            if self.stands_still:
+                self.may_go.clear()
+            self.call()
+        self.may_go.set()
+        return act()
+
+
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_a_removal_at_any_moment_of_another_leaves_nothing_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stands_still: bool
+) -> None:
+    """The second is refused, takes over, or finds nothing. The files of both, their leases too, are deleted.
+
+    Takes some seconds: a removal for each of some fifty moments, many of which wait for a lease.
+    """
+    monkeypatch.setattr(removal, "_LEASE_S", 0.05)
+    outcomes: list[object] = []
+
+    def attempt(plan: RemovalPlan) -> None:
+        try:
+            outcomes.append(carry_out(plan))
+        except RayshardedError as error:
+            outcomes.append(error)
+
+    for at in itertools.count():
+        run = make_run(tmp_path / "a")
+        plan = planned(run.storage.url, with_forks=False, copy_into_forks=False)
+        outcomes.clear()
+        around = Interrupting(run.storage, functools.partial(attempt, plan), at, stands_still)
+        attempt(replace(plan, storage=around))
+        if around.operations <= at:
+            break
+        assert len(outcomes) == 2
+        assert any(not isinstance(outcome, Exception) for outcome in outcomes), (at, outcomes)
+        assert run.storage.list() == [], (at, outcomes)
+        assert not (tmp_path / "a").exists(), (at, outcomes)
+    assert at > 20
 
 
 def test_a_removal_that_stood_still_deletes_nothing_of_a_later_run(tmp_path: Path) -> None:

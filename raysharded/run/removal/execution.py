@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from raysharded.errors import ConfigError
+from raysharded.errors import ConfigError, RayshardedError
 from raysharded.run.removal.plan import ForkTreatment, RemovalPlan, plan_removal
 
 if TYPE_CHECKING:
@@ -121,14 +121,17 @@ def _copy_into(fork: Fork, say: Callable[[str], None]) -> None:
 def _owned(storage: Storage, name: str, say: Callable[[str], None]) -> Iterator[tuple[Claims, RunLeadership, int]]:
     """Own the run within this context: no driver can lead it. Yields the first generation too."""
     from raysharded.checkpoint import Claims
+    from raysharded.checkpoint.claims import find_newest
+    from raysharded.checkpoint.storage.folders import remove_folders
     from raysharded.clock import SystemClock
     from raysharded.ownership.leadership import REMOVER, LeaseTerms, RunLeadership
+    from raysharded.ownership.lease import lease_key
 
     def waits(about: Mapping[str, Any]) -> None:
         say(f"waiting up to {about['lease_s']:g} s: {about['owner']} may still hold {storage.url}")
 
-    clock = SystemClock()
-    claims = Claims(storage, f"{REMOVER}{secrets.token_hex(4)}", wall=clock.wall)
+    clock, driver = SystemClock(), f"{REMOVER}{secrets.token_hex(4)}"
+    claims = Claims(storage, driver, wall=clock.wall)
     leadership = RunLeadership(
         name,
         storage,
@@ -145,3 +148,8 @@ def _owned(storage: Storage, name: str, say: Callable[[str], None]) -> Iterator[
         yield claims, leadership, int(acquired.first)
     finally:
         leadership.end(_LET_GO_S)
+        with suppress(RayshardedError):
+            owner = find_newest(storage)[1]
+            if owner is None or owner.writer != driver:  # another removal, which has listed the leases before
+                storage.delete([lease_key(driver)])
+                remove_folders(storage, "")
