@@ -79,6 +79,13 @@ class Driver:
         self.begin_commit(step, generation, parts)
         return self.told.get(timeout=WAIT_S)
 
+    def finish_work(self) -> None:
+        """Return when the committer has done all that it was given; a commit may give its pruning thread work."""
+        for lane in (self.committer._committing, self.committer._pruning):
+            done = threading.Event()
+            lane.do(done.set)
+            assert done.wait(WAIT_S)
+
 
 def write_parts(storage: Storage, step: int, generation: int, driver: str) -> tuple[Saved, ...]:
     """The workers' parts of a state whose bytes all contain the step."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import pytest
@@ -42,17 +41,11 @@ def run_of(driver: Driver, **settings: Any) -> Run:
 
 
 def hear_all(run: Run, driver: Driver) -> None:
-    """Pass the committer's messages to the run, and the run's commands to the committer."""
-    for told in _told(driver):
-        carry_out(driver, run.hear(told))
-
-
-def _told(driver: Driver) -> Iterator[Any]:
-    while True:
-        try:
-            yield driver.told.get(timeout=0.5)
-        except Empty:
-            return
+    """Pass the committer's messages to the run, and the run's commands to the committer, until its work is done."""
+    driver.finish_work()
+    while not driver.told.empty():
+        carry_out(driver, run.hear(driver.told.get()))
+        driver.finish_work()
 
 
 def carry_out(driver: Driver, commands: Any) -> None:
@@ -69,8 +62,8 @@ def save(run: Run, driver: Driver, step: int) -> None:
 
 def found_after_all(run: Run, driver: Driver) -> int:
     """The step that a run would resume from if both driver and workers were lost now."""
-    driver.committer.close(WAIT_S)
     hear_all(run, driver)
+    driver.committer.close(WAIT_S)
     entries = [{"kind": "rewind", **entry} for entry in run.records("rewind")]
     checkpoint = find(driver.files, without=distrusted(entries)).newest.checkpoint
     return checkpoint.step if checkpoint is not None else 0
@@ -168,13 +161,13 @@ def test_a_checkpoint_that_is_deleted_while_the_run_goes_back_to_it_is_refused_a
     assert run.state.phase is Phase.TRAINING
 
 
-def forked(tmp_path: Path) -> tuple[Storage, Driver, State]:
-    """A parent's storage, and the driver of its fork at step 4."""
+def forked(tmp_path: Path, stops_at: Callable[[str], bool] = lambda _: False) -> tuple[Storage, Driver, State]:
+    """A parent's storage, and the driver of its fork at step 4, whose storage stops at these keys."""
     parent = Driver(open_storage(str(tmp_path / "parent")), "p")
     parent.own()
     parent.commit(4, 1)
     parent.committer.close(WAIT_S)
-    child = Driver(open_storage(str(tmp_path / "child")), "c")
+    child = Driver(Stops(open_storage(str(tmp_path / "child")), stops_at), "c")  # type: ignore[arg-type]  # as above
     [ref] = list_checkpoints(parent.files.storage)
     fork(parent.files.storage, ref, child.files.storage)
     child.own()
@@ -182,11 +175,13 @@ def forked(tmp_path: Path) -> tuple[Storage, Driver, State]:
 
 
 def test_a_fork_goes_back_to_where_it_began_as_long_as_it_holds_on_to_it(tmp_path: Path) -> None:
-    _, child, state = forked(tmp_path)
+    _, child, state = forked(tmp_path, lambda key: "step-0000000006" in key and key.endswith("manifest.json"))
     run = run_of(child, checkpoint=state.checkpoint)
     run.trained(5)
     save(run, child, 6)
-    run.hear(RewindRequested(step=4))  # before the message of the commit
+    assert child.files.storage.reached.wait(WAIT_S)  # type: ignore[attr-defined]
+    run.hear(RewindRequested(step=4))
+    child.files.storage.may_go.set()  # type: ignore[attr-defined]  # the commit ends, and retention follows it
     hear_all(run, child)
     assert any(ref.state == "reference" for ref in list_checkpoints(child.files.storage))
     at_a_boundary(run, 7)
