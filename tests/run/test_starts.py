@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from raysharded.driver.driver import Driver
 from raysharded.errors import ClusterError, ConfigError
 from raysharded.journal.log import read
 from raysharded.ownership.start_mark import is_starting, mark_start
+from raysharded.report.live.follow import follow
 from raysharded.report.overview import look
 from raysharded.report.state_meaning import meaning
 from raysharded.run.attach import attach
+from raysharded.run.removal.execution import remove_run
 from raysharded.testing.processes import ProcessLauncher
 from tests.cli.test_commands import fail, succeed
 from tests.driver.scripted import LIMITS
@@ -45,6 +48,15 @@ def test_a_run_that_starts_is_said_to_start_by_every_command(tmp_path: Path) -> 
         assert f"the run at {run.url} is starting" in fail("report", run.url)
         attached = attach(run.url)
         assert (attached.status().state, attached.is_over()) == ("new", False)
+        storage = open_storage(run.url)
+        (glance,) = look([storage])
+
+        def pause(_: float) -> None:
+            may_go_on.set()
+            time.sleep(0.05)
+
+        told = [change for changes in follow(storage, glance, 0, every_s=0.1, pause=pause) for change in changes]
+        assert [change["state"] for change in told if change["kind"] == "state"] == ["running", "finished"]
     finally:
         may_go_on.set()
     assert attached.wait(WAIT_S).fingerprint == run.wait(WAIT_S).fingerprint
@@ -69,6 +81,8 @@ def test_a_mark_counts_while_its_process_is_there_or_it_is_fresh(tmp_path: Path)
     assert not is_starting(storage, wall=lambda: 5000.0)
     unmark_here = mark_start(storage, driver_is_here=True, wall=lambda: now[0])
     assert is_starting(storage, wall=lambda: 5000.0)
+    with pytest.raises(ConfigError, match=r"stays: it is starting\."):
+        remove_run(storage.url)
     unmark_here()
     assert not is_starting(storage)
     unmark()
