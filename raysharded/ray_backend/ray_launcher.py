@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -60,6 +61,20 @@ def _needs(scaling: ScalingConfig) -> dict[str, float]:
     """Resource -> amount that one worker takes."""
     needs = {"CPU": scaling.cpus_per_worker, "GPU": 1.0 if scaling.use_gpu else 0.0}
     return {name: amount for name, amount in (needs | scaling.resources_per_worker).items() if amount}
+
+
+def shortage_text(
+    needs: Mapping[str, float], min_workers: int, have: Mapping[str, float], free: Mapping[str, float]
+) -> str:
+    """Sentences about what a cluster lacks for a run: resources that it has not, or that others use now."""
+    parts = [
+        f"{amount:g} {name} (the cluster has {have.get(name, 0):g}, {free.get(name, 0):g} free)"
+        for name, amount in needs.items()
+    ]
+    text = f"Each worker needs {' and '.join(parts)}."
+    if any(have.get(name, 0) < amount * min_workers for name, amount in needs.items()):
+        return text
+    return f"{text} That is enough for the run: it starts when what others use now is free."
 
 
 class RayLauncher:
@@ -265,24 +280,22 @@ class RayLauncher:
     def describe_shortage(self) -> str:
         if not self._is_short():
             return ""
-        have, free = ray.cluster_resources(), ray.available_resources()
-        parts = [
-            f"{amount:g} {name} (the cluster has {have.get(name, 0):g}, {free.get(name, 0):g} free)"
-            for name, amount in _needs(self._scaling).items()
-        ]
         avoided = ", ".join(node_id[:8] for node_id in self._avoided)
         besides = f" No worker is placed on {avoided}, which failed too often." if avoided else ""
-        return f"Each worker needs {' and '.join(parts)}.{besides}"
+        text = shortage_text(
+            _needs(self._scaling), self._scaling.min_workers, ray.cluster_resources(), ray.available_resources()
+        )
+        return f"{text}{besides}"
 
     def _is_short(self) -> bool:
-        """False if every worker that is not ready has its resources, or can have them at once: it is starting."""
+        """False if enough workers for the run are ready, or have their resources, or can have them at once."""
         if self._owns_cluster:  # it has the resources of the workers required: see `refuse_the_impossible`
             return False
         unfit = {*self._avoided, *self._watch.dead()}
         if any(room for node, room in self._placing.room().items() if node not in unfit):
             return False
         starting = [actor for worker, actor in self._actors.items() if worker not in self._facts]
-        return not starting or not all(map(has_process, starting))
+        return len(self._facts) + sum(map(has_process, starting)) < self._scaling.min_workers
 
     def abandon(self) -> None:
         if not self._owns_cluster:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysharded.clock import SystemClock
 from raysharded.errors import ConfigError, RunFailed
+from raysharded.ownership.start_mark import mark_start
 from raysharded.run import process_hooks
 from raysharded.run.control import RunControl
 from raysharded.run.group_planner import GroupPlanner
@@ -115,6 +116,8 @@ class LocalRun(Run):
         self._evaluation: Mapping[str, float] = {}
         """The newest evaluation."""
         self._thread: threading.Thread | None = None
+        self._unmark: Callable[[], None] = lambda: None
+        """Removes the mark of the start."""
         self._result: Result | None = None
         self._error: BaseException | None = None
         self._ended = threading.Event()
@@ -137,6 +140,7 @@ class LocalRun(Run):
 
     def drive(self) -> Result:
         """Drive the run to its end in the calling thread."""
+        self._unmark = mark_start(self._storage, driver_is_here=True)
         try:
             self._result = self._drive()
             return self._result
@@ -144,6 +148,8 @@ class LocalRun(Run):
             self._error = error
             raise
         finally:
+            if self._steering.driver is None:
+                self._unmark()
             self._steering.end()
             self._ended.set()
             self._entries.close()
@@ -211,6 +217,7 @@ class LocalRun(Run):
                     record_events=spec.run.record_events,
                 )
                 driver.restore()
+                self._unmark()
                 self._steering.begin(driver)
                 with self._on_notice():
                     state = driver.run()

@@ -112,9 +112,10 @@ class StoredRun(Run):
 
     def _look(self) -> RunOverview:
         from raysharded.report.overview import look
+        from raysharded.run.restart import with_restart
 
         (found,) = look([self._storage])
-        return found
+        return with_restart(found)
 
     def _after(self, number: int) -> list[Entry]:
         found: list[Entry] = []
