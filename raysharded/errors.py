@@ -8,6 +8,8 @@ from __future__ import annotations
 import threading
 import traceback
 
+from raysharded import uncaught_errors
+
 
 def text_of(error: BaseException) -> str:
     """The error's message, or a substitute if its `__str__` raises."""
@@ -31,7 +33,14 @@ def user_traceback(error: BaseException) -> str:
 
 
 class RayshardedError(Exception):
-    """The base class of every error that raysharded raises on purpose."""
+    """The base class of every error that raysharded raises on purpose.
+
+    One that ends a script is shown plainly (`uncaught_errors`), no matter which call raised it.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        uncaught_errors.install(RayshardedError)
 
 
 class ConfigError(RayshardedError, ValueError):
@@ -79,6 +88,10 @@ class CheckpointError(RayshardedError):
 
 class IncompleteCheckpoint(CheckpointError):
     """Parts of a checkpoint are missing."""
+
+
+class NoCheckpoint(IncompleteCheckpoint):
+    """There is no complete checkpoint at a place, and no damaged one either: a first start finds none."""
 
 
 class CorruptCheckpoint(CheckpointError):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 
-from raysharded.errors import ClusterError, ConfigError, StorageError
+from raysharded import uncaught_errors
+from raysharded.errors import ClusterError, ConfigError, RayshardedError, StorageError
 from raysharded.ray_backend import cluster
 from raysharded.report.nearby import like, near, near_runs
-from raysharded.run import process_hooks
 from raysharded.run.handle import Run
 from raysharded.run.hosted import submission
 from raysharded.run.hosted.registry import host_name, host_of, hosts, of_another_version
@@ -30,7 +30,7 @@ def attach(run: str, address: str | None = None) -> Run:
     Raises ConfigError for an unknown run, with similar names. Raises ClusterError for a name if no cluster can be
     reached, with the runs near the working directory.
     """
-    process_hooks.install()
+    uncaught_errors.install(RayshardedError)
     url = _url_of(run)
     there_is_one = _find_cluster(run if url is None else None, address)
     if url is not None:

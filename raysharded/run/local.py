@@ -15,14 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from raysharded import uncaught_errors
 from raysharded.clock import SystemClock
-from raysharded.errors import ConfigError, RunFailed
+from raysharded.errors import ConfigError, RayshardedError, RunFailed
 from raysharded.ownership.start_mark import mark_start
-from raysharded.run import process_hooks
+from raysharded.quantities import count
 from raysharded.run.control import RunControl
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Ask, Run
-from raysharded.run.listeners import listening, measuring, untested_versions, versions
+from raysharded.run.listeners import announce, listening, measuring, untested_versions, versions
 from raysharded.run.process_hooks import on_notice
 from raysharded.run.results import Entry, Listener, Result, Status, last_numbers
 from raysharded.run.start_from import with_initial_weights
@@ -173,8 +174,11 @@ class LocalRun(Run):
     def _drive_with_ray(self) -> Result:
         from raysharded.ray_backend import cluster, ray_launcher
 
-        owns_cluster = cluster.connect()
-        process_hooks.install()  # Ray has set its own since `fit` did
+        workers = count(self._spec.scaling.max_workers, "worker")
+        owns_cluster = cluster.connect(
+            lambda where: announce(f"{where} {workers}", shown=self._progress), self._spec.require_local_files
+        )
+        uncaught_errors.install(RayshardedError)  # Ray has set its own since `fit` did
         cluster.carry_user_code(*self._spec.user_objects())
         with cluster.quiet_raylet() if owns_cluster else contextlib.nullcontext():
             try:

@@ -17,7 +17,7 @@ from raysharded.ids import WorkerId
 from raysharded.journal.reader import entries_of, read_segments
 from raysharded.protocol.session import DriverSession, FoundWorkers
 from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost
-from raysharded.ray_backend.ray_launcher import shortage_text
+from raysharded.ray_backend.capacity import shortage_text
 from raysharded.run.listeners import ignore
 from tests.driver.scripted import LIMITS
 from tests.report.entries import ManualClock

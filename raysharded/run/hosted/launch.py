@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from raysharded.errors import ClusterError, ConfigError, RunOwnedElsewhere
 from raysharded.ownership.start_mark import mark_start
 from raysharded.protocol.session import run_digest
-from raysharded.ray_backend import cluster, ray_launcher
+from raysharded.ray_backend import capacity, cluster
 from raysharded.ray_backend.peers import NAMESPACE
 from raysharded.run.hosted import submission
 from raysharded.run.hosted.driver_actor import LINGER_S, Host
@@ -54,8 +54,8 @@ def start_hosted(spec: RunSpec, *, take_over: bool = False) -> AttachedRun:
     storage = open_storage(spec.url)
     refuse_removed(storage, ConfigError)
     check_writable(storage)
-    if cluster.connect():
-        ray_launcher.refuse_the_impossible(spec.scaling)
+    is_ours = cluster.connect(check=spec.require_local_files)
+    (capacity.refuse_the_impossible if is_ours else capacity.warn_of_too_few)(spec.scaling)
     order = submission.make_order(spec, take_over=take_over)
     name = host_name(order.name, order.url)
     while True:
