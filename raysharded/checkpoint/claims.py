@@ -360,6 +360,6 @@ def decode_claim(data: bytes, number: int, where: str) -> Claim:
         writer=signed_json.text(body, "writer", where),
         created_at=signed_json.seconds(body, "created_at", where),
         step=signed_json.whole(body, "step", where) if commits else 0,
-        prefix=signed_json.text(body, "prefix", where) if commits else "",
+        prefix=signed_json.folder(body, "prefix", where) if commits else "",
         digest=signed_json.text(body, "manifest_digest", where) if commits else "",
     )

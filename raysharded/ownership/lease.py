@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Any
 
 from raysharded.checkpoint.format import signed_json
+from raysharded.config import MAX_LEASE_S
 from raysharded.errors import CorruptCheckpoint
 
 FOLDER = "lease"
@@ -132,10 +133,17 @@ def _holder(body: Mapping[str, Any], where: str) -> Holder:
             started=signed_json.whole(process, "started", where),
         ),
         since=signed_json.seconds(body, "since", where),
-        lease_s=signed_json.seconds(body, "lease_s", where),
+        lease_s=_lease_s(body, where),
         cluster=signed_json.text(body, "cluster", where),
         job=signed_json.text(body, "job", where),
         beat=signed_json.whole(body, "beat", where),
         ended=body.get("ended") is True,
         ending=body.get("ending") is True,
     )
+
+
+def _lease_s(body: Mapping[str, Any], where: str) -> float:
+    found = signed_json.seconds(body, "lease_s", where)
+    if found > MAX_LEASE_S:  # others would wait for that long
+        raise CorruptCheckpoint(f"{where}: lease_s={found:g} is more than {MAX_LEASE_S:g}. No driver writes that.")
+    return found

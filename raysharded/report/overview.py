@@ -41,6 +41,8 @@ JUST_NOW_S = 20.0
 """A driver counts as at work for this long after its newest entry, by this machine's clock."""
 _AT_ONCE = 16
 _MAX_LEASE_BYTES = 1 << 16
+_LONGEST_WAIT_S = 30.0
+"""Longest wait for drivers that seem silent, regardless of their leases."""
 _DAMAGE = (ValueError, KeyError, TypeError, IndexError)
 """Errors caused by bytes that no driver wrote."""
 
@@ -132,7 +134,7 @@ def _glances(
         silent = [run for run in found if run.glance.state == "silent"]
         if silent:
             leases_s = [run.lease.holder.lease_s for run in silent if run.lease and run.lease.holder]
-            pause(max(leases_s, default=0.0) / BEATS_PER_LEASE + 1.0)
+            pause(min(max(leases_s, default=0.0) / BEATS_PER_LEASE, _LONGEST_WAIT_S) + 1.0)
             alive = dict(zip((run.glance.url for run in silent), pool.map(_shows_itself, silent), strict=True))
             found = [_running(run) if alive.get(run.glance.url) else run for run in found]
     return [_paused(run) if run.paused and run.glance.state == "running" else run.glance for run in found]

@@ -116,9 +116,9 @@ def read_pin(storage: Storage, tag: str) -> Pin:
     body = signed_json.unseal(storage.read(key, 0, signed_json.MAX_BYTES), _FORMAT, where)
     return Pin(
         tag=tag,
-        prefix=signed_json.text(body, "prefix", where),
+        prefix=signed_json.folder(body, "prefix", where),
         step=signed_json.whole(body, "step", where),
-        manifest_digest=signed_json.text(body, "manifest_digest", where),
+        manifest_digest=signed_json.digest(body, "manifest_digest", where),
         id=signed_json.text(body, "id", where),
         created_at=signed_json.seconds(body, "created_at", where),
         fork=signed_json.text(body, "fork", where) if "fork" in body else "",
