@@ -118,11 +118,37 @@ class LocalStorage:
             return True
 
     def delete(self, keys: Iterable[str]) -> None:
+        """Remove the keys, as in Storage. A key that is a link is removed, and its target stays.
+
+        Raises StorageError, having removed nothing, for a key behind a link to a folder: that folder may be another's.
+        """
         for key in keys:
-            path = self._path(key)
+            *folders, name = self._path(key)[len(self.root) :].strip("/").split("/")
             with self._explained("delete", key):
-                _unlink(path)
-                self._remove_empty_folders(os.path.dirname(path))
+                if self._unlink_below(folders, name):
+                    self._remove_empty_folders(os.path.dirname(self._path(key)))
+
+    def _unlink_below(self, folders: Sequence[str], name: str) -> bool:
+        """Remove a file, each of whose folders below the root is opened without following links; False if missing."""
+        handle, path = -1, self.root
+        try:
+            handle = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+            for folder in folders:
+                path = os.path.join(path, folder)
+                below = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
+                os.close(handle)
+                handle = below
+            os.unlink(name, dir_fd=handle)
+        except FileNotFoundError:
+            return False
+        except NotADirectoryError as error:
+            if os.path.islink(path):
+                raise OSError(errno.ELOOP, "it is behind a link to a folder, where nothing is deleted", path) from error
+            raise
+        finally:
+            if handle != -1:
+                os.close(handle)
+        return True
 
     def size(self, key: str) -> int:
         with self._explained("size", key):
