@@ -1,4 +1,4 @@
-"""The lease of a run on its storage: its holder, and whether another driver may follow. Pure.
+"""The lease of a run on its storage: its holder, and whether another driver may follow. Pure, except for `read_lease`.
 
 The claims (`checkpoint/claims.py`) determine who leads a run; the lease shows whether that driver is alive:
 
@@ -18,13 +18,17 @@ from enum import Enum
 from typing import Any
 
 from raysharded.checkpoint.format import signed_json
+from raysharded.checkpoint.storage import Storage
+from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.config import MAX_LEASE_S
 from raysharded.errors import CorruptCheckpoint
+from raysharded.locations import join_url
 
 FOLDER = "lease"
 BEATS_PER_LEASE = 3
 """Number of times that the holder rewrites the lease within the lease's time."""
 _FORMAT = "raysharded-lease"
+_MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +114,15 @@ def lease_key(driver: str) -> str:
 def encode(holder: Holder) -> bytes:
     """The lease as it is stored."""
     return signed_json.seal(asdict(holder), _FORMAT)
+
+
+def read_lease(storage: Storage, driver: str) -> Seen:
+    """The lease of a driver; one that is no file, or too long, has no holder. Raises NoSuchKey, StorageError."""
+    key = lease_key(driver)
+    try:
+        return decode(read_small(storage, key, _MAX_BYTES), join_url(storage.url, key))
+    except CorruptCheckpoint:
+        return Seen(data=b"", holder=None)
 
 
 def decode(data: bytes, where: str) -> Seen:

@@ -74,6 +74,14 @@ def folder(body: Mapping[str, Any], field: str, where: str) -> str:
     return value
 
 
+def name(body: Mapping[str, Any], field: str, where: str) -> str:
+    """A field that is a name without `/`, as of a file. Raises CorruptCheckpoint."""
+    value = folder(body, field, where)
+    if "/" in value:
+        raise _wrong(where, field, value, "a name without /")
+    return value
+
+
 def digest(body: Mapping[str, Any], field: str, where: str) -> str:
     """A field that is a BLAKE3 digest in hexadecimal digits. Raises CorruptCheckpoint."""
     value = text(body, field, where)

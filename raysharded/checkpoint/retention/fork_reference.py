@@ -13,6 +13,7 @@ from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
 from raysharded.checkpoint.storage.named_places import url_named
+from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from raysharded.locations import join_url
 
@@ -55,7 +56,7 @@ def read_reference(storage: Storage, prefix: str) -> Reference:
     """The reference in a folder. Raises CorruptCheckpoint if it is damaged, NoSuchKey if it does not exist."""
     key = f"{prefix}/{REFERENCE_NAME}"
     where = join_url(storage.url, key)
-    body = signed_json.unseal(storage.read(key, 0, signed_json.MAX_BYTES), _FORMAT, where)
+    body = signed_json.unseal(read_small(storage, key), _FORMAT, where)
     return Reference(
         parent=signed_json.text(body, "parent", where),
         prefix=signed_json.folder(body, "prefix", where),

@@ -152,7 +152,9 @@ class LocalStorage:
 
     def size(self, key: str) -> int:
         with self._explained("size", key):
-            return os.stat(self._path(key)).st_size
+            found = os.stat(self._path(key))
+            _require_file(found.st_mode, self._path(key))
+            return found.st_size
 
     def list(self, prefix: str = "") -> Keys:
         return [key for key in self._walk(prefix) if _TEMPORARY.fullmatch(key) is None]
@@ -282,11 +284,19 @@ def _read_fully(handle: int, offset: int, outs: list[memoryview]) -> int:
 def _open_file(path: str, buffering: int) -> IO[bytes]:
     """A file opened for reading. Raises OSError for anything else: opening a pipe would wait for its writer."""
     file = open(path, "rb", buffering, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))  # noqa: SIM115
-    mode = os.fstat(file.fileno()).st_mode
-    if not stat.S_ISREG(mode):
+    try:
+        _require_file(os.fstat(file.fileno()).st_mode, path)
+    except BaseException:
         file.close()
-        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file: put the file back", path)
+        raise
     return file
+
+
+def _require_file(mode: int, path: str) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder, not a file", path)
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file: put the file back", path)
 
 
 def _require_no_dangling_link(folder: str) -> None:
