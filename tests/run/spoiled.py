@@ -43,7 +43,7 @@ from tests.paths import ROOT
 
 JOURNALS = ROOT / "tests" / "report" / "journals"
 NAME = "run"
-VALUES = [
+VALUES: list[Any] = [
     *(None, True, -1, 0, 1, 2**31, 2**53, 2**62, 2**63, 2**64, 10**400, 0.5, -1.5, 1e308, float("nan"), float("inf")),
     *("", "w", "..", "../..", "/", "a/b", "\ud800", "\x1b]0;x\x07", "1e400", "nan", "x" * 100_000, [], {}, [[]]),
     *("http://127.0.0.1:9/run", "s3://b/r?endpoint_url=http://127.0.0.1:9", "simplecache::http://127.0.0.1:9/r"),
@@ -93,6 +93,8 @@ def spoil(run: Path, chance: random.Random) -> list[str]:
     done = []
     for _ in range(chance.choice([1, 1, 2, 3])):
         files = sorted(path for path in run.rglob("*") if path.is_file() and not path.is_symlink())
+        if not files:  # an earlier change has taken them
+            break
         path = chance.choice(files)
         kinds = [inside, inside, inside, inside, raw, raw, replaced, replaced, renamed, folder_replaced]
         kind = chance.choice(kinds)
@@ -278,7 +280,7 @@ class _Task(rs.Task):
     def loss(self, model: Any, batch: Any) -> Any: ...
 
 
-_APP = typer.main.get_command(app)
+_APP: Any = typer.main.get_command(app)  # typer has its own click
 
 
 def command(*words: str) -> Callable[[Path], None]:

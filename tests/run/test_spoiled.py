@@ -16,6 +16,7 @@ from raysharded.journal.log import DamagedJournal, read
 from raysharded.ownership.lease import lease_key, read_lease
 from raysharded.report import load
 from tests.canary import connections
+from tests.checkpoint.samples import seal
 from tests.cli.test_commands import fail, invoke, succeed
 from tests.run import spoiled
 
@@ -112,7 +113,7 @@ def test_a_lease_cannot_make_others_wait_for_long(run: Path) -> None:
     storage = open_storage(str(run))
     body = json.loads(storage.read(lease_key("driver")))
     for changes in ({"lease_s": 1e9}, {"since": 1e300}, {"process": {"machine": "", "pid": 2**70, "started": 0}}):
-        storage.write(lease_key("driver"), [spoiled.seal({**body, **changes})])
+        storage.write(lease_key("driver"), [seal({**body, **changes})])
         assert read_lease(storage, "driver").holder is None
 
 

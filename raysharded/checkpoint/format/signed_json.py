@@ -101,7 +101,7 @@ def whole(body: Mapping[str, Any], field: str, where: str) -> int:
 def seconds(body: Mapping[str, Any], field: str, where: str) -> float:
     """A time field, in seconds, from 0 to MAX_SECONDS. Raises CorruptCheckpoint."""
     value = body.get(field)
-    if type(value) not in (int, float) or not 0 <= value <= MAX_SECONDS:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MAX_SECONDS:
         raise _wrong(where, field, value, "a number of seconds until the year 9999")
     return float(value)
 

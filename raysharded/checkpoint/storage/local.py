@@ -107,12 +107,12 @@ class LocalStorage:
         path = self._path(key)
         with self._explained("swap", key):
             try:
-                older = open(path, "r+b")  # noqa: SIM115  # NFS locks no file that is opened for reading alone
+                older = _open_file(path, -1, os.O_RDWR)  # NFS locks no file that is opened for reading alone
             except FileNotFoundError:
                 return False
         with self._explained("swap", key), older:
             _lock(older.fileno())
-            if not _is_at(path, older) or older.read() != expected:
+            if not _is_at(path, older) or older.read(len(expected) + 1) != expected:
                 return False
             self._replace("swap", key, [data])
             return True
@@ -281,9 +281,10 @@ def _read_fully(handle: int, offset: int, outs: list[memoryview]) -> int:
     return done
 
 
-def _open_file(path: str, buffering: int) -> IO[bytes]:
+def _open_file(path: str, buffering: int, flags: int = os.O_RDONLY) -> IO[bytes]:
     """A file opened for reading. Raises OSError for anything else: opening a pipe would wait for its writer."""
-    file = open(path, "rb", buffering, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))  # noqa: SIM115
+    mode = "rb" if flags == os.O_RDONLY else "r+b"
+    file = open(path, mode, buffering, opener=lambda path, _: os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC))  # noqa: SIM115
     try:
         _require_file(os.fstat(file.fileno()).st_mode, path)
     except BaseException:
