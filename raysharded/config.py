@@ -29,6 +29,8 @@ OnFailedSaves = Literal["warn", "stop"]
 OnNonFinite = Literal["stop", "skip", "rewind"]
 SAVE_EVERY_S = 600.0
 """Seconds between the checkpoints of a run that sets neither `every_steps` nor `every_s`."""
+MAX_LEASE_S = 3600.0
+"""Longest `lease_s`. A lease on storage that states more is damaged: another driver would wait for that long."""
 
 
 def _dtype_name(value: object) -> object:
@@ -367,8 +369,8 @@ class RunConfig:
     failure: FailureConfig = field(default_factory=FailureConfig)
     """The failures that the run tolerates."""
     lease_s: float = 15.0
-    """Seconds that a driver may be silent before another one may take over the run. Workers whose driver is silent for
-    as long stop after their current step."""
+    """Seconds, up to 3600, that a driver may be silent before another one may take over the run. Workers whose driver
+    is silent for as long stop after their current step."""
     record_events: bool = False
     """Also record all events of the driver in the journal, so that `raysharded replay` can reproduce an incident. The
     journal grows to about three times its size."""
@@ -406,6 +408,7 @@ class RunConfig:
         require_kind("RunConfig", "checkpoint", self.checkpoint, CheckpointConfig)
         require_kind("RunConfig", "failure", self.failure, FailureConfig)
         require_number("RunConfig", "lease_s", self.lease_s, 1.0)
+        require(self.lease_s <= MAX_LEASE_S, f"RunConfig.lease_s={self.lease_s!r}: give at most {MAX_LEASE_S:g}.")
         require_kind("RunConfig", "record_events", self.record_events, bool)
         require_kind("RunConfig", "accept_arithmetic", self.accept_arithmetic, bool)
         require(

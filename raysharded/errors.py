@@ -99,7 +99,10 @@ class CorruptCheckpoint(CheckpointError):
 
 
 class RefusedCheckpoint(CorruptCheckpoint):
-    """A checkpoint is not signed with the given key: either the key or the checkpoint is wrong."""
+    """A checkpoint that may be good is refused: it lacks the given key's signature, or its place is not allowed.
+
+    Either the key or the checkpoint is wrong. A place can be allowed (docs/storage.md).
+    """
 
 
 class StaleGeneration(RayshardedError):

@@ -33,6 +33,7 @@ from raysharded.checkpoint.format import signed_json
 from raysharded.checkpoint.format.manifest import Manifest
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.storage import NoSuchKey, Storage, Unfinished
+from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.checkpoint.writer import commit
 from raysharded.errors import CheckpointError, CorruptCheckpoint, RunOwnedElsewhere, StaleGeneration
 from raysharded.locations import join_url
@@ -332,7 +333,7 @@ def find_newest(storage: Storage) -> tuple[int, Claim | None]:
 def read_claim(storage: Storage, number: int) -> Claim:
     """The claim of a number. Raises CorruptCheckpoint if it is damaged, NoSuchKey if it does not exist."""
     key = claim_key(number)
-    return decode_claim(storage.read(key, 0, signed_json.MAX_BYTES), number, f"{join_url(storage.url, key)}")
+    return decode_claim(read_small(storage, key), number, f"{join_url(storage.url, key)}")
 
 
 def encode_claim(claim: Claim) -> bytes:
@@ -357,9 +358,9 @@ def decode_claim(data: bytes, number: int, where: str) -> Claim:
         id=signed_json.text(body, "id", where),
         kind=kind,
         generation=signed_json.whole(body, "generation", where),
-        writer=signed_json.text(body, "writer", where),
+        writer=signed_json.name(body, "writer", where),
         created_at=signed_json.seconds(body, "created_at", where),
         step=signed_json.whole(body, "step", where) if commits else 0,
-        prefix=signed_json.text(body, "prefix", where) if commits else "",
+        prefix=signed_json.folder(body, "prefix", where) if commits else "",
         digest=signed_json.text(body, "manifest_digest", where) if commits else "",
     )

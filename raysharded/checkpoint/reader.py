@@ -20,7 +20,8 @@ from raysharded.checkpoint.format.manifest import Manifest, TensorInfo
 from raysharded.checkpoint.format.paths import MANIFEST_NAME, is_data, is_replaced, key_of, replaced_name
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.format.tiling import is_within
-from raysharded.checkpoint.storage import NoSuchKey, Storage
+from raysharded.checkpoint.storage import NoSuchKey, NotAFile, Storage
+from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NoCheckpoint
 from raysharded.locations import join_url
 from raysharded.quantities import count
@@ -169,7 +170,9 @@ def _read_manifest(storage: Storage, at: str, where: str) -> bytes:
         size = storage.size(at)
         if size > MAX_MANIFEST_BYTES:
             raise CorruptCheckpoint(f"{where} has {size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}.")
-        return storage.read(at)
+        return read_small(storage, at, MAX_MANIFEST_BYTES)
+    except NotAFile as error:
+        raise CorruptCheckpoint(str(error)) from error
     except NoSuchKey as error:
         raise NoCheckpoint(
             f"{where} does not exist: the save was never finished, or has been deleted. Use another checkpoint."
@@ -181,15 +184,15 @@ def _read_replaced(storage: Storage, prefix: str, digest: str) -> bytes | None:
     if not is_replaced(name):  # a digest from a damaged file may be any text
         return None
     try:
-        data = storage.read(key_of(prefix, name), 0, MAX_MANIFEST_BYTES + 1)
-    except NoSuchKey:
+        data = read_small(storage, key_of(prefix, name), MAX_MANIFEST_BYTES)
+    except (NoSuchKey, CorruptCheckpoint):
         return None
     return data if digest_of(data) == digest else None
 
 
 def _read_index(storage: Storage, prefix: str, path: str, size: int) -> bytes:
     try:
-        return storage.read(key_of(prefix, path), 0, size + 1)
+        return read_small(storage, key_of(prefix, path), size)
     except NoSuchKey as error:
         raise IncompleteCheckpoint(
             f"the box index {join_url(storage.url, key_of(prefix, path))} is missing. "

@@ -18,7 +18,8 @@ from datetime import UTC, datetime
 
 from raysharded.checkpoint.claims import CLAIMS_FOLDER
 from raysharded.checkpoint.format import signed_json
-from raysharded.checkpoint.storage import NoSuchKey, Storage
+from raysharded.checkpoint.storage import NoSuchKey, NotAFile, Storage
+from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.errors import CorruptCheckpoint, RayshardedError
 from raysharded.locations import join_url
 
@@ -61,7 +62,7 @@ def read_mark(storage: Storage) -> RemovalMark | None:
     """The run's mark; None if it is not being removed. One that was torn is as before its deletion began."""
     where = join_url(storage.url, REMOVAL_KEY)
     try:
-        body = signed_json.unseal(storage.read(REMOVAL_KEY, 0, signed_json.MAX_BYTES), _FORMAT, where)
+        body = signed_json.unseal(read_small(storage, REMOVAL_KEY), _FORMAT, where)
         return RemovalMark(
             id=signed_json.text(body, "id", where),
             host=signed_json.text(body, "host", where),
@@ -81,6 +82,8 @@ def is_marked(storage: Storage) -> bool:
         storage.size(REMOVAL_KEY)
     except NoSuchKey:
         return False
+    except NotAFile:
+        return True
     return True
 
 

@@ -61,7 +61,7 @@ from raysharded.driver.state.state import Phase, State
 from raysharded.errors import ClusterError, RayshardedError, RunOwnedElsewhere, StorageError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.entry_text import incident_text
-from raysharded.journal.log import Journal
+from raysharded.journal.log import Journal, refusing_damage
 from raysharded.journal.writer import PATIENCE_S, Recorder
 from raysharded.ownership.leadership import LeaseTerms, RunLeadership
 from raysharded.protocol.worker_launcher import Launcher
@@ -164,7 +164,8 @@ class Driver:
 
     def asked_last(self, scaling: Mapping[str, Any]) -> tuple[int | None, int] | None:
         """Result of `run_changes.asked_mesh` for earlier drivers. Call it after `restore`."""
-        return asked_mesh(self._startup.entries, scaling)
+        with refusing_damage(self._files.storage):
+            return asked_mesh(self._startup.entries, scaling)
 
     def begin_with(self, grouping: Grouping | None) -> None:
         """Set the groups that the run begins with. Call it before `run`."""

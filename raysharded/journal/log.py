@@ -7,18 +7,30 @@ checkpoints.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from raysharded.checkpoint import Storage
+from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.clock import Clock
-from raysharded.errors import RunOwnedElsewhere
+from raysharded.errors import CorruptCheckpoint, RayshardedError, RunOwnedElsewhere, StorageError
+from raysharded.locations import join_url
 
 FOLDER = "journal"
+MAX_SEGMENT_BYTES = 1 << 26
+"""Maximum size of a segment that is read."""
+DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError, RecursionError)
+"""Errors caused by entries that no driver wrote."""
+_NEW_SEGMENT_BYTES = 1 << 24
+"""Size from which buffered entries are written as several segments, unless one entry is longer."""
+_SEGMENT = re.compile(rf"{FOLDER}/([0-9]{{8,12}})\.jsonl")
 _AT_ONCE = 32
 _SLOWER_BY = 500
 """Number of segments per additional second for which entries are buffered.
@@ -28,7 +40,11 @@ A run of weeks then has tens of thousands of segments, not hundreds of thousands
 _LONGEST_S = 30.0
 """Longest buffering time. Workers keep more step reports than are made in it, and send them to a new driver."""
 _READ_AHEAD = 512
-"""Number of segments held in memory."""
+"""Number of segments held in memory, of an ordinary size."""
+
+
+class DamagedJournal(StorageError):
+    """A journal has something that no driver wrote; the message names the segment."""
 
 
 def segment_key(number: int) -> str:
@@ -111,15 +127,21 @@ class Journal:
     def flush(self) -> None:
         """Write the buffered entries as the next segment. After a failure the same bytes come first, then the rest."""
         while self._lines:
-            self._tried = self._tried or (self._segment(), len(self._lines))
+            self._tried = self._tried or self._first_segment()
             data, count = self._tried
             self._put(data)
             self._next, self._lines, self._tried = self._next + 1, self._lines[count:], None
         self._flushed_at = self._clock.monotonic()
 
-    def _segment(self) -> bytes:
+    def _first_segment(self) -> tuple[bytes, int]:
+        """A segment of the oldest buffered entries, and their number."""
+        sizes = itertools.accumulate(map(len, self._lines))
+        count = max(1, sum(1 for size in sizes if size <= _NEW_SEGMENT_BYTES))
+        return self._segment(self._lines[:count]), count
+
+    def _segment(self, lines: Sequence[str] = ()) -> bytes:
         head = json.dumps({"kind": "segment", "writer": self._writer}, separators=(",", ":"))
-        return "\n".join([head, *self._lines, ""]).encode()
+        return "\n".join([head, *lines, ""]).encode()
 
     def _put(self, data: bytes) -> None:
         """Write a segment under the next free number.
@@ -128,7 +150,7 @@ class Journal:
         """
         while True:
             key = segment_key(self._next)
-            if self._storage.put_if_absent(key, data) or self._storage.read(key) == data:  # equal: a lost reply
+            if self._storage.put_if_absent(key, data) or self._storage.read(key, 0, len(data) + 1) == data:
                 return
             if self._still_owns():
                 self._next += 1
@@ -141,8 +163,39 @@ class Journal:
 
 def next_segment(storage: Storage) -> int:
     """The number after the newest segment."""
-    numbers = [int(key.rsplit("/", 1)[1].split(".")[0]) for key in storage.list(FOLDER) if key.endswith(".jsonl")]
-    return max(numbers, default=0) + 1
+    return max(segment_numbers(storage), default=0) + 1
+
+
+def segment_numbers(storage: Storage) -> list[int]:
+    """The numbers of all segments, in order. Files with other names are not the journal's. Raises StorageError."""
+    return sorted(int(match[1]) for match in map(_SEGMENT.fullmatch, storage.list(FOLDER)) if match)
+
+
+def segment_keys(storage: Storage) -> list[str]:
+    """Keys of all segments, in order. Raises StorageError."""
+    return [segment_key(number) for number in segment_numbers(storage)]
+
+
+def read_segment(storage: Storage, key: str) -> bytes:
+    """A segment as stored. Raises DamagedJournal for no file, and for one that is too long; StorageError."""
+    try:
+        return read_small(storage, key, MAX_SEGMENT_BYTES)
+    except CorruptCheckpoint as error:
+        raise DamagedJournal(str(error)) from error
+
+
+@contextmanager
+def refusing_damage(storage: Storage) -> Iterator[None]:
+    """A context in which values of the journal are used: those that no driver wrote raise DamagedJournal."""
+    try:
+        yield
+    except RayshardedError:
+        raise
+    except DAMAGE as error:
+        raise DamagedJournal(
+            f"the run at {storage.url} cannot be resumed: its journal, or its newest checkpoint, has a value that no "
+            f"driver wrote ({type(error).__name__}: {error}). Restore it from a copy, or give the run another name."
+        ) from error
 
 
 def read(storage: Storage) -> Iterator[dict[str, Any]]:
@@ -162,16 +215,26 @@ class Placed:
 
 
 def read_placed(storage: Storage) -> Iterator[Placed]:
-    """Every entry of a run with its place, as in `read`."""
+    """Every entry of a run with its place, as in `read`. Raises DamagedJournal at the first other line."""
     for key, segment in _segments(storage):
-        *lines, _torn = segment.decode().split("\n")
+        *lines, _torn = segment.split(b"\n")
         writer = ""
         for number, line in enumerate(lines, 1):
-            entry: dict[str, Any] = json.loads(line)
+            entry = _entry(line, f"line {number} of {join_url(storage.url, key)}")
             if entry["kind"] == "segment":
                 writer = str(entry.get("writer", ""))
             else:
                 yield Placed(entry=entry, writer=writer, key=key, line=number)
+
+
+def _entry(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:
+        raise DamagedJournal(f"{where} is not JSON ({error}). Restore it from a copy.") from error
+    if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
+        raise DamagedJournal(f"{where} is no entry of a journal. Restore it from a copy.")
+    return entry
 
 
 def _segments(storage: Storage) -> Iterator[tuple[str, bytes]]:
@@ -179,13 +242,16 @@ def _segments(storage: Storage) -> Iterator[tuple[str, bytes]]:
 
     A long run has tens of thousands. Several are read at once, because workers wait for a new driver.
     """
-    keys = sorted(key for key in storage.list(FOLDER) if key.endswith(".jsonl"))
+    keys = segment_keys(storage)
     for start in range(0, len(keys), _READ_AHEAD):
         some = keys[start : start + _READ_AHEAD]
         with ThreadPoolExecutor(min(len(some), _AT_ONCE), "raysharded-journal") as pool:
-            yield from zip(some, pool.map(storage.read, some), strict=True)
+            yield from zip(some, pool.map(lambda key: read_segment(storage, key), some), strict=True)
 
 
 def newest_generation(entries: Iterable[Mapping[str, Any]]) -> int:
-    """The newest generation that the run has had; 0 before the first. A resumed run counts from it."""
+    """The newest generation that the run has had; 0 before the first. A resumed run counts from it.
+
+    Raises an error of `DAMAGE` for an entry that no driver wrote.
+    """
     return max((int(entry["generation"]) for entry in entries if entry["kind"] == "generation"), default=0)

@@ -16,17 +16,16 @@ from raysharded.checkpoint.removal_mark import refuse_removed
 from raysharded.clock import Clock
 from raysharded.errors import RunFailed, RunOwnedElsewhere, StorageError
 from raysharded.ids import GenerationId
-from raysharded.locations import join_url
 from raysharded.ownership.lease import (
     BEATS_PER_LEASE,
     Holder,
     LeaseVerdict,
     Seen,
-    decode,
     encode,
     has_changed,
     judge,
     lease_key,
+    read_lease,
 )
 from raysharded.ownership.process_identity import Stopwatch, is_gone, this_process
 from raysharded.protocol.worker_launcher import LeadershipCheck
@@ -41,7 +40,6 @@ _PATIENCE_S = 60.0
 _LOOK_UP_S = 0.5
 _CONFIRMED = 2 / 3
 """Fraction of the lease's time after a confirmation in which no other driver can lead, except by force."""
-_MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,9 +207,8 @@ class RunLeadership:
         return f"{held}alive. Wait for it, end it, or take over with fit(take_over=True): it then ends with an error."
 
     def _look(self, driver: str) -> Seen | None:
-        key = lease_key(driver)
         try:
-            return decode(self._storage.read(key, 0, _MAX_BYTES), join_url(self._storage.url, key))
+            return read_lease(self._storage, driver)
         except NoSuchKey:
             return None
 

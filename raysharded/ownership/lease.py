@@ -1,4 +1,4 @@
-"""The lease of a run on its storage: its holder, and whether another driver may follow. Pure.
+"""The lease of a run on its storage: its holder, and whether another driver may follow. Pure, except for `read_lease`.
 
 The claims (`checkpoint/claims.py`) determine who leads a run; the lease shows whether that driver is alive:
 
@@ -18,7 +18,11 @@ from enum import Enum
 from typing import Any
 
 from raysharded.checkpoint.format import signed_json
+from raysharded.checkpoint.storage import Storage
+from raysharded.checkpoint.storage.small_objects import read_small
+from raysharded.config import MAX_LEASE_S
 from raysharded.errors import CorruptCheckpoint
+from raysharded.locations import join_url
 
 FOLDER = "lease"
 BEATS_PER_LEASE = 3
@@ -26,6 +30,7 @@ BEATS_PER_LEASE = 3
 _FORMAT = "raysharded-lease"
 ACTOR = "actor"
 """First word of `Holder.job` for a driver in a Ray actor."""
+_MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +123,15 @@ def encode(holder: Holder) -> bytes:
     return signed_json.seal(asdict(holder), _FORMAT)
 
 
+def read_lease(storage: Storage, driver: str) -> Seen:
+    """The lease of a driver; one that is no file, or too long, has no holder. Raises NoSuchKey, StorageError."""
+    key = lease_key(driver)
+    try:
+        return decode(read_small(storage, key, _MAX_BYTES), join_url(storage.url, key))
+    except CorruptCheckpoint:
+        return Seen(data=b"", holder=None)
+
+
 def decode(data: bytes, where: str) -> Seen:
     """The stored lease; a torn or damaged one has no holder."""
     try:
@@ -139,10 +153,17 @@ def _holder(body: Mapping[str, Any], where: str) -> Holder:
             started=signed_json.whole(process, "started", where),
         ),
         since=signed_json.seconds(body, "since", where),
-        lease_s=signed_json.seconds(body, "lease_s", where),
+        lease_s=_lease_s(body, where),
         cluster=signed_json.text(body, "cluster", where),
         job=signed_json.text(body, "job", where),
         beat=signed_json.whole(body, "beat", where),
         ended=body.get("ended") is True,
         ending=body.get("ending") is True,
     )
+
+
+def _lease_s(body: Mapping[str, Any], where: str) -> float:
+    found = signed_json.seconds(body, "lease_s", where)
+    if found > MAX_LEASE_S:  # others would wait for that long
+        raise CorruptCheckpoint(f"{where}: lease_s={found:g} is more than {MAX_LEASE_S:g}. No driver writes that.")
+    return found

@@ -156,8 +156,11 @@ class LocalRun(Run):
             self._entries.close()
 
     def _drive(self) -> Result:
-        starts = self._starts()
-        self._check_same_run(starts)
+        from raysharded.journal.log import refusing_damage
+
+        with refusing_damage(self._storage):
+            starts = self._starts()
+            self._check_same_run(starts)
         finished = self._finished_before()
         if finished is not None:
             return finished

@@ -130,16 +130,15 @@ class StoredRun(Run):
         return self._read(segments[-1]) if segments else []
 
     def _segments(self) -> list[int]:
-        from raysharded.journal.log import FOLDER
+        from raysharded.journal.log import segment_numbers
 
-        names = [key.rpartition("/")[2] for key in self._storage.list(FOLDER) if key.endswith(".jsonl")]
-        return sorted(int(name.partition(".")[0]) for name in names)
+        return segment_numbers(self._storage)
 
     def _read(self, segment: int) -> list[Entry]:
-        from raysharded.journal.log import segment_key
+        from raysharded.journal.log import read_segment, segment_key
         from raysharded.report.recent import entries_of
 
-        entries = entries_of(self._storage.read(segment_key(segment)))
+        entries = entries_of(read_segment(self._storage, segment_key(segment)))
         return [
             (segment * _LINES + line, entry["kind"], {name: value for name, value in entry.items() if name != "kind"})
             for line, entry in enumerate(entries, 1)

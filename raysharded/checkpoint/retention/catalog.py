@@ -69,7 +69,7 @@ class CheckpointRef:
     generation: int | None = None
     """Generation of the manifest's claim, or else of the save's name or manifest, if known."""
     linked: bool = False
-    """Whether the save's folder is a link to one elsewhere. It can be loaded, but files there are never deleted."""
+    """Whether the save's folder, or `checkpoints` above it, is a link. It can be loaded, and is never deleted."""
 
     @property
     def complete(self) -> bool:
@@ -221,7 +221,8 @@ def survey(storage: Storage) -> Survey:
     history = History(storage)
     if history.is_of_removed_run:
         raise CheckpointError(text_of_removed(storage.url))
-    saves = [replace(unresolved(*named, sizes), linked=named in linked) for named, sizes in found.items()]
+    every = CHECKPOINTS_FOLDER in list_links(storage)
+    saves = [replace(unresolved(*named, sizes), linked=every or named in linked) for named, sizes in found.items()]
     refs = _resolved(storage, saves, history)
     return Survey(sorted(refs, key=_order), history)
 

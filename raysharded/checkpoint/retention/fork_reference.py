@@ -12,6 +12,8 @@ from raysharded.checkpoint.format.paths import save_prefix
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
+from raysharded.checkpoint.storage.named_places import url_named
+from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from raysharded.locations import join_url
 
@@ -25,7 +27,7 @@ class Reference:
     """Place of the checkpoint that a fork began with."""
 
     parent: str
-    """URL of the parent run's storage."""
+    """URL of the parent run's storage, as its writer knew it. It is opened through `parent_of` alone."""
     prefix: str
     """Folder of the checkpoint in the parent's storage."""
     step: int
@@ -54,26 +56,34 @@ def read_reference(storage: Storage, prefix: str) -> Reference:
     """The reference in a folder. Raises CorruptCheckpoint if it is damaged, NoSuchKey if it does not exist."""
     key = f"{prefix}/{REFERENCE_NAME}"
     where = join_url(storage.url, key)
-    body = signed_json.unseal(storage.read(key, 0, signed_json.MAX_BYTES), _FORMAT, where)
+    body = signed_json.unseal(read_small(storage, key), _FORMAT, where)
     return Reference(
         parent=signed_json.text(body, "parent", where),
-        prefix=signed_json.text(body, "prefix", where),
+        prefix=signed_json.folder(body, "prefix", where),
         step=signed_json.whole(body, "step", where),
-        manifest_digest=signed_json.text(body, "manifest_digest", where),
+        manifest_digest=signed_json.digest(body, "manifest_digest", where),
         pin=signed_json.text(body, "pin", where),
         created_at=signed_json.seconds(body, "created_at", where),
     )
+
+
+def parent_of(storage: Storage, reference: Reference) -> Storage:
+    """The parent of the fork at `storage`. Touches nothing yet.
+
+    Raises RefusedCheckpoint if the reference names a place that is not allowed (`url_named`).
+    """
+    return open_storage(url_named(reference.parent, storage.url, f"a {REFERENCE_NAME} in {storage.url}"))
 
 
 def open_reference(storage: Storage, prefix: str, *, key: SigningKey | None = None) -> Checkpoint:
     """The parent's checkpoint, in the parent's storage, identified by its manifest's digest.
 
     Raises IncompleteCheckpoint if it was deleted, CorruptCheckpoint if it or the reference is damaged, CheckpointError
-    if it is itself a reference.
+    if it is itself a reference; as `parent_of`.
     """
     reference = read_reference(storage, prefix)
     where = join_url(storage.url, prefix, REFERENCE_NAME)
-    parent = open_storage(reference.parent)
+    parent = parent_of(storage, reference)
     if parent.url == storage.url:
         raise CheckpointError(f"{where} refers to its own run. Remove it, and fork from a checkpoint of another run.")
     try:

@@ -17,6 +17,7 @@ from raysharded.checkpoint.retention.pins import list_pins
 from raysharded.checkpoint.retention.policy import Candidate, Keep, to_delete
 from raysharded.checkpoint.retention.two_phase_delete import is_full, remove, remove_unmarked, retire, why_not_removed
 from raysharded.checkpoint.storage import Storage, Unfinished
+from raysharded.checkpoint.storage.folders import list_links
 from raysharded.errors import CheckpointError, RefusedCheckpoint, StorageError
 
 
@@ -91,10 +92,11 @@ def _plan(storage: Storage, keep: Keep | None, in_flight: Collection[str], now: 
     own = [ref for ref in found.refs if ref.state == "committed" and not ref.marked]
     marked = [ref for ref in found.refs if ref.state == "committed" and ref.marked and ref.prefix not in spared]
     references = [ref for ref in found.refs if ref.state == "reference" and ref.prefix not in {*in_flight, *linked}]
+    claim_writes = [] if CLAIMS_FOLDER in list_links(storage) else storage.unfinished(CLAIMS_FOLDER)
     return _Plan(
         found=found,
         unfinished=unfinished,
-        lost_claims=lost_writes(storage.unfinished(CLAIMS_FOLDER), found.history.newest_number),
+        lost_claims=lost_writes(claim_writes, found.history.newest_number),
         remove=[ref for ref in found.refs if ref.prefix in waiting and waiting[ref.prefix] is None],
         retire=[*marked, *_unwanted(own, keep, spared, opened)] if keep is not None else [],
         drop=references if references and any(opened.usable(ref.prefix) for ref in reversed(own)) else [],

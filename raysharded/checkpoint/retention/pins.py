@@ -22,6 +22,7 @@ from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER, MANIFEST_NAME
 from raysharded.checkpoint.removal_mark import is_marked, text_of_removed
 from raysharded.checkpoint.retention.catalog import TOMBSTONE_NAME, CheckpointRef, open_ref
 from raysharded.checkpoint.storage import NoSuchKey, Storage
+from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.errors import CheckpointError
 from raysharded.locations import join_url
 
@@ -113,12 +114,12 @@ def read_pin(storage: Storage, tag: str) -> Pin:
     """The pin of a tag. Raises NoSuchKey if it does not exist, CorruptCheckpoint if it is damaged."""
     key = _key_of(tag)
     where = join_url(storage.url, key)
-    body = signed_json.unseal(storage.read(key, 0, signed_json.MAX_BYTES), _FORMAT, where)
+    body = signed_json.unseal(read_small(storage, key), _FORMAT, where)
     return Pin(
         tag=tag,
-        prefix=signed_json.text(body, "prefix", where),
+        prefix=signed_json.folder(body, "prefix", where),
         step=signed_json.whole(body, "step", where),
-        manifest_digest=signed_json.text(body, "manifest_digest", where),
+        manifest_digest=signed_json.digest(body, "manifest_digest", where),
         id=signed_json.text(body, "id", where),
         created_at=signed_json.seconds(body, "created_at", where),
         fork=signed_json.text(body, "fork", where) if "fork" in body else "",

@@ -20,8 +20,9 @@ from raysharded.checkpoint.claims import CLAIMS_FOLDER
 from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER, MANIFEST_NAME, save_folder_of
 from raysharded.checkpoint.removal_mark import REMOVAL_KEY, RemovalMark, encode_mark, new_mark, read_mark
 from raysharded.checkpoint.retention.fork_reference import REFERENCE_NAME, read_reference
-from raysharded.checkpoint.retention.pins import PINS_FOLDER, list_pins, unpin
-from raysharded.checkpoint.storage import Storage, open_storage
+from raysharded.checkpoint.retention.forks.fork import remove_own_pin
+from raysharded.checkpoint.retention.pins import PINS_FOLDER, list_pins
+from raysharded.checkpoint.storage import Storage
 from raysharded.checkpoint.storage.folders import list_links, remove_folders
 from raysharded.errors import CheckpointError, ConfigError, RayshardedError, RunOwnedElsewhere, StorageError
 
@@ -119,12 +120,11 @@ class RunRemoval:
         return Deleted(num_files=num_files, links=tuple(links), left=left)
 
     def _give_back_pins(self, keys: Sequence[str]) -> None:
-        """Remove the pins that keep the parents' checkpoints for this run."""
+        """Remove the pins that keep the parents' checkpoints for this run, where this run may remove them."""
         for key in keys:
             if key.endswith(f"/{REFERENCE_NAME}"):
-                with suppress(CheckpointError):  # it is damaged, or has been unpinned already
-                    reference = read_reference(self._storage, key.removesuffix(f"/{REFERENCE_NAME}"))
-                    unpin(open_storage(reference.parent), reference.pin)
+                with suppress(CheckpointError):  # it is damaged, or names a place that is not allowed
+                    remove_own_pin(self._storage, read_reference(self._storage, key.removesuffix(f"/{REFERENCE_NAME}")))
 
     def _delete_claims(self) -> int:
         """Delete all claims, and last the mark. Returns the number of claims."""

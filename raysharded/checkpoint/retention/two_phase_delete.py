@@ -21,6 +21,7 @@ from raysharded.checkpoint.retention.catalog import TOMBSTONE_NAME, CheckpointRe
 from raysharded.checkpoint.retention.claim_history import History
 from raysharded.checkpoint.retention.pins import list_pins
 from raysharded.checkpoint.storage import NoSuchKey, Storage, Unfinished
+from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.errors import CorruptCheckpoint, StorageError
 from raysharded.locations import join_url
 
@@ -65,7 +66,7 @@ def why_not_removed(storage: Storage, ref: CheckpointRef, history: History) -> s
     """Reason why the data of a retired checkpoint must stay; None if a save was committed since."""
     key = _tombstone(ref)
     try:
-        data = storage.read(key, 0, signed_json.MAX_BYTES)
+        data = read_small(storage, key)
         number = signed_json.whole(signed_json.unseal(data, _FORMAT, join_url(storage.url, key)), "newest_claim", key)
     except NoSuchKey:
         return "someone else has just removed it"

@@ -24,7 +24,7 @@ from raysharded.driver.state import arithmetic
 from raysharded.driver.state.commands import Command, Record
 from raysharded.driver.state.state import State
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.journal.log import Journal, newest_generation, read
+from raysharded.journal.log import Journal, newest_generation, read, refusing_damage
 from raysharded.ownership.leadership import AcquiredLease, Leadership
 from raysharded.protocol.session import DriverSession, FoundWorkers, last_recorded_step, taken_back, unrecorded
 from raysharded.protocol.worker_launcher import LeadershipCheck
@@ -66,12 +66,17 @@ class RunStartup:
             return state
         self._before()
         self._acquired = self._leadership.acquire()
-        if self._acquired.before:
-            self._journal.fence()
-        self.entries = list(read(self._files.storage))  # not earlier: the driver before may have written until now
-        first = max(self._acquired.first, newest_generation(self.entries) + 1)
-        state = resized(state, self.entries, self._files.metadata.get("scaling"))
-        return replace(state, generation=GenerationId(first - 1), invalidated_up_to=taken_back(self.entries))
+        try:
+            if self._acquired.before:
+                self._journal.fence()
+            self.entries = list(read(self._files.storage))  # not earlier: the driver before may have written until now
+            with refusing_damage(self._files.storage):
+                first = max(self._acquired.first, newest_generation(self.entries) + 1)
+                state = resized(state, self.entries, self._files.metadata.get("scaling"))
+                return replace(state, generation=GenerationId(first - 1), invalidated_up_to=taken_back(self.entries))
+        except BaseException:
+            self.let_go()
+            raise
 
     def resume(self, state: State) -> tuple[State, ResumePoint]:
         """The state that resumes from the newest checkpoint, if one exists. Releases the run on failure.
@@ -79,10 +84,12 @@ class RunStartup:
         Raises InexactError if this version has dropped a rule that the run uses, unless that is accepted.
         """
         try:
-            gone = distrusted(self.entries)
+            with refusing_damage(self._files.storage):
+                gone = distrusted(self.entries)
             distrust(self._files.storage, gone)
             found = find(self._files, without=gone)
-            return self._with_rules(resumed(state, self._files, found, self.entries)), found
+            with refusing_damage(self._files.storage):
+                return self._with_rules(resumed(state, self._files, found, self.entries)), found
         except BaseException:
             self.let_go()
             raise

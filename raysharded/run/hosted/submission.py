@@ -25,7 +25,7 @@ from raysharded.run.spec import RunSpec
 
 _SPACE = NAMESPACE.encode()
 _MAX_BYTES = 64 << 20
-_KEYS = ("RAYSHARDED_CHECKPOINT_KEY", "RAYSHARDED_CHECKPOINT_KEY_FILE")
+_KEYS = ("RAYSHARDED_CHECKPOINT_KEY", "RAYSHARDED_CHECKPOINT_KEY_FILE", "RAYSHARDED_ALLOWED_PLACES")
 """Environment variables that the driver needs; workers and other processes do not."""
 
 
