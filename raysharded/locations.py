@@ -74,3 +74,9 @@ def join_url(base: str, *parts: str) -> str:
     head = path if path.endswith("://") else path.rstrip("/")
     joined = head + ("" if head.endswith("://") or not parts else "/") + "/".join(part.strip("/") for part in parts)
     return (joined or "/") + mark + options
+
+
+def name_of(url: str) -> str:
+    """The last part of a URL's path, without the options of an `s3://` URL: of a run's storage, the run's name."""
+    path = url.partition("?")[0] if scheme_of(url) == "s3" else url
+    return path.rstrip("/").rpartition("/")[2]

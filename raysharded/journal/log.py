@@ -2,21 +2,23 @@
 
 Pure, except for the given storage. Segments are written once (put-if-absent). A second driver of the same run therefore
 finds its number taken, and is noticed. The journal has everything that a report needs: generations, steps, recoveries,
-checkpoints.
+checkpoints. With a signing key the segments are signed (`signed_segments`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from raysharded.checkpoint import Storage
+from raysharded.checkpoint import SigningKey, Storage
+from raysharded.checkpoint.format.signing import place_of
 from raysharded.clock import Clock
 from raysharded.errors import RunOwnedElsewhere
+from raysharded.journal.signed_segments import Link, encode_signed, head_of, link_after
 
 FOLDER = "journal"
 _AT_ONCE = 32
@@ -61,16 +63,21 @@ class Journal:
         *,
         flush_interval_s: float = 2.0,
         still_owns: Callable[[], bool] = lambda: False,
+        key: SigningKey | None = None,
     ) -> None:
-        """`still_owns` is called when another driver has written. It returns whether this driver still owns the run."""
+        """`still_owns` is called when another driver has written. It returns whether this driver still owns the run.
+
+        `key` signs every segment with entries; call `follow` before the first.
+        """
+        self._key, self._link = key, Link()
         self._storage = storage
         self._still_owns = still_owns
         self._clock = clock
         self._writer = writer
         self._interval = flush_interval_s
         self._lines: list[str] = []
-        self._tried: tuple[bytes, int] | None = None
-        """The segment whose write failed, and its number of lines. It may have arrived all the same."""
+        self._tried = 0
+        """Number of lines of the segment whose write failed. It may have arrived all the same."""
         self._next = next_segment(storage)
         self._flushed_at = clock.monotonic()
 
@@ -105,36 +112,50 @@ class Journal:
 
         Their pending writes either are in the journal by then, to be read, or will never be.
         """
-        self._put(self._segment())
+        self._put([], signed=False)
         self._next += 1
+
+    def follow(self, link: Link) -> None:
+        """Let the next signed segment follow what was read of the journal."""
+        self._link = link
 
     def flush(self) -> None:
         """Write the buffered entries as the next segment. After a failure the same bytes come first, then the rest."""
         while self._lines:
-            self._tried = self._tried or (self._segment(), len(self._lines))
-            data, count = self._tried
-            self._put(data)
-            self._next, self._lines, self._tried = self._next + 1, self._lines[count:], None
+            self._tried = self._tried or len(self._lines)
+            self._put(self._lines[: self._tried], signed=True)
+            self._next, self._lines, self._tried = self._next + 1, self._lines[self._tried :], 0
         self._flushed_at = self._clock.monotonic()
 
-    def _segment(self) -> bytes:
-        head = json.dumps({"kind": "segment", "writer": self._writer}, separators=(",", ":"))
-        return "\n".join([head, *self._lines, ""]).encode()
+    def _segment(self, lines: Sequence[str], key: SigningKey | None) -> bytes:
+        head = {"kind": "segment", "writer": self._writer}
+        if key is not None:
+            return encode_signed(head, lines, key, self._place, self._link)
+        return "\n".join([json.dumps(head, separators=(",", ":")), *lines, ""]).encode()
 
-    def _put(self, data: bytes) -> None:
+    @property
+    def _place(self) -> str:
+        return place_of(self._storage.url, segment_key(self._next))
+
+    def _put(self, lines: Sequence[str], *, signed: bool) -> None:
         """Write a segment under the next free number.
 
         Segments that a superseded driver wrote meanwhile are skipped.
         """
+        key = self._key if signed else None
         while True:
-            key = segment_key(self._next)
-            if self._storage.put_if_absent(key, data) or self._storage.read(key) == data:  # equal: a lost reply
+            at, data = segment_key(self._next), self._segment(lines, key)
+            there = data if self._storage.put_if_absent(at, data) else self._storage.read(at)
+            if there == data:  # also after a lost reply
+                self._link = self._link if key is None else link_after(data)
                 return
             if self._still_owns():
+                if key is not None and head_of(there, key, self._place) is not None:
+                    self._link = link_after(there)
                 self._next += 1
                 continue
             raise RunOwnedElsewhere(
-                f"another driver wrote {key} under {self._storage.url}: this one ({self._writer}) no longer owns the "
+                f"another driver wrote {at} under {self._storage.url}: this one ({self._writer}) no longer owns the "
                 "run and ends. Start each run name from one place at a time."
             )
 
@@ -163,7 +184,12 @@ class Placed:
 
 def read_placed(storage: Storage) -> Iterator[Placed]:
     """Every entry of a run with its place, as in `read`."""
-    for key, segment in _segments(storage):
+    return placed_of(read_segments(storage))
+
+
+def placed_of(segments: Iterable[tuple[str, bytes]]) -> Iterator[Placed]:
+    """Every entry of these segments with its place, as in `read`."""
+    for key, segment in segments:
         *lines, _torn = segment.decode().split("\n")
         writer = ""
         for number, line in enumerate(lines, 1):
@@ -174,7 +200,7 @@ def read_placed(storage: Storage) -> Iterator[Placed]:
                 yield Placed(entry=entry, writer=writer, key=key, line=number)
 
 
-def _segments(storage: Storage) -> Iterator[tuple[str, bytes]]:
+def read_segments(storage: Storage) -> Iterator[tuple[str, bytes]]:
     """Every segment with its key, in order.
 
     A long run has tens of thousands. Several are read at once, because workers wait for a new driver.

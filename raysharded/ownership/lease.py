@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Any
 
 from raysharded.checkpoint.format import signed_json
+from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.errors import CorruptCheckpoint
 
 FOLDER = "lease"
@@ -106,15 +107,15 @@ def lease_key(driver: str) -> str:
     return f"{FOLDER}/{driver}.json"
 
 
-def encode(holder: Holder) -> bytes:
-    """The lease as it is stored."""
-    return signed_json.seal(asdict(holder), _FORMAT)
+def encode(holder: Holder, *, key: SigningKey | None = None, place: str = "") -> bytes:
+    """The lease as it is stored, signed if a key is given. `place`: as in `signed_json`."""
+    return signed_json.seal(asdict(holder), _FORMAT, key=key, place=place)
 
 
-def decode(data: bytes, where: str) -> Seen:
-    """The stored lease; a torn or damaged one has no holder."""
+def decode(data: bytes, where: str, *, key: SigningKey | None = None, place: str = "") -> Seen:
+    """The stored lease; a torn or damaged one, and one that the key did not sign for this place, has no holder."""
     try:
-        return Seen(data=data, holder=_holder(signed_json.unseal(data, _FORMAT, where), where))
+        return Seen(data=data, holder=_holder(signed_json.unseal(data, _FORMAT, where, key=key, place=place), where))
     except CorruptCheckpoint:
         return Seen(data=data, holder=None)
 
