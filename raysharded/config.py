@@ -377,6 +377,13 @@ class RunConfig:
     """Continue from a checkpoint although all workers would compute different bits than the run so far. Causes are
     another version of torch, another kind of machine, and rules that this version has dropped. The journal and the
     report record the first such step. False: such a run is rejected, with both values."""
+    accept_unsigned: bool = False
+    """Continue although the run's signing key did not sign its newest checkpoint or its journal, or although signed
+    parts of its journal are missing. From then on everything is signed. False: such a run is rejected, with the
+    reason."""
+    at_least_step: int | None = None
+    """Reject the run unless its newest checkpoint is of this step or a later one. Signatures do not show that a whole
+    storage was set back to an earlier state; this does. None: no such check."""
     metrics: Sequence[MetricsWriter] = ()
     """Writers of metrics besides the journal: `raysharded.metrics.TensorBoard("folder")`, `RayMetrics()`, or custom
     objects. Their failures are logged and do not affect the run."""
@@ -409,6 +416,11 @@ class RunConfig:
         require_number("RunConfig", "lease_s", self.lease_s, 1.0)
         require_kind("RunConfig", "record_events", self.record_events, bool)
         require_kind("RunConfig", "accept_arithmetic", self.accept_arithmetic, bool)
+        require_kind("RunConfig", "accept_unsigned", self.accept_unsigned, bool)
+        require(
+            self.at_least_step is None or (is_int(self.at_least_step) and 1 <= self.at_least_step <= self.max_steps),
+            f"RunConfig.at_least_step={self.at_least_step!r}: give a whole number from 1 to max_steps, or None.",
+        )
         require(
             isinstance(self.metrics, (list, tuple)) and all(map(_writes_metrics, self.metrics)),
             f"RunConfig.metrics={self.metrics!r}: give a list of objects with the methods of "

@@ -26,6 +26,10 @@ from raysharded.locations import join_url
 
 _HEAD = b'{"hmac":"'
 _HEAD_END = len(_HEAD) + 64
+ACCEPT = (
+    "To go on with the run as it is, give RunConfig(accept_unsigned=True), or `raysharded run --accept-unsigned`, once."
+)
+"""What a user may do who trusts what the key did not sign."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,8 +162,8 @@ class _Chain:
         other = next((at for at, data in self._segments if is_signed(data)), None)
         if other is not None:
             raise RefusedCheckpoint(
-                f"{join_url(self.url, other)} is signed with another key than the one given, or was signed elsewhere, "
-                f"and no segment of the journal with this one: it is refused. Give the key that its writers had. {ACCEPT}"
+                f"{join_url(self.url, other)} is signed with another key than the one given, or elsewhere, and no "
+                f"segment of the journal with this one: it is refused. Give the key that its writers had. {ACCEPT}"
             )
         link = Link(unsigned=(_number(self._segments[-1][0]), self._hash.hexdigest()))
         return Checked(segments=self._segments, link=link, is_unsigned=True)
@@ -167,12 +171,6 @@ class _Chain:
     def _ignored(self) -> list[str]:
         both = zip(self._segments, self._counts, strict=True)
         return [at for (at, data), counts in both if not counts and data.count(b"\n") > 1]
-
-
-ACCEPT = (
-    "To go on with the run as it is, give RunConfig(accept_unsigned=True) or `raysharded run --accept-unsigned` once."
-)
-"""What a user may do who trusts what the key did not sign."""
 
 
 def _number(at: str) -> int:

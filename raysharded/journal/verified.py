@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raysharded.checkpoint import SigningKey, Storage
@@ -20,7 +20,7 @@ class VerifiedJournal:
 
     entries: list[dict[str, Any]]
     """The entries, oldest first."""
-    link: Link = Link()
+    link: Link = field(default_factory=Link)
     """What the next signed segment follows."""
     is_unsigned: bool = False
     """Whether there is a key, it signed none of the entries, and nobody has accepted them."""

@@ -1,9 +1,10 @@
 """Claims that count, read from the newest back: every signed claim names the signed claim before it. Pure.
 
 The chain tells three kinds of claims apart that the key did not sign. Those below the first signed claim are of the
-time when the run's claims were not signed, or signed with another key: they point to manifests, which are checked. Those between two signed claims that follow each other are of no holder of
-the key: both were put while it was there, or later. One in the place of a claim that a later one names was put there in
-its stead: as with a claim that is lost, it may have committed anything.
+time when the run's claims were not signed, or signed with another key: they point to manifests, which are checked.
+Those between two signed claims that follow each other are of no holder of the key: both were put while it was there, or
+later. One in the place of a claim that a later one names was put there in its stead: as with a claim that is lost, it
+may have committed anything.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from raysharded.cli.checkpoint.target import AsJson, RunOnly, Step, find_run
+from raysharded.cli.checkpoint.target import AsJson, RunOnly, Step, find_run, key
 from raysharded.cli.errors import print_json
 from raysharded.cli.output import echo
 
@@ -19,7 +19,7 @@ def pin(run: RunOnly, tag: Tag, step: Step = None, as_json: AsJson = False) -> N
     from raysharded.checkpoint import pin as make_pin
 
     place = find_run(run)
-    made = make_pin(place.storage, tag, place.choose(step))
+    made = make_pin(place.storage, tag, place.choose(step), key=key())
     if as_json:
         print_json(asdict(made))
     else:
@@ -48,7 +48,7 @@ def fork(
     from raysharded.checkpoint import fork as make_fork, open_storage
 
     place = find_run(run)
-    made = make_fork(place.storage, place.choose(step), open_storage(new_run))
+    made = make_fork(place.storage, place.choose(step), open_storage(new_run), key=key())
     if as_json:
         print_json(asdict(made))
     else:

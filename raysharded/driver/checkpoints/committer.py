@@ -43,6 +43,10 @@ class RunFiles:
     """Samples that a step consumes."""
     key: SigningKey | None = None
     """Key that signs the run's objects on storage. What it did not sign decides nothing."""
+    accept_unsigned: bool = False
+    """Whether a user accepts what the key did not sign, as it is now."""
+    at_least_step: int = 0
+    """The newest checkpoint must be of this step or a later one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
