@@ -333,7 +333,7 @@ def test_an_old_signed_step_in_a_folder_of_a_free_name_is_not_the_newest(tmp_pat
     """The name says no step."""
     for number in (1, 2, 3):
         saved(tmp_path, number, number, name=f"epoch-{number}")
-    shutil.copytree(tmp_path / "epoch-1", tmp_path / "epoch-9")
+    shutil.copytree(tmp_path / "epoch-1", tmp_path / "epoch-9", copy_function=shutil.copyfile)  # of a newer time
     assert loaded(tmp_path) == [3.0] * 3
     assert loaded(tmp_path / "epoch-9") == [1.0] * 3
 

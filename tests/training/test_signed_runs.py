@@ -184,12 +184,13 @@ def test_another_runs_checkpoints_and_claims_are_refused(stored: Path, key_file:
 def test_another_runs_newest_checkpoint_is_not_resumed_from(
     stored: Path, key_file: Path, untouched: dict[str, Any]
 ) -> None:
-    """An attacker adds it, with the other run's claim under the next number."""
+    """An attacker adds it, with a claim under the next number."""
     (step,) = (stored / "other" / "checkpoints").glob(f"step-{STEPS:010d}-*")
     shutil.copytree(step, stored / NAME / "checkpoints" / step.name)
     claims = sorted((stored / NAME / "claims").iterdir())
     (theirs,) = (path for path in (stored / "other" / "claims").iterdir() if step.name in path.read_text())
-    shutil.copy(theirs, claims[-1].with_name(f"{len(claims) + 1:010d}.json"))
+    claim = json.loads(claims[-1].read_text()) | json.loads(theirs.read_text()) | {"number": len(claims) + 1}
+    claims[-1].with_name(f"{len(claims) + 1:010d}.json").write_bytes(without_signature(claim))
     assert same(fitted(stored, key_file, STEPS + 1)[STEPS + 1], untouched)
 
 
