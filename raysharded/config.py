@@ -229,8 +229,8 @@ class CheckpointConfig:
     """On SIGTERM to the driver: how long the run continues for one more checkpoint. On SIGTERM to a worker: how long
     that worker stays until the others have its state."""
     signing_key_file: str | None = None
-    """A file on the driver's machine with a key of 16 bytes or more. Every checkpoint is signed with it, and a
-    checkpoint without a valid signature is rejected. None: the key of the environment ($RAYSHARDED_CHECKPOINT_KEY or
+    """A file on the driver's machine with a key of 16 bytes or more. The run's files on storage are signed with it, and
+    what has no valid signature decides nothing. None: the key of the environment ($RAYSHARDED_CHECKPOINT_KEY or
     $RAYSHARDED_CHECKPOINT_KEY_FILE), if set."""
 
     def __post_init__(self) -> None:

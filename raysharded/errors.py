@@ -86,7 +86,7 @@ class CorruptCheckpoint(CheckpointError):
 
 
 class RefusedCheckpoint(CorruptCheckpoint):
-    """A checkpoint is not signed with the given key: either the key or the checkpoint is wrong."""
+    """A checkpoint, or another file of a run, is not what its signing key vouches for: one of the two is wrong."""
 
 
 class StaleGeneration(RayshardedError):

@@ -69,7 +69,7 @@ class Claim:
     digest: str = ""
     """Digest of the manifest."""
     after: tuple[int, str] | None = None
-    """Of a signed claim: number and digest of the signed claim before it; None for the first."""
+    """Number and digest of the signed claim before this signed one; None for the first."""
     seal: str = ""
     """Digest of the claim as stored, if the key signed it; otherwise empty."""
 

@@ -27,14 +27,14 @@ from raysharded.locations import join_url
 _HEAD = b'{"hmac":"'
 _HEAD_END = len(_HEAD) + 64
 ACCEPT = (
-    "To go on with the run as it is, give RunConfig(accept_unsigned=True), or `raysharded run --accept-unsigned`, once."
+    "To continue the run as it is, give RunConfig(accept_unsigned=True), or `raysharded run --accept-unsigned`, once."
 )
-"""What a user may do who trusts what the key did not sign."""
+"""The remedy for a user who trusts a run that the key did not sign."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What the next signed segment of a journal follows."""
+    """Predecessor of the next signed segment of a journal."""
 
     after: str = ""
     """Signature of the newest signed segment; empty if there is none."""
@@ -53,7 +53,7 @@ class Checked:
     segments: Sequence[tuple[str, bytes]]
     """The segments that count, each with its storage key, in order."""
     link: Link
-    """What the next signed segment follows."""
+    """Predecessor of the next signed segment."""
     is_unsigned: bool = False
     """Whether the segments count although the key signed none of them, and nobody has accepted that."""
     ignored: Sequence[str] = ()
@@ -68,7 +68,7 @@ def encode_signed(head: dict[str, Any], lines: Iterable[str], key: SigningKey, p
 
 
 def link_after(segment: bytes) -> Link:
-    """What a segment that follows this signed one states."""
+    """The link to this signed segment."""
     return Link(after=segment[len(_HEAD) : _HEAD_END].decode("ascii", "replace"))
 
 

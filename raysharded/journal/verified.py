@@ -1,4 +1,4 @@
-"""The entries of a run's journal that decide how it goes on: with a key, those that the key signed."""
+"""The entries of a run's journal that decide about its next steps: with a key, those that the key signed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class VerifiedJournal:
     entries: list[dict[str, Any]]
     """The entries, oldest first."""
     link: Link = field(default_factory=Link)
-    """What the next signed segment follows."""
+    """Predecessor of the next signed segment."""
     is_unsigned: bool = False
     """Whether there is a key, it signed none of the entries, and nobody has accepted them."""
 
@@ -29,7 +29,7 @@ class VerifiedJournal:
 def read_verified(storage: Storage, key: SigningKey | None, *, accept_unsigned: bool = False) -> VerifiedJournal:
     """The journal of a run. With a key, entries that it did not sign are left out, with a warning.
 
-    A journal without any signature counts as a whole: `is_unsigned` tells so. With `accept_unsigned` every entry
+    A journal without any signature counts as a whole: then `is_unsigned` is set. With `accept_unsigned` every entry
     counts. Raises RefusedCheckpoint if signed segments were removed or replaced, or are signed with another key.
     """
     if key is None:
@@ -37,7 +37,7 @@ def read_verified(storage: Storage, key: SigningKey | None, *, accept_unsigned: 
     found = check(read_segments(storage), key, storage.url, accept_unsigned=accept_unsigned)
     if found.ignored:
         _log.warning(
-            "%s of the journal of %s, first %s, are not signed with the run's key: what they say is ignored",
+            "%s of the journal of %s, first %s, are not signed with the run's key, and are ignored",
             count(len(found.ignored), "segment"),
             storage.url,
             found.ignored[0],

@@ -218,7 +218,7 @@ class RunLeadership:
 
     def _look(self, owner: Claim) -> Seen | None:
         at = lease_key(owner.writer)
-        key = self._key if owner.seal else None  # whoever did not sign its claim did not sign its lease
+        key = self._key if owner.seal else None  # a driver that did not sign its claim did not sign its lease
         where, place = join_url(self._storage.url, at), place_of(self._storage.url, at)
         try:
             return decode(self._storage.read(at, 0, _MAX_BYTES), where, key=key, place=place)

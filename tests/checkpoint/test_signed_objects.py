@@ -330,7 +330,7 @@ def test_an_old_signed_step_in_the_folder_of_a_newer_one_is_refused(tmp_path: Pa
 
 
 def test_an_old_signed_step_in_a_folder_of_a_free_name_is_not_the_newest(tmp_path: Path) -> None:
-    """The name says no step."""
+    """The name has no step."""
     for number in (1, 2, 3):
         saved(tmp_path, number, number, name=f"epoch-{number}")
     shutil.copytree(tmp_path / "epoch-1", tmp_path / "epoch-9", copy_function=shutil.copyfile)  # of a newer time

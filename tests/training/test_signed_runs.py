@@ -1,4 +1,4 @@
-"""What an attacker who writes to the storage, without the key, changes in a signed run: nothing that is trained."""
+"""An attacker who writes to the storage, without the key, changes nothing that a signed run trains."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def segments(folder: Path) -> list[Path]:
 
 
 def add_segment(folder: Path, *entries: Mapping[str, Any]) -> None:
-    """What an attacker writes: a segment as an unsigned run has it, after all others."""
+    """An attacker's segment, written as an unsigned run has it, after all others."""
     number = int(segments(folder)[-1].name.partition(".")[0]) + 1
     lines = [json.dumps(entry) for entry in ({"kind": "segment", "writer": "mallory"}, *entries)]
     (folder / NAME / "journal" / f"{number:08d}.jsonl").write_text("\n".join([*lines, ""]))
@@ -135,7 +135,7 @@ def test_an_unsigned_segment_changes_no_learning_rate(
     with caplog.at_level(logging.WARNING, "raysharded.driver"):
         steps = fitted(stored, key_file, STEPS + 1)
     assert same(steps[STEPS + 1], untouched)
-    assert "are not signed with the run's key: what they say is ignored" in caplog.text
+    assert "are not signed with the run's key, and are ignored" in caplog.text
 
 
 def test_an_unsigned_rewind_neither_goes_back_nor_deletes_a_signed_checkpoint(
@@ -173,7 +173,7 @@ def test_a_signed_segment_is_not_left_out_or_replaced_without_a_word(stored: Pat
 
 
 def test_another_runs_checkpoints_and_claims_are_refused(stored: Path, key_file: Path) -> None:
-    """They are whole, and signed with the same key."""
+    """Both are whole, and signed with the same key."""
     for folder in ("checkpoints", "claims"):
         shutil.rmtree(stored / NAME / folder)
         shutil.copytree(stored / "other" / folder, stored / NAME / folder)
@@ -285,5 +285,19 @@ def test_a_run_without_a_key_goes_on_under_one_when_a_user_accepts_that(
         fitted(tmp_path, key_file, 3)
     with caplog.at_level(logging.WARNING, "raysharded.driver"):
         assert list(fitted(tmp_path, key_file, 3, accept_unsigned=True)) == [3]
-    assert "goes on from its checkpoint of step 2, which is not signed, as was accepted" in caplog.text
+    assert "goes on from its checkpoint of step 2, which is not signed" in caplog.text
     assert list(fitted(tmp_path, key_file, 4, at_least_step=3)) == [4]
+
+
+def test_what_an_older_version_added_to_a_signed_run_counts_when_a_user_accepts_it(
+    stored: Path, key_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It signs the manifests alone."""
+    fitted(stored, key_file, STEPS + 1)
+    newest, claim = segments(stored)[-1], sorted((stored / NAME / "claims").iterdir())[-1]
+    newest.write_text('{"kind":"segment","writer":"old"}\n' + newest.read_text().partition("\n")[2])
+    claim.write_bytes(without_signature(json.loads(claim.read_text())))
+    with caplog.at_level(logging.WARNING, "raysharded.driver"):
+        assert list(fitted(stored, key_file, STEPS + 2, accept_unsigned=True)) == [STEPS + 2]
+    assert f"goes on from its checkpoint of step {STEPS + 1}, which is not signed or not claimed" in caplog.text
+    assert list(fitted(stored, key_file, STEPS + 3)) == [STEPS + 3]

@@ -1,7 +1,7 @@
-"""What a checkpoint's folder says about its run and step, compared with its signed manifest. Pure.
+"""Run and step of a checkpoint's folder, compared with its signed manifest. Pure.
 
 A signature shows that a holder of the key wrote a manifest, not that it was written here. In a run's folder the run's
-name and the step are known. The name of a folder that belongs to no run says at most a step.
+name and the step are known. The name of a folder that belongs to no run has at most a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STEP = re.compile(r"step[-_]?([0-9]+)", re.IGNORECASE)
 def check_identity(manifest: Manifest, url: str) -> None:
     """Raise RefusedCheckpoint if the folder at `url` is named after another run or step than the manifest's.
 
-    A manifest without a run, and step 0, say nothing: `checkpoint.save` writes both by default.
+    A manifest without a run, and step 0, are not compared: `checkpoint.save` writes both by default.
     """
     run, step = _run_of(url), _STEP.fullmatch(name_of(url))
     if run and manifest.run not in ("", run):

@@ -1,6 +1,6 @@
 """Claims that count, read from the newest back: every signed claim names the signed claim before it. Pure.
 
-The chain tells three kinds of claims apart that the key did not sign. Those below the first signed claim are of the
+The chain distinguishes three kinds of claims that the key did not sign. Those below the first signed claim are of the
 time when the run's claims were not signed, or signed with another key: they point to manifests, which are checked.
 Those between two signed claims that follow each other are of no holder of the key: both were put while it was there, or
 later. One in the place of a claim that a later one names was put there in its stead: as with a claim that is lost, it
@@ -28,7 +28,7 @@ class ClaimChain:
     foreign: list[CorruptCheckpoint] = field(default_factory=list)
     """Errors of claims that no holder of the key made."""
     _follows: list[tuple[int, str] | None] = field(default_factory=list)
-    """What the oldest signed claim read so far follows; empty if none was read."""
+    """Predecessor of the oldest signed claim read so far; empty if none was read."""
     _waiting: list[tuple[Claim | None, CorruptCheckpoint]] = field(default_factory=list)
     """Claims above the newest signed one, without a check, with their errors."""
 

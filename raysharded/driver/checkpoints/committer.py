@@ -42,7 +42,7 @@ class RunFiles:
     global_batch_size: int
     """Samples that a step consumes."""
     key: SigningKey | None = None
-    """Key that signs the run's objects on storage. What it did not sign decides nothing."""
+    """Key that signs the run's objects on storage. Objects that it did not sign decide nothing."""
     accept_unsigned: bool = False
     """Whether a user accepts what the key did not sign, as it is now."""
     at_least_step: int = 0

@@ -67,9 +67,9 @@ def find(files: RunFiles, without: Collection[str] = ()) -> ResumePoint:
 
 
 def with_missing(found: ResumePoint, entries: Iterable[Mapping[str, Any]], without: Collection[str]) -> ResumePoint:
-    """What was found, compared with the checkpoints that the signed journal says were committed.
+    """The resume point, with the newest committed checkpoint of the signed journal if it is missing.
 
-    Retention never deletes the newest one. The folders `without` were to be deleted.
+    Retention never deletes that one. The folders `without` were to be deleted.
     """
     told = [entry for entry in entries if entry["kind"] == "checkpoint" and entry.get("prefix") not in without]
     newest = max((int(entry["step"]) for entry in told), default=0)
@@ -102,22 +102,32 @@ def _found(files: RunFiles, without: Collection[str]) -> ResumePoint:
 
 
 def newest_of(files: RunFiles, without: Collection[str] = ()) -> Newest:
-    """The newest usable checkpoint: signed, if the run has a key, unless a user accepts one that is not.
+    """The newest usable checkpoint: signed, if the run has a key, unless a user accepts the run as it is.
 
     Raises as `newest_complete` with `skip_damaged`.
     """
     try:
-        return newest_complete(files.storage, skip_damaged=True, key=files.key, without=without)
+        found = newest_complete(files.storage, skip_damaged=True, key=files.key, without=without)
     except Unsigned as error:
         if not files.accept_unsigned:
             raise Unsigned(f"{error} {ACCEPT}") from error
+        found = Newest(checkpoint=None, skipped=())
+    if files.key is None or not files.accept_unsigned:
+        return found
+    return _newest_accepted(files, found, without)
+
+
+def _newest_accepted(files: RunFiles, signed: Newest, without: Collection[str]) -> Newest:
+    """The newest checkpoint regardless of signatures, if it is newer than the signed one."""
     found = newest_complete(files.storage, skip_damaged=True, without=without)
-    step = found.checkpoint.step if found.checkpoint is not None else 0
+    before = signed.checkpoint.step if signed.checkpoint is not None else -1
+    if found.checkpoint is None or found.checkpoint.step <= before:
+        return signed
     _log.warning(
-        "the run at %s goes on from its checkpoint of step %d, which is not signed, as was accepted; all later ones "
-        "are signed with the run's key",
+        "the run at %s goes on from its checkpoint of step %d, which is not signed or not claimed with the run's key, "
+        "as was accepted; all later ones are",
         files.storage.url,
-        step,
+        found.checkpoint.step,
     )
     return found
 

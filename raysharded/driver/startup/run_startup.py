@@ -92,7 +92,7 @@ class RunStartup:
         """The state that resumes from the newest checkpoint, if one exists. Releases the run on failure.
 
         Raises InexactError if this version has dropped a rule that the run uses, unless that is accepted. Raises
-        RefusedCheckpoint if the run has a key, and what decides how it goes on is not signed.
+        RefusedCheckpoint if the run has a key, and decisions about its next steps are not signed.
         """
         files, gone = self._files, distrusted(self.entries)
         try:

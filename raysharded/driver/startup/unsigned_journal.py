@@ -1,8 +1,8 @@
-"""A journal that began without signatures, read by a driver with a key: what it may decide. Pure, but for a log line.
+"""Decisions in a journal that began without signatures, for a driver with a key. Pure, except for a log message.
 
 An older version with the key signed checkpoints alone. Its journal shows what happened, but anybody may have written
-it. What a signed checkpoint confirms goes on. A decision that the newest signed checkpoint cannot confirm is later than
-it: such decisions need a user's yes. From the driver's first entry on, everything is signed.
+it. Decisions that a signed checkpoint confirms hold. Later ones need a user's yes. From the driver's first entry on,
+everything is signed.
 """
 
 from __future__ import annotations
