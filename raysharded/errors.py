@@ -99,9 +99,10 @@ class CorruptCheckpoint(CheckpointError):
 
 
 class RefusedCheckpoint(CorruptCheckpoint):
-    """A checkpoint that may be good is refused: it lacks the given key's signature, or its place is not allowed.
+    """A checkpoint, or another file of a run, that may be good is refused.
 
-    Either the key or the checkpoint is wrong. A place can be allowed (docs/storage.md).
+    It is not what the signing key vouches for, and one of the two is wrong; or its place is not allowed, and can be
+    (docs/storage.md).
     """
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from raysharded.checkpoint.byte_ranges import BoxIndex, Bytes, Piece
 from raysharded.checkpoint.chunk_reader import DataFiles
 from raysharded.checkpoint.format.encoding import ForeignManifest, decode, digest_of, is_signed
+from raysharded.checkpoint.format.identity import check_identity
 from raysharded.checkpoint.format.limits import MAX_MANIFEST_BYTES
 from raysharded.checkpoint.format.manifest import Manifest, TensorInfo
 from raysharded.checkpoint.format.paths import MANIFEST_NAME, is_data, is_replaced, key_of, replaced_name
@@ -133,11 +134,12 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint in the folder `prefix` of `storage`, its manifest validated; no data is read yet.
 
-    With a `key`, a manifest that was not signed with it is rejected. With a `digest`, only the manifest of that digest
-    is accepted. It may have been replaced since, as long as the files it needs exist. Raises NoCheckpoint if the save
-    was never committed, IncompleteCheckpoint if its index is missing, CorruptCheckpoint if the manifest is damaged,
-    rejected, or of another save. Raises ForeignManifest, a CorruptCheckpoint, for another program's file in a folder
-    without a checkpoint's data.
+    With a `key`, a manifest that was not signed with it is rejected, and so is a signed one of another run or step than
+    its folder's (`identity.check_identity`). With a `digest`, only the manifest of that digest is accepted. It may have
+    been replaced since, as long as the files it needs exist. Raises NoCheckpoint if the save was never committed,
+    IncompleteCheckpoint if its index is missing, CorruptCheckpoint if the manifest is damaged, rejected, or of another
+    save. Raises ForeignManifest, a CorruptCheckpoint, for another program's file in a folder without a checkpoint's
+    data.
     """
     at = key_of(prefix, MANIFEST_NAME)
     where = f"{join_url(storage.url, at)}"
@@ -157,6 +159,8 @@ def open_checkpoint(
             key=key,
             read_index=lambda path, size: _read_index(storage, prefix, path, size),
         )
+        if key is not None:
+            check_identity(manifest, join_url(storage.url, prefix))
     except ForeignManifest as error:
         if not any(is_data(one, prefix) for one in storage.list(prefix)):
             raise

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 
 from raysharded.checkpoint.claims import CLAIMS_FOLDER
 from raysharded.checkpoint.format import signed_json
+from raysharded.checkpoint.format.signing import SigningKey, place_of
 from raysharded.checkpoint.storage import NoSuchKey, NotAFile, Storage
 from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.errors import CorruptCheckpoint, RayshardedError
@@ -53,16 +54,20 @@ def new_mark(wall: Callable[[], float]) -> RemovalMark:
     return RemovalMark(id=secrets.token_hex(16), host=platform.node(), pid=os.getpid(), created_at=wall(), begun=False)
 
 
-def encode_mark(mark: RemovalMark) -> bytes:
-    """The mark in its stored form."""
-    return signed_json.seal(asdict(mark), _FORMAT)
+def encode_mark(storage: Storage, mark: RemovalMark, *, key: SigningKey | None = None) -> bytes:
+    """The mark in its stored form in the run's storage, signed if a key is given."""
+    return signed_json.seal(asdict(mark), _FORMAT, key=key, place=place_of(storage.url, REMOVAL_KEY))
 
 
-def read_mark(storage: Storage) -> RemovalMark | None:
-    """The run's mark; None if it is not being removed. One that was torn is as before its deletion began."""
+def read_mark(storage: Storage, *, key: SigningKey | None = None) -> RemovalMark | None:
+    """The run's mark; None if it is not being removed.
+
+    One that was torn, or that the key did not sign, is as before its deletion began.
+    """
     where = join_url(storage.url, REMOVAL_KEY)
     try:
-        body = signed_json.unseal(read_small(storage, REMOVAL_KEY), _FORMAT, where)
+        data, place = read_small(storage, REMOVAL_KEY), place_of(storage.url, REMOVAL_KEY)
+        body = signed_json.unseal(data, _FORMAT, where, key=key, place=place)
         return RemovalMark(
             id=signed_json.text(body, "id", where),
             host=signed_json.text(body, "host", where),

@@ -74,7 +74,7 @@ _LOUD = {"checkpoint_late": logging.WARNING, "checkpoint_failed": logging.WARNIN
 _LOUD |= {"waiting_for_owner": logging.WARNING, "waiting_for_workers": logging.WARNING}
 _LOUD |= {"taken_over": logging.WARNING, "reshard_refused": logging.WARNING}
 _LOUD |= {"learning_rate_refused": logging.WARNING, "rewind_refused": logging.WARNING, "arithmetic": logging.WARNING}
-_LOUD |= dict.fromkeys(("pause_refused", "resize_refused", "drain_refused"), logging.WARNING)
+_LOUD |= dict.fromkeys(("checkpoint_skipped", "pause_refused", "resize_refused", "drain_refused"), logging.WARNING)
 _TICK_S = 0.25
 _LAST_WORDS_S = 1.0
 """Time limit for the journal's last entries when the run must end at once."""
@@ -110,7 +110,7 @@ class Driver:
         name = secrets.token_hex(4)
         self._inbox: SimpleQueue[Event] = SimpleQueue()
         self._committer = Committer(files, name, clock, self._inbox.put, lambda: protected_checkpoints(self.state))
-        journal = Journal(files.storage, clock, name, still_owns=self._committer.owns)
+        journal = Journal(files.storage, clock, name, still_owns=self._committer.owns, key=files.key)
         self._recorder = Recorder(journal, clock)
         self._machine: Machine = Transcript(self._recorder) if record_events else machine
         self._throttle = SaveCallThrottle(self._collect)
@@ -126,6 +126,7 @@ class Driver:
             lambda fields: self._tell("waiting_for_owner", fields),
             where=launcher.where(),
             has_ended=launcher.has_ended,
+            key=files.key,
         )
         self._startup = RunStartup(
             files,

@@ -2,7 +2,7 @@
 
 Pure, except for the given storage. Segments are written once (put-if-absent). A second driver of the same run therefore
 finds its number taken, and is noticed. The journal has everything that a report needs: generations, steps, recoveries,
-checkpoints.
+checkpoints. With a signing key the segments are signed (`signed_segments`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from raysharded.checkpoint import Storage
+from raysharded.checkpoint import SigningKey, Storage
+from raysharded.checkpoint.format.signing import place_of
 from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.clock import Clock
 from raysharded.errors import CorruptCheckpoint, RayshardedError, RunOwnedElsewhere, StorageError
+from raysharded.journal.signed_segments import Link, encode_signed, head_of, link_after
 from raysharded.locations import join_url
 
 FOLDER = "journal"
@@ -77,16 +79,21 @@ class Journal:
         *,
         flush_interval_s: float = 2.0,
         still_owns: Callable[[], bool] = lambda: False,
+        key: SigningKey | None = None,
     ) -> None:
-        """`still_owns` is called when another driver has written. It returns whether this driver still owns the run."""
+        """`still_owns` is called when another driver has written. It returns whether this driver still owns the run.
+
+        `key` signs every segment with entries; call `follow` before the first.
+        """
+        self._key, self._link = key, Link()
         self._storage = storage
         self._still_owns = still_owns
         self._clock = clock
         self._writer = writer
         self._interval = flush_interval_s
         self._lines: list[str] = []
-        self._tried: tuple[bytes, int] | None = None
-        """The segment whose write failed, and its number of lines. It may have arrived all the same."""
+        self._tried = 0
+        """Number of lines of the segment whose write failed. It may have arrived all the same."""
         self._next = next_segment(storage)
         self._flushed_at = clock.monotonic()
 
@@ -121,42 +128,58 @@ class Journal:
 
         Their pending writes either are in the journal by then, to be read, or will never be.
         """
-        self._put(self._segment())
+        self._put([], signed=False)
         self._next += 1
+
+    def follow(self, link: Link) -> None:
+        """Let the next signed segment follow what was read of the journal."""
+        self._link = link
 
     def flush(self) -> None:
         """Write the buffered entries as the next segment. After a failure the same bytes come first, then the rest."""
         while self._lines:
-            self._tried = self._tried or self._first_segment()
-            data, count = self._tried
-            self._put(data)
-            self._next, self._lines, self._tried = self._next + 1, self._lines[count:], None
+            self._tried = self._tried or self._first_lines()
+            self._put(self._lines[: self._tried], signed=True)
+            self._next, self._lines, self._tried = self._next + 1, self._lines[self._tried :], 0
         self._flushed_at = self._clock.monotonic()
 
-    def _first_segment(self) -> tuple[bytes, int]:
-        """A segment of the oldest buffered entries, and their number."""
+    def _first_lines(self) -> int:
+        """Number of the oldest buffered entries that the next segment takes."""
         sizes = itertools.accumulate(map(len, self._lines))
-        count = max(1, sum(1 for size in sizes if size <= _NEW_SEGMENT_BYTES))
-        return self._segment(self._lines[:count]), count
+        return max(1, sum(1 for size in sizes if size <= _NEW_SEGMENT_BYTES))
 
-    def _segment(self, lines: Sequence[str] = ()) -> bytes:
-        head = json.dumps({"kind": "segment", "writer": self._writer}, separators=(",", ":"))
-        return "\n".join([head, *lines, ""]).encode()
+    def _segment(self, lines: Sequence[str], key: SigningKey | None) -> bytes:
+        head = {"kind": "segment", "writer": self._writer}
+        if key is not None:
+            return encode_signed(head, lines, key, self._place, self._link)
+        return "\n".join([json.dumps(head, separators=(",", ":")), *lines, ""]).encode()
 
-    def _put(self, data: bytes) -> None:
+    @property
+    def _place(self) -> str:
+        return place_of(self._storage.url, segment_key(self._next))
+
+    def _there(self, at: str) -> bytes:
+        return self._storage.read(at, 0, MAX_SEGMENT_BYTES + 1)
+
+    def _put(self, lines: Sequence[str], *, signed: bool) -> None:
         """Write a segment under the next free number.
 
         Segments that a superseded driver wrote meanwhile are skipped.
         """
+        key = self._key if signed else None
         while True:
-            key = segment_key(self._next)
-            if self._storage.put_if_absent(key, data) or self._storage.read(key, 0, len(data) + 1) == data:
+            at, data = segment_key(self._next), self._segment(lines, key)
+            there = data if self._storage.put_if_absent(at, data) else self._there(at)
+            if there == data:  # also after a lost reply
+                self._link = self._link if key is None else link_after(data)
                 return
             if self._still_owns():
+                if key is not None and head_of(there, key, self._place) is not None:
+                    self._link = link_after(there)
                 self._next += 1
                 continue
             raise RunOwnedElsewhere(
-                f"another driver wrote {key} under {self._storage.url}: this one ({self._writer}) no longer owns the "
+                f"another driver wrote {at} under {self._storage.url}: this one ({self._writer}) no longer owns the "
                 "run and ends. Start each run name from one place at a time."
             )
 
@@ -216,11 +239,16 @@ class Placed:
 
 def read_placed(storage: Storage) -> Iterator[Placed]:
     """Every entry of a run with its place, as in `read`. Raises DamagedJournal at the first other line."""
-    for key, segment in _segments(storage):
+    return placed_of(read_segments(storage), storage.url)
+
+
+def placed_of(segments: Iterable[tuple[str, bytes]], url: str) -> Iterator[Placed]:
+    """Every entry of these segments of the run at `url` with its place, as in `read_placed`."""
+    for key, segment in segments:
         *lines, _torn = segment.split(b"\n")
         writer = ""
         for number, line in enumerate(lines, 1):
-            entry = _entry(line, f"line {number} of {join_url(storage.url, key)}")
+            entry = _entry(line, f"line {number} of {join_url(url, key)}")
             if entry["kind"] == "segment":
                 writer = str(entry.get("writer", ""))
             else:
@@ -237,7 +265,7 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
     return entry
 
 
-def _segments(storage: Storage) -> Iterator[tuple[str, bytes]]:
+def read_segments(storage: Storage) -> Iterator[tuple[str, bytes]]:
     """Every segment with its key, in order.
 
     A long run has tens of thousands. Several are read at once, because workers wait for a new driver.

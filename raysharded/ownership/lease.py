@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Any
 
 from raysharded.checkpoint.format import signed_json
+from raysharded.checkpoint.format.signing import SigningKey, place_of
 from raysharded.checkpoint.storage import Storage
 from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.config import MAX_LEASE_S
@@ -118,24 +119,28 @@ def lease_key(driver: str) -> str:
     return f"{FOLDER}/{driver}.json"
 
 
-def encode(holder: Holder) -> bytes:
-    """The lease as it is stored."""
-    return signed_json.seal(asdict(holder), _FORMAT)
+def encode(holder: Holder, *, key: SigningKey | None = None, place: str = "") -> bytes:
+    """The lease as it is stored, signed if a key is given. `place`: as in `signed_json`."""
+    return signed_json.seal(asdict(holder), _FORMAT, key=key, place=place)
 
 
-def read_lease(storage: Storage, driver: str) -> Seen:
-    """The lease of a driver; one that is no file, or too long, has no holder. Raises NoSuchKey, StorageError."""
-    key = lease_key(driver)
+def read_lease(storage: Storage, driver: str, *, key: SigningKey | None = None) -> Seen:
+    """The lease of a driver. Raises NoSuchKey, StorageError.
+
+    One that is no file, is too long, or was not signed with the key has no holder.
+    """
+    at = lease_key(driver)
     try:
-        return decode(read_small(storage, key, _MAX_BYTES), join_url(storage.url, key))
+        data = read_small(storage, at, _MAX_BYTES)
     except CorruptCheckpoint:
         return Seen(data=b"", holder=None)
+    return decode(data, join_url(storage.url, at), key=key, place=place_of(storage.url, at))
 
 
-def decode(data: bytes, where: str) -> Seen:
-    """The stored lease; a torn or damaged one has no holder."""
+def decode(data: bytes, where: str, *, key: SigningKey | None = None, place: str = "") -> Seen:
+    """The stored lease; a torn or damaged one, and one that the key did not sign for this place, has no holder."""
     try:
-        return Seen(data=data, holder=_holder(signed_json.unseal(data, _FORMAT, where), where))
+        return Seen(data=data, holder=_holder(signed_json.unseal(data, _FORMAT, where, key=key, place=place), where))
     except CorruptCheckpoint:
         return Seen(data=data, holder=None)
 

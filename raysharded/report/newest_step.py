@@ -15,7 +15,7 @@ _MOST_SEGMENTS = 64
 """Segments to read from the end: a driver that waits for machines writes no steps."""
 _FROM_START = 16
 """Segments of a driver to search for its entry `started`."""
-_HEAD_BYTES = 256
+_HEAD_BYTES = 1024
 """An upper bound of the size of a segment's head."""
 
 Ending = Literal["finished", "stopped", "failed"]

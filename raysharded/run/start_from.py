@@ -18,18 +18,24 @@ if TYPE_CHECKING:
 
 
 def with_initial_weights(
-    spec: RunSpec, storage: Storage, starts: Sequence[Mapping[str, Any]], key: SigningKey | None
+    spec: RunSpec,
+    storage: Storage,
+    starts: Sequence[Mapping[str, Any]],
+    key: SigningKey | None,
+    *,
+    vouched: bool = True,
 ) -> RunSpec:
     """The specification with the checkpoint that `RunConfig.start_from` names, or that the run began with.
 
     A fork begins with its own checkpoint: `start_from` then has no effect.
 
     `storage`: the run's; `starts`: the journal entries with which the run's drivers began; `key`: the key of the
-    checkpoint's signature.
+    checkpoint's signature; `vouched`: whether the entries are signed where there is a key.
 
     Raises ConfigError if the run began with another one; CheckpointError if there is none at `start_from`, or if the
-    journal alone names it, in a place that is not allowed (`url_named`).
+    journal alone names it, in a place that is not allowed (`url_named`); RefusedCheckpoint if the key did not sign it.
     """
+    from raysharded.checkpoint import list_checkpoints, open_checkpoint, open_storage
     from raysharded.checkpoint.sharded_io.open_from_uri import open_uri
     from raysharded.protocol.job import InitialWeights
 
@@ -44,7 +50,10 @@ def with_initial_weights(
                 f"run {spec.run.name!r} was started with start_from={before!r} and is resumed with {uri!r}. Resume it "
                 "with the same value or without one, or give the run another name."
             )
-        return replace(spec, initial_weights=_recorded(recorded, uri, storage) if recorded else None)
+        weights = _recorded(recorded, uri, storage) if recorded else None
+        if weights is not None and not vouched and not any(ref.complete for ref in list_checkpoints(storage, key=key)):
+            open_checkpoint(open_storage(weights.url), weights.prefix, key=key, digest=weights.digest)  # raises
+        return replace(spec, initial_weights=weights)
     if uri is None:
         return spec
     found = open_uri(uri, key=key)

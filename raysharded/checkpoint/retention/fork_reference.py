@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 
 from raysharded.checkpoint.format import signed_json
 from raysharded.checkpoint.format.paths import save_prefix
-from raysharded.checkpoint.format.signing import SigningKey
+from raysharded.checkpoint.format.signing import SigningKey, Unsigned, place_of
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
 from raysharded.checkpoint.storage.named_places import url_named
 from raysharded.checkpoint.storage.small_objects import read_small
-from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, RefusedCheckpoint
 from raysharded.locations import join_url
 
 REFERENCE_NAME = "reference.json"
@@ -47,16 +47,26 @@ class Reference:
         return replace(self, created_at=0.0) == replace(other, created_at=0.0)
 
 
-def encode_reference(reference: Reference) -> bytes:
-    """The reference in its stored form."""
-    return signed_json.seal(asdict(reference), _FORMAT)
+def encode_reference(reference: Reference, *, key: SigningKey | None = None, url: str = "") -> bytes:
+    """The reference in its stored form, signed if a key is given. `url`: that of the fork's storage."""
+    place = place_of(url, f"{reference.folder}/{REFERENCE_NAME}")
+    return signed_json.seal(asdict(reference), _FORMAT, key=key, place=place)
 
 
-def read_reference(storage: Storage, prefix: str) -> Reference:
-    """The reference in a folder. Raises CorruptCheckpoint if it is damaged, NoSuchKey if it does not exist."""
-    key = f"{prefix}/{REFERENCE_NAME}"
-    where = join_url(storage.url, key)
-    body = signed_json.unseal(read_small(storage, key), _FORMAT, where)
+def read_reference(storage: Storage, prefix: str, *, key: SigningKey | None = None) -> Reference:
+    """The reference in a folder. Raises CorruptCheckpoint if it is damaged, NoSuchKey if it does not exist.
+
+    With a key, raises RefusedCheckpoint if the key did not sign it for this run and folder.
+    """
+    at = f"{prefix}/{REFERENCE_NAME}"
+    where = join_url(storage.url, at)
+    data = read_small(storage, at)
+    try:
+        body = signed_json.unseal(data, _FORMAT, where, key=key, place=place_of(storage.url, at))
+    except Unsigned as error:
+        raise RefusedCheckpoint(
+            f"{error} If this run is a fork that was made without the key, repeat `raysharded checkpoint fork` with it."
+        ) from error
     return Reference(
         parent=signed_json.text(body, "parent", where),
         prefix=signed_json.folder(body, "prefix", where),
@@ -81,7 +91,7 @@ def open_reference(storage: Storage, prefix: str, *, key: SigningKey | None = No
     Raises IncompleteCheckpoint if it was deleted, CorruptCheckpoint if it or the reference is damaged, CheckpointError
     if it is itself a reference; as `parent_of`.
     """
-    reference = read_reference(storage, prefix)
+    reference = read_reference(storage, prefix, key=key)
     where = join_url(storage.url, prefix, REFERENCE_NAME)
     parent = parent_of(storage, reference)
     if parent.url == storage.url:

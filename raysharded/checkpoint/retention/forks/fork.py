@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.reader import open_checkpoint
 from raysharded.checkpoint.retention.catalog import CheckpointRef, list_checkpoints, open_ref
 from raysharded.checkpoint.retention.fork_reference import (
@@ -30,16 +31,26 @@ FORK_PIN = "fork-"
 """Beginning of the tags of forks' pins."""
 
 
-def fork(parent: Storage, ref: CheckpointRef, run: Storage, *, wall: Callable[[], float] = time.time) -> Reference:
+def fork(
+    parent: Storage,
+    ref: CheckpointRef,
+    run: Storage,
+    *,
+    key: SigningKey | None = None,
+    wall: Callable[[], float] = time.time,
+) -> Reference:
     """Make `run`, which has no checkpoint yet, begin with the checkpoint `ref` of the run at `parent`.
 
     Nothing is copied: the run gets a reference, the parent a pin `fork-...` that keeps the checkpoint until the run has
-    its own. A repeated call after a failure completes the fork. Raises CheckpointError if `ref` is not the parent's own
-    checkpoint, or the run has checkpoints; RefusedCheckpoint if the fork would not find its parent, which is on another
-    storage and not allowed; as `open_ref` if the checkpoint cannot be used.
+    its own. A repeated call after a failure completes the fork. A `key` signs both: a fork of a signed checkpoint needs
+    it.
+
+    Raises CheckpointError if `ref` is not the parent's own checkpoint, or the run has checkpoints; RefusedCheckpoint if
+    the fork would not find its parent, which is on another storage and not allowed; as `open_ref` if the checkpoint
+    cannot be used.
     """
     _check_fork(parent, ref, run)
-    digest = open_ref(parent, ref).digest
+    digest = open_ref(parent, ref, key=key).digest
     wanted = Reference(
         parent=parent.url,
         prefix=ref.prefix,
@@ -50,22 +61,25 @@ def fork(parent: Storage, ref: CheckpointRef, run: Storage, *, wall: Callable[[]
     )
     _check_empty(run, wanted)
     _check_findable(parent, run, wanted)
-    pin(parent, wanted.pin, ref, fork=run.url, wall=wall)
-    if not run.put_if_absent(f"{wanted.folder}/{REFERENCE_NAME}", encode_reference(wanted)):
+    pin(parent, wanted.pin, ref, fork=run.url, key=key, wall=wall)
+    at, data = f"{wanted.folder}/{REFERENCE_NAME}", encode_reference(wanted, key=key, url=run.url)
+    if not run.put_if_absent(at, data):
         found = read_reference(run, wanted.folder)
         if not found.is_same(wanted):
             raise CheckpointError(
                 f"{join_url(run.url, wanted.folder)} refers to {found.prefix} of {found.parent} already."
             )
+        if key is not None:  # it may have been made without the key
+            run.write(at, [data])
     return wanted
 
 
-def drop_reference(run: Storage, ref: CheckpointRef) -> None:
+def drop_reference(run: Storage, ref: CheckpointRef, *, key: SigningKey | None = None) -> None:
     """Remove the fork's own pin in the parent, then the fork's reference: the fork has its own checkpoint.
 
-    Raises as `remove_own_pin`.
+    Raises as `remove_own_pin`; RefusedCheckpoint if the key did not sign the reference.
     """
-    remove_own_pin(run, read_reference(run, ref.prefix))
+    remove_own_pin(run, read_reference(run, ref.prefix, key=key))
     run.delete(ref.keys)
 
 
