@@ -54,9 +54,9 @@ def new_mark(wall: Callable[[], float]) -> RemovalMark:
     return RemovalMark(id=secrets.token_hex(16), host=platform.node(), pid=os.getpid(), created_at=wall(), begun=False)
 
 
-def encode_mark(storage: Storage, mark: RemovalMark, *, key: SigningKey | None = None) -> bytes:
-    """The mark in its stored form in the run's storage, signed if a key is given."""
-    return signed_json.seal(asdict(mark), _FORMAT, key=key, place=place_of(storage.url, REMOVAL_KEY))
+def encode_mark(mark: RemovalMark, *, key: SigningKey | None = None, url: str = "") -> bytes:
+    """The mark in its stored form, signed if a key is given. `url`: that of the run's storage."""
+    return signed_json.seal(asdict(mark), _FORMAT, key=key, place=place_of(url, REMOVAL_KEY))
 
 
 def read_mark(storage: Storage, *, key: SigningKey | None = None) -> RemovalMark | None:

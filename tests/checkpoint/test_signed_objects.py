@@ -231,7 +231,7 @@ def test_a_removal_does_not_take_an_unsigned_mark_for_one_that_has_begun(run: Ru
     pin(run.storage, "best", list_checkpoints(run.storage, key=KEY)[0], key=KEY)
     mark = new_mark(lambda: 0.0)
     begun = type(mark)(id=mark.id, host="", pid=0, created_at=0.0, begun=True)
-    run.storage.write(REMOVAL_KEY, [encode_mark(run.storage, begun)])
+    run.storage.write(REMOVAL_KEY, [encode_mark(begun)])
     found = read_mark(run.storage, key=KEY)
     assert found is not None
     assert not found.begun

@@ -71,19 +71,22 @@ class RunRemoval:
             self._check(is_rivalled, was_torn=before is not None and not before.id)
         assert self._mark is not None
         self._mark = replace(self._mark, begun=True)
-        self._storage.write(REMOVAL_KEY, [encode_mark(self._storage, self._mark, key=self._key)])
+        self._storage.write(REMOVAL_KEY, [self._encoded(self._mark)])
 
     def _put(self) -> RemovalMark | None:
         """Put this removal's mark. Returns the one of an interrupted removal, which it replaces."""
         self._mark = mark = new_mark(self._wall)
-        if self._storage.put_if_absent(REMOVAL_KEY, encode_mark(self._storage, mark, key=self._key)):
+        if self._storage.put_if_absent(REMOVAL_KEY, self._encoded(mark)):
             return None
         before = read_mark(self._storage, key=self._key)
         if before is None or before.id == mark.id:  # the run was removed just now, or the reply was lost
             before = None
         self._mark = replace(mark, begun=before is not None and before.begun)
-        self._storage.write(REMOVAL_KEY, [encode_mark(self._storage, self._mark, key=self._key)])
+        self._storage.write(REMOVAL_KEY, [self._encoded(self._mark)])
         return before
+
+    def _encoded(self, mark: RemovalMark) -> bytes:
+        return encode_mark(mark, key=self._key, url=self._storage.url)
 
     def _check(self, is_rivalled: Callable[[], bool], *, was_torn: bool) -> None:
         try:
