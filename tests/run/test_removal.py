@@ -508,7 +508,7 @@ def test_in_every_order_of_a_removal_and_a_rival_one_gives_way(tmp_path: Path, r
 def test_a_pin_after_the_mark_gives_way(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
     ref = list_checkpoints(run.storage)[0]
-    run.storage.write(REMOVAL_KEY, [encode_mark(run.storage, new_mark(lambda: 0.0))])
+    run.storage.write(REMOVAL_KEY, [encode_mark(new_mark(lambda: 0.0))])
     with pytest.raises(CheckpointError, match="is being removed"):
         pin(run.storage, "best", ref)
     assert list_pins(run.storage) == []
