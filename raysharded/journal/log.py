@@ -259,9 +259,9 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
-        raise DamagedJournal(f"{where} is not JSON ({error}). Restore it from a copy.") from error
+        raise DamagedJournal(f"{where} is damaged: it is not JSON ({error}). Restore it from a copy.") from error
     if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
-        raise DamagedJournal(f"{where} is no entry of a journal. Restore it from a copy.")
+        raise DamagedJournal(f"{where} is damaged: it is no entry of a journal. Restore it from a copy.")
     return entry
 
 

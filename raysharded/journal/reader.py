@@ -22,6 +22,7 @@ _SOME = 512
 """Number of segments held in memory."""
 _FIRST = 8
 """Number of these segments read one by one, to measure the time of a read."""
+_MOST_DIGITS = 300
 _SOON_S = 0.001
 """Maximum time to read a segment that is on this machine.
 
@@ -62,15 +63,21 @@ def parse_line(line: bytes) -> Any:  # any JSON value
     """One line as JSON. Raises ValueError as `json.loads` does, for the same lines with the same message.
 
     Lines that orjson rejects go to `json`. It accepts a few things that a journal may have and orjson does not, such as
-    halves of surrogate pairs.
+    halves of surrogate pairs. Whole numbers of more digits than any float has are refused too.
     """
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
         try:
-            return json.loads(line.decode())
+            return json.loads(line.decode(), parse_int=_whole)
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:  # a report would fail where it makes a float of it
+        raise ValueError(f"a whole number of {len(digits)} digits")
+    return int(digits)
 
 
 def steps_of(segment: bytes) -> list[dict[str, Any]] | None:

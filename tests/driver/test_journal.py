@@ -231,9 +231,9 @@ def test_several_segments_are_read_at_once_and_come_in_order(storage: Storage) -
 
         barrier = threading.Barrier(2)
 
-        def read(self, key: str) -> bytes:
+        def read(self, key: str, offset: int, size: int) -> bytes:
             self.barrier.wait(10.0)
-            return storage.read(key)
+            return storage.read(key, offset, size)
 
         def __getattr__(self, name: str) -> object:
             return getattr(storage, name)

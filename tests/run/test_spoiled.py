@@ -84,11 +84,11 @@ def test_no_pipe_device_or_endless_file_hangs_a_command(run: Path, name: str, ki
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("[" * 100_000, "is not JSON"),
-        ("7", "is no entry"),
-        ('{"kind":[]}', "is no entry"),
+        ("[" * 100_000, "is damaged: it is not JSON"),
+        ("7", "is damaged: it is no entry"),
+        ('{"kind":[]}', "is damaged: it is no entry"),
         ('{"kind":"generation","generation":"x"}', "a value that no driver wrote"),
-        ('{"kind":"generation","generation":' + "9" * 5000 + "}", "is not JSON"),
+        ('{"kind":"generation","generation":' + "9" * 5000 + "}", "is damaged: it is not JSON"),
         ('{"kind":"rewind","to_step":null,"reason":""}', "a value that no driver wrote"),
     ],
 )
