@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from raysharded.checkpoint import Storage
+    from raysharded.checkpoint import SigningKey, Storage
+    from raysharded.config import CheckpointConfig
     from raysharded.driver.checkpoints.committer import RunFiles
     from raysharded.driver.state.driver_config import DriverConfig
     from raysharded.driver.state.mesh_choice import Grouping
@@ -59,7 +60,6 @@ def limits_of(spec: RunSpec, grouping: Grouping | None) -> DriverConfig:
 
 def files_of(spec: RunSpec, storage: Storage, versions: Mapping[str, str]) -> RunFiles:
     """The run's checkpoints and journal. Raises CheckpointError if the key that signs checkpoints cannot be read."""
-    from raysharded.checkpoint import SigningKey, signing_key_from_environment
     from raysharded.checkpoint.retention.policy import Best, Keep
     from raysharded.driver.checkpoints.committer import RunFiles
 
@@ -68,15 +68,23 @@ def files_of(spec: RunSpec, storage: Storage, versions: Mapping[str, str]) -> Ru
     if config.keep_best is not None:
         metric, mode, count = config.keep_best
         best = Best(metric=metric, mode=mode, count=count)
-    path = config.signing_key_file
     return RunFiles(
         name=spec.run.name,
         storage=storage,
         keep=Keep(last=config.keep_last, every_steps=config.keep_every, best=best),
         metadata={**spec.settings(), "versions": dict(versions)},
         global_batch_size=spec.batch.global_batch_size,
-        key=SigningKey.from_file(path) if path is not None else signing_key_from_environment(),
+        key=signing_key_of(config),
     )
+
+
+def signing_key_of(config: CheckpointConfig) -> SigningKey | None:
+    """The key that signs a run's checkpoints, from its file or else the environment. Raises CheckpointError."""
+    from raysharded.checkpoint import SigningKey, signing_key_from_environment
+
+    if config.signing_key_file is not None:
+        return SigningKey.from_file(config.signing_key_file)
+    return signing_key_from_environment(require_signed=config.require_signed)
 
 
 def job_of(spec: RunSpec) -> Job:

@@ -15,6 +15,7 @@ from raysharded.ray_backend import cluster, ray_launcher
 from raysharded.ray_backend.peers import NAMESPACE
 from raysharded.run.hosted import submission
 from raysharded.run.hosted.driver_actor import LINGER_S, Host
+from raysharded.run.hosted.driver_key import refuse_a_key_that_is_not_sent
 from raysharded.run.hosted.registry import ASK, FOLLOW, about, host_name, host_of, of_another_version
 from raysharded.run.hosted.remote import AttachedRun
 from raysharded.run.offline import ENDED, StoredRun
@@ -53,9 +54,11 @@ def start_hosted(spec: RunSpec, *, take_over: bool = False) -> AttachedRun:
     storage = open_storage(spec.url)
     refuse_removed(storage, ConfigError)
     check_writable(storage)
+    order = submission.make_order(spec, take_over=take_over)
+    if not cluster.find_cluster():
+        refuse_a_key_that_is_not_sent(order)
     if cluster.connect():
         ray_launcher.refuse_the_impossible(spec.scaling)
-    order = submission.make_order(spec, take_over=take_over)
     name = host_name(order.name, order.url)
     while True:
         _wait_for_another_version(order.name, order.url)
