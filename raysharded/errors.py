@@ -8,6 +8,8 @@ from __future__ import annotations
 import threading
 import traceback
 
+from raysharded.plain_text import masked
+
 
 def text_of(error: BaseException) -> str:
     """The error's message, or a substitute if its `__str__` raises."""
@@ -31,7 +33,10 @@ def user_traceback(error: BaseException) -> str:
 
 
 class RayshardedError(Exception):
-    """The base class of every error that raysharded raises on purpose."""
+    """The base class of every error that raysharded raises on purpose. Its texts hold no password of a URL."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(masked(one) if isinstance(one, str) else one for one in args))
 
 
 class ConfigError(RayshardedError, ValueError):
@@ -47,7 +52,7 @@ class TaskError(RayshardedError):
 
     def __init__(self, message: str, user_traceback: str = "") -> None:
         super().__init__(message, user_traceback)
-        self.user_traceback = user_traceback
+        self.user_traceback = masked(user_traceback)
 
     def __str__(self) -> str:
         return str(self.args[0])

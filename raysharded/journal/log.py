@@ -17,6 +17,7 @@ from typing import Any
 from raysharded.checkpoint import Storage
 from raysharded.clock import Clock
 from raysharded.errors import RunOwnedElsewhere
+from raysharded.plain_text import masked
 
 FOLDER = "journal"
 _AT_ONCE = 32
@@ -37,7 +38,9 @@ def segment_key(number: int) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value as stored in an entry: floats that JSON cannot express become strings."""
+    """The value as stored in an entry: floats that JSON cannot express become strings, URLs have no passwords."""
+    if isinstance(value, str):
+        return masked(value)
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, Mapping):

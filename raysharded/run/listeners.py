@@ -30,11 +30,10 @@ def listening(
     if not progress:
         yield outside or ignore
         return
-    from rich.console import Console
-
+    from raysharded.report.console import PlainConsole
     from raysharded.report.live.progress import LiveView
 
-    view = LiveView(Console(stderr=True), max_steps, clock or SystemClock(), tokens_per_step)
+    view = LiveView(PlainConsole(stderr=True), max_steps, clock or SystemClock(), tokens_per_step)
 
     def listen(kind: str, fields: dict[str, Any]) -> None:
         view.on_entry(kind, fields)

@@ -19,6 +19,7 @@ from types import TracebackType
 
 from raysharded.errors import RayshardedError, TaskError
 from raysharded.locations import PACKAGE_FOLDER
+from raysharded.plain_text import indented, masked, printable
 
 _RAY = "ray._private.worker"
 
@@ -44,9 +45,9 @@ def show(
 ) -> None:
     """An `excepthook`; `others` shows errors from outside raysharded."""
     if isinstance(error, KeyboardInterrupt) and error.args:
-        print(error, file=sys.stderr)
+        print(indented(masked(str(error))), file=sys.stderr)
     elif isinstance(error, RayshardedError):
-        print(describe(error, frames), file=sys.stderr)
+        print(printable(describe(error, frames)), file=sys.stderr)
     else:
         others(kind, error, frames)
 

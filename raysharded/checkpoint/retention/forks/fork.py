@@ -18,7 +18,7 @@ from raysharded.checkpoint.retention.fork_reference import (
 from raysharded.checkpoint.retention.pins import pin, unpin
 from raysharded.checkpoint.storage import Storage, open_storage
 from raysharded.errors import CheckpointError
-from raysharded.locations import join_url
+from raysharded.locations import join_url, refuse_password
 
 FORK_PIN = "fork-"
 """Beginning of the tags of forks' pins."""
@@ -32,6 +32,8 @@ def fork(parent: Storage, ref: CheckpointRef, run: Storage, *, wall: Callable[[]
     checkpoint, or the run has checkpoints; as `open_ref` if the checkpoint cannot be used.
     """
     _check_fork(parent, ref, run)
+    for url in (parent.url, run.url):
+        refuse_password(url, "A fork and its parent name each other in files.", CheckpointError)
     digest = open_ref(parent, ref).digest
     wanted = Reference(
         parent=parent.url,
