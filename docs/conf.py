@@ -30,6 +30,7 @@ NAVIGATION = {
         "resuming",
         "kubernetes",
         "cli",
+        "security",
         "limits",
     ],
     "When something happens": ["faults", "recovery", "control", "troubleshooting"],
