@@ -46,7 +46,7 @@ class Listener:
             step = fields["resumed_after_step"]
             self._speaker.say("failed", at=found, step=step)
             self._speaker.say("stopped", at=stopped, step=step)
-            self._speaker.say("restored", at=stopped + fields["reshard_s"], step=step)
+            self._speaker.say("restored", at=stopped + fields.get("wait_s", 0.0) + fields["reshard_s"], step=step)
 
 
 def main() -> None:

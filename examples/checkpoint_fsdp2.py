@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from raysharded import checkpoint
-from raysharded.errors import IncompleteCheckpoint
+from raysharded.errors import NoCheckpoint
 
 STEPS, EVERY = 30, 10
 
@@ -43,7 +43,7 @@ def main(folder: str) -> None:
 
     try:
         first = checkpoint.load(folder, state).step
-    except IncompleteCheckpoint:  # none exists yet
+    except NoCheckpoint:  # the first start
         first = 0
     last = first + STEPS
     with checkpoint.AsyncSaver(when_busy="wait") as saver:

@@ -122,10 +122,9 @@ class ScalingConfig:
         require(ok, f"ScalingConfig.num_workers={value!r}: give a whole number or (min, max).")
         if isinstance(value, list):
             object.__setattr__(self, "num_workers", pair)
-        require(
-            1 <= pair[0] <= pair[1],
-            f"ScalingConfig.num_workers={value!r}: need 1 <= min <= max.",
-        )
+        lowest = "a number" if is_int(value) else "a minimum"
+        require(pair[0] >= 1, f"ScalingConfig.num_workers={value!r}: give {lowest} of 1 or more.")
+        require(pair[0] <= pair[1], f"ScalingConfig.num_workers={value!r}: give the minimum first, as (min, max).")
         require_kind("ScalingConfig", "use_gpu", self.use_gpu, bool)
         require_number("ScalingConfig", "cpus_per_worker", self.cpus_per_worker, 0)
         require_number("ScalingConfig", "start_timeout_s", self.start_timeout_s, 0, above=True)

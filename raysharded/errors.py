@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import traceback
 
+from raysharded import uncaught_errors
 from raysharded.plain_text import masked
 
 
@@ -33,10 +34,14 @@ def user_traceback(error: BaseException) -> str:
 
 
 class RayshardedError(Exception):
-    """The base class of every error that raysharded raises on purpose. Its texts hold no password of a URL."""
+    """The base class of every error that raysharded raises on purpose. Its texts hold no password of a URL.
+
+    One that ends a script is shown plainly (`uncaught_errors`), no matter which call raised it.
+    """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(masked(one) if isinstance(one, str) else one for one in args))
+        uncaught_errors.install(RayshardedError)
 
 
 class ConfigError(RayshardedError, ValueError):
@@ -84,6 +89,10 @@ class CheckpointError(RayshardedError):
 
 class IncompleteCheckpoint(CheckpointError):
     """Parts of a checkpoint are missing."""
+
+
+class NoCheckpoint(IncompleteCheckpoint):
+    """There is no complete checkpoint at a place, and no damaged one either: a first start finds none."""
 
 
 class CorruptCheckpoint(CheckpointError):

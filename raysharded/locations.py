@@ -84,3 +84,10 @@ def join_url(base: str, *parts: str) -> str:
     head = path if path.endswith("://") else path.rstrip("/")
     joined = head + ("" if head.endswith("://") or not parts else "/") + "/".join(part.strip("/") for part in parts)
     return (joined or "/") + mark + options
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """A storage URL without the last part of its path, and that part; `join_url` of both is the URL."""
+    path, mark, options = url.partition("?") if scheme_of(url) == "s3" else (url, "", "")
+    above, _, name = path.rstrip("/").rpartition("/")
+    return (above or "/") + mark + options, name

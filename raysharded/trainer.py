@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
+from raysharded import uncaught_errors
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
 from raysharded.deprecation import warn_of_old_name
-from raysharded.errors import ConfigError
+from raysharded.errors import ConfigError, RayshardedError
 from raysharded.quantities import count
-from raysharded.run import process_hooks, translation
+from raysharded.run import translation
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Run
 from raysharded.run.local import LocalRun
@@ -147,7 +148,7 @@ class ElasticTrainer:
             if context is not None:
                 raise ConfigError("ElasticTrainer.fit: give context= alone; beside= is its deprecated name.")
             context = beside
-        process_hooks.install()
+        uncaught_errors.install(RayshardedError)
         progress = listen is None if progress is None else progress
         if in_submitted_job():
             from raysharded.run.hosted.ray_job import fit_in_job
@@ -174,7 +175,7 @@ class ElasticTrainer:
         """
         from raysharded.run.hosted.launch import start_hosted
 
-        process_hooks.install()
+        uncaught_errors.install(RayshardedError)
         return start_hosted(self.spec(), take_over=take_over)
 
     def start_local(self, listen: Listener | None = None, *, take_over: bool = False) -> Run:
@@ -209,7 +210,7 @@ class ElasticTrainer:
         """
         from raysharded.preflight import check
 
-        process_hooks.install()
+        uncaught_errors.install(RayshardedError)
         return check(self.spec(), steps=steps, device=device, timeout_s=timeout_s, listen=listen)
 
     # -- the specification --

@@ -27,8 +27,9 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: rs.BatchConfig(global_batch_size=0, microbatch_size=1), "global_batch_size=0: give a whole number"),
     (lambda: rs.BatchConfig(global_batch_size=7, microbatch_size=2), r"7 is not a multiple of.*2.*Take .*=6"),
     (lambda: rs.BatchConfig(global_batch_size=True, microbatch_size=1), "global_batch_size=True"),
-    (lambda: rs.ScalingConfig(num_workers=0), "1 <= min <= max"),
-    (lambda: rs.ScalingConfig(num_workers=(3, 2)), "1 <= min <= max"),
+    (lambda: rs.ScalingConfig(num_workers=0), "num_workers=0: give a number of 1 or more"),
+    (lambda: rs.ScalingConfig(num_workers=(0, 2)), r"\(0, 2\): give a minimum of 1 or more"),
+    (lambda: rs.ScalingConfig(num_workers=(3, 2)), r"\(3, 2\): give the minimum first"),
     (lambda: rs.ScalingConfig(num_workers="4"), r"whole number or \(min, max\)"),  # type: ignore[arg-type]
     (lambda: rs.ScalingConfig(num_workers=1, start_timeout_s="60"), "start_timeout_s='60'"),  # type: ignore[arg-type]
     (lambda: rs.ScalingConfig(num_workers=1, cpus_per_worker=-1), "cpus_per_worker=-1"),

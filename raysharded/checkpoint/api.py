@@ -92,8 +92,9 @@ def load(
     depend on torch's version, or that a scheduler adds, may be missing on either side. Shapes and dtypes must always
     fit. An optimizer saved before its first step has no state after the load either.
 
-    All ranks pass the same uri, names and settings. Raises CheckpointError, CorruptCheckpoint or IncompleteCheckpoint,
-    StorageError, and PeerFailed if another rank failed. After an error the contents of `into` are undefined.
+    All ranks pass the same uri, names and settings. Raises NoCheckpoint if there is none, as at a first start. Raises
+    CheckpointError, CorruptCheckpoint or IncompleteCheckpoint, StorageError, and PeerFailed if another rank failed.
+    After an error the contents of `into` are undefined.
     """
     coordinator = Coordinator.of(process_group, timeout_s)
     with coordinator.guarded():
@@ -108,7 +109,7 @@ def open(  # noqa: A001 - read as checkpoint.open
 ) -> OpenCheckpoint:
     """The checkpoint in the folder `uri`, or the newest complete one of the run in it, for reading parts of it.
 
-    `key` and `require_signed` as in `load`. Reads only the manifest. Raises CheckpointError, CorruptCheckpoint or
-    IncompleteCheckpoint.
+    `key` and `require_signed` as in `load`. Reads only the manifest. Raises NoCheckpoint if there is none;
+    CheckpointError, CorruptCheckpoint or IncompleteCheckpoint.
     """
     return OpenCheckpoint(open_uri(uri, key=key_or_default(key, require_signed=require_signed)))

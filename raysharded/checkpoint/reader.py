@@ -21,7 +21,7 @@ from raysharded.checkpoint.format.paths import MANIFEST_NAME, is_data, is_replac
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.format.tiling import is_within
 from raysharded.checkpoint.storage import NoSuchKey, Storage
-from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NoCheckpoint
 from raysharded.locations import join_url
 from raysharded.quantities import count
 
@@ -133,9 +133,10 @@ def open_checkpoint(
     """The checkpoint in the folder `prefix` of `storage`, its manifest validated; no data is read yet.
 
     With a `key`, a manifest that was not signed with it is rejected. With a `digest`, only the manifest of that digest
-    is accepted. It may have been replaced since, as long as the files it needs exist. Raises IncompleteCheckpoint if
-    the save was never committed, CorruptCheckpoint if the manifest is damaged, rejected, or of another save. Raises
-    ForeignManifest, a CorruptCheckpoint, for another program's file in a folder without a checkpoint's data.
+    is accepted. It may have been replaced since, as long as the files it needs exist. Raises NoCheckpoint if the save
+    was never committed, IncompleteCheckpoint if its index is missing, CorruptCheckpoint if the manifest is damaged,
+    rejected, or of another save. Raises ForeignManifest, a CorruptCheckpoint, for another program's file in a folder
+    without a checkpoint's data.
     """
     at = key_of(prefix, MANIFEST_NAME)
     where = f"{join_url(storage.url, at)}"
@@ -170,7 +171,7 @@ def _read_manifest(storage: Storage, at: str, where: str) -> bytes:
             raise CorruptCheckpoint(f"{where} has {size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}.")
         return storage.read(at)
     except NoSuchKey as error:
-        raise IncompleteCheckpoint(
+        raise NoCheckpoint(
             f"{where} does not exist: the save was never finished, or has been deleted. Use another checkpoint."
         ) from error
 

@@ -35,6 +35,8 @@ class Recovery:
     """From SIGKILL until the driver detected it."""
     abort_s: float
     """Until every survivor had left its collectives and reported its state."""
+    wait_s: float
+    """Until there were enough workers to continue."""
     reshard_s: float
     """Until the survivors had formed the next generation and held the state."""
     first_step_s: float
@@ -115,6 +117,7 @@ def _recoveries(training: Training) -> list[Recovery]:
                 worker=tuple(entry["lost"]),
                 found_s=found_s,
                 abort_s=entry["abort_s"],
+                wait_s=entry.get("wait_s", 0.0),
                 reshard_s=entry["reshard_s"],
                 first_step_s=entry["first_step_s"],
                 total_s=found_s + entry["total_s"],
@@ -158,14 +161,14 @@ def _problems(
 def show(outcome: Outcome, console: Console) -> None:
     """Print the table and the verdict.
 
-    The table's times follow each other: the driver detects the loss; every survivor has left its collectives; the next
-    generation holds the state; the interrupted step is done.
+    The table's times follow each other: the driver detects the loss; every survivor has left its collectives; there are
+    enough workers; the next generation holds the state; the interrupted step is done.
     """
     table = Table(title="Recoveries (seconds)", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("killed", "found", "aborted", "resharded", "first step", "in all", "redone", "from"):
+    for column in ("killed", "found", "aborted", "waited", "resharded", "first step", "in all", "redone", "from"):
         table.add_column(column, justify="left" if column in ("killed", "from") else "right", no_wrap=True)
     for r in outcome.recoveries:
-        times = (r.found_s, r.abort_s, r.reshard_s, r.first_step_s, r.total_s)
+        times = (r.found_s, r.abort_s, r.wait_s, r.reshard_s, r.first_step_s, r.total_s)
         killed = " and ".join(map(str, r.worker))
         table.add_row(killed, *(f"{value:.3f}" for value in times), str(r.steps_redone), r.source)
     console.print(table)

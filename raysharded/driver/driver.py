@@ -242,6 +242,10 @@ class Driver:
             self._launcher.abandon()
             raise
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                self._record(
+                    "stopped", {"step": self.state.step, "fingerprint": None, "interrupted": True}, durable=True
+                )
             with contextlib.suppress(RayshardedError):  # the error of the run matters more
                 self._recorder.close(self._last_words_s() if isinstance(error, Exception) else _LAST_WORDS_S)
             raise

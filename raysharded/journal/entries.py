@@ -22,6 +22,7 @@ def recovery(entry: Entry, at: float) -> Recovery:
         workers_after=int(entry["workers_after"]),
         found_at=float(entry["found_at"]),
         abort_s=float(entry["abort_s"]),
+        wait_s=float(entry.get("wait_s", 0.0)),
         reshard_s=float(entry["reshard_s"]),
         first_step_s=float(entry["first_step_s"]),
         total_s=float(entry["total_s"]),

@@ -7,6 +7,14 @@ from typing import Any
 
 from raysharded.quantities import count, duration, listing, moment, size
 
+_BROKEN_STEP = ("worker_lost", "stuck")
+"""Kinds of entries about the step in progress; their field `step` is the newest finished one."""
+
+
+def step_of(kind: str, step: int) -> int:
+    """The step that an event of this kind hits, with `step` the newest finished one: for a loss the one in progress."""
+    return step + (kind in _BROKEN_STEP)
+
 
 def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
     """The line to keep for a journal entry; None for entries without one."""
@@ -15,15 +23,15 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "started" if get("resumed_after_step") and get("source") != "memory":
             return f"step {fields['resumed_after_step']}: resuming from its checkpoint"
         case "worker_lost":
-            return f"step {fields['step']}: worker {fields['worker']} lost: {brief(fields['reason'])}"
+            return f"{_step(kind, fields)}: worker {fields['worker']} lost: {brief(fields['reason'])}"
         case "chaos":
             return f"step {fields['step']}: chaos: {injected(fields)} for worker {fields['worker']}"
         case "straggler":
             return f"step {fields['step']}: worker {fields['worker']} on {get('node', '?')} is slow: {slowness(fields)}"
         case "stuck" if "worker" in fields:
-            return f"step {fields['step']}: worker {fields['worker']} on {get('node', '?')}: {brief(fields['reason'])}"
+            return f"{_step(kind, fields)}: worker {fields['worker']} on {get('node', '?')}: {brief(fields['reason'])}"
         case "stuck":
-            return f"step {fields['step']}: {brief(fields['reason'])}"
+            return f"{_step(kind, fields)}: {brief(fields['reason'])}"
         case "worker_leaving":
             who, notice = f"step {fields['step']}: worker {fields['worker']}", duration(fields["notice_s"])
             return f"{who} must leave within {notice}: {brief(fields['reason'])}"
@@ -122,6 +130,10 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _step(kind: str, fields: Mapping[str, Any]) -> str:
+    return f"step {step_of(kind, int(fields['step']))}"
+
+
 def _changes_text(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}: {before} -> {after}" for name, (before, after) in sorted(fields["changes"].items()))
 
@@ -200,9 +212,10 @@ def brief(text: str, limit: int = 160) -> str:
 
 def _recovery_text(fields: Mapping[str, Any]) -> str:
     again = count(int(fields["steps_redone"]), "step")
+    waited = f"waited for workers {duration(fields['wait_s'])}, " if fields.get("wait_s") else ""
     return (
         f"step {int(fields['resumed_after_step']) + 1}: recovered in {duration(fields['total_s'])}, "
         f"{fields['workers_before']} to {count(fields['workers_after'], 'worker')}: aborted "
-        f"{duration(fields['abort_s'])}, resharded {duration(fields['reshard_s'])}, first step "
+        f"{duration(fields['abort_s'])}, {waited}resharded {duration(fields['reshard_s'])}, first step "
         f"{duration(fields['first_step_s'])}; {again} computed again, state from {fields['source']}"
     )

@@ -47,6 +47,8 @@ class Recovery:
     """Time on the driver's monotonic clock."""
     abort_s: float
     """Time until every survivor had stopped and reported what it holds."""
+    wait_s: float = 0.0
+    """Time from then until there were enough workers to continue; 0 in journals that count it in `reshard_s`."""
     reshard_s: float
     """Time from then until the next generation held the state."""
     first_step_s: float
@@ -92,7 +94,7 @@ class WorkerEvent:
     what: Literal["lost", "joined", "leaving", "left", "refused", "start failed", "stuck", "slow", "injected"]
     worker: int
     step: int
-    """The newest step at that moment."""
+    """The newest finished step at that moment; of a worker that was lost or stuck, the step in progress."""
     reason: str
     at: float
 

@@ -24,6 +24,8 @@ FOLDER = "lease"
 BEATS_PER_LEASE = 3
 """Number of times that the holder rewrites the lease within the lease's time."""
 _FORMAT = "raysharded-lease"
+ACTOR = "actor"
+"""First word of `Holder.job` for a driver in a Ray actor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +58,11 @@ class Holder:
     """Whether it released the run."""
     ending: bool = False
     """Whether it only writes an orphan checkpoint and then releases the run: others wait for it."""
+
+    @property
+    def is_actor(self) -> bool:
+        """Whether the driver is in a Ray actor, which Ray may restart."""
+        return self.job.partition(" ")[0] == ACTOR
 
     def __str__(self) -> str:
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -21,6 +21,7 @@ from raysharded.planning.search import (
     option,
     options,
     recommended,
+    short_duration,
     why_not,
     why_nothing_fits,
 )
@@ -29,6 +30,8 @@ from raysharded.planning.tracing.measurement import measure
 from raysharded.quantities import count
 from raysharded.task import Task
 
+_SHORT_STEP_S = 0.2
+"""Predicted time of a step below which what the model leaves out may be most of it."""
 _MEASURED_LAYERS = 3
 """Measured blocks of a model of equal blocks: a first one, one to repeat, and a last one."""
 
@@ -147,7 +150,7 @@ def make_plan(
     else:
         chosen, reasons = min(found, key=lambda each: (each.memory.device, each.memory.host)), []
         problem = why_nothing_fits(setting, cluster, found)
-    notes = [_assumed(cluster)]
+    notes = [_assumed(cluster), _left_out(chosen)]
     if builds_whole and (shortage := first_weights_shortage(setting, cluster, chosen.layout)):
         notes.append(shortage)
     return Plan(
@@ -166,6 +169,20 @@ def _assumed(cluster: Cluster) -> str:
     return (
         f"step times assume {cluster.flops / 1e12:g} TFLOP/s per device, {cluster.node_bandwidth / 1e9:g} GB/s inside "
         f"a node and {cluster.network_bandwidth / 1e9:g} GB/s per worker between nodes"
+    )
+
+
+def _left_out(chosen: Option) -> str:
+    """The time that the model does not have. Per step of CPU workers 40 to 90 ms were measured (docs/planning.md)."""
+    left_out = (
+        "step times are lower bounds: reading samples, the optimizer, snapshots, Python and the messages of every "
+        "round are left out"
+    )
+    if chosen.step_s >= _SHORT_STEP_S:
+        return left_out
+    return (
+        f"{left_out}. Of a step as short as {short_duration(chosen.step_s)} they are most: expect tens of milliseconds "
+        "on CPU workers; `status` shows a run's own time"
     )
 
 

@@ -234,7 +234,7 @@ def _reasons(best: Option, found: Sequence[Option]) -> list[str]:
     if others:
         next_best = min(others, key=lambda each: each.step_s)
         reasons.append(
-            f"a step takes {short_duration(best.step_s)} by the model, {next_best.layout} "
+            f"a step takes at least {short_duration(best.step_s)} by the model, {next_best.layout} "
             f"{short_duration(next_best.step_s)}"
         )
     else:

@@ -121,7 +121,7 @@ def _layouts(plan: Plan) -> RowTable:
     table.add_column("layout")
     for name, rank in (("device", 0), ("host per node", 1), ("sent", 2), ("to other nodes", 3), ("rounds", 5)):
         table.add_column(name, right=True, rank=rank)
-    for name, rank in (("idle", 4), ("step", 0), ("fits", 0)):
+    for name, rank in (("idle", 4), ("step, at least", 0), ("fits", 0)):
         table.add_column(name, right=True, rank=rank)
     for each in plan.options[:_MOST_ROWS]:
         chosen = " *" if each.layout == plan.chosen.layout else ""

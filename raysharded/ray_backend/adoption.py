@@ -13,6 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from raysharded.driver.startup.adopted_workers import may_go_on
 from raysharded.errors import ClusterError
+from raysharded.ownership.lease import ACTOR
 from raysharded.protocol.session import AdoptedWorker, DriverSession, to_take_over
 from raysharded.protocol.version import ASK
 from raysharded.protocol.worker_launcher import LeadershipCheck
@@ -22,7 +23,6 @@ _log = logging.getLogger("raysharded.driver")
 _ANSWER_S = 30.0
 _RENEWALS = 3
 """Renewals within a lease's time, for workers that wait for the others."""
-_ACTOR = "actor"
 _LEAVE_S = 5.0
 """Time in which workers that are not taken over may exit; then they are killed."""
 
@@ -35,7 +35,7 @@ def where() -> tuple[str, str]:
     """
     context = ray.get_runtime_context()
     actor = context.get_actor_id()
-    job = f"{_ACTOR} {actor} start {num_restarts()}" if actor else ""
+    job = f"{ACTOR} {actor} start {num_restarts()}" if actor else ""
     job = context.get_job_id() if context.worker.mode == ray.SCRIPT_MODE else job
     return f"{context.gcs_address}/{context.get_session_name()}", job
 
@@ -51,7 +51,7 @@ def has_ended(cluster: str, job: str) -> bool:
         if cluster != where()[0]:
             return False
         kind, _, rest = job.partition(" ")
-        if kind == _ACTOR:
+        if kind == ACTOR:
             actor, _, start = rest.partition(" start ")
             known = ray._private.state.actors(actor)  # empty: Ray has forgotten it
             return bool(known) and (known["State"] == "DEAD" or int(known["NumRestarts"]) > int(start))

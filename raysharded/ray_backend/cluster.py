@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import Any, TextIO, cast
@@ -43,16 +43,21 @@ _OWN_RAY = {
 """Ray's settings where it is started only for runs of this process, unless the environment sets others."""
 
 
-def connect() -> bool:
+def connect(tell: Callable[[str], None] = lambda _: None, check: Callable[[], None] = lambda: None) -> bool:
     """Use the cluster that this process is connected to, is pointed to, or finds running; else start one here.
 
     Returns whether one was started, which then ends with this process. A cluster of another user that nobody named is
-    not used; a warning names it.
+    not used; a warning names it. Starting Ray and workers takes 10 s and more: `tell` gets a sentence about what begins
+    now, without its end: the number of workers. `check` is called before one is started, and raises if workers of this
+    machine alone could not train.
     """
     if find_cluster():
+        tell(f"on the Ray cluster at {ray.get_runtime_context().gcs_address}: starting")
         return False
     if told := foreign_cluster():
         _log.warning("%s", told)
+    check()
+    tell("starting Ray on this machine, then")
     start_local()
     return True
 

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from functools import partial
 from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from raysharded.config import ScalingConfig
-from raysharded.errors import ClusterError
 from raysharded.ids import WorkerId
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.session import DriverSession, FoundWorkers, job_identity, run_digest
 from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost, WorkersOfAnotherVersion
-from raysharded.quantities import count
 from raysharded.ray_backend import adoption, other_versions
 from raysharded.ray_backend.agents import Agents, Aside, OwnNode
+from raysharded.ray_backend.capacity import needs_of, refuse_the_impossible, shortage_text, warn_of_too_few
+from raysharded.ray_backend.death_causes import cause_of_death
 from raysharded.ray_backend.drain_watch import DrainWatch
 from raysharded.ray_backend.node_watch import NodeWatch
 from raysharded.ray_backend.peers import GROUP, GROUP_SIZE, NAMESPACE, RayPeers, name_of
@@ -41,27 +40,6 @@ _SLICE_S = 0.05
 """Length of one wait in Ray, which the detection of a dead node cannot interrupt."""
 
 
-def refuse_the_impossible(scaling: ScalingConfig) -> None:
-    """Raise ClusterError if a cluster that was started here, which does not grow, is too small."""
-    have = ray.cluster_resources()
-    for name, amount in _needs(scaling).items():
-        fits = int(have.get(name, 0) / amount + 1e-9)
-        if fits < scaling.min_workers:
-            less = " (cpus_per_worker=0.5, say)" if name == "CPU" else ""
-            raise ClusterError(
-                f"the run needs at least {count(scaling.min_workers, 'worker')} with {amount:g} {name} each, and this "
-                f"machine has {have.get(name, 0):g} {name}: enough for {fits}. Lower the minimum in "
-                f"ScalingConfig.num_workers, require less per worker{less}, or connect to a larger cluster with "
-                "ray.init(address=...)."
-            )
-
-
-def _needs(scaling: ScalingConfig) -> dict[str, float]:
-    """Resource -> amount that one worker takes."""
-    needs = {"CPU": scaling.cpus_per_worker, "GPU": 1.0 if scaling.use_gpu else 0.0}
-    return {name: amount for name, amount in (needs | scaling.resources_per_worker).items() if amount}
-
-
 class RayLauncher:
     """Implements `raysharded.protocol.worker_launcher.Launcher` with one Ray actor per worker."""
 
@@ -70,8 +48,7 @@ class RayLauncher:
 
         self._scaling = scaling
         self._owns_cluster = owns_cluster
-        if owns_cluster:
-            refuse_the_impossible(scaling)
+        (refuse_the_impossible if owns_cluster else warn_of_too_few)(scaling)
         with_groups: Any = ray.remote(concurrency_groups={GROUP: GROUP_SIZE})  # type: ignore[call-overload]  # it has them
         self._actor_class = with_groups(Tenant)
         self._options: dict[str, Any] = {
@@ -81,7 +58,7 @@ class RayLauncher:
             "max_concurrency": _CONCURRENT_CALLS,
             "max_restarts": 0,
         }
-        self._placing = Placing(scaling.shard_group_size or scaling.tensor_parallel_degree, _needs(scaling))
+        self._placing = Placing(scaling.shard_group_size or scaling.tensor_parallel_degree, needs_of(scaling))
         self._run, self._identity = run_digest(job.run_url), job_identity(job)
         self._terms: DriverSession | None = None
         self._leadership: LeadershipCheck | None = None
@@ -243,7 +220,7 @@ class RayLauncher:
             node_id = self._node_of(worker)
             self._watch.check()
             self.kill(worker)
-            return WorkerLost(worker=worker, reason=_one_line(error), error=_cause(error), node_id=node_id)
+            return WorkerLost(worker=worker, reason=cause_of_death(error), error=_cause(error), node_id=node_id)
 
     def _node_of(self, worker: WorkerId) -> str:
         """Id of the node where a worker is, or is being started; empty if it has none so far. Any thread."""
@@ -265,24 +242,22 @@ class RayLauncher:
     def describe_shortage(self) -> str:
         if not self._is_short():
             return ""
-        have, free = ray.cluster_resources(), ray.available_resources()
-        parts = [
-            f"{amount:g} {name} (the cluster has {have.get(name, 0):g}, {free.get(name, 0):g} free)"
-            for name, amount in _needs(self._scaling).items()
-        ]
         avoided = ", ".join(node_id[:8] for node_id in self._avoided)
         besides = f" No worker is placed on {avoided}, which failed too often." if avoided else ""
-        return f"Each worker needs {' and '.join(parts)}.{besides}"
+        text = shortage_text(
+            needs_of(self._scaling), self._scaling.min_workers, ray.cluster_resources(), ray.available_resources()
+        )
+        return f"{text}{besides}"
 
     def _is_short(self) -> bool:
-        """False if every worker that is not ready has its resources, or can have them at once: it is starting."""
+        """False if enough workers for the run are ready, or have their resources, or can have them at once."""
         if self._owns_cluster:  # it has the resources of the workers required: see `refuse_the_impossible`
             return False
         unfit = {*self._avoided, *self._watch.dead()}
         if any(room for node, room in self._placing.room().items() if node not in unfit):
             return False
         starting = [actor for worker, actor in self._actors.items() if worker not in self._facts]
-        return not starting or not all(map(has_process, starting))
+        return len(self._facts) + sum(map(has_process, starting)) < self._scaling.min_workers
 
     def abandon(self) -> None:
         if not self._owns_cluster:
@@ -311,12 +286,3 @@ def _cause(error: BaseException) -> BaseException | None:
     """The worker's own exception, if that is the cause."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, Exception) else None
-
-
-def _one_line(error: BaseException) -> str:
-    """A worker's fate in one line; Ray's own text is a paragraph of possibilities."""
-    text = " ".join(str(error).split())
-    detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", text)
-    if isinstance(error, ActorDiedError) and detail:
-        return f"its process died: {detail[1][:200]}"
-    return f"{type(error).__name__}: {text[:300]}"

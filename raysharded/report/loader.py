@@ -19,6 +19,7 @@ from raysharded.journal import log
 from raysharded.journal.reader import entries_of, read_some, segment_keys, steps_of
 from raysharded.journal.records import Span
 from raysharded.locations import join_url
+from raysharded.ownership.start_mark import is_starting
 from raysharded.report.history import parallel_reader
 from raysharded.report.history.run_summary import RunSummary
 from raysharded.report.history.step_table import Columns
@@ -80,7 +81,7 @@ def open_run(run_url: str) -> Storage:
     """The storage of a run. Raises StorageError, with runs that may be meant, if there is none, or none any more."""
     storage = open_storage(run_url)
     refuse_removed(storage, StorageError)
-    if not storage.list(log.FOLDER) and not storage.list(CLAIMS_FOLDER):
+    if not storage.list(log.FOLDER) and not storage.list(CLAIMS_FOLDER) and not is_starting(storage):
         raise StorageError(_no_run(storage))
     return storage
 
@@ -102,7 +103,11 @@ def load(run_url: str) -> RunReport:
             f"files under {join_url(storage.url, log.FOLDER)}, or go by its checkpoints: "
             f"`raysharded checkpoint ls {storage.url}`."
         )
-    if storage.list(log.FOLDER):
+    if is_starting(storage):
+        raise StorageError(
+            f"the run at {storage.url} is starting: its driver has written nothing yet. Retry in a moment."
+        )
+    if storage.list(log.FOLDER) or storage.list(CLAIMS_FOLDER):
         raise StorageError(
             f"the journal of the run at {storage.url} is empty: its driver has just begun, or ended before it could "
             "write. Retry in a few seconds; `raysharded run`, or the script, starts it again."

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.checkpoint.removal_mark import REMOVAL_KEY
 from raysharded.checkpoint.storage.folders import list_folders
 from raysharded.errors import StorageError
 from raysharded.journal import log
-from raysharded.locations import join_url, scheme_of
+from raysharded.locations import join_url, local_path, scheme_of
 from raysharded.report.overview import is_run
 
 _NAMES = 5
@@ -22,17 +22,47 @@ _FOLDERS = 200
 def near(name: str) -> str:
     """The runs near the working directory that a name may mean, as a sentence after a space; empty if none.
 
-    They are in this folder or in one of its folders, as `runs/NAME`. Runs of this name come first, then those with
-    similar names, then any. Never raises.
+    Runs of this name come first, then those with similar names, then any. Never raises.
     """
-    found = list(_near())
-    names = {os.path.basename(run) for run in found}
-    close = [name] if name in names else difflib.get_close_matches(name, sorted(names), n=_NAMES, cutoff=0.5)
-    meant = [run for other in close for run in found if os.path.basename(run) == other]
-    if meant:
-        return f" Did you mean {' or '.join(meant[:_NAMES])}?"
+    found = near_runs()
+    if meant := like(name, found):
+        return f" Did you mean {' or '.join(meant)}?"
     more = f" and {len(found) - _NAMES} more" if len(found) > _NAMES else ""
     return f" Runs here: {', '.join(found[:_NAMES])}{more}." if found else ""
+
+
+def near_runs() -> list[str]:
+    """Paths of the runs in the working directory and in its folders, as `./NAME` and `runs/NAME`. Never raises."""
+    return list(_near())
+
+
+def like(name: str, runs: Sequence[str]) -> list[str]:
+    """The first few of these runs, given by names or paths, of this name; if none has it, of similar names."""
+    names = {os.path.basename(run) for run in runs}
+    close = [name] if name in names else difflib.get_close_matches(name, sorted(names), n=_NAMES, cutoff=0.5)
+    return [run for other in close for run in runs if os.path.basename(run) == other][:_NAMES]
+
+
+def require_folder(url: str) -> None:
+    """Raise StorageError, with folders of similar names, if a path of this machine is no folder.
+
+    Object stores have no folders.
+    """
+    path = local_path(url)
+    if path is not None and not os.path.isdir(path):
+        what = "it is a file" if os.path.exists(path) else "it does not exist"
+        raise StorageError(f"there is no folder {path}: {what}.{_similar_folders(path)}")
+
+
+def _similar_folders(path: str) -> str:
+    above, name = os.path.split(path)
+    try:
+        with os.scandir(above) as found:
+            beside = [entry.name for entry in found if entry.is_dir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(name, sorted(beside), n=_NAMES, cutoff=0.5)
+    return f" Did you mean {' or '.join(os.path.join(above, folder) for folder in close)}?" if close else ""
 
 
 def _near() -> Iterator[str]:
@@ -57,7 +87,7 @@ def advice(storage: Storage) -> str:
         return plain
     folder = os.path.dirname(_path(storage.url))
     runs = _runs_in(folder)
-    return f" Runs there: {_names(folder, runs)}." if runs else plain
+    return f" Runs in {folder}: {_listed(runs)}." if runs else plain
 
 
 def meant(storage: Storage) -> str:
@@ -91,8 +121,12 @@ def _path(url: str) -> str:
 
 
 def _names(folder: str, runs: list[str]) -> str:
+    return _listed([os.path.join(folder, run) for run in runs])
+
+
+def _listed(runs: list[str]) -> str:
     more = f" and {len(runs) - _NAMES} more" if len(runs) > _NAMES else ""
-    return ", ".join(os.path.join(folder, run) for run in runs[:_NAMES]) + more
+    return ", ".join(runs[:_NAMES]) + more
 
 
 def _runs_in(folder: str) -> list[str]:

@@ -42,6 +42,8 @@ class Tail:
     ending: Ending | None = None
     """The end of that driver's work, if it has ended."""
     error: str = ""
+    interrupted: bool = False
+    """Whether Ctrl-C ended that driver's work."""
     name: str | None = None
     step: int | None = None
     """The newest step that counts: one that was done, or from which the run continued since."""
@@ -85,6 +87,7 @@ class _Seen:
         self.started: dict[str, Any] | None = None
         self._at: float | None = None
         self._ending: tuple[Ending | None, str] | None = None
+        self._interrupted = False
         self._step: int | None = None
         self._done: dict[str, Any] | None = None
         self._members: int | None = None
@@ -103,6 +106,7 @@ class _Seen:
             self._at = float(entry["at"])
         if self._ending is None and kind in _ENDINGS:
             self._ending = (_ENDINGS[kind], str(entry.get("error") or ""))
+            self._interrupted = entry.get("interrupted") is True
         elif self._ending is None and kind in _AT_WORK:
             self._ending = (None, "")
         if self._paused is None:
@@ -134,6 +138,7 @@ class _Seen:
             writer=self.writer,
             ending=ending,
             error=error,
+            interrupted=self._interrupted,
             name=started.get("run"),
             step=self._step,
             max_steps=started.get("max_steps"),

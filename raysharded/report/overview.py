@@ -15,28 +15,20 @@ from typing import Literal
 
 from raysharded.checkpoint import NoSuchKey, Storage, open_storage
 from raysharded.checkpoint.claims import CLAIMS_FOLDER, Claim, list_numbers, read_claim
-from raysharded.checkpoint.format.paths import MANIFEST_NAME
+from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER, MANIFEST_NAME, parse_save_folder
 from raysharded.checkpoint.removal_mark import is_marked, refuse_removed
-from raysharded.checkpoint.storage.folders import list_folders
+from raysharded.checkpoint.retention.fork_reference import REFERENCE_NAME
+from raysharded.checkpoint.storage.folders import last_part, list_folders
 from raysharded.errors import CorruptCheckpoint, StorageError
 from raysharded.journal import log
 from raysharded.locations import join_url
-from raysharded.ownership.lease import BEATS_PER_LEASE, Seen, decode, has_changed, lease_key
+from raysharded.ownership.lease import BEATS_PER_LEASE, FOLDER as LEASE_FOLDER, Seen, decode, has_changed, lease_key
 from raysharded.ownership.process_identity import is_gone, this_process
+from raysharded.ownership.start_mark import is_starting
 from raysharded.report.newest_step import Tail, read_tail
 
-State = Literal["new", "running", "paused", "silent", "ended", "finished", "stopped", "failed", "damaged"]
-MEANING: dict[State, str] = {
-    "new": "a driver has claimed it, and written nothing yet",
-    "running": "its driver is at work",
-    "paused": "its workers stand still until `raysharded resume`",
-    "silent": "its driver gave no sign of life; it may still be at work",
-    "ended": "its driver exited without a final entry: started again, the run resumes",
-    "finished": "all its steps are done",
-    "stopped": "it was stopped: started again, it resumes",
-    "failed": "it ended with an error",
-    "damaged": "the end of its journal cannot be read",
-}
+State = Literal["new", "running", "paused", "silent", "restarting", "ended", "finished", "stopped", "failed", "damaged"]
+_OVER = ("ended", "finished", "stopped", "failed")
 JUST_NOW_S = 20.0
 """A driver counts as at work for this long after its newest entry, by this machine's clock."""
 _AT_ONCE = 16
@@ -72,6 +64,12 @@ class RunOverview:
     """Host name of that driver's node; empty if there is none."""
     driver_since: float | None = None
     """Time since which that driver has held the run: seconds since 1970."""
+    fork_step: int | None = None
+    """For a run that is over without its own checkpoint: step of the parent's checkpoint that it begins with."""
+    interrupted: bool = False
+    """Whether Ctrl-C stopped it."""
+    lost_actor: bool = False
+    """Whether it ended because its driver actor's process has exited: Ray may restart the actor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,12 +84,14 @@ class _Found:
 
 
 def is_run(storage: Storage) -> bool:
-    """True if the storage is the folder of one run, and the run is not being removed."""
-    return _has_folders(storage) and not is_marked(storage)
+    """True if the storage is the folder of one run, which may be starting, and the run is not being removed."""
+    return _is_of_run(storage, list_folders(storage)) and not is_marked(storage)
 
 
-def _has_folders(storage: Storage) -> bool:
-    return bool({log.FOLDER, CLAIMS_FOLDER} & set(list_folders(storage)))
+def _is_of_run(storage: Storage, folders: Sequence[str]) -> bool:
+    if {log.FOLDER, CLAIMS_FOLDER} & set(folders):
+        return True
+    return LEASE_FOLDER in folders and is_starting(storage)
 
 
 def find_runs(
@@ -105,11 +105,17 @@ def find_runs(
     """
     above = open_storage(url)
     names = list_folders(above)
-    if {log.FOLDER, CLAIMS_FOLDER} & set(names):
+    if _is_of_run(above, names):
         return look([above], now=now, pause=pause)
     below = [open_storage(join_url(above.url, name)) for name in names]
     with ThreadPoolExecutor(_AT_ONCE, "raysharded-runs") as pool:
-        runs = [storage for storage, found in zip(below, pool.map(_has_folders, below), strict=True) if found]
+        runs = [
+            storage
+            for storage, found in zip(
+                below, pool.map(lambda one: _is_of_run(one, list_folders(one)), below), strict=True
+            )
+            if found
+        ]
     return _glances(runs, _look_unless_removed, now, pause)
 
 
@@ -156,6 +162,8 @@ def _look(storage: Storage, now: float) -> _Found:
     except _DAMAGE as error:
         tail, damage = Tail(num_segments=0), f"its journal cannot be read ({type(error).__name__}: {error})"
     state = "damaged" if damage else _state(tail, owner, lease, now)
+    if state in _OVER and state != "finished" and is_starting(storage):
+        state = "new"
     holder = lease.holder if lease and state in ("new", "running", "silent") else None
     path = storage.url.partition("?")[0].rstrip("/")
     glance = RunOverview(
@@ -175,6 +183,9 @@ def _look(storage: Storage, now: float) -> _Found:
         driver_pid=(holder.process.pid or None) if holder else None,
         driver_node=holder.host if holder else "",
         driver_since=holder.since if holder else None,
+        fork_step=_fork_step(storage) if state in _OVER and commit is None else None,
+        interrupted=tail.interrupted,
+        lost_actor=state == "ended" and _is_lost_actor(lease),
     )
     return _Found(storage=storage, glance=glance, owner=owner, lease=lease, paused=tail.paused)
 
@@ -191,6 +202,21 @@ def _claims(storage: Storage) -> tuple[Claim | None, Claim | None]:
         if claim.kind == "commit" and _exists(storage, f"{claim.prefix}/{MANIFEST_NAME}"):
             return owner, claim
     return owner, None
+
+
+def begins_with(url: str) -> int:
+    """The step of the checkpoint that a run begins with, or began with; 0 without one. Raises StorageError."""
+    storage = open_storage(url)
+    if (step := _fork_step(storage)) is not None:  # the reference goes when the fork has its own checkpoint
+        return step
+    return next((int(entry["resumed_after_step"]) for entry in log.read(storage) if entry["kind"] == "started"), 0)
+
+
+def _fork_step(storage: Storage) -> int | None:
+    """Step of the parent's checkpoint that a fork without its own begins with."""
+    folders = (key.split("/")[-2] for key in storage.list(CHECKPOINTS_FOLDER) if last_part(key) == REFERENCE_NAME)
+    steps = [parsed[0] for folder in folders if (parsed := parse_save_folder(folder)) is not None]
+    return max(steps, default=None)
 
 
 def _exists(storage: Storage, key: str) -> bool:
@@ -224,6 +250,11 @@ def _lease(storage: Storage, owner: Claim | None) -> Seen | None:
         return decode(storage.read(key, 0, _MAX_LEASE_BYTES), join_url(storage.url, key))
     except NoSuchKey:
         return None
+
+
+def _is_lost_actor(lease: Seen | None) -> bool:
+    holder = lease.holder if lease else None
+    return holder is not None and holder.is_actor and not holder.ended
 
 
 def _shows_itself(run: _Found) -> bool:

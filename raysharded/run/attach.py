@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
+import itertools
 import os
 
-from raysharded.errors import ClusterError, ConfigError, StorageError
+from raysharded import uncaught_errors
+from raysharded.errors import ClusterError, ConfigError, RayshardedError, StorageError
 from raysharded.ray_backend import cluster
-from raysharded.report.nearby import near
-from raysharded.run import process_hooks
+from raysharded.report.nearby import like, near, near_runs
 from raysharded.run.handle import Run
 from raysharded.run.hosted import submission
 from raysharded.run.hosted.registry import host_name, host_of, hosts, of_another_version
@@ -32,7 +32,7 @@ def attach(run: str, address: str | None = None) -> Run:
     Raises ConfigError for an unknown run, with similar names. Raises ClusterError for a name if no cluster can be
     reached, with the runs near the working directory.
     """
-    process_hooks.install()
+    uncaught_errors.install(RayshardedError)
     url = _url_of(run)
     there_is_one = _find_cluster(run if url is None else None, address)
     if url is not None:
@@ -48,8 +48,8 @@ def attach(run: str, address: str | None = None) -> Run:
     if driven:
         return _driven(run, driven[0])
     if urls:
-        return _stored(run, urls[0])
-    raise ConfigError(f"no run named {run!r} was started on this cluster{_meant(run, known)}{near(run)}")
+        return _stored(run, next((one for one in urls if _is_there(one)), urls[0]))
+    raise ConfigError(f"no run named {run!r} was started on this cluster{_meant(run, known)}")
 
 
 def _find_cluster(name: str | None, address: str | None) -> bool:
@@ -99,11 +99,25 @@ def _stored(name: str, url: str) -> StoredRun:
 
 
 def _meant(run: str, known: dict[str, list[str]]) -> str:
-    if not known:
-        return ": no run was, with ElasticTrainer.start() or as a Ray job. Give the run's folder or URL."
-    close = difflib.get_close_matches(run, known, n=_NAMES, cutoff=0.5)
-    if close:
-        return f": did you mean {' or '.join(map(repr, close))}?"
+    """The rest of the sentence, with the runs that may be meant: of this cluster, and near the working directory."""
+    close = [(name, url) for name in like(run, sorted(known)) for url in known[name] if _is_there(url)]
+    here = [path for path in like(run, near_runs()) if os.path.abspath(path) not in {url for _, url in close}]
+    if meant := [*dict.fromkeys(repr(name) for name, _ in close), *here][:_NAMES]:
+        return f": did you mean {' or '.join(meant)}?"
+    there = (name for name in sorted(known) if any(map(_is_there, known[name])))
+    names = ", ".join(itertools.islice(there, _NAMES))
+    if not names:
+        return f": no run was, with ElasticTrainer.start() or as a Ray job.{near(run)} Give the run's folder or URL."
     driven = ", ".join(sorted(set(hosts().values())))
-    names = ", ".join(sorted(known)[:_NAMES])
-    return f"; known runs: {names}{f' (driven now: {driven})' if driven else ''}."
+    return f"; known runs: {names}{f' (driven now: {driven})' if driven else ''}.{near(run)}"
+
+
+def _is_there(url: str) -> bool:
+    """False for a run that was removed."""
+    from raysharded.checkpoint import open_storage
+    from raysharded.report.overview import is_run
+
+    try:
+        return is_run(open_storage(url))
+    except StorageError:  # it cannot be known
+        return True

@@ -15,8 +15,26 @@ if TYPE_CHECKING:
     from raysharded.run.spec import RunSpec
 
 
+_log = logging.getLogger("raysharded.driver")
+
+
 def ignore(kind: str, fields: dict[str, Any]) -> None:
     """Ignore all entries."""
+
+
+def announce(text: str, *, shown: bool) -> None:
+    """Report the start, before the first journal entry: a line where the live line will be, or one in the log.
+
+    In a notebook it is logged too: a cell has the live line alone.
+    """
+    from raysharded.report.console import PlainConsole
+
+    console = PlainConsole(stderr=True)
+    if not shown or console.is_jupyter:
+        _log.info("%s", text)
+        return
+    with contextlib.suppress(OSError, ValueError, SystemExit):  # nobody reads it: the run continues
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 @contextlib.contextmanager

@@ -15,13 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from raysharded import uncaught_errors
 from raysharded.clock import SystemClock
-from raysharded.errors import ConfigError, RunFailed
-from raysharded.run import process_hooks
+from raysharded.errors import ConfigError, RayshardedError, RunFailed
+from raysharded.ownership.start_mark import mark_start
+from raysharded.quantities import count
 from raysharded.run.control import RunControl
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Ask, Run
-from raysharded.run.listeners import listening, measuring, untested_versions, versions
+from raysharded.run.listeners import announce, listening, measuring, untested_versions, versions
 from raysharded.run.process_hooks import on_notice
 from raysharded.run.results import Entry, Listener, Result, Status, last_numbers
 from raysharded.run.start_from import with_initial_weights
@@ -115,6 +117,8 @@ class LocalRun(Run):
         self._evaluation: Mapping[str, float] = {}
         """The newest evaluation."""
         self._thread: threading.Thread | None = None
+        self._unmark: Callable[[], None] = lambda: None
+        """Removes the mark of the start."""
         self._result: Result | None = None
         self._error: BaseException | None = None
         self._ended = threading.Event()
@@ -137,6 +141,7 @@ class LocalRun(Run):
 
     def drive(self) -> Result:
         """Drive the run to its end in the calling thread."""
+        self._unmark = mark_start(self._storage, driver_is_here=True)
         try:
             self._result = self._drive()
             return self._result
@@ -144,6 +149,8 @@ class LocalRun(Run):
             self._error = error
             raise
         finally:
+            if self._steering.driver is None:
+                self._unmark()
             self._steering.end()
             self._ended.set()
             self._entries.close()
@@ -167,8 +174,11 @@ class LocalRun(Run):
     def _drive_with_ray(self) -> Result:
         from raysharded.ray_backend import cluster, ray_launcher
 
-        owns_cluster = cluster.connect()
-        process_hooks.install()  # Ray has set its own since `fit` did
+        workers = count(self._spec.scaling.max_workers, "worker")
+        owns_cluster = cluster.connect(
+            lambda where: announce(f"{where} {workers}", shown=self._progress), self._spec.require_local_files
+        )
+        uncaught_errors.install(RayshardedError)  # Ray has set its own since `fit` did
         cluster.carry_user_code(*self._spec.user_objects())
         with cluster.quiet_raylet() if owns_cluster else contextlib.nullcontext():
             try:
@@ -211,6 +221,7 @@ class LocalRun(Run):
                     record_events=spec.run.record_events,
                 )
                 driver.restore()
+                self._unmark()
                 self._steering.begin(driver)
                 with self._on_notice():
                     state = driver.run()

@@ -106,15 +106,17 @@ class StoredRun(Run):
             )
         raise ClusterError(
             f"Run.{what}: run {self.name!r} is {found.state} and has no driver on this cluster that takes requests"
-            f"{f' (it is held by {found.driver})' if found.driver else ''}. Use its handle in the process of fit(), or "
-            "start it with ElasticTrainer.start(), whose driver takes requests from anywhere on the cluster."
+            f"{f' (it is held by {found.driver})' if found.driver else ''}. Use its handle in the process of fit(). "
+            "For requests from elsewhere, stop it, and start it on a Ray cluster that outlives its script: `ray start "
+            "--head`, then `raysharded run FILE --detach` or ElasticTrainer.start()."
         )
 
     def _look(self) -> RunOverview:
         from raysharded.report.overview import look
+        from raysharded.run.restart import with_restart
 
         (found,) = look([self._storage])
-        return found
+        return with_restart(found)
 
     def _after(self, number: int) -> list[Entry]:
         found: list[Entry] = []

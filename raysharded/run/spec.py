@@ -52,6 +52,18 @@ class RunSpec:
         evaluation = [self.evaluation.data] if self.evaluation else []
         return [self.task, self.data, *evaluation, *self.run.failure.preemption_notices, *self.run.metrics]
 
+    def require_local_files(self) -> None:
+        """Raise DataError if token files with a path of this machine do not exist here.
+
+        For runs whose workers are all on this machine: on a cluster, files may exist on the workers' nodes alone.
+        """
+        from raysharded.data import TokenDataset
+        from raysharded.data.text.files import require_files
+
+        for data in (self.data, self.evaluation.data if self.evaluation else None):
+            if isinstance(data, TokenDataset):
+                require_files(data.paths, suffix=".parquet")
+
     def settings(self) -> dict[str, Any]:
         """The settings that the journal and every checkpoint record. A resumed run has the same, except for
         `max_steps` and `scaling`."""

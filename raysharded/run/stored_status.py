@@ -46,7 +46,8 @@ def status_at(url: str) -> Status:
     from raysharded.report.loader import open_run
     from raysharded.report.overview import look
     from raysharded.report.recent import read_recent
+    from raysharded.run.restart import with_restart
 
     storage = open_run(url)
     (found,) = look([storage])
-    return stored_status(found, read_recent(storage))
+    return stored_status(with_restart(found), read_recent(storage))

@@ -61,7 +61,7 @@ def test_every_entry_is_a_value_after_where_the_run_stands(monkeypatch: pytest.M
 def test_where_there_is_no_terminal_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     found = attached(monkeypatch, Handle())
     assert found.exit_code == 0
-    assert "step 3: worker 1 lost: the process died" in found.stdout
+    assert "step 4: worker 1 lost: the process died" in found.stdout
     assert f"step 6: finished, fingerprint {'f' * 32}" in found.stdout
 
 

@@ -92,6 +92,7 @@ def test_ls_lists_every_save_and_why_it_is_no_checkpoint(storage: Storage) -> No
 def test_ls_and_show_know_a_checkpoint_by_itself(folder: str) -> None:
     [row] = json.loads(succeed("checkpoint", "ls", folder, "--json"))
     assert (row["step"], row["complete"], row["prefix"]) == (7, True, "my checkpoint")
+    assert row["state"] == "committed"  # the word of a run's
     assert "my checkpoint" in succeed("checkpoint", "ls", folder)
     found = json.loads(succeed("checkpoint", "show", f"{folder}/", "--json"))
     assert (found["url"], found["step"], found["tensors"]["w"]["shape"]) == (folder, 7, [4, 3])
@@ -137,6 +138,10 @@ def test_unsigned_checkpoints_are_refused_when_a_key_is_set(storage: Storage, mo
 
 def test_verify_finds_a_byte_that_changed(storage: Storage) -> None:
     assert succeed("checkpoint", "verify", storage.url, "--all").count("whole") == 2
+    newest = succeed("checkpoint", "verify", storage.url).splitlines()
+    assert newest[0].startswith("step 20: whole ")
+    assert newest[1:] == ["only the newest was read: 1 other with --all, one with --step N"]
+    assert "only the newest" not in succeed("checkpoint", "verify", storage.url, "--step", 10)
     data_file = Path(storage.url, "checkpoints", "step-0000000020-g000001", "w0001.safetensors")
     content = bytearray(data_file.read_bytes())
     content[-1] ^= 1
@@ -208,7 +213,8 @@ def test_checkpoints_side_by_side_are_listed_shown_and_read(beside: Path, tmp_pa
     assert json.loads(succeed("checkpoint", "show", beside, "--json"))["step"] == 10
     assert json.loads(succeed("checkpoint", "show", beside, "--step", 9, "--json"))["step"] == 9
     assert "there are: 9, 10" in fail("checkpoint", "show", beside, "--step", 8)
-    assert succeed("checkpoint", "verify", beside) == "step 10: whole (step-10)\n"
+    more = "only the newest was read: 1 other with --all, one with --step N\n"
+    assert succeed("checkpoint", "verify", beside) == f"step 10: whole (step-10)\n{more}"
     assert succeed("checkpoint", "verify", beside, "--step", 9) == "step 9: whole (step-9)\n"
     assert succeed("checkpoint", "verify", beside, "--all").count("whole") == 2
     assert invoke("checkpoint", "diff", beside, beside, "--step-a", 9).exit_code == 1
@@ -349,6 +355,22 @@ def test_fork_lets_a_new_run_begin_with_a_checkpoint(storage: Storage, tmp_path:
     assert row["reason"] in succeed("checkpoint", "ls", new)
     assert succeed("checkpoint", "verify", new) == f"step 10: whole ({row['prefix']})\n"
     assert "itself a reference" in fail("checkpoint", "fork", new, tmp_path / "newer")
+
+
+def test_a_fork_given_by_name_is_beside_its_parent_and_the_message_says_how_to_start_it(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    told = succeed("checkpoint", "fork", storage.url, "new")
+    assert told.startswith(f"{tmp_path}/new begins with step 20 of {storage.url}, which is pinned there as fork-new-")
+    assert f"\nstart it: raysharded run FILE.py run.name=new run.storage_path={tmp_path}\n" in told
+    assert newest_complete(open_storage(str(tmp_path / "new"))).checkpoint is not None
+    assert (
+        json.loads(succeed("checkpoint", "fork", storage.url, "./new", "--json"))["url"] == f"{tmp_path}/elsewhere/new"
+    )
+    told = succeed("checkpoint", "fork", "../run", "third")
+    assert told.startswith(f"{tmp_path}/third begins with step 20 ")
 
 
 # -- gc --

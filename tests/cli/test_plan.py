@@ -49,8 +49,26 @@ RUN = ("--global-batch-size", 32, "--seq-len", 16, "--workers", 8)
 
 def test_a_config_is_planned(config: str) -> None:
     out = succeed("plan", config, *RUN, "--device-memory", "1GiB", "--host-memory", "10GB")
-    for part in ("parameters in 6 units", "activation checkpointing", "fits", "1x8", "8x1", "all-gather", "because: "):
+    for part in (
+        "parameters in 6 units",
+        "activation checkpointing",
+        "fits",
+        "1x8",
+        "8x1",
+        "all-gather",
+        "because: ",
+        "step, at least",
+    ):
         assert part in out
+
+
+@pytest.mark.parametrize(("speed", "is_short"), [(100, True), (1e-6, False)])
+def test_a_step_time_is_never_shown_without_what_it_leaves_out(config: str, speed: float, is_short: bool) -> None:
+    plan = json.loads(succeed("plan", config, *RUN, "--tflops", speed, "--json"))
+    (note,) = [note for note in plan["notes"] if "lower bounds" in note]
+    assert "reading samples, the optimizer, snapshots, Python and the messages of every round are left out" in note
+    assert (plan["chosen"]["step_s"] < 0.2) == ("expect tens of milliseconds on CPU workers" in note) == is_short
+    assert "lower bounds" in " ".join(succeed("plan", config, *RUN, "--tflops", speed).split())
 
 
 def test_json_has_the_same(config: str) -> None:

@@ -22,10 +22,11 @@ from raysharded.report import overview
 from raysharded.report.live.follow import follow
 from raysharded.report.overview import find_runs, look
 from raysharded.report.recent import RecentReader, read_recent
+from raysharded.report.state_meaning import meaning
 from raysharded.run import Status
 from raysharded.run.offline import StoredRun
 from raysharded.testing.storages import CountingStorage
-from tests.cli.test_commands import fail, succeed
+from tests.cli.test_commands import fail, invoke, succeed
 from tests.report.entries import Entry, data, generation, run_with_a_loss, started, step, write_run
 
 ELSEWHERE = Process(machine="another machine", pid=7, started=1)
@@ -80,12 +81,71 @@ def test_runs_are_listed_with_how_far_they_are(tmp_path: Path) -> None:
         assert part in out
 
 
-def test_a_run_itself_is_listed_alone_and_an_empty_folder_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+def test_a_run_itself_is_listed_alone(tmp_path: Path) -> None:
     url = write_run(tmp_path / "tiny", run_with_a_loss())
     assert [run["url"] for run in json.loads(succeed("runs", url, "--json"))] == [url]
+
+
+def test_an_empty_folder_has_no_runs_and_one_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert fail("runs", tmp_path / "empty").startswith(f"there are no runs at {tmp_path}/empty")
+    (tmp_path / "file").touch()
+    found = invoke("runs", tmp_path / "empty")
+    assert (found.exit_code, found.stdout, found.stderr) == (0, "", f"no runs in {tmp_path}/empty\n")
     assert json.loads(succeed("runs", tmp_path / "empty", "--json")) == []
+    for options in ([], ["--json"]):
+        assert fail("runs", tmp_path / "none", *options) == f"there is no folder {tmp_path}/none: it does not exist."
+        assert fail("runs", tmp_path / "empti", *options).endswith(f" Did you mean {tmp_path}/empty?")
+        assert fail("runs", tmp_path / "file", *options) == f"there is no folder {tmp_path}/file: it is a file."
+
+
+def test_runs_that_are_elsewhere_are_named_with_their_folder(tmp_path: Path) -> None:
+    write_run(tmp_path / "gpt", run_with_a_loss())
+    write_run(tmp_path / "bert", run_with_a_loss())
+    assert fail("status", tmp_path / "zzzz").endswith(f" Runs in {tmp_path}: bert, gpt.")
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        (("stopped", {"step": 2, "interrupted": True}), "stopped: interrupted at step 2; the next fit() resumes "),
+        (("stopped", {"step": 2}), "stopped: it was stopped at step 2; the next fit() resumes "),
+        (("failed", {"step": 2, "error": "x"}), "failed: it ended with an error at step 2; the next fit() resumes "),
+        (("learning_rate", {}), "ended: its driver exited without a final entry at step 2; the next fit() resumes "),
+    ],
+)
+def test_the_state_of_a_run_that_is_over_says_where_the_next_start_resumes(
+    tmp_path: Path, last: Entry, told: str
+) -> None:
+    journal_now(tmp_path, [*at_work(), last])
+    own(tmp_path, "driver0", ended=True)
+    assert f"{told}from the start: it has no checkpoint\n" in succeed("status", tmp_path)
+    storage = open_storage(str(tmp_path))
+    claims = Claims(storage, "driver0")
+    claims.own(2)
+    claims.commit(2, 1, "checkpoints/step-1", "d" * 64)
+    storage.write("checkpoints/step-1/manifest.json", [b"{}"])
+    assert f"{told}from its checkpoint of step 1\n" in succeed("status", tmp_path)
+
+
+def test_a_run_that_failed_before_its_first_step_says_that_nothing_of_it_was_trained(tmp_path: Path) -> None:
+    journal_now(tmp_path / "x", [started(name="x"), ("failed", {"step": 0, "error": "TaskError: no data"})])
+    own(tmp_path / "x", "driver0", ended=True)
+    out = succeed("status", tmp_path / "x")
+    assert "failed to start: it failed before its first step, so nothing of it was trained." in out
+    assert "TaskError: no data" in out
+    assert "failed to start" in succeed("runs", tmp_path)
+
+
+def test_a_driver_actor_that_is_lost_is_not_taken_for_the_end_of_its_run(tmp_path: Path) -> None:
+    journal_now(tmp_path, at_work())
+    gone = replace(this_process(), started=1)
+    own(tmp_path, "driver0", process=gone, cluster="10.0.0.1:6379/session", job="actor abc start 0")
+    (found,) = look([open_storage(str(tmp_path))])
+    assert (found.state, found.lost_actor) == ("ended", True)
+    assert "the process of its driver actor has exited. Ray restarts it if its cluster is up" in meaning(found)
+    own(tmp_path, "driver0", process=gone, job="actor abc start 0", ended=True)
+    (found,) = look([open_storage(str(tmp_path))])
+    assert (found.state, found.lost_actor) == ("ended", False)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +271,7 @@ def test_status_shows_who_and_how_many_and_what_happened_last(tmp_path: Path) ->
     own(tmp_path, "driver0", process=this_process())
     found = json.loads(succeed("status", tmp_path, "--json"))
     assert (found["state"], found["step"], found["members"], found["generation"]) == ("running", 4, [0, 3], 2)
-    assert [incident["text"] for incident in found["incidents"]] == ["step 2: worker 1 lost: the process died"]
+    assert [incident["text"] for incident in found["incidents"]] == ["step 3: worker 1 lost: the process died"]
     assert found["step_s"] >= 0
     out = succeed("status", tmp_path)
     for part in ("running: its driver is at work", "4 of 6", "2: 0, 3", "worker 1 lost", "driver driver0"):

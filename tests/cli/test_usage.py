@@ -131,7 +131,7 @@ def test_a_plan_of_a_config_names_all_numbers_that_it_needs(here: Path) -> None:
             "run usage_trainer.py engine.param_dtype=int3",
             "engine.param_dtype=int3: choose one of float32, bfloat16.",
         ),
-        ("check usage_trainer.py scaling.num_workers=0", "scaling.num_workers=0: need 1 <= min <= max."),
+        ("check usage_trainer.py scaling.num_workers=0", "scaling.num_workers=0: give a number of 1 or more."),
     ],
 )
 def test_messages_of_the_library_speak_of_the_commands_options(here: Path, arguments: str, message: str) -> None:

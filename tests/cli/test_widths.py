@@ -94,6 +94,9 @@ def test_a_pipe_gets_every_row_whole_on_one_line(here: Path) -> None:
     (incident,) = [line for line in told.splitlines() if "Worker 1 was lost" in line]
     assert incident.endswith("computed again 1.00 s).")
     assert [line for line in (listed + told).splitlines() if line != line.rstrip()] == []
+    rules = [line for line in (listed + told).splitlines() if set(line) == {"\u2500"}]
+    assert len(rules) >= 3
+    assert max(map(len, rules)) <= 160
 
 
 @pytest.mark.parametrize("columns", [80, 60])
@@ -163,6 +166,21 @@ def test_a_narrow_table_omits_columns_by_their_rank_shortens_names_and_wraps_sen
     (name,) = [line for line in narrow if "nnn" in line]
     assert re.search(r"n+\u2026 +1234567 ", name)
     assert " ".join(" ".join(narrow).split()).count("seven") == 1
+
+
+def test_without_a_width_a_sentence_widens_no_rule_and_no_other_row() -> None:
+    table = RowTable("title")
+    table.add_column("what", long="wrap")
+    table.add_column("number", right=True)
+    table.add_row("a sentence " * 30, "12345678")
+    table.add_row("short,\nbut two lines", "9")
+    out = StringIO()
+    Console(file=out, width=1 << 20).print(table)
+    title, head, rule, first, second = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert (title, head.split(), set(rule)) == ("title", ["what", "number"], {"\u2500"})
+    assert max(map(len, (head, rule, second))) <= 40
+    assert first == f"{'a sentence ' * 30}  12345678"
+    assert second.split("  ")[0] == "short, but two lines"
 
 
 def test_a_number_is_never_wrapped() -> None:

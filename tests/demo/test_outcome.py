@@ -29,6 +29,7 @@ RECOVERY_FIELDS = {
     "worker",
     "found_s",
     "abort_s",
+    "wait_s",
     "reshard_s",
     "first_step_s",
     "total_s",

@@ -59,10 +59,8 @@ EXAMPLES = "tests/examples/test_examples.py"
 KUBERAY = "tests/packaging/test_kuberay_yaml.py::test_kuberays_schema_accepts_it"
 ELSEWHERE = {
     "pip install .": INSTALLED,
-    "python3 -m venv .venv": INSTALLED,
     "python3 -m venv .venv && . .venv/bin/activate": INSTALLED,
     "pip install torch==2.13.0": INSTALLED,
-    ". .venv/bin/activate": INSTALLED,
     "pip install 'raysharded[tensorboard]'": "tests/docs/test_commands.py::test_every_extra_that_is_named_exists",
     "tensorboard --logdir curves": "tests/metrics/test_tensorboard.py::test_the_events_that_were_written_are_read_back",
     "raysharded check train.py": "tests/preflight/test_checks.py::"

@@ -321,6 +321,12 @@ def test_with_a_replacement_wait_the_next_generation_forms_as_soon_as_the_replac
     assert run.state.phase is Phase.GATHERING
     run.ready(3)
     assert set(run.newest_form().members) == {0, 2, 3}
+    run.at += 1
+    run.formed()
+    run.at += 2
+    run.trained(3)
+    (recovery,) = run.records("recovery")
+    assert [recovery[name] for name in ("wait_s", "reshard_s", "first_step_s", "total_s")] == [10.0, 1.0, 2.0, 13.0]
 
 
 def test_with_a_replacement_wait_the_run_continues_without_when_none_comes() -> None:
@@ -463,6 +469,7 @@ def test_a_recovery_is_not_over_by_steps_that_were_done_before_the_loss() -> Non
     run.trained(3)
     (recovery,) = run.records("recovery")
     assert (recovery["resumed_after_step"], recovery["steps_redone"], recovery["first_step_s"]) == (2, 0, 1.0)
+    assert "wait_s" not in recovery  # it waited for nobody
     assert [step["step"] for step in run.records("step")] == [1, 2, 3]
 
 

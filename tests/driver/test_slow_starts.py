@@ -17,6 +17,7 @@ from raysharded.ids import WorkerId
 from raysharded.journal.reader import entries_of, read_segments
 from raysharded.protocol.session import DriverSession, FoundWorkers
 from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost
+from raysharded.ray_backend.capacity import shortage_text
 from raysharded.run.listeners import ignore
 from tests.driver.scripted import LIMITS
 from tests.report.entries import ManualClock
@@ -102,3 +103,12 @@ def test_what_is_missing_is_said_after_ten_seconds(tmp_path: Path) -> None:
 def test_workers_that_fail_to_start_are_said_to_be_missing_after_ten_seconds(tmp_path: Path) -> None:
     (first, _), *_ = said(tmp_path, failing=True)
     assert 10 <= first < 12
+
+
+def test_a_shortage_that_ends_when_others_free_what_they_use_is_told_from_one_that_does_not() -> None:
+    needs, have, free = {"CPU": 0.5}, {"CPU": 2.0}, {"CPU": 0.0}
+    short = "Each worker needs 0.5 CPU (the cluster has 2, 0 free)."
+    assert shortage_text(needs, 4, have, free) == (
+        f"{short} That is enough for the run: it starts when what others use now is free."
+    )
+    assert shortage_text(needs, 5, have, free) == short

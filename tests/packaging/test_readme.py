@@ -28,8 +28,9 @@ def test_the_checkpoint_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     model = torch.nn.Linear(2, 2)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-    exec(compile(example, "README.md", "exec"), names)  # noqa: S102 - the README's own text
-    assert names["loaded"].step == 500
+    for first_step in (0, 500):  # the first start, and the next
+        exec(compile(example, "README.md", "exec"), names)  # noqa: S102 - the README's own text
+        assert names["first_step"] == first_step
 
 
 def test_the_commands_name_files_and_commands_that_exist() -> None:
@@ -40,6 +41,13 @@ def test_the_commands_name_files_and_commands_that_exist() -> None:
     tested = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert tested is not None
     assert f"pip install {tested[1]}" in README
+
+
+def test_every_page_installs_a_checkout_with_the_same_lines() -> None:
+    pages = [README, (DOCS / "quickstart.md").read_text(encoding="utf-8")]
+    found = [re.findall(r"^(?:python3 -m venv|pip install (?!')).*$", page, re.MULTILINE) for page in pages]
+    assert len(found[0]) == 3
+    assert found[0] == found[1]
 
 
 def test_every_example_is_in_the_table_of_the_index() -> None:

@@ -151,6 +151,7 @@ def launched(folder: Path, nodes: RayNodes) -> dict[str, Any]:
     return {
         "failed_starts": failed_starts(folder, node),
         "stopped": stopped(folder),
+        "one_starts": one_starts(folder),
         "only_avoided": only_avoided(folder, node, nodes),
     }
 
@@ -166,6 +167,19 @@ def only_avoided(folder: Path, node: str, nodes: RayNodes) -> dict[str, Any]:
     facts = answer_of(launcher, WAIT_S)
     launcher.close()
     return {"happened": happened, "shortage": shortage, "node": node, "on_other": facts.node_id == other}
+
+
+def one_starts(folder: Path) -> str:
+    """A run that needs one worker and may have two, of which one is starting and has the whole node."""
+    launcher = make_launcher(make_job(str(folder)))
+    for worker in (WorkerId(0), WorkerId(1)):
+        launcher.start(worker)
+    actors = launcher._actors.values()
+    wait_until(lambda: any(map(has_process, actors)), "a worker's process", WAIT_S)
+    shortage = launcher.describe_shortage()
+    assert sum(map(has_process, actors)) == 1, "the node has one slot"
+    launcher.close()
+    return shortage
 
 
 def stopped(folder: Path) -> dict[str, Any]:

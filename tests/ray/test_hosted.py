@@ -25,9 +25,11 @@ from raysharded.cli import app
 from raysharded.errors import CheckpointError, ConfigError, RunFailed, RunOwnedElsewhere, StorageError, TaskError
 from raysharded.journal.log import read
 from raysharded.run.hosted.registry import host_of, hosts
+from raysharded.run.offline import StoredRun
 from tests.docs.blocks import blocks, page
 from tests.ray.driving import STEPS, hurry, trainer, undisturbed
 from tests.ray.leftovers import assert_no_slot_is_leaked, wait_until
+from tests.report.entries import run_with_a_loss, write_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("no_host_stays")]
 
@@ -100,13 +102,14 @@ def test_a_run_continues_when_the_process_that_started_it_is_killed_and_is_attac
 
 def test_a_host_that_is_killed_is_started_again_and_takes_the_workers_over_from_memory(tmp_path: Path) -> None:
     run = trainer(tmp_path, 1).start()
-    numbers, killed = [], False
+    numbers, killed, stored = [], False, StoredRun("driven", run.url)
     for batch in run.follow():
         numbers += [number for number, _, _ in batch]
         if not killed and any(kind == "step" and fields["step"] >= 3 for _, kind, fields in batch):
             killed = True
             before = run.status()
             os.kill(host_pid(run), signal.SIGKILL)
+            wait_until(lambda: stored.status().state == "restarting", "storage and cluster know of the restart")
             hurry(tmp_path)
     assert numbers == sorted(set(numbers))
     entries = list(read(open_storage(run.url)))
@@ -158,7 +161,10 @@ def test_a_run_is_stopped_forked_and_queried_in_vain_when_it_is_over(tmp_path: P
     with pytest.raises(CheckpointError, match=r"no committed checkpoint of step 1; there are: none"):
         run.fork("other", step=1)
     written = run.checkpoint(timeout_s=120)
-    fork = run.fork("other", storage_path=str(tmp_path / "forks"))
+    told = CliRunner().invoke(app, ["fork", "driven", "other", "--storage", str(tmp_path / "forks")])
+    assert f"run other begins with step {written.step} of {run.url}\n" in told.stdout, told.stderr
+    assert f"its folder: {tmp_path}/forks/other;" in told.stdout
+    fork = rs.attach("other")
     run.stop(checkpoint=True)
     with pytest.raises(
         RunFailed, match=r"Stopped\. Run 'driven' was at step \d+ of 12; the next fit\(\) resumes from its"
@@ -180,19 +186,31 @@ def test_a_run_is_stopped_forked_and_queried_in_vain_when_it_is_over(tmp_path: P
     assert_no_slot_is_leaked()
 
 
-def test_wrong_names_end_with_one_sentence_and_what_was_meant(tmp_path: Path) -> None:
-    run = trainer(tmp_path, 1).start()
+def test_wrong_names_end_with_one_sentence_and_what_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer(tmp_path, 1, name="sorter2").start()
+    told = CliRunner().invoke(app, ["status", "sorter2"])
+    assert told.exit_code == 0, told.stderr
+    assert "new: it is starting" in told.stdout
     run.stop()
     with pytest.raises(RunFailed, match="Stopped"):
         run.wait(240)
-    told = CliRunner().invoke(app, ["status", "driven", "--json"])
+    told = CliRunner().invoke(app, ["status", "sorter2", "--json"])
     assert told.exit_code == 0, told.stderr
-    assert json.loads(told.stdout)["url"] == str(tmp_path / "driven")
-    assert "did you mean 'driven'?" in CliRunner().invoke(app, ["status", "drivn"]).stderr
-    with pytest.raises(ConfigError, match=r"no run named 'drivn' was started on this cluster: did you mean 'driven'\?"):
-        rs.attach("drivn")
+    assert json.loads(told.stdout)["url"] == str(tmp_path / "sorter2")
+    assert "did you mean 'sorter2'?" in CliRunner().invoke(app, ["status", "sortr2"]).stderr
+    with pytest.raises(
+        ConfigError, match=r"no run named 'sortr2' was started on this cluster: did you mean 'sorter2'\?"
+    ):
+        rs.attach("sortr2")
     with pytest.raises(ConfigError, match=r"there is no run at .*nothing/here"):
         rs.attach(str(tmp_path / "nothing" / "here"))
+    write_run(tmp_path / "sorterB", run_with_a_loss())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r": did you mean 'sorter2' or \./sorterB\?$"):
+        rs.attach("sortr2")
+    rs.remove_run("sorter2")
+    with pytest.raises(ConfigError, match=r"on this cluster: did you mean \./sorterB\?$"):
+        rs.attach("sortr2")
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.test_commands import succeed
 from tests.ray.leftovers import processes_marked, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.clusters]
@@ -77,4 +78,6 @@ def test_ctrl_c_ends_with_one_line_and_leaves_nothing(moment: str, tmp_path: Pat
     assert process.returncode in (-signal.SIGINT, 130, 1), errors
     assert len(lines) == 1, errors
     assert lines[0].startswith("Interrupted. Run 'interrupted'")
+    if moment == "step":
+        assert "stopped: interrupted at step " in succeed("status", tmp_path / "interrupted")
     wait_until(lambda: not processes_marked(marker), f"all processes gone: {processes_marked(marker)}")

@@ -69,7 +69,7 @@ def test_a_cluster_of_this_user_is_found(host: str, tmp_path: Path) -> None:
     with listener(host) as (user, address):
         found = running_cluster(note(tmp_path, address))
     assert found is not None
-    assert (found.address, found.users, found.is_ours) == (address, {user}, True)
+    assert (found.address, found.users, found.is_ours) == (address, frozenset({user}), True)
     assert running_cluster(tmp_path / "ray_current_cluster") is None, "nobody listens there any more"
 
 
@@ -89,7 +89,7 @@ def test_another_user_who_took_the_port_of_an_old_file_is_not_believed(host: str
         found = running_cluster(file)
         assert users_listening("127.0.0.2", 1) == frozenset()
     assert found is not None
-    assert (found.users, found.is_ours) == ({0, NOBODY}, False)
+    assert (found.users, found.is_ours) == (frozenset({0, NOBODY}), False)
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "no address", "folder"])

@@ -70,9 +70,16 @@ def test_batch_norm_is_refused_in_exact_mode_with_the_remedy(tmp_path: Path) -> 
         processes.fit(trainer(tmp_path, WithBatchNorm()))
 
 
-def test_more_workers_than_the_cluster_has_are_refused_with_what_is_missing(tmp_path: Path) -> None:
+def test_more_workers_than_the_cluster_has_are_refused_with_what_is_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(ClusterError, match=r"[012] of at least 3 workers.*Each worker needs 4 CPU \(the cluster has 8"):
         fit(tmp_path, workers=3, cpus_per_worker=4.0, start_timeout_s=3.0)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told[0] == (
+        "the run needs at least 3 workers with 4 CPU each, and the cluster as it is has 8 CPU: enough for 2. The run "
+        "waits up to 3.00 s for nodes to be added (ScalingConfig.start_timeout_s)."
+    )
     assert_no_slot_is_leaked()
 
 

@@ -139,6 +139,8 @@ def test_all_of_it_is_available_with_the_keyboard(browser: Browser, tmp_path: Pa
         assert readout(browser).startswith(f"step {step_number} ·")
     browser.evaluate("document.querySelector('.mark[tabindex=\"0\"]').focus()")
     browser.key("ArrowRight")
+    assert "Checkpoint not written: worker 2 was lost" in readout(browser)
+    browser.key("ArrowRight")
     assert "Worker 2 was lost in step 4" in readout(browser)
     assert browser.evaluate("document.querySelectorAll('.mark[tabindex=\"0\"]').length") == 1
     check_quiet(browser, page)

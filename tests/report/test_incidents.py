@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from raysharded.journal.entry_text import incident_text
 from raysharded.report.history.incidents import Incident, costliest
 from raysharded.report.history.summary import summarise
 from tests.report.entries import (
@@ -49,7 +50,28 @@ def test_a_loss_is_one_sentence_with_every_part_of_its_cost() -> None:
     )
     assert costs(loss) == {"found": 9.3, "stopped": 0.05, "formed": 0.25, "computed again": 1.0}
     assert joined.text.startswith("Worker 3 joined after step 4, 2 to 3 workers, with no step computed again: ")
-    assert (loss.kind, loss.step, joined.kind, joined.step) == ("recovery", 3, "reshard", 4)
+    assert (loss.kind, loss.step, joined.kind, joined.step) == ("recovery", 4, "reshard", 4)
+
+
+def test_the_wait_for_a_replacement_is_a_part_of_its_own() -> None:
+    waited = recovery(1, 2, steps_redone=1, wait_s=6.0, total_s=6.7)
+    loss, _ = told([waited if entry[0] == "recovery" else entry for entry in run_with_a_loss()])
+    assert costs(loss)["waited for workers"] == 6.0
+    assert costs(loss)["formed"] == 0.25
+    assert "stopped 50 ms, waited for workers 6.00 s, formed 0.25 s" in loss.text
+    assert incident_text(*waited) == (
+        "step 3: recovered in 6.70 s, 3 to 2 workers: aborted 0.05 s, waited for workers 6.00 s, resharded 0.25 s, "
+        "first step 0.40 s; 1 step computed again, state from memory"
+    )
+
+
+def test_a_loss_has_one_step_number_in_the_line_the_incident_and_the_table() -> None:
+    entries = run_with_a_loss()
+    loss, _ = told(entries)
+    event = summarise(with_times(entries)).worker_events[0]
+    assert incident_text(*lost(1, 3)) == "step 4: worker 1 lost: the process died"
+    assert loss.text.startswith("Worker 1 was lost in step 4")
+    assert loss.step == event.step == 4
 
 
 def test_the_losses_of_a_run_that_took_place() -> None:

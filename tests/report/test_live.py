@@ -70,7 +70,7 @@ def test_the_line_shows_what_is_done_instead_of_training() -> None:
 @pytest.mark.parametrize(
     ("entry", "text"),
     [
-        (lost(3, 41), "step 41: worker 3 lost: the process died"),
+        (lost(3, 41), "step 42: worker 3 lost: the process died"),
         (
             recovery(3, 41, steps_redone=1),
             f"step 42: {RECOVERED}",
@@ -116,7 +116,7 @@ def test_without_a_terminal_incidents_come_at_once_and_progress_every_ten_second
     lines = show(run_with_a_loss(), step_s=4.0).splitlines()
     assert [line.split("  ")[0] for line in lines] == [
         "step 1/6",
-        "step 3: worker 1 lost: the process died",
+        "step 4: worker 1 lost: the process died",
         "step 3/6",
         f"step 3: {RECOVERED}",
         f"step 3: checkpoint committed, fingerprint {3:032x}",
@@ -137,7 +137,7 @@ def test_a_long_message_becomes_one_short_line() -> None:
 def test_no_line_is_wrapped_outside_a_terminal() -> None:
     reason = "x" * 150
     out = show([("worker_lost", {"worker": 1, "step": 1, "reason": reason})])
-    assert out == f"step 1: worker 1 lost: {reason}\n"
+    assert out == f"step 2: worker 1 lost: {reason}\n"
 
 
 def test_on_a_terminal_the_line_is_redrawn_and_the_last_one_stays() -> None:

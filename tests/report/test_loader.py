@@ -26,7 +26,7 @@ def test_a_name_that_is_nearly_that_of_a_run_is_suggested(tmp_path: Path) -> Non
 def test_where_no_name_is_near_the_runs_are_listed_but_not_all_of_very_many(tmp_path: Path) -> None:
     for number in range(7):
         write_run(tmp_path / f"run{number}", [started()])
-    with pytest.raises(StorageError, match=f"Runs there: {tmp_path}/run0, .*/run4 and 2 more\\.$"):
+    with pytest.raises(StorageError, match=f"Runs in {tmp_path}: run0, .*run4 and 2 more\\.$"):
         load(str(tmp_path / "zzzzzz"))
 
 

@@ -115,7 +115,7 @@ def test_where_the_time_went_and_the_incidents_are_in_the_text_and_in_the_data(t
     assert sum(found["times_s"].values()) == pytest.approx(found["elapsed_s"])
     assert found["goodput"] == pytest.approx(found["times_s"]["computing"] / found["elapsed_s"])
     assert [(incident["kind"], incident["step"]) for incident in found["incidents"]] == [
-        ("recovery", 3),
+        ("recovery", 4),
         ("reshard", 4),
     ]
     assert [cost["name"] for cost in found["incidents"][0]["costs"]][:2] == ["found", "stopped"]

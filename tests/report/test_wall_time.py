@@ -105,7 +105,7 @@ def test_the_time_of_a_run_that_took_place_adds_up(name: str) -> None:
     entries = [json.loads(line) for line in (JOURNALS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
     summary = summarise(entries)
     check(summary, entries)
-    recoveries = sum(found.abort_s + found.reshard_s for found in summary.recoveries)
+    recoveries = sum(found.abort_s + found.wait_s + found.reshard_s for found in summary.recoveries)
     assert summary.times.seconds("recovering") == pytest.approx(recoveries, abs=0.02)
     steps = sum(record.total_s for record in summary.steps)
     assert summary.times.seconds("computing") == pytest.approx(steps, rel=0.2)

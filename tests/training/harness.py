@@ -310,6 +310,7 @@ def make_limits(job: Job, workers: int, **limits: Any) -> DriverConfig:
         "save_at_end": True,
         "start_timeout_s": 60.0,
         "hang_timeout_s": 60.0,  # enough on a busy machine; tests of hangs set theirs
+        "stopping_patience_s": max(3.0, min(20.0, limits.get("hang_timeout_s", 60.0))),
         "replacement_wait_s": 0.0,
         "prepare_within_s": 20.0,
         "max_worker_losses": 0,

@@ -34,6 +34,7 @@ from raysharded.errors import (
     ConfigError,
     CorruptCheckpoint,
     IncompleteCheckpoint,
+    NoCheckpoint,
     RayshardedError,
     StorageError,
 )
@@ -76,6 +77,10 @@ class PeerFoundIncomplete(PeerFailed, IncompleteCheckpoint):
     """Another rank raised IncompleteCheckpoint, so every rank can catch it as that."""
 
 
+class PeerFoundNone(PeerFoundIncomplete, NoCheckpoint):
+    """Another rank raised NoCheckpoint."""
+
+
 class PeerFoundCorrupt(PeerFailed, CorruptCheckpoint):
     """Another rank raised CorruptCheckpoint."""
 
@@ -86,6 +91,7 @@ class PeerStorageFailed(PeerFailed, StorageError):
 
 _KINDS: dict[type[RayshardedError], type[PeerFailed]] = {
     IncompleteCheckpoint: PeerFoundIncomplete,
+    NoCheckpoint: PeerFoundNone,
     CorruptCheckpoint: PeerFoundCorrupt,
     StorageError: PeerStorageFailed,
 }

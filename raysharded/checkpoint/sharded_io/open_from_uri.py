@@ -12,16 +12,17 @@ from raysharded.checkpoint.retention.catalog import newest_complete
 from raysharded.checkpoint.retention.flat_folder import newest_beside
 from raysharded.checkpoint.sharded_io.checkpoint_uri import Uri, split, text_of
 from raysharded.checkpoint.sharded_io.coordinator import Coordinator
+from raysharded.checkpoint.sharded_io.similar_folders import similar
 from raysharded.checkpoint.state_dict.rank_merge import require_same
 from raysharded.checkpoint.storage import open_storage
-from raysharded.errors import CheckpointError, ConfigError, IncompleteCheckpoint
+from raysharded.errors import CheckpointError, ConfigError, IncompleteCheckpoint, NoCheckpoint
 
 
 def open_uri(uri: Uri, *, key: SigningKey | None = None) -> Checkpoint:
     """The checkpoint in a folder, or the newest complete one of a run or of checkpoints side by side in it.
 
     Of checkpoints side by side it is the one of the highest step, as `newest_beside` finds it. Raises
-    IncompleteCheckpoint if there is none.
+    NoCheckpoint if there is none, with the folders of a similar name if there is nothing at all.
     """
     text = text_of(uri)
     try:
@@ -64,11 +65,14 @@ def _newest(uri: str, key: SigningKey | None, error: CheckpointError | None) -> 
     if beside is not None:
         return beside
     if not storage.list():
-        raise IncompleteCheckpoint(
+        close = similar(uri)
+        advice = f"Did you mean {' or '.join(close)}?" if close else "Check the spelling."
+        raise NoCheckpoint(
             f"there is nothing at {storage.url}: neither a checkpoint, nor a folder that holds complete checkpoints. "
-            "Check the spelling."
+            f"{advice}"
         ) from error
     if error is None:
-        raise IncompleteCheckpoint(f"{storage.url} holds no complete checkpoint.")
-    kind = ForeignManifest if isinstance(error, ForeignManifest) else IncompleteCheckpoint
+        raise NoCheckpoint(f"{storage.url} holds no complete checkpoint.")
+    kinds = (ForeignManifest, NoCheckpoint)
+    kind = next((one for one in kinds if isinstance(error, one)), IncompleteCheckpoint)
     raise kind(f"{error} It is not a folder that holds complete checkpoints either.") from error

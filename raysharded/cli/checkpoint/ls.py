@@ -138,7 +138,7 @@ def _opened_row(found: Checkpoint) -> dict[str, Any]:
         "save_id": found.manifest.save_id,
         "prefix": found.prefix,
         "complete": True,
-        "state": "complete",
+        "state": "committed",
         "reason": "",
         "generation": found.manifest.generation,
         "digest": found.digest,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import Annotated
 
@@ -10,6 +11,8 @@ import typer
 from raysharded.cli.checkpoint.target import AsJson, RunOnly, Step, find_run
 from raysharded.cli.errors import print_json
 from raysharded.cli.output import echo
+from raysharded.errors import ConfigError
+from raysharded.locations import join_url, scheme_of, split_url
 
 Tag = Annotated[str, typer.Argument(metavar="TAG", help="A name: letters, digits, '.', '_' or '-'.")]
 
@@ -39,17 +42,39 @@ def unpin(run: RunOnly, tag: Tag, as_json: AsJson = False) -> None:
 
 def fork(
     run: RunOnly,
-    new_run: Annotated[str, typer.Argument(metavar="NEW", help="The new run's folder or URL, empty.")],
+    new_run: Annotated[
+        str,
+        typer.Argument(
+            metavar="NEW", help="The new run: a name, for a folder beside the run's; or a folder (./NEW) or URL. Empty."
+        ),
+    ],
     step: Step = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prepare a new run that begins with a checkpoint of this one. Nothing is copied: the checkpoint stays here while
-    the fork needs it."""
+    """Prepare a new run that begins with a checkpoint of this one; `fit()` starts it, with any trainer.
+
+    Nothing is copied: the checkpoint stays here while the fork needs it. To start it at once, with the trainer of a run
+    that has a driver actor: `raysharded fork`.
+    """
     from raysharded.checkpoint import fork as make_fork, open_storage
 
     place = find_run(run)
-    made = make_fork(place.storage, place.choose(step), open_storage(new_run))
+    new = open_storage(_beside(place.storage.url, new_run))
+    made = make_fork(place.storage, place.choose(step), new)
     if as_json:
-        print_json(asdict(made))
-    else:
-        echo(f"{new_run} begins with step {made.step} of {made.parent}, which is pinned there as {made.pin}")
+        print_json({"url": new.url, **asdict(made)})
+        return
+    above, name = split_url(new.url)
+    echo(f"{new.url} begins with step {made.step} of {made.parent}, which is pinned there as {made.pin}")
+    echo(f"start it: raysharded run FILE.py run.name={name} run.storage_path={above}")
+    echo(f"or fit() with RunConfig(name={name!r}, storage_path={above!r})")
+
+
+def _beside(parent: str, new_run: str) -> str:
+    """The URL of the new run: a plain name is one beside the parent."""
+    if os.sep in new_run or new_run in (os.curdir, os.pardir) or scheme_of(new_run):
+        return new_run
+    above, _ = split_url(parent)
+    if above.endswith(":/"):
+        raise ConfigError(f"nothing is beside {parent}, a whole bucket: give NEW as a folder or URL.")
+    return join_url(above, new_run)

@@ -34,13 +34,19 @@ if TYPE_CHECKING:
 def verify(
     run: Run,
     step: Step = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every committed checkpoint.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every committed checkpoint, not the newest alone.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of a checkpoint and compare it with its digests. Exits with 1 if anything is damaged."""
+    """Read every byte of a checkpoint and compare it with its digests: of the newest, of one step, or of all.
+
+    Exits with 1 if anything is damaged.
+    """
     if everything and step is not None:
         raise typer.BadParameter("--all is every checkpoint and --step one: give one of the two.")
-    suspects = _suspects(find_place(run), step, everything)
+    place = find_place(run)
+    suspects = _suspects(place, step, everything)
     found = [_read(name, prefix, open_it) for name, prefix, open_it in suspects]
     if as_json:
         print_json([{"step": at, "prefix": prefix, "ok": not bad, "damage": bad} for at, prefix, bad in found])
@@ -50,8 +56,22 @@ def verify(
             echo(f"{f'step {at}' if at is not None else 'no step'}: {what} ({prefix})")
             for error in bad:
                 echo(f"  {error}")
+        others = 0 if everything or step is not None else _number_in(place) - 1
+        if others > 0:
+            echo(f"only the newest was read: {count(others, 'other')} with --all, one with --step N")
     if any(bad for *_, bad in found):
         raise typer.Exit(1)
+
+
+def _number_in(place: Place) -> int:
+    """The number of checkpoints that `--all` reads."""
+    if isinstance(place, FolderPlace):
+        return 1
+    return len(place.prefixes) if isinstance(place, BesidePlace) else len(_of_run(place))
+
+
+def _of_run(place: RunPlace) -> list[CheckpointRef]:
+    return [ref for ref in place.refs if ref.complete or ref.state in ("damaged", "lost")]
 
 
 def _suspects(place: Place, step: int | None, everything: bool) -> Iterator[_Suspect]:
@@ -63,7 +83,7 @@ def _suspects(place: Place, step: int | None, everything: bool) -> Iterator[_Sus
         for prefix in place.prefixes if everything else [_chosen_beside(place, step)]:
             yield None, prefix, lambda prefix=prefix: open_chosen(FolderPlace(place.storage, prefix), None)  # type: ignore[misc]  # bound now
     else:
-        chosen = [ref for ref in place.refs if ref.complete or ref.state in ("damaged", "lost")]
+        chosen = _of_run(place)
         newest = [ref for ref in chosen if step in (None, ref.step)][-1:] or [place.choose(step)]
         for ref in chosen if everything else newest:
             yield ref.step, ref.prefix, lambda ref=ref: _open_ref(place, ref)  # type: ignore[misc]  # bound now

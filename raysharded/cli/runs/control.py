@@ -133,7 +133,7 @@ def stop(
 
 def fork(
     run: RunName,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The new run's name.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The new run's name, not its folder.")],
     step: Annotated[
         int | None, typer.Option(metavar="STEP", min=0, help="The checkpoint's step; by default the newest.")
     ] = None,
@@ -143,8 +143,20 @@ def fork(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Start a run's trainer under another name, from a checkpoint of the run. The run itself continues."""
-    _say(_attached(run, address).fork(name, step, storage_path=storage), "begins", as_json)
+    """Start a run's trainer under another name, from a checkpoint of the run. The run itself continues.
+
+    The new run's folder is beside the run's, or in --storage. To prepare a new run for another trainer, without
+    starting it: `raysharded checkpoint fork`.
+    """
+    from raysharded.report.overview import begins_with
+
+    parent = _attached(run, address)
+    made = parent.fork(name, step, storage_path=storage)
+    if as_json:
+        print_json(made.status().as_dict())
+        return
+    echo(f"run {made.name} begins with step {begins_with(made.url)} of {parent.url}")
+    echo(f"its folder: {made.url}; `raysharded status {made.url}` shows it")
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -172,6 +184,9 @@ def _say(run: Run, what: str, as_json: bool) -> None:
     status = run.status()
     if as_json:
         print_json(status.as_dict())
+        return
+    if status.phase == "starting":
+        echo(f"run {run.name} {what}; it is starting")
         return
     of = f" of {status.max_steps}" if status.max_steps else ""
     echo(f"run {run.name} {what}; it is at step {status.step}{of} ({status.phase})")

@@ -8,7 +8,6 @@ import typer
 
 from raysharded.cli.errors import AsJson, print_json
 from raysharded.cli.output import console, echo
-from raysharded.errors import StorageError
 
 if TYPE_CHECKING:
     from raysharded.report.history.row_table import RowTable
@@ -22,22 +21,23 @@ def runs(
     """List the runs below a folder or URL: their drivers, their progress, their newest checkpoints.
 
     Reads a few small files of each run. If a run's driver is on another machine and seems silent, it is read twice, a
-    few seconds apart.
+    few seconds apart. If a run lost its driver actor, the Ray cluster that is found is queried about its restart.
     """
-    from raysharded.report.nearby import advice
+    from raysharded.checkpoint import open_storage
+    from raysharded.report.nearby import require_folder
     from raysharded.report.overview import find_runs
+    from raysharded.run.restart import with_restart
 
-    found = find_runs(url)
+    require_folder(url)
+    found = list(map(with_restart, find_runs(url)))
     if as_json:
         from raysharded.run.stored_status import stored_status
 
         print_json([stored_status(run).as_dict() for run in found])
         return
     if not found:
-        from raysharded.checkpoint import open_storage
-
-        storage = open_storage(url)
-        raise StorageError(f"there are no runs at {storage.url}.{advice(storage)}")
+        echo(f"no runs in {open_storage(url).url}", err=True)
+        return
     echo(url)
     with console() as out:
         out.print(_table(found))
@@ -62,11 +62,12 @@ def state_text(run: RunOverview) -> Any:  # rich's
     from rich.text import Text
 
     from raysharded.report.history.tables import BAD, DIM, GOOD
+    from raysharded.report.state_meaning import never_began
 
     style = {"failed": BAD, "damaged": BAD, "silent": BAD, "running": GOOD, "paused": GOOD, "finished": GOOD}.get(
         run.state, DIM
     )
-    return Text(run.state, style=style)
+    return Text("failed to start" if run.state == "failed" and never_began(run) else run.state, style=style)
 
 
 def cells(run: RunOverview) -> tuple[str, str, str, str, str]:

@@ -43,16 +43,18 @@ def status(
 ) -> None:
     """Show a run: its state, its driver, its workers, and its latest incidents.
 
-    Reads only the run's storage, after a query of the Ray cluster if RUN is a name. It works on any machine with access
+    Reads only the run's storage, after a query of the Ray cluster if RUN is a name, or if its driver actor was lost. It
+    works on any machine with access
     to the storage, and cannot disturb the run. With --follow and --json: one line of JSON per change.
     """
     from raysharded.report.loader import open_run
     from raysharded.report.overview import look
     from raysharded.report.recent import read_recent
+    from raysharded.run.restart import with_restart
     from raysharded.run.stored_status import stored_status
 
     storage = open_run(url_of(run))
-    (glance,) = look([storage])
+    (glance,) = map(with_restart, look([storage]))
     recent = read_recent(storage)
     found = stored_status(glance, recent)
     if as_json:
@@ -63,7 +65,9 @@ def status(
         return
     from raysharded.report.live.follow import follow as follow_run
 
-    told = follow_run(storage, glance, recent.last_segment, every_s=every_s, pause=leave_if_unread)
+    told = follow_run(
+        storage, glance, recent.last_segment, every_s=every_s, pause=leave_if_unread, complete=with_restart
+    )
     if as_json:
         for changes in told:
             for change in changes:
@@ -84,12 +88,12 @@ def _show(run: RunOverview, found: Status) -> None:
 
     from raysharded.quantities import count, duration, moment
     from raysharded.report.history.tables import facts_table
-    from raysharded.report.overview import MEANING
+    from raysharded.report.state_meaning import meaning
 
     step, loss, workers, checkpoint, age = cells(run)
     table = facts_table()
     table.add_row("run", Text(f"{run.name}, at {run.url}"))
-    table.add_row("state", Text.assemble(state_text(run), f": {MEANING[run.state]}"))
+    table.add_row("state", Text.assemble(state_text(run), f": {meaning(run)}"))
     if run.driver:
         table.add_row("driver", Text(run.driver))
     if run.error:

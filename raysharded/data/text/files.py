@@ -97,6 +97,13 @@ def find_files(
     return sorted(File(_name(fs, p), p, fs) for p in paths)
 
 
+def require_files(paths: Sequence[str], *, suffix: str = "") -> None:
+    """Raise DataError if a path of this machine stands for no file, as `find_files`; URLs are ignored."""
+    for path in paths:
+        if local_path(path) is not None:
+            find_files(path, suffix=suffix)
+
+
 def _name(fs: Any, path: str) -> str:
     return path if is_local(fs) else str(fs.unstrip_protocol(path))
 

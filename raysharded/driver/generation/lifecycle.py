@@ -156,7 +156,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         source=source,
         bytes_received=0,
         bytes_read=0,
-        incident=recovery_timeline.resumed(state.incident, source.step, describe_source(source)),
+        incident=recovery_timeline.resumed(state.incident, source.step, describe_source(source), at),
     )
     fields = {
         "generation": generation,

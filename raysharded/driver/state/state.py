@@ -75,6 +75,8 @@ class Incident:
     step_before: int
     """Newest step reported before the incident."""
     stopped_at: float | None = None
+    decided_at: float | None = None
+    """Time at which the next members were decided: after a wait, if there were too few workers."""
     formed_at: float | None = None
     source: str = ""
     resume_step: int = 0

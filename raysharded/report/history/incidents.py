@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raysharded.journal.entry_text import brief, incident_text
+from raysharded.journal.entry_text import brief, incident_text, step_of
 from raysharded.journal.records import Recovery
 from raysharded.quantities import count, listing, size, span
 
 Entry = Mapping[str, Any]
 
-FOUND, STOPPED, FORMED, BUILT, MOVED, AGAIN = "found", "stopped", "formed", "built", "moved", "computed again"
+FOUND, STOPPED, WAITED, FORMED = "found", "stopped", "waited for workers", "formed"
+BUILT, MOVED, AGAIN = "built", "moved", "computed again"
 AWAY, STARTED = "without a driver", "started"
 COSTS = {
     FOUND: "from the last finished step until the loss was noticed",
     STOPPED: "until every remaining worker had stopped and reported its state",
+    WAITED: "until there were enough workers to continue: a replacement had to start",
     FORMED: "until the next members were decided and had met",
     BUILT: "until they had built the model for their new shards",
     MOVED: "until the state had been moved, or read, to where it belongs",
@@ -107,7 +110,7 @@ class Incident:
     at_s: float
     """Seconds since the run's first entry."""
     step: int
-    """The newest step at that time."""
+    """The newest finished step at that time; for a loss, and for its recovery, the one in progress."""
     text: str
     """One sentence. Parts may come from the journal unchanged: escape it for display."""
     costs: tuple[Cost, ...] = ()
@@ -158,12 +161,12 @@ def of_entry(entry: Entry, at_s: float, step: int) -> Incident | None:
         return None
     if text is None:
         return None
-    worker = entry.get("worker")
+    worker, hit = entry.get("worker"), step_of(kind, step)
     return Incident(
         kind="asked" if entry.get("who") == "asked" else KINDS[kind],
         at_s=at_s,
-        step=step,
-        text=_sentence(text.removeprefix(f"step {entry.get('step')}: ")),
+        step=hit,
+        text=_sentence(re.sub(r"^step \d+: ", "", text)),
         worker=worker if isinstance(worker, int) else None,
     )
 
@@ -175,6 +178,7 @@ def of_recovery(recovery: Recovery, change: Change, *, ended_s: float, lost_s: f
     costs = [
         Cost(name=FOUND, seconds=max(0.0, found_s - change.since_s)),
         Cost(name=STOPPED, seconds=recovery.abort_s),
+        *([Cost(name=WAITED, seconds=recovery.wait_s)] if recovery.wait_s else []),
         *_forming(change, recovery.reshard_s),
         Cost(name=AGAIN, seconds=lost_s),
     ]
@@ -191,7 +195,7 @@ def of_recovery(recovery: Recovery, change: Change, *, ended_s: float, lost_s: f
     return Incident(
         kind="recovery",
         at_s=found_s,
-        step=change.step,
+        step=change.step + 1,
         text=_sentence(f"{text}: {_costs(costs, change)}"),
         costs=tuple(costs),
     )

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +17,10 @@ from raysharded.plain_text import one_line
 Long: TypeAlias = Literal["keep", "shorten", "wrap"]
 """Treatment of a cell that is too wide: a number is kept, a name is cut off with an ellipsis, a sentence is wrapped."""
 _GAP = 2
+_UNLIMITED = 1 << 16
+"""Width of a console that has none."""
+_MOST = {"keep": 1 << 16, "shorten": 60, "wrap": 60}
+"""Characters up to which a long cell widens its column where the width is unlimited."""
 _LEAST = {"shorten": 12, "wrap": 24}
 """Characters that a column needs to be of use."""
 
@@ -33,7 +37,8 @@ class _Column:
 class RowTable:
     """A table for rich. Where it is too wide, columns of a rank are omitted, and long cells shortened or wrapped.
 
-    A console without limit (output that is not a terminal) shows everything, one line per row.
+    A console without limit (output that is not a terminal) shows everything, one line per row. There a long cell widens
+    neither its column nor the rule below the heads: it moves the rest of the row.
     """
 
     def __init__(self, title: str = "") -> None:
@@ -52,7 +57,10 @@ class RowTable:
         row = [_on_one_line(cell) for cell in cells]
         self._rows.append(row + [Text() for _ in self._columns[len(row) :]])
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        if options.max_width >= _UNLIMITED:
+            yield from self._unlimited()
+            return
         shown = self._fitting(options.max_width)
         table = Table(
             title=self._title or None,
@@ -76,6 +84,31 @@ class RowTable:
                     row[number].no_wrap, row[number].overflow = True, "ellipsis"
             table.add_row(*(row[number] for number in shown))
         yield table
+
+    def _unlimited(self) -> Iterator[Text]:
+        """Title, heads, rule and rows, each on one line."""
+        if self._title:
+            yield Text(self._title)
+        widths = [self._width(number) for number in range(len(self._columns))]
+        yield self._line([Text(column.name) for column in self._columns], widths)
+        yield Text("\u2500" * (sum(widths) + _GAP * (len(widths) - 1)))
+        for row in self._rows:
+            yield self._line(row, widths)
+
+    def _width(self, number: int) -> int:
+        column = self._columns[number]
+        cells = [row[number].cell_len for row in self._rows]
+        return max([cell_len(column.name), *(cell for cell in cells if cell <= _MOST[column.long])])
+
+    def _line(self, row: list[Text], widths: list[int]) -> Text:
+        padded = []
+        for column, cell, width in zip(self._columns, row, widths, strict=True):
+            whole = Text(" ").join(cell.split("\n"))
+            blanks = " " * max(0, width - whole.cell_len)
+            padded.append(Text.assemble(blanks, whole) if column.right else Text.assemble(whole, blanks))
+        line = Text(" " * _GAP).join(padded)
+        line.rstrip()
+        return line
 
     def _fitting(self, width: int) -> list[int]:
         """The columns to show."""

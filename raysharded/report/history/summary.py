@@ -16,7 +16,7 @@ import numpy as np
 
 from raysharded.journal import entries
 from raysharded.journal.entries import Entry
-from raysharded.journal.entry_text import injected, slowness
+from raysharded.journal.entry_text import injected, slowness, step_of
 from raysharded.journal.records import (
     AvoidedNode,
     CheckpointRecord,
@@ -277,9 +277,10 @@ class Fold:
             "stuck": "stuck",
             "straggler": "slow",
         }
+        hit = step_of(kind, self.step)
         reason = slowness(entry) if kind == "straggler" else str(entry["reason"])
         self.worker_events.append(
-            WorkerEvent(what=what[kind], worker=int(entry["worker"]), step=self.step, reason=reason, at=at)
+            WorkerEvent(what=what[kind], worker=int(entry["worker"]), step=hit, reason=reason, at=at)
         )
 
     def _injected(self, entry: Entry, at: float) -> None:

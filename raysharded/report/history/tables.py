@@ -156,13 +156,15 @@ def recovery_table(recoveries: Sequence[Recovery], *, found_s: Sequence[float] |
     table = RowTable("recoveries")
     table.add_column("lost")
     ranks = {"workers": 0, "state from": 3, "after step": 2, **({"found": 4} if found_s is not None else {})}
-    ranks |= {"aborted": 5, "resharded": 6, "first step": 7, "total": 0}
+    waited = any(recovery.wait_s for recovery in recoveries)
+    ranks |= {"aborted": 5, **({"waited": 4} if waited else {}), "resharded": 6, "first step": 7, "total": 0}
     for name, rank in ranks.items():
         table.add_column(name, right=name != "state from", rank=rank)
     table.add_column("computed again", right=True)
     for number, recovery in enumerate(recoveries):
         found = [] if found_s is None else [found_s[number]]
-        parts = [*found, recovery.abort_s, recovery.reshard_s, recovery.first_step_s, recovery.total_s + sum(found)]
+        parts = [*found, recovery.abort_s, *([recovery.wait_s] if waited else []), recovery.reshard_s]
+        parts += [recovery.first_step_s, recovery.total_s + sum(found)]
         table.add_row(
             listing([str(worker) for worker in recovery.lost]) or "none",
             f"{recovery.workers_before} to {recovery.workers_after}",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raysharded.checkpoint import NoSuchKey, Storage
 from raysharded.journal.log import segment_key
 from raysharded.report.newest_step import STANDS_STILL
-from raysharded.report.overview import MEANING, RunOverview, State, look
+from raysharded.report.overview import RunOverview, State, look
 from raysharded.report.recent import entries_of
+from raysharded.report.state_meaning import meaning
 
 OVER = ("finished", "stopped", "failed", "ended", "damaged")
 """States after which nothing happens until the run is started again."""
@@ -26,11 +28,12 @@ def follow(
     every_s: float,
     pause: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.time,
+    complete: Callable[[RunOverview], RunOverview] = lambda found: found,
 ) -> Iterator[Sequence[Mapping[str, Any]]]:
     """New data after every poll: journal entries, and entries of kind `state` with `state` and `meaning`.
 
-    One small request per poll. Ends when the run's driver is no longer at work, at once if it is not now. Raises
-    StorageError.
+    One small request per poll. Ends when the run's driver is no longer at work, at once if it is not now. `complete`
+    adds to an overview what storage alone does not show. Raises StorageError.
     """
     state, next_segment, looked_at = glance.state, last_segment + 1, now()
     while state not in OVER:
@@ -41,12 +44,14 @@ def follow(
             at_work: State = "paused" if _stands_still(new, state == "paused") else "running"
             if state != at_work:
                 state = at_work
-                new.append(_state(state, now()))
+                glance = replace(glance, state=state)
+                new.append(_state(glance, now()))
         elif ending or now() - looked_at >= LOOK_EVERY_S:
             (glance,), looked_at = look([storage], now=now, pause=pause), now()
+            glance = complete(glance)
             if glance.state != state:
                 state = glance.state
-                new.append(_state(state, looked_at))
+                new.append(_state(glance, looked_at))
         if new:
             yield new
         if state not in OVER:
@@ -59,8 +64,8 @@ def _stands_still(entries: Sequence[Mapping[str, Any]], before: bool) -> bool:
     return told[-1] if told else before
 
 
-def _state(state: State, at: float) -> dict[str, Any]:
-    return {"kind": "state", "at": at, "state": state, "meaning": MEANING[state]}
+def _state(run: RunOverview, at: float) -> dict[str, Any]:
+    return {"kind": "state", "at": at, "state": run.state, "meaning": meaning(run)}
 
 
 def _new_entries(storage: Storage, number: int) -> tuple[list[dict[str, Any]], int]:

@@ -12,8 +12,8 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from raysharded.errors import ClusterError
-from raysharded.protocol.session import run_digest
 from raysharded.protocol.version import other_version
+from raysharded.ray_backend.driver_actors import host_name as host_name, host_of as host_of
 from raysharded.ray_backend.peers import NAMESPACE
 from raysharded.run.hosted import submission
 
@@ -48,11 +48,6 @@ class About:
         return f"process {self.pid} on {self.node}, started {since}, at step {self.step} of {self.max_steps}"
 
 
-def host_name(name: str, url: str) -> str:
-    """Name of a run's host among the cluster's actors."""
-    return f"driver-{run_digest(url)}-{name}"
-
-
 def hosts() -> dict[str, str]:
     """Hosts of this cluster, also those whose run is over: actor's name -> run's name."""
     found: dict[str, str] = {}
@@ -61,14 +56,6 @@ def hosts() -> dict[str, str]:
         if actor["namespace"] == NAMESPACE and match is not None:
             found[match[0]] = match[2]
     return found
-
-
-def host_of(actor_name: str) -> Any:
-    """The host's actor; None if there is none."""
-    try:
-        return ray.get_actor(actor_name, namespace=NAMESPACE)
-    except ValueError:
-        return None
 
 
 def of_another_version(name: str, url: str) -> str:

@@ -64,6 +64,7 @@ def plan_removal(storage: Storage, forks: ForkTreatment, address: str | None = N
     """
     from raysharded.checkpoint import list_pins
     from raysharded.checkpoint.removal_mark import read_mark
+    from raysharded.ownership.start_mark import is_starting
     from raysharded.report.overview import look
     from raysharded.report.recent import read_recent
 
@@ -75,6 +76,7 @@ def plan_removal(storage: Storage, forks: ForkTreatment, address: str | None = N
     (glance,) = look([storage]) if mark is None else (None,)
     name = glance.name if glance else folder
     alive = [f"it is {glance.state}, held by {glance.driver}"] if glance and _is_at_work(glance) else []
+    alive += ["it is starting"] if mark is None and not alive and is_starting(storage) else []
     workers = local_workers(read_recent(storage)) if mark is None else []
     if workers:
         alive.append(f"its worker processes are still there: {', '.join(map(str, workers))} on this machine")

@@ -25,7 +25,7 @@ from raysharded.checkpoint.sharded_io.save import About, Target, content_of, wri
 from raysharded.checkpoint.state_dict.matching import Chosen
 from raysharded.checkpoint.storage import BytesLike, Storage
 from raysharded.checkpoint.storage.local import LocalStorage
-from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, StorageError
+from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NoCheckpoint, StorageError
 from raysharded.testing.storages import FailingStorage
 from tests.cases import tried_each_time
 from tests.checkpoint.state_dict.kills import kill_one
@@ -165,6 +165,13 @@ def test_a_failing_reader_is_an_error_on_all_and_nobody_waits_for_its_bytes(save
 
 def load_from(rank: int, uri: str) -> tuple[Any, float]:
     return timed(lambda: api.load(uri, state_of()))
+
+
+@pytest.mark.procs
+def test_that_there_is_none_yet_can_be_caught_on_all_ranks(tmp_path: Path) -> None:
+    for error, seconds in outcomes(4, load_from, str(tmp_path / "c")):
+        assert isinstance(error, NoCheckpoint)
+        assert seconds < SOON_S
 
 
 @pytest.mark.procs

@@ -13,7 +13,7 @@ import torch
 
 from raysharded.checkpoint import api
 from raysharded.checkpoint.format.signing import SigningKey
-from raysharded.errors import CheckpointError, ConfigError, IncompleteCheckpoint
+from raysharded.errors import CheckpointError, ConfigError, IncompleteCheckpoint, NoCheckpoint
 from tests.checkpoint.state_dict.ranks import run_ranks
 
 STATE = {"model": {"w": torch.zeros(2, 3), "v": torch.zeros(2)}}
@@ -205,8 +205,31 @@ def test_a_misspelt_name_is_answered_with_the_right_one(tmp_path: Path) -> None:
 
 
 def test_a_place_that_does_not_exist_is_called_that(tmp_path: Path) -> None:
-    with pytest.raises(IncompleteCheckpoint, match=r"there is nothing at .*/nothing"):
+    with pytest.raises(NoCheckpoint, match=r"there is nothing at .*/nothing.*Check the spelling"):
         api.open(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("typed", ["runs/mnie", "rnus/mine", "rnus/mnie", "runs/mine/step-51"])
+def test_a_mistyped_place_is_answered_with_the_right_one(tmp_path: Path, typed: str) -> None:
+    api.save(tmp_path / "runs" / "mine" / "step-50", {"w": torch.zeros(1)})
+    there = tmp_path / "runs" / "mine" / ("step-50" if "step" in typed else "")
+    with pytest.raises(NoCheckpoint, match=rf"Did you mean {there}\?"):
+        api.load(tmp_path / typed, {"w": torch.zeros(1)})
+
+
+def test_nothing_yet_is_told_apart_from_a_damaged_checkpoint(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with pytest.raises(NoCheckpoint):
+        api.load(runs, STATE)
+    (runs / "step-1").mkdir(parents=True)
+    (runs / "step-1" / "g000001.safetensors").write_bytes(b"a save that was killed")
+    with pytest.raises(NoCheckpoint):
+        api.load(runs, STATE)
+    api.save(runs / "step-2", STATE, step=2)
+    next((runs / "step-2").rglob("*.safetensors")).unlink()
+    with pytest.raises(IncompleteCheckpoint) as damaged:
+        api.load(runs, STATE)
+    assert not isinstance(damaged.value, NoCheckpoint)
 
 
 @pytest.mark.parametrize("names", [5, [5], ("w", None)])

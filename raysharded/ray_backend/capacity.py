@@ -1,0 +1,87 @@
+"""The number of workers that the connected cluster can hold, as it is. Knows Ray."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ray
+
+from raysharded.config import ScalingConfig
+from raysharded.errors import ClusterError
+from raysharded.quantities import count, duration
+
+_log = logging.getLogger("raysharded.driver")
+
+
+@dataclass(frozen=True, slots=True)
+class _TooFew:
+    """A resource of which the cluster has too little for the minimum of workers, even if nothing else runs there."""
+
+    resource: str
+    amount: float
+    """Amount that each worker needs."""
+    have: float
+    fits: int
+    """Number of workers for which it is enough."""
+
+
+def refuse_the_impossible(scaling: ScalingConfig) -> None:
+    """Raise ClusterError if a cluster that was started here, which does not grow, is too small."""
+    lack = _lack(scaling)
+    if lack is not None:
+        less = " (cpus_per_worker=0.5, say)" if lack.resource == "CPU" else ""
+        raise ClusterError(
+            f"the run needs at least {_needed(scaling, lack)}, and this machine has {lack.have:g} {lack.resource}: "
+            f"enough for {lack.fits}. Lower the minimum in ScalingConfig.num_workers, require less per worker{less}, "
+            "or connect to a larger cluster with ray.init(address=...)."
+        )
+
+
+def warn_of_too_few(scaling: ScalingConfig) -> None:
+    """Log a warning if a cluster that may grow is too small as it is."""
+    lack = _lack(scaling)
+    if lack is not None:
+        _log.warning(
+            "the run needs at least %s, and the cluster as it is has %g %s: enough for %d. The run waits up to %s for "
+            "nodes to be added (ScalingConfig.start_timeout_s).",
+            _needed(scaling, lack),
+            lack.have,
+            lack.resource,
+            lack.fits,
+            duration(scaling.start_timeout_s),
+        )
+
+
+def _needed(scaling: ScalingConfig, lack: _TooFew) -> str:
+    return f"{count(scaling.min_workers, 'worker')} with {lack.amount:g} {lack.resource} each"
+
+
+def _lack(scaling: ScalingConfig) -> _TooFew | None:
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for name, amount in needs_of(scaling).items():
+        fits = sum(int(node.get(name, 0) / amount + 1e-9) for node in nodes)
+        if fits < scaling.min_workers:
+            return _TooFew(name, amount, sum(node.get(name, 0) for node in nodes), fits)
+    return None
+
+
+def needs_of(scaling: ScalingConfig) -> dict[str, float]:
+    """Resource -> amount that one worker takes."""
+    needs = {"CPU": scaling.cpus_per_worker, "GPU": 1.0 if scaling.use_gpu else 0.0}
+    return {name: amount for name, amount in (needs | scaling.resources_per_worker).items() if amount}
+
+
+def shortage_text(
+    needs: Mapping[str, float], min_workers: int, have: Mapping[str, float], free: Mapping[str, float]
+) -> str:
+    """Sentences about what a cluster lacks for a run: resources that it has not, or that others use now."""
+    parts = [
+        f"{amount:g} {name} (the cluster has {have.get(name, 0):g}, {free.get(name, 0):g} free)"
+        for name, amount in needs.items()
+    ]
+    text = f"Each worker needs {' and '.join(parts)}."
+    if any(have.get(name, 0) < amount * min_workers for name, amount in needs.items()):
+        return text
+    return f"{text} That is enough for the run: it starts when what others use now is free."
