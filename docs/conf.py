@@ -30,14 +30,13 @@ NAVIGATION = {
         "resuming",
         "kubernetes",
         "cli",
-        "security",
         "limits",
     ],
     "When something happens": ["faults", "recovery", "control", "troubleshooting"],
     "Coming from": ["coming-from-ray-train", "coming-from-torchrun", "coming-from-torchft"],
     "How exactness works": ["architecture", "glossary", "determinism", "how-it-works", "layouts", "memory"],
     "During and after a run": ["planning", "report", "metrics", "testing", "benchmarks"],
-    "Checkpoints": ["checkpoints", "exchange", "storage", "format"],
+    "Checkpoints": ["checkpoints", "exchange", "storage", "security", "format"],
     "Reference": ["api/index", "dev/log", "dev/long-runs", "/CONTRIBUTING", "Changelog </CHANGELOG>"],
 }
 """The pages by heading, in the order of the sidebar."""

@@ -29,6 +29,8 @@ OnFailedSaves = Literal["warn", "stop"]
 OnNonFinite = Literal["stop", "skip", "rewind"]
 SAVE_EVERY_S = 600.0
 """Seconds between the checkpoints of a run that sets neither `every_steps` nor `every_s`."""
+MAX_LEASE_S = 3600.0
+"""Longest `lease_s`. A lease on storage that states more is damaged: another driver would wait for that long."""
 
 
 def _dtype_name(value: object) -> object:
@@ -228,8 +230,8 @@ class CheckpointConfig:
     """On SIGTERM to the driver: how long the run continues for one more checkpoint. On SIGTERM to a worker: how long
     that worker stays until the others have its state."""
     signing_key_file: str | None = None
-    """A file on the driver's machine with a key of 16 bytes or more. Every checkpoint is signed with it, and a
-    checkpoint without a valid signature is rejected. None: the key of the environment ($RAYSHARDED_CHECKPOINT_KEY or
+    """A file on the driver's machine with a key of 16 bytes or more. The run's files on storage are signed with it, and
+    what has no valid signature decides nothing. None: the key of the environment ($RAYSHARDED_CHECKPOINT_KEY or
     $RAYSHARDED_CHECKPOINT_KEY_FILE), if set."""
     require_signed: bool = False
     """Refuse to begin without a signing key, so that a missing secret does not go unnoticed."""
@@ -370,8 +372,8 @@ class RunConfig:
     failure: FailureConfig = field(default_factory=FailureConfig)
     """The failures that the run tolerates."""
     lease_s: float = 15.0
-    """Seconds that a driver may be silent before another one may take over the run. Workers whose driver is silent for
-    as long stop after their current step."""
+    """Seconds, up to 3600, that a driver may be silent before another one may take over the run. Workers whose driver
+    is silent for as long stop after their current step."""
     record_events: bool = False
     """Also record all events of the driver in the journal, so that `raysharded replay` can reproduce an incident. The
     journal grows to about three times its size."""
@@ -379,6 +381,13 @@ class RunConfig:
     """Continue from a checkpoint although all workers would compute different bits than the run so far. Causes are
     another version of torch, another kind of machine, and rules that this version has dropped. The journal and the
     report record the first such step. False: such a run is rejected, with both values."""
+    accept_unsigned: bool = False
+    """Continue although the run's signing key did not sign its newest checkpoint or its journal, or although signed
+    parts of its journal are missing. From then on everything is signed. False: such a run is rejected, with the
+    reason."""
+    at_least_step: int | None = None
+    """Reject the run unless its newest checkpoint is of this step or a later one. Signatures do not show that a whole
+    storage was set back to an earlier state; this does. None: no such check."""
     metrics: Sequence[MetricsWriter] = ()
     """Writers of metrics besides the journal: `raysharded.metrics.TensorBoard("folder")`, `RayMetrics()`, or custom
     objects. Their failures are logged and do not affect the run."""
@@ -409,8 +418,14 @@ class RunConfig:
         require_kind("RunConfig", "checkpoint", self.checkpoint, CheckpointConfig)
         require_kind("RunConfig", "failure", self.failure, FailureConfig)
         require_number("RunConfig", "lease_s", self.lease_s, 1.0)
+        require(self.lease_s <= MAX_LEASE_S, f"RunConfig.lease_s={self.lease_s!r}: give at most {MAX_LEASE_S:g}.")
         require_kind("RunConfig", "record_events", self.record_events, bool)
         require_kind("RunConfig", "accept_arithmetic", self.accept_arithmetic, bool)
+        require_kind("RunConfig", "accept_unsigned", self.accept_unsigned, bool)
+        require(
+            self.at_least_step is None or (is_int(self.at_least_step) and 1 <= self.at_least_step <= self.max_steps),
+            f"RunConfig.at_least_step={self.at_least_step!r}: give a whole number from 1 to max_steps, or None.",
+        )
         require(
             isinstance(self.metrics, (list, tuple)) and all(map(_writes_metrics, self.metrics)),
             f"RunConfig.metrics={self.metrics!r}: give a list of objects with the methods of "

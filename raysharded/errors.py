@@ -100,7 +100,11 @@ class CorruptCheckpoint(CheckpointError):
 
 
 class RefusedCheckpoint(CorruptCheckpoint):
-    """A checkpoint is not signed with the given key: either the key or the checkpoint is wrong."""
+    """A checkpoint, or another file of a run, that may be good is refused.
+
+    It is not what the signing key vouches for, and one of the two is wrong; or its place is not allowed, and can be
+    (docs/storage.md).
+    """
 
 
 class StaleGeneration(RayshardedError):

@@ -91,3 +91,9 @@ def split_url(url: str) -> tuple[str, str]:
     path, mark, options = url.partition("?") if scheme_of(url) == "s3" else (url, "", "")
     above, _, name = path.rstrip("/").rpartition("/")
     return (above or "/") + mark + options, name
+
+
+def name_of(url: str) -> str:
+    """The last part of a URL's path, without the options of an `s3://` URL: of a run's storage, the run's name."""
+    path = url.partition("?")[0] if scheme_of(url) == "s3" else url
+    return path.rstrip("/").rpartition("/")[2]

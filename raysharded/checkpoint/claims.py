@@ -12,6 +12,9 @@ owns the run, since which generation, and how far it is committed; no older clai
 or replaced, unless the whole run is removed (`removal_mark`). The number may be taken by the claimer's own claim, whose
 reply was lost; it compares the ids first.
 
+With a signing key every claim is signed, and states the number and digest of the signed claim before it. A claim that
+the key did not sign for its place is passed over, except in a run in which it signed none.
+
 Laws: a number is claimed once. Once another claimer owns the run, no claim of an older owner is made. A claim that was
 reported as made is in the sequence; a rejected claim is not.
 
@@ -25,16 +28,18 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from raysharded.checkpoint.format import signed_json
 from raysharded.checkpoint.format.manifest import Manifest
-from raysharded.checkpoint.format.signing import SigningKey
+from raysharded.checkpoint.format.signing import SigningKey, place_of
 from raysharded.checkpoint.storage import NoSuchKey, Storage, Unfinished
+from raysharded.checkpoint.storage.small_objects import read_small
+from raysharded.checkpoint.threads import Threads
 from raysharded.checkpoint.writer import commit
-from raysharded.errors import CheckpointError, CorruptCheckpoint, RunOwnedElsewhere, StaleGeneration
+from raysharded.errors import CheckpointError, CorruptCheckpoint, RefusedCheckpoint, RunOwnedElsewhere, StaleGeneration
 from raysharded.locations import join_url
 
 T = TypeVar("T")
@@ -43,6 +48,7 @@ CLAIMS_FOLDER = "claims"
 
 _log = logging.getLogger("raysharded.checkpoint")
 _FORMAT = "raysharded-claim"
+_AT_ONCE = 16
 _NUMBER = re.compile(rf"{CLAIMS_FOLDER}/([0-9]{{10,}})\.json")
 
 
@@ -63,10 +69,18 @@ class Claim:
     prefix: str = ""
     digest: str = ""
     """Digest of the manifest."""
+    after: tuple[int, str] | None = None
+    """Number and digest of the signed claim before this signed one; None for the first."""
+    seal: str = ""
+    """Digest of the claim as stored, if the key signed it; otherwise empty."""
 
     def is_same(self, other: Claim) -> bool:
-        """Whether both are one claimer's claim of the same thing; number and time may differ."""
-        return replace(self, number=0, created_at=0.0) == replace(other, number=0, created_at=0.0)
+        """Whether both are one claimer's claim of the same thing; number, time and the claim before may differ."""
+        return _without_place(self) == _without_place(other)
+
+
+def _without_place(claim: Claim) -> Claim:
+    return replace(claim, number=0, created_at=0.0, after=None, seal="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +130,15 @@ def refusal(newest: Claim | None, wanted: Claim) -> StaleGeneration | None:
 class Claimer:
     """One claimer's view of the sequence, and its decisions. Does no storage operations."""
 
-    def __init__(self, writer: str, claimer_id: str, wall: Callable[[], float]) -> None:
-        self._writer, self._id, self._wall = writer, claimer_id, wall
+    def __init__(
+        self,
+        writer: str,
+        claimer_id: str,
+        wall: Callable[[], float],
+        seal_of: Callable[[Claim], str] = lambda _: "",
+    ) -> None:
+        """`seal_of` returns the digest of a claim as the claimer signs it; empty if it has no key."""
+        self._writer, self._id, self._wall, self._seal_of = writer, claimer_id, wall, seal_of
         self._number: int | None = None
         """Newest number known to be taken."""
         self._newest: Claim | None = None
@@ -165,7 +186,9 @@ class Claimer:
             made = yield from self._try(wanted)
             if isinstance(made, Claim):
                 return made.number
-            if made is not None:
+            if isinstance(made, RefusedCheckpoint):  # no holder of the key made it
+                _log.warning("passing over a claim: %s", made)
+            elif made is not None:
                 raise made
 
     @property
@@ -181,6 +204,7 @@ class Claimer:
             generation=generation,
             writer=self._writer,
             created_at=self._wall(),
+            after=(self._newest.number, self._newest.seal) if self._newest is not None and self._newest.seal else None,
             **commit,
         )
 
@@ -190,13 +214,14 @@ class Claimer:
         The other's claim is then known.
         """
         if (yield Put(wanted)):
+            wanted = replace(wanted, seal=self._seal_of(wanted))
             self._learn(wanted)
             return wanted
         found = yield Get(wanted.number)
         if isinstance(found, Claim):
             self._learn(found)
             return found if found.is_same(wanted) else None
-        if wanted.kind == "owner":
+        if wanted.kind == "owner" or isinstance(found, RefusedCheckpoint):
             self._number = wanted.number
         return found  # type: ignore[no-any-return]  # what is sent in has no type
 
@@ -212,13 +237,23 @@ class Claims:
     After a StorageError the claim may or may not have been made. Repeat the same call to find out.
     """
 
-    def __init__(self, storage: Storage, writer: str, *, wall: Callable[[], float] = time.time) -> None:
-        """Claims by the name `writer`, in claims, errors and committed manifests. No other claimer has this name."""
+    def __init__(
+        self,
+        storage: Storage,
+        writer: str,
+        *,
+        wall: Callable[[], float] = time.time,
+        key: SigningKey | None = None,
+    ) -> None:
+        """Claims by the name `writer`, in claims, errors and committed manifests. No other claimer has this name.
+
+        `key` signs the claims, and those that it did not sign are passed over.
+        """
         self.writer = writer
         self.id = secrets.token_hex(16)
         """Random id that distinguishes this claimer's claims from all others."""
-        self._storage = storage
-        self._claimer = Claimer(writer, self.id, wall)
+        self._storage, self._key = storage, key
+        self._claimer = Claimer(writer, self.id, wall, self._seal_of)
         self._lock = threading.Lock()
 
     def own(self, generation: int, instead_of: Claim | Literal["anyone"] | None = "anyone") -> int:
@@ -237,7 +272,7 @@ class Claims:
         number = self._claimer.number + 1
         while True:
             try:
-                claim = read_claim(self._storage, number)
+                claim = read_claim(self._storage, number, key=self._key)
             except NoSuchKey:
                 return None
             except CorruptCheckpoint:
@@ -269,14 +304,20 @@ class Claims:
     def _do(self, wanted: FindNewest | Put | Get) -> Any:
         match wanted:
             case FindNewest():
-                return find_newest(self._storage)
+                return find_newest(self._storage, key=self._key)
             case Put(claim=claim):
-                return self._storage.put_if_absent(claim_key(claim.number), encode_claim(claim))
+                return self._storage.put_if_absent(claim_key(claim.number), self._encoded(claim))
             case Get(number=number):
                 try:
-                    return read_claim(self._storage, number)
+                    return read_claim(self._storage, number, key=self._key)
                 except CorruptCheckpoint as error:
                     return error
+
+    def _encoded(self, claim: Claim) -> bytes:
+        return encode_claim(claim, key=self._key, place=place_of(self._storage.url, claim_key(claim.number)))
+
+    def _seal_of(self, claim: Claim) -> str:
+        return signed_json.digest_of(self._encoded(claim)) if self._key is not None else ""
 
 
 def commit_claimed(
@@ -318,36 +359,70 @@ def numbers_of(keys: Iterable[str]) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def find_newest(storage: Storage) -> tuple[int, Claim | None]:
-    """(the newest number, the newest readable claim); (0, None) if no claim exists."""
+def find_newest(storage: Storage, *, key: SigningKey | None = None) -> tuple[int, Claim | None]:
+    """(the newest number, the newest readable claim); (0, None) if no claim exists.
+
+    With a key it is the newest that the key signed, or, if it signed none, the newest of others.
+    """
     numbers = list_numbers(storage)
-    for number in reversed(numbers):
+    newest = numbers[-1] if numbers else 0
+    refused: int | None = None
+    for number, found in _read_back(storage, numbers, key):
+        match found:
+            case Claim():
+                return newest, found
+            case RefusedCheckpoint():
+                refused = refused or number
+            case _:
+                _log.warning("passing over a claim that cannot be read: %s", found)
+    return newest, read_claim(storage, refused) if refused is not None else None
+
+
+def _read_back(
+    storage: Storage, numbers: Sequence[int], key: SigningKey | None
+) -> Iterator[tuple[int, Claim | CorruptCheckpoint]]:
+    """Claims with their numbers, or the errors in them, from the newest back. The first one is read alone."""
+
+    def read(number: int) -> Claim | CorruptCheckpoint:
         try:
-            return numbers[-1], read_claim(storage, number)
+            return read_claim(storage, number, key=key)
         except CorruptCheckpoint as error:
-            _log.warning("passing over a claim that cannot be read: %s", error)
-    return (numbers[-1] if numbers else 0), None
+            return error
+
+    waiting, at_once = list(numbers), 1
+    while waiting:
+        some, waiting = waiting[-at_once:][::-1], waiting[:-at_once]
+        with Threads(len(some), thread_name_prefix="raysharded-claims") as pool:
+            yield from zip(some, pool.map(read, some), strict=True)
+        at_once = _AT_ONCE
 
 
-def read_claim(storage: Storage, number: int) -> Claim:
-    """The claim of a number. Raises CorruptCheckpoint if it is damaged, NoSuchKey if it does not exist."""
-    key = claim_key(number)
-    return decode_claim(storage.read(key, 0, signed_json.MAX_BYTES), number, f"{join_url(storage.url, key)}")
+def read_claim(storage: Storage, number: int, *, key: SigningKey | None = None) -> Claim:
+    """The claim of a number. Raises CorruptCheckpoint if it is damaged, NoSuchKey if it does not exist.
+
+    With a key, raises Unsigned or another RefusedCheckpoint if the key did not sign it for this run and number.
+    """
+    at = claim_key(number)
+    return decode_claim(
+        read_small(storage, at), number, join_url(storage.url, at), key=key, place=place_of(storage.url, at)
+    )
 
 
-def encode_claim(claim: Claim) -> bytes:
-    """The claim in its stored form."""
+def encode_claim(claim: Claim, *, key: SigningKey | None = None, place: str = "") -> bytes:
+    """The claim in its stored form, signed if a key is given."""
     body: dict[str, Any] = {
         name: getattr(claim, name) for name in ("number", "id", "kind", "generation", "writer", "created_at")
     }
     if claim.kind == "commit":
         body |= {"step": claim.step, "prefix": claim.prefix, "manifest_digest": claim.digest}
-    return signed_json.seal(body, _FORMAT)
+    if claim.after is not None:
+        body["after"] = list(claim.after)
+    return signed_json.seal(body, _FORMAT, key=key, place=place)
 
 
-def decode_claim(data: bytes, number: int, where: str) -> Claim:
-    """The claim in `data`, stored under `number`. Raises CorruptCheckpoint."""
-    body = signed_json.unseal(data, _FORMAT, where)
+def decode_claim(data: bytes, number: int, where: str, *, key: SigningKey | None = None, place: str = "") -> Claim:
+    """The claim in `data`, stored under `number`. Raises CorruptCheckpoint, and as `read_claim` does with a key."""
+    body = signed_json.unseal(data, _FORMAT, where, key=key, place=place)
     kind = body.get("kind")
     if (kind != "owner" and kind != "commit") or body.get("number") != number:
         raise CorruptCheckpoint(f"{where}: kind {kind!r} and number {body.get('number')!r} are invalid. Restore it.")
@@ -357,9 +432,21 @@ def decode_claim(data: bytes, number: int, where: str) -> Claim:
         id=signed_json.text(body, "id", where),
         kind=kind,
         generation=signed_json.whole(body, "generation", where),
-        writer=signed_json.text(body, "writer", where),
+        writer=signed_json.name(body, "writer", where),
         created_at=signed_json.seconds(body, "created_at", where),
         step=signed_json.whole(body, "step", where) if commits else 0,
-        prefix=signed_json.text(body, "prefix", where) if commits else "",
+        prefix=signed_json.folder(body, "prefix", where) if commits else "",
         digest=signed_json.text(body, "manifest_digest", where) if commits else "",
+        after=_after(body, where) if key is not None else None,
+        seal=signed_json.digest_of(data) if key is not None else "",
     )
+
+
+def _after(body: Mapping[str, Any], where: str) -> tuple[int, str] | None:
+    match body.get("after"):
+        case None:
+            return None
+        case [int(number), str(digest)]:
+            return number, digest
+        case found:
+            raise CorruptCheckpoint(f"{where}: after={found!r} is not a number and a digest. Restore it.")

@@ -15,12 +15,14 @@ import numpy as np
 from raysharded.checkpoint.byte_ranges import BoxIndex, Bytes, Piece
 from raysharded.checkpoint.chunk_reader import DataFiles
 from raysharded.checkpoint.format.encoding import ForeignManifest, decode, digest_of, is_signed
+from raysharded.checkpoint.format.identity import check_identity
 from raysharded.checkpoint.format.limits import MAX_MANIFEST_BYTES
 from raysharded.checkpoint.format.manifest import Manifest, TensorInfo
 from raysharded.checkpoint.format.paths import MANIFEST_NAME, is_data, is_replaced, key_of, replaced_name
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.format.tiling import is_within
-from raysharded.checkpoint.storage import NoSuchKey, Storage
+from raysharded.checkpoint.storage import NoSuchKey, NotAFile, Storage
+from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NoCheckpoint
 from raysharded.locations import join_url
 from raysharded.quantities import count
@@ -132,11 +134,12 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint in the folder `prefix` of `storage`, its manifest validated; no data is read yet.
 
-    With a `key`, a manifest that was not signed with it is rejected. With a `digest`, only the manifest of that digest
-    is accepted. It may have been replaced since, as long as the files it needs exist. Raises NoCheckpoint if the save
-    was never committed, IncompleteCheckpoint if its index is missing, CorruptCheckpoint if the manifest is damaged,
-    rejected, or of another save. Raises ForeignManifest, a CorruptCheckpoint, for another program's file in a folder
-    without a checkpoint's data.
+    With a `key`, a manifest that was not signed with it is rejected, and so is a signed one of another run or step than
+    its folder's (`identity.check_identity`). With a `digest`, only the manifest of that digest is accepted. It may have
+    been replaced since, as long as the files it needs exist. Raises NoCheckpoint if the save was never committed,
+    IncompleteCheckpoint if its index is missing, CorruptCheckpoint if the manifest is damaged, rejected, or of another
+    save. Raises ForeignManifest, a CorruptCheckpoint, for another program's file in a folder without a checkpoint's
+    data.
     """
     at = key_of(prefix, MANIFEST_NAME)
     where = f"{join_url(storage.url, at)}"
@@ -156,6 +159,8 @@ def open_checkpoint(
             key=key,
             read_index=lambda path, size: _read_index(storage, prefix, path, size),
         )
+        if key is not None:
+            check_identity(manifest, join_url(storage.url, prefix))
     except ForeignManifest as error:
         if not any(is_data(one, prefix) for one in storage.list(prefix)):
             raise
@@ -169,7 +174,9 @@ def _read_manifest(storage: Storage, at: str, where: str) -> bytes:
         size = storage.size(at)
         if size > MAX_MANIFEST_BYTES:
             raise CorruptCheckpoint(f"{where} has {size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}.")
-        return storage.read(at)
+        return read_small(storage, at, MAX_MANIFEST_BYTES)
+    except NotAFile as error:
+        raise CorruptCheckpoint(str(error)) from error
     except NoSuchKey as error:
         raise NoCheckpoint(
             f"{where} does not exist: the save was never finished, or has been deleted. Use another checkpoint."
@@ -181,15 +188,15 @@ def _read_replaced(storage: Storage, prefix: str, digest: str) -> bytes | None:
     if not is_replaced(name):  # a digest from a damaged file may be any text
         return None
     try:
-        data = storage.read(key_of(prefix, name), 0, MAX_MANIFEST_BYTES + 1)
-    except NoSuchKey:
+        data = read_small(storage, key_of(prefix, name), MAX_MANIFEST_BYTES)
+    except (NoSuchKey, CorruptCheckpoint):
         return None
     return data if digest_of(data) == digest else None
 
 
 def _read_index(storage: Storage, prefix: str, path: str, size: int) -> bytes:
     try:
-        return storage.read(key_of(prefix, path), 0, size + 1)
+        return read_small(storage, key_of(prefix, path), size)
     except NoSuchKey as error:
         raise IncompleteCheckpoint(
             f"the box index {join_url(storage.url, key_of(prefix, path))} is missing. "

@@ -18,7 +18,9 @@ from datetime import UTC, datetime
 
 from raysharded.checkpoint.claims import CLAIMS_FOLDER
 from raysharded.checkpoint.format import signed_json
-from raysharded.checkpoint.storage import NoSuchKey, Storage
+from raysharded.checkpoint.format.signing import SigningKey, place_of
+from raysharded.checkpoint.storage import NoSuchKey, NotAFile, Storage
+from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.errors import CorruptCheckpoint, RayshardedError
 from raysharded.locations import join_url
 
@@ -52,16 +54,20 @@ def new_mark(wall: Callable[[], float]) -> RemovalMark:
     return RemovalMark(id=secrets.token_hex(16), host=platform.node(), pid=os.getpid(), created_at=wall(), begun=False)
 
 
-def encode_mark(mark: RemovalMark) -> bytes:
-    """The mark in its stored form."""
-    return signed_json.seal(asdict(mark), _FORMAT)
+def encode_mark(mark: RemovalMark, *, key: SigningKey | None = None, url: str = "") -> bytes:
+    """The mark in its stored form, signed if a key is given. `url`: that of the run's storage."""
+    return signed_json.seal(asdict(mark), _FORMAT, key=key, place=place_of(url, REMOVAL_KEY))
 
 
-def read_mark(storage: Storage) -> RemovalMark | None:
-    """The run's mark; None if it is not being removed. One that was torn is as before its deletion began."""
+def read_mark(storage: Storage, *, key: SigningKey | None = None) -> RemovalMark | None:
+    """The run's mark; None if it is not being removed.
+
+    One that was torn, or that the key did not sign, is as before its deletion began.
+    """
     where = join_url(storage.url, REMOVAL_KEY)
     try:
-        body = signed_json.unseal(storage.read(REMOVAL_KEY, 0, signed_json.MAX_BYTES), _FORMAT, where)
+        data, place = read_small(storage, REMOVAL_KEY), place_of(storage.url, REMOVAL_KEY)
+        body = signed_json.unseal(data, _FORMAT, where, key=key, place=place)
         return RemovalMark(
             id=signed_json.text(body, "id", where),
             host=signed_json.text(body, "host", where),
@@ -81,6 +87,8 @@ def is_marked(storage: Storage) -> bool:
         storage.size(REMOVAL_KEY)
     except NoSuchKey:
         return False
+    except NotAFile:
+        return True
     return True
 
 

@@ -143,6 +143,14 @@ def run(
             "from which step on.",
         ),
     ] = False,
+    accept_unsigned: Annotated[
+        bool,
+        typer.Option(
+            "--accept-unsigned",
+            help="Continue although the signing key did not sign the run's newest checkpoint or its journal; from then "
+            "on everything is signed.",
+        ),
+    ] = False,
     chaos: Annotated[
         str | None,
         typer.Option(
@@ -162,6 +170,7 @@ def run(
     from raysharded.cli.target import load_target
 
     accepted = ["run.accept_arithmetic=true"] if accept_arithmetic else []
+    accepted += ["run.accept_unsigned=true"] if accept_unsigned else []
     settings = read_settings(config, [*(overrides or []), *accepted])
     trainer = apply(load_target(target), settings)
     if detach:

@@ -61,7 +61,7 @@ from raysharded.driver.state.state import Phase, State
 from raysharded.errors import ClusterError, RayshardedError, RunOwnedElsewhere, StorageError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.entry_text import incident_text
-from raysharded.journal.log import Journal
+from raysharded.journal.log import Journal, refusing_damage
 from raysharded.journal.writer import PATIENCE_S, Recorder
 from raysharded.ownership.leadership import LeaseTerms, RunLeadership
 from raysharded.protocol.worker_launcher import Launcher
@@ -74,7 +74,7 @@ _LOUD = {"checkpoint_late": logging.WARNING, "checkpoint_failed": logging.WARNIN
 _LOUD |= {"waiting_for_owner": logging.WARNING, "waiting_for_workers": logging.WARNING}
 _LOUD |= {"taken_over": logging.WARNING, "reshard_refused": logging.WARNING}
 _LOUD |= {"learning_rate_refused": logging.WARNING, "rewind_refused": logging.WARNING, "arithmetic": logging.WARNING}
-_LOUD |= dict.fromkeys(("pause_refused", "resize_refused", "drain_refused"), logging.WARNING)
+_LOUD |= dict.fromkeys(("checkpoint_skipped", "pause_refused", "resize_refused", "drain_refused"), logging.WARNING)
 _TICK_S = 0.25
 _LAST_WORDS_S = 1.0
 """Time limit for the journal's last entries when the run must end at once."""
@@ -110,7 +110,7 @@ class Driver:
         name = secrets.token_hex(4)
         self._inbox: SimpleQueue[Event] = SimpleQueue()
         self._committer = Committer(files, name, clock, self._inbox.put, lambda: protected_checkpoints(self.state))
-        journal = Journal(files.storage, clock, name, still_owns=self._committer.owns)
+        journal = Journal(files.storage, clock, name, still_owns=self._committer.owns, key=files.key)
         self._recorder = Recorder(journal, clock)
         self._machine: Machine = Transcript(self._recorder) if record_events else machine
         self._throttle = SaveCallThrottle(self._collect)
@@ -126,6 +126,7 @@ class Driver:
             lambda fields: self._tell("waiting_for_owner", fields),
             where=launcher.where(),
             has_ended=launcher.has_ended,
+            key=files.key,
         )
         self._startup = RunStartup(
             files,
@@ -164,7 +165,8 @@ class Driver:
 
     def asked_last(self, scaling: Mapping[str, Any]) -> tuple[int | None, int] | None:
         """Result of `run_changes.asked_mesh` for earlier drivers. Call it after `restore`."""
-        return asked_mesh(self._startup.entries, scaling)
+        with refusing_damage(self._files.storage):
+            return asked_mesh(self._startup.entries, scaling)
 
     def begin_with(self, grouping: Grouping | None) -> None:
         """Set the groups that the run begins with. Call it before `run`."""

@@ -29,14 +29,9 @@ A thread for it would take longer than the read: 36,000 segments on a disk took 
 """
 
 
-def segment_keys(storage: Storage) -> list[str]:
-    """Keys of all segments, in order. Raises StorageError."""
-    return sorted(key for key in storage.list(log.FOLDER) if key.endswith(".jsonl"))
-
-
 def read_segments(storage: Storage) -> Iterator[tuple[str, bytes]]:
     """Every segment with its key, in order. Raises StorageError."""
-    return read_some(storage, segment_keys(storage))
+    return read_some(storage, log.segment_keys(storage))
 
 
 def read_some(
@@ -46,7 +41,7 @@ def read_some(
     for start in range(0, len(keys), _SOME):
         some = keys[start : start + _SOME]
         begun = now()
-        first = [storage.read(key) for key in some[:_FIRST]]
+        first = [log.read_segment(storage, key) for key in some[:_FIRST]]
         soon = now() - begun <= _FIRST * _SOON_S
         yield from zip(some, first, strict=False)
         yield from _read(storage, some[_FIRST:], at_once=1 if soon else _AT_ONCE)
@@ -54,10 +49,10 @@ def read_some(
 
 def _read(storage: Storage, keys: Sequence[str], at_once: int) -> Iterator[tuple[str, bytes]]:
     if at_once == 1:
-        yield from ((key, storage.read(key)) for key in keys)
+        yield from ((key, log.read_segment(storage, key)) for key in keys)
         return
     with ThreadPoolExecutor(at_once, "raysharded-journal") as pool:
-        yield from zip(keys, pool.map(storage.read, keys), strict=True)
+        yield from zip(keys, pool.map(lambda key: log.read_segment(storage, key), keys), strict=True)
 
 
 _kind: Callable[[Any], Any] = itemgetter("kind")
@@ -72,7 +67,10 @@ def parse_line(line: bytes) -> Any:  # any JSON value
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
-        return json.loads(line.decode())
+        try:
+            return json.loads(line.decode())
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
 
 
 def steps_of(segment: bytes) -> list[dict[str, Any]] | None:

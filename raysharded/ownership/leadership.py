@@ -10,23 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from raysharded.checkpoint import Claims, NoSuchKey, NotOwner, Storage
+from raysharded.checkpoint import Claims, NoSuchKey, NotOwner, SigningKey, Storage
 from raysharded.checkpoint.claims import Claim, find_newest
+from raysharded.checkpoint.format.signing import place_of
 from raysharded.checkpoint.removal_mark import refuse_removed
 from raysharded.clock import Clock
 from raysharded.errors import RunFailed, RunOwnedElsewhere, StorageError
 from raysharded.ids import GenerationId
-from raysharded.locations import join_url
 from raysharded.ownership.lease import (
     BEATS_PER_LEASE,
     Holder,
     LeaseVerdict,
     Seen,
-    decode,
     encode,
     has_changed,
     judge,
     lease_key,
+    read_lease,
 )
 from raysharded.ownership.process_identity import Stopwatch, is_gone, this_process
 from raysharded.protocol.worker_launcher import LeadershipCheck
@@ -41,7 +41,6 @@ _PATIENCE_S = 60.0
 _LOOK_UP_S = 0.5
 _CONFIRMED = 2 / 3
 """Fraction of the lease's time after a confirmation in which no other driver can lead, except by force."""
-_MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,13 +95,17 @@ class RunLeadership:
         *,
         where: tuple[str, str],
         has_ended: Callable[[str, str], bool],
+        key: SigningKey | None = None,
     ) -> None:
         """`on_lost` is called once, with the reason, if another driver takes the run. `say` receives reports of a wait.
+
+        `key` signs the lease; a lease that it did not sign shows no more than whether it changes.
 
         `where`: this driver's cluster and job; `has_ended`: whether another driver's job is over.
         """
         self._run, self._storage, self._claims, self._clock = run, storage, claims, clock
         self._terms, self._on_lost, self._say, self._has_ended = terms, on_lost, say, has_ended
+        self._key = key
         self._holder = Holder(
             driver=claims.writer,
             host=platform.node(),
@@ -146,12 +149,12 @@ class RunLeadership:
 
     def require_free(self) -> None:
         """Return once no other driver leads the run; changes nothing. Raises as `acquire` does."""
-        self._wait_for(self._patiently(lambda: find_newest(self._storage)[1]))
+        self._wait_for(self._patiently(self._newest_claim))
 
     def _acquired(self) -> tuple[Claim | None, Seen | None, str, int]:
         """The driver before, its lease, the reason why it may be followed, and the generation of the claim."""
         while True:
-            owner = self._patiently(lambda: find_newest(self._storage)[1])
+            owner = self._patiently(self._newest_claim)
             seen, because = self._wait_for(owner)
             self._refuse_removed()
             self._patiently(self._beat)  # the lease exists before the claim
@@ -169,7 +172,7 @@ class RunLeadership:
         """Wait until the owner may be followed. Returns its lease, and the reason."""
         if owner is None:
             return None, ""
-        first = self._patiently(lambda: self._look(owner.writer))
+        first = self._patiently(lambda: self._look(owner))
         if self._terms.take_over:
             return first, "a takeover was requested"
         watch, now, said = Stopwatch(), first, False
@@ -190,7 +193,7 @@ class RunLeadership:
             if has_changed(first, now):  # it is ending, and still alive
                 first = now
                 watch.set()
-            now = self._patiently(lambda: self._look(owner.writer))
+            now = self._patiently(lambda: self._look(owner))
 
     def _refuse_removed(self) -> None:
         if not self._terms.removing:
@@ -208,10 +211,13 @@ class RunLeadership:
             return f"{held}alive. Wait for it, or end it; then repeat this."
         return f"{held}alive. Wait for it, end it, or take over with fit(take_over=True): it then ends with an error."
 
-    def _look(self, driver: str) -> Seen | None:
-        key = lease_key(driver)
+    def _newest_claim(self) -> Claim | None:
+        return find_newest(self._storage, key=self._key)[1]
+
+    def _look(self, owner: Claim) -> Seen | None:
+        key = self._key if owner.seal else None  # a driver that did not sign its claim did not sign its lease
         try:
-            return decode(self._storage.read(key, 0, _MAX_BYTES), join_url(self._storage.url, key))
+            return read_lease(self._storage, owner.writer, key=key)
         except NoSuchKey:
             return None
 
@@ -236,7 +242,8 @@ class RunLeadership:
 
     def _beat(self) -> None:
         self._holder = replace(self._holder, beat=self._holder.beat + 1)
-        self._storage.write(lease_key(self._holder.driver), [encode(self._holder)])
+        at = lease_key(self._holder.driver)
+        self._storage.write(at, [encode(self._holder, key=self._key, place=place_of(self._storage.url, at))])
 
     def _show(self, before: Claim | None) -> None:
         """Renew the lease, in a thread. If it hangs, others see a driver that may be dead."""

@@ -1,4 +1,4 @@
-"""The lease of a run on its storage: its holder, and whether another driver may follow. Pure.
+"""The lease of a run on its storage: its holder, and whether another driver may follow. Pure, except for `read_lease`.
 
 The claims (`checkpoint/claims.py`) determine who leads a run; the lease shows whether that driver is alive:
 
@@ -18,7 +18,12 @@ from enum import Enum
 from typing import Any
 
 from raysharded.checkpoint.format import signed_json
+from raysharded.checkpoint.format.signing import SigningKey, place_of
+from raysharded.checkpoint.storage import Storage
+from raysharded.checkpoint.storage.small_objects import read_small
+from raysharded.config import MAX_LEASE_S
 from raysharded.errors import CorruptCheckpoint
+from raysharded.locations import join_url
 
 FOLDER = "lease"
 BEATS_PER_LEASE = 3
@@ -26,6 +31,7 @@ BEATS_PER_LEASE = 3
 _FORMAT = "raysharded-lease"
 ACTOR = "actor"
 """First word of `Holder.job` for a driver in a Ray actor."""
+_MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,15 +119,28 @@ def lease_key(driver: str) -> str:
     return f"{FOLDER}/{driver}.json"
 
 
-def encode(holder: Holder) -> bytes:
-    """The lease as it is stored."""
-    return signed_json.seal(asdict(holder), _FORMAT)
+def encode(holder: Holder, *, key: SigningKey | None = None, place: str = "") -> bytes:
+    """The lease as it is stored, signed if a key is given. `place`: as in `signed_json`."""
+    return signed_json.seal(asdict(holder), _FORMAT, key=key, place=place)
 
 
-def decode(data: bytes, where: str) -> Seen:
-    """The stored lease; a torn or damaged one has no holder."""
+def read_lease(storage: Storage, driver: str, *, key: SigningKey | None = None) -> Seen:
+    """The lease of a driver. Raises NoSuchKey, StorageError.
+
+    One that is no file, is too long, or was not signed with the key has no holder.
+    """
+    at = lease_key(driver)
     try:
-        return Seen(data=data, holder=_holder(signed_json.unseal(data, _FORMAT, where), where))
+        data = read_small(storage, at, _MAX_BYTES)
+    except CorruptCheckpoint:
+        return Seen(data=b"", holder=None)
+    return decode(data, join_url(storage.url, at), key=key, place=place_of(storage.url, at))
+
+
+def decode(data: bytes, where: str, *, key: SigningKey | None = None, place: str = "") -> Seen:
+    """The stored lease; a torn or damaged one, and one that the key did not sign for this place, has no holder."""
+    try:
+        return Seen(data=data, holder=_holder(signed_json.unseal(data, _FORMAT, where, key=key, place=place), where))
     except CorruptCheckpoint:
         return Seen(data=data, holder=None)
 
@@ -139,10 +158,17 @@ def _holder(body: Mapping[str, Any], where: str) -> Holder:
             started=signed_json.whole(process, "started", where),
         ),
         since=signed_json.seconds(body, "since", where),
-        lease_s=signed_json.seconds(body, "lease_s", where),
+        lease_s=_lease_s(body, where),
         cluster=signed_json.text(body, "cluster", where),
         job=signed_json.text(body, "job", where),
         beat=signed_json.whole(body, "beat", where),
         ended=body.get("ended") is True,
         ending=body.get("ending") is True,
     )
+
+
+def _lease_s(body: Mapping[str, Any], where: str) -> float:
+    found = signed_json.seconds(body, "lease_s", where)
+    if found > MAX_LEASE_S:  # others would wait for that long
+        raise CorruptCheckpoint(f"{where}: lease_s={found:g} is more than {MAX_LEASE_S:g}. No driver writes that.")
+    return found

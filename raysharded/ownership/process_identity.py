@@ -39,7 +39,7 @@ def _answers_signals(pid: int) -> bool:
     """Whether a process has this id: /proc may hide those of other users (hidepid)."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # no id is that large
         return False
     except PermissionError:
         pass

@@ -15,12 +15,10 @@ from contextlib import suppress
 from raysharded.checkpoint import NoSuchKey, Storage
 from raysharded.checkpoint.storage.folders import remove_folders
 from raysharded.errors import StorageError
-from raysharded.locations import join_url
-from raysharded.ownership.lease import Holder, Process, decode, encode, lease_key
+from raysharded.ownership.lease import Holder, Process, encode, lease_key, read_lease
 from raysharded.ownership.process_identity import is_gone, this_process
 
 _KEY = lease_key("start")
-_MAX_BYTES = 1 << 16
 _FRESH_S = 120.0
 """Longest time for which a mark counts if its process is unknown, or is one of another machine."""
 
@@ -51,7 +49,7 @@ def mark_start(storage: Storage, *, driver_is_here: bool, wall: Callable[[], flo
 def is_starting(storage: Storage, *, wall: Callable[[], float] = time.time) -> bool:
     """True if a start of the run is under way. One small request. Raises StorageError."""
     try:
-        seen = decode(storage.read(_KEY, 0, _MAX_BYTES), join_url(storage.url, _KEY))
+        seen = read_lease(storage, "start")
     except NoSuchKey:
         return False
     if seen.holder is None:

@@ -16,7 +16,7 @@ from raysharded.data.ledger import LedgerReport, ReadColumns, check
 from raysharded.data.order import ORDERS
 from raysharded.errors import StorageError
 from raysharded.journal import log
-from raysharded.journal.reader import entries_of, read_some, segment_keys, steps_of
+from raysharded.journal.reader import entries_of, read_some, steps_of
 from raysharded.journal.records import Span
 from raysharded.locations import join_url
 from raysharded.ownership.start_mark import is_starting
@@ -72,7 +72,7 @@ def _check_span(span: Span, batch: Mapping[str, int], num_samples: int, records:
     )
 
 
-_DAMAGE = (ValueError, KeyError, TypeError, IndexError)
+_DAMAGE = (*log.DAMAGE, log.DamagedJournal)
 """Errors caused by bytes that no driver wrote."""
 _STEPS_AT_ONCE = 2048
 
@@ -96,7 +96,11 @@ def load(run_url: str) -> RunReport:
     storage = open_storage(run_url)
     summary, damage = _fold(storage)
     if summary.starts:
-        return RunReport(url=storage.url, summary=summary, ledger=check_ledger(summary), damage=damage)
+        try:
+            ledger = check_ledger(summary)
+        except log.DAMAGE as error:
+            ledger, damage = None, damage or f"its samples cannot be checked ({type(error).__name__}: {error})"
+        return RunReport(url=storage.url, summary=summary, ledger=ledger, damage=damage)
     if damage:
         raise StorageError(
             f"the journal of the run at {storage.url} is damaged from its beginning: {damage}. Restore the "
@@ -149,7 +153,7 @@ def _fold(storage: Storage) -> tuple[RunSummary, str]:
 def read_fold(storage: Storage) -> tuple[Fold, str]:
     """The fold of the journal up to the first damaged entry, and that entry's place; empty if there is none."""
     refuse_removed(storage, StorageError)
-    keys = segment_keys(storage)
+    keys = log.segment_keys(storage)
     if len(keys) >= parallel_reader.FEWEST:
         with suppress(parallel_reader.Unavailable):
             return _read(parallel_reader.parts_of(storage.url, keys))

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raysharded.checkpoint import NoSuchKey, Storage
+from raysharded.checkpoint.storage import NotAFile
 from raysharded.journal import log
 
 _MOST_SEGMENTS = 64
 """Segments to read from the end: a driver that waits for machines writes no steps."""
 _FROM_START = 16
 """Segments of a driver to search for its entry `started`."""
-_HEAD_BYTES = 256
+_HEAD_BYTES = 1024
 """An upper bound of the size of a segment's head."""
 
 Ending = Literal["finished", "stopped", "failed"]
@@ -59,11 +60,11 @@ class Tail:
 
 
 def read_tail(storage: Storage) -> Tail:
-    """The end of the run's journal. Raises StorageError; ValueError, KeyError or TypeError for a damaged journal.
+    """The end of the run's journal. Raises StorageError; an error of `log.DAMAGE` for a damaged journal.
 
     Reads the newest segment, older ones only for missing values, and some heads, by bisection, for `max_steps`.
     """
-    keys = sorted(key for key in storage.list(log.FOLDER) if key.endswith(".jsonl"))
+    keys = log.segment_keys(storage)
     seen = _Seen()
     for key in reversed(keys[-_MOST_SEGMENTS:]):
         writer, entries = _segment(storage, key)
@@ -139,9 +140,9 @@ class _Seen:
             ending=ending,
             error=error,
             interrupted=self._interrupted,
-            name=started.get("run"),
+            name=_name(started.get("run")),
             step=self._step,
-            max_steps=started.get("max_steps"),
+            max_steps=None if started.get("max_steps") is None else int(started["max_steps"]),
             loss=float(done["loss"]) if done else None,  # "nan" and "inf" are written as text
             workers=self._members or (int(done["workers"]) if done else None),
             paused=bool(self._paused),
@@ -149,9 +150,15 @@ class _Seen:
         )
 
 
+def _name(told: object) -> str | None:
+    if told is not None and not isinstance(told, str):
+        raise TypeError(f"run={told!r:.80} is not a name")
+    return told
+
+
 def _segment(storage: Storage, key: str) -> tuple[str, list[dict[str, Any]]]:
     """A segment's writer and entries, oldest first, without a torn last line."""
-    *lines, _torn = storage.read(key).decode().split("\n")
+    *lines, _torn = log.read_segment(storage, key).decode().split("\n")
     entries: list[dict[str, Any]] = [json.loads(line) for line in lines]
     heads = [entry for entry in entries if entry["kind"] == "segment"]
     writer = str(heads[0].get("writer", "")) if heads else ""
@@ -178,5 +185,5 @@ def _writer_of(storage: Storage, key: str) -> str:
     try:
         first = storage.read(key, 0, _HEAD_BYTES).split(b"\n", 1)[0]
         return str(json.loads(first).get("writer", ""))
-    except (NoSuchKey, ValueError, AttributeError):
+    except (NoSuchKey, NotAFile, ValueError, AttributeError, RecursionError):
         return ""

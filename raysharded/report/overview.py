@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,11 +19,12 @@ from raysharded.checkpoint.claims import CLAIMS_FOLDER, Claim, list_numbers, rea
 from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER, MANIFEST_NAME, parse_save_folder
 from raysharded.checkpoint.removal_mark import is_marked, refuse_removed
 from raysharded.checkpoint.retention.fork_reference import REFERENCE_NAME
+from raysharded.checkpoint.storage import NotAFile
 from raysharded.checkpoint.storage.folders import last_part, list_folders
 from raysharded.errors import CorruptCheckpoint, StorageError
 from raysharded.journal import log
 from raysharded.locations import join_url
-from raysharded.ownership.lease import BEATS_PER_LEASE, FOLDER as LEASE_FOLDER, Seen, decode, has_changed, lease_key
+from raysharded.ownership.lease import BEATS_PER_LEASE, FOLDER as LEASE_FOLDER, Seen, has_changed, read_lease
 from raysharded.ownership.process_identity import is_gone, this_process
 from raysharded.ownership.start_mark import is_starting
 from raysharded.report.newest_step import Tail, read_tail
@@ -32,9 +34,8 @@ _OVER = ("ended", "finished", "stopped", "failed")
 JUST_NOW_S = 20.0
 """A driver counts as at work for this long after its newest entry, by this machine's clock."""
 _AT_ONCE = 16
-_MAX_LEASE_BYTES = 1 << 16
-_DAMAGE = (ValueError, KeyError, TypeError, IndexError)
-"""Errors caused by bytes that no driver wrote."""
+_LONGEST_WAIT_S = 30.0
+"""Longest wait for drivers that seem silent, regardless of their leases."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,19 +139,40 @@ def _glances(
         silent = [run for run in found if run.glance.state == "silent"]
         if silent:
             leases_s = [run.lease.holder.lease_s for run in silent if run.lease and run.lease.holder]
-            pause(max(leases_s, default=0.0) / BEATS_PER_LEASE + 1.0)
+            pause(min(max(leases_s, default=0.0) / BEATS_PER_LEASE, _LONGEST_WAIT_S) + 1.0)
             alive = dict(zip((run.glance.url for run in silent), pool.map(_shows_itself, silent), strict=True))
             found = [_running(run) if alive.get(run.glance.url) else run for run in found]
     return [_paused(run) if run.paused and run.glance.state == "running" else run.glance for run in found]
 
 
 def _look_unless_removed(storage: Storage, now: float) -> _Found | None:
+    """The run; as damaged if its files cannot be read. None for a run that is being removed."""
     try:
         return _look(storage, now)
-    except StorageError:
-        if is_run(storage):
-            raise
-        return None
+    except StorageError as error:
+        with suppress(StorageError):
+            if not is_run(storage):
+                return None
+        glance = RunOverview(
+            url=storage.url,
+            name=_folder(storage),
+            state="damaged",
+            driver="",
+            error=str(error),
+            step=None,
+            max_steps=None,
+            loss=None,
+            workers=None,
+            checkpoint_step=None,
+            checkpoint_at=None,
+            newest_entry_at=None,
+            num_segments=0,
+        )
+        return _Found(storage=storage, glance=glance, owner=None, lease=None, paused=False)
+
+
+def _folder(storage: Storage) -> str:
+    return storage.url.partition("?")[0].rstrip("/").rpartition("/")[2]
 
 
 def _look(storage: Storage, now: float) -> _Found:
@@ -159,16 +181,15 @@ def _look(storage: Storage, now: float) -> _Found:
     lease = _lease(storage, owner)
     try:
         tail, damage = read_tail(storage), ""
-    except _DAMAGE as error:
+    except (*log.DAMAGE, log.DamagedJournal) as error:
         tail, damage = Tail(num_segments=0), f"its journal cannot be read ({type(error).__name__}: {error})"
     state = "damaged" if damage else _state(tail, owner, lease, now)
     if state in _OVER and state != "finished" and is_starting(storage):
         state = "new"
     holder = lease.holder if lease and state in ("new", "running", "silent") else None
-    path = storage.url.partition("?")[0].rstrip("/")
     glance = RunOverview(
         url=storage.url,
-        name=tail.name or path.rpartition("/")[2],
+        name=tail.name or _folder(storage),
         state=state,
         driver=str(holder) if holder else "",
         error=damage or (tail.error if state == "failed" else ""),
@@ -223,7 +244,7 @@ def _exists(storage: Storage, key: str) -> bool:
     """False for a checkpoint that a rewind or an audit deleted."""
     try:
         storage.size(key)
-    except NoSuchKey:
+    except (NoSuchKey, NotAFile):
         return False
     return True
 
@@ -245,9 +266,8 @@ def _state(tail: Tail, owner: Claim | None, lease: Seen | None, now: float) -> S
 def _lease(storage: Storage, owner: Claim | None) -> Seen | None:
     if owner is None:
         return None
-    key = lease_key(owner.writer)
     try:
-        return decode(storage.read(key, 0, _MAX_LEASE_BYTES), join_url(storage.url, key))
+        return read_lease(storage, owner.writer)
     except NoSuchKey:
         return None
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysharded.checkpoint import Storage
+from raysharded.checkpoint.format.signed_json import MAX_SECONDS
 from raysharded.journal import log
 from raysharded.journal.entry_text import incident_text
 from raysharded.report.history import incidents
@@ -64,7 +65,7 @@ class RecentReader:
 
     def read(self) -> Recent:
         """The recent history now, as `read_recent`."""
-        keys = sorted(key for key in self._storage.list(log.FOLDER) if key.endswith(".jsonl"))
+        keys = log.segment_keys(self._storage)
         is_first = not self._last_key
         for part in self._read([key for key in keys if key > self._last_key][-_SEGMENTS:]):
             self._window.append(entries_of(part))
@@ -92,7 +93,7 @@ class RecentReader:
         )
 
     def _add(self, entry: Mapping[str, Any]) -> None:
-        with suppress(KeyError, TypeError, ValueError):  # no driver wrote it
+        with suppress(*log.DAMAGE):
             if entry["kind"] == "generation":
                 self._generation = int(entry["generation"]), tuple(map(int, entry["members"]))
             elif entry["kind"] == "worker_ready":
@@ -115,7 +116,13 @@ class RecentReader:
 
     def _read(self, keys: Sequence[str]) -> Iterator[bytes]:
         with ThreadPoolExecutor(_AT_ONCE, "raysharded-journal") as pool:
-            yield from pool.map(self._storage.read, keys)
+            yield from pool.map(self._read_one, keys)
+
+    def _read_one(self, key: str) -> bytes:
+        try:
+            return log.read_segment(self._storage, key)
+        except log.DamagedJournal:
+            return b""
 
 
 def entries_of(segment: bytes) -> list[dict[str, Any]]:
@@ -124,11 +131,19 @@ def entries_of(segment: bytes) -> list[dict[str, Any]]:
     for line in segment.decode(errors="replace").split("\n")[:-1]:
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(entry, dict) and entry.get("kind", "segment") != "segment" and "at" in entry:
+        if isinstance(entry, dict) and _is_kind(entry.get("kind")) and _is_time(entry.get("at")):
             found.append(entry)
     return found
+
+
+def _is_kind(value: object) -> bool:
+    return isinstance(value, str) and value != "segment"
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value <= MAX_SECONDS
 
 
 def incident_line(entry: Mapping[str, Any]) -> str | None:
@@ -137,7 +152,7 @@ def incident_line(entry: Mapping[str, Any]) -> str | None:
         return None
     try:
         return incident_text(entry["kind"], entry)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+    except log.DAMAGE:
         return None
 
 
@@ -148,7 +163,8 @@ def _step_s(entries: Sequence[Mapping[str, Any]]) -> float | None:
         if entry["kind"] in ("generation", "started", "rewind"):
             break
         if entry["kind"] == "step":
-            done.append((int(entry["step"]), float(entry["at"])))
+            with suppress(*log.DAMAGE):
+                done.append((int(entry["step"]), float(entry["at"])))
     if len(done) < 2 or done[0][0] <= done[-1][0]:
         return None
     return max(0.0, done[0][1] - done[-1][1]) / (done[0][0] - done[-1][0])

@@ -11,7 +11,7 @@ _ALWAYS: dict[State, str] = {
     "silent": "its driver gave no sign of life; it may still be at work",
     "restarting": "its driver was lost; Ray restarts it, and the run continues by itself",
     "finished": "all its steps are done",
-    "damaged": "the end of its journal cannot be read",
+    "damaged": "the end of its journal, or another of its files, cannot be read",
 }
 
 

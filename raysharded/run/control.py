@@ -16,7 +16,7 @@ from raysharded.run.results import WrittenCheckpoint
 from raysharded.task import require_tensor_parallelism
 
 if TYPE_CHECKING:
-    from raysharded.checkpoint import Storage
+    from raysharded.checkpoint import SigningKey, Storage
     from raysharded.checkpoint.retention.catalog import CheckpointRef
     from raysharded.driver.driver import Driver
     from raysharded.driver.state.state import State
@@ -31,19 +31,21 @@ def forked(spec: RunSpec, storage: Storage, name: str, step: int | None, where: 
     `step`: the checkpoint's (None: the newest); `where`: the fork's storage path. Nothing is started.
     """
     from raysharded.checkpoint import fork, open_storage
+    from raysharded.run.translation import key_of
 
     run = dataclasses.replace(spec.run, name=name, storage_path=where or spec.run.storage_path)
     other = dataclasses.replace(spec, run=run)
     if open_storage(other.url).url == storage.url:
         raise ConfigError(f"Run.fork: {name!r} is this run's own name. Give the fork another name or storage.")
-    fork(storage, _chosen(storage, step), open_storage(other.url))
+    key = key_of(spec.run.checkpoint)
+    fork(storage, _chosen(storage, step, key), open_storage(other.url), key=key)
     return other
 
 
-def _chosen(storage: Storage, step: int | None) -> CheckpointRef:
+def _chosen(storage: Storage, step: int | None, key: SigningKey | None) -> CheckpointRef:
     from raysharded.checkpoint import list_checkpoints
 
-    committed = [ref for ref in list_checkpoints(storage) if ref.state == "committed"]
+    committed = [ref for ref in list_checkpoints(storage, key=key) if ref.state == "committed"]
     found = [ref for ref in committed if step in (None, ref.step)]
     if found:
         return found[-1]

@@ -31,6 +31,7 @@ from raysharded.run.translation import files_of, job_of, limits_of
 
 if TYPE_CHECKING:
     from raysharded.driver.state.state import State
+    from raysharded.journal.verified import VerifiedJournal
     from raysharded.protocol.job import Job
     from raysharded.protocol.worker_launcher import Launcher
     from raysharded.run.spec import RunSpec
@@ -156,12 +157,17 @@ class LocalRun(Run):
             self._entries.close()
 
     def _drive(self) -> Result:
-        starts = self._starts()
-        self._check_same_run(starts)
+        from raysharded.journal.log import refusing_damage
+
+        with refusing_damage(self._storage):
+            journal = self._journal()
+            starts = [entry for entry in journal.entries if entry["kind"] == "started"]
+            self._check_same_run(starts)
         finished = self._finished_before()
         if finished is not None:
             return finished
-        self._spec = with_initial_weights(self._spec, self._storage, starts, self._files.key)
+        key, vouched = self._files.key, not journal.is_unsigned
+        self._spec = with_initial_weights(self._spec, self._storage, starts, key, vouched=vouched)
         if self._spec.initial_weights is not None:
             self._files = files_of(self._spec, self._storage, versions())
         for sentence in untested_versions():
@@ -234,11 +240,10 @@ class LocalRun(Run):
         grace_s = self._spec.run.checkpoint.grace_s
         return on_notice(lambda: self.stop(checkpoint=True, within_s=grace_s), grace_s)
 
-    def _starts(self) -> list[dict[str, Any]]:
-        """Entries with which the run's drivers began."""
-        from raysharded.journal.log import read
+    def _journal(self) -> VerifiedJournal:
+        from raysharded.journal.verified import read_verified
 
-        return [entry for entry in read(self._storage) if entry["kind"] == "started"]
+        return read_verified(self._storage, self._files.key, accept_unsigned=self._files.accept_unsigned)
 
     def _check_same_run(self, starts: Sequence[Mapping[str, Any]]) -> None:
         """Raise ConfigError for another order of samples or another arithmetic than the run began with."""
@@ -253,9 +258,11 @@ class LocalRun(Run):
 
     def _finished_before(self) -> Result | None:
         """The result of a run whose final checkpoint exists already."""
+        from raysharded.driver.startup.resume_point import newest_of
         from raysharded.run.offline import finished
 
-        return finished(self._storage, self.name, self._spec.url, self._spec.run.max_steps, self._files.key)
+        newest = newest_of(self._files).checkpoint
+        return finished(newest, self._storage, self.name, self._spec.url, self._spec.run.max_steps)
 
     def _result_of(self, state: State) -> Result:
         from raysharded.run.offline import folder_of

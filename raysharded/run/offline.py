@@ -13,7 +13,7 @@ from raysharded.run.handle import Ask, Run
 from raysharded.run.results import Entry, Result, Status, last_numbers
 
 if TYPE_CHECKING:
-    from raysharded.checkpoint import SigningKey, Storage
+    from raysharded.checkpoint import Checkpoint, Storage
     from raysharded.report.overview import RunOverview
     from raysharded.report.recent import RecentReader
 
@@ -69,7 +69,7 @@ class StoredRun(Run):
         """The result of a finished run. Raises RunFailed, with the final entry's error, for any other."""
         found = self._look()
         if found.state == "finished":
-            result = finished(self._storage, self.name, self.url, found.max_steps or 0)
+            result = finished(_newest(self._storage), self._storage, self.name, self.url, found.max_steps or 0)
             return result or self._without_last_checkpoint(found)
         what = {"failed": "failed", "stopped": "was stopped"}.get(found.state, "ended without a final journal entry")
         why = f": {found.error}" if found.error else ""
@@ -130,16 +130,15 @@ class StoredRun(Run):
         return self._read(segments[-1]) if segments else []
 
     def _segments(self) -> list[int]:
-        from raysharded.journal.log import FOLDER
+        from raysharded.journal.log import segment_numbers
 
-        names = [key.rpartition("/")[2] for key in self._storage.list(FOLDER) if key.endswith(".jsonl")]
-        return sorted(int(name.partition(".")[0]) for name in names)
+        return segment_numbers(self._storage)
 
     def _read(self, segment: int) -> list[Entry]:
-        from raysharded.journal.log import segment_key
+        from raysharded.journal.log import read_segment, segment_key
         from raysharded.report.recent import entries_of
 
-        entries = entries_of(self._storage.read(segment_key(segment)))
+        entries = entries_of(read_segment(self._storage, segment_key(segment)))
         return [
             (segment * _LINES + line, entry["kind"], {name: value for name, value in entry.items() if name != "kind"})
             for line, entry in enumerate(entries, 1)
@@ -159,14 +158,8 @@ def wait_for(run: Run, outcome: Callable[[], Result | None], timeout_s: float | 
         time.sleep(min(_LOOK_UP_S, left_s))
 
 
-def finished(storage: Storage, name: str, url: str, max_steps: int, key: SigningKey | None = None) -> Result | None:
-    """The result of a run whose final checkpoint exists; None if there is none.
-
-    Without `key`, the environment's signing key is used.
-    """
-    from raysharded.checkpoint import newest_complete, signing_key_from_environment
-
-    newest = newest_complete(storage, skip_damaged=True, key=key or signing_key_from_environment()).checkpoint
+def finished(newest: Checkpoint | None, storage: Storage, name: str, url: str, max_steps: int) -> Result | None:
+    """The result of a run whose newest checkpoint is its final one; None if it is not."""
     if newest is None or newest.step < max_steps:
         return None
     return Result(
@@ -181,10 +174,15 @@ def finished(storage: Storage, name: str, url: str, max_steps: int, key: Signing
 
 def newest_folder(storage: Storage, url: str) -> str:
     """Folder of the newest checkpoint; empty if there is none."""
+    newest = _newest(storage)
+    return folder_of(storage, url, newest.prefix, newest.storage.url) if newest else ""
+
+
+def _newest(storage: Storage) -> Checkpoint | None:
+    """The newest checkpoint, with the environment's signing key; None if there is none."""
     from raysharded.checkpoint import newest_complete, signing_key_from_environment
 
-    newest = newest_complete(storage, skip_damaged=True, key=signing_key_from_environment()).checkpoint
-    return folder_of(storage, url, newest.prefix, newest.storage.url) if newest else ""
+    return newest_complete(storage, skip_damaged=True, key=signing_key_from_environment()).checkpoint
 
 
 def folder_of(storage: Storage, url: str, prefix: str, elsewhere: str = "") -> str:

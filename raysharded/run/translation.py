@@ -74,12 +74,14 @@ def files_of(spec: RunSpec, storage: Storage, versions: Mapping[str, str]) -> Ru
         keep=Keep(last=config.keep_last, every_steps=config.keep_every, best=best),
         metadata={**spec.settings(), "versions": dict(versions)},
         global_batch_size=spec.batch.global_batch_size,
-        key=signing_key_of(config),
+        key=key_of(config),
+        accept_unsigned=spec.run.accept_unsigned,
+        at_least_step=spec.run.at_least_step or 0,
     )
 
 
-def signing_key_of(config: CheckpointConfig) -> SigningKey | None:
-    """The key that signs a run's checkpoints, from its file or else the environment. Raises CheckpointError."""
+def key_of(config: CheckpointConfig) -> SigningKey | None:
+    """The key that signs a run; None if it has none. Raises CheckpointError if it cannot be read, or is required."""
     from raysharded.checkpoint import SigningKey, signing_key_from_environment
 
     if config.signing_key_file is not None:

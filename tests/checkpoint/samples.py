@@ -83,6 +83,7 @@ def save(
     chunk: int | None = None,
     key: SigningKey | None = None,
     claims: Claims | None = None,
+    run: str = "run",
     **fields: Any,
 ) -> str:
     """A save's prefix; it is committed, in a run if its `claims` are given. Small chunks make digest tables."""
@@ -92,7 +93,7 @@ def save(
         own = pieces_of(state, number, num_writers)
         files += write_shard(storage, prefix, writer=f"w{number:04d}", tensors=own, chunk_size_bytes=chunk)
     manifest = Manifest(
-        run="run",
+        run=run,
         step=step,
         generation=generation,
         save_id=save_id,

@@ -21,7 +21,7 @@ from raysharded.checkpoint import (
 )
 from raysharded.checkpoint.format.encoding import decode
 from raysharded.errors import CheckpointError, ConfigError, CorruptCheckpoint
-from raysharded.run.translation import signing_key_of
+from raysharded.run.translation import key_of
 from tests.checkpoint.samples import State, bytes_of, flipped, raw, read_all, save, seal, with_index
 from tests.cli.test_commands import fail
 
@@ -190,10 +190,10 @@ def test_signatures_can_be_required_so_that_a_missing_key_is_an_error(
 
 def test_a_run_that_requires_signatures_does_not_begin_without_a_key(unkeyed: None, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"signed checkpoints are required \(require_signed\)"):
-        signing_key_of(CheckpointConfig(require_signed=True))
+        key_of(CheckpointConfig(require_signed=True))
     key = tmp_path / "key"
     key.write_bytes(SECRET)
-    assert signing_key_of(CheckpointConfig(require_signed=True, signing_key_file=str(key))) == KEY
+    assert key_of(CheckpointConfig(require_signed=True, signing_key_file=str(key))) == KEY
     with pytest.raises(ConfigError, match="require_signed"):
         CheckpointConfig(require_signed="yes")  # type: ignore[arg-type]
 

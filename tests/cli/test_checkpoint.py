@@ -12,10 +12,12 @@ import pytest
 
 from raysharded.checkpoint import Storage, newest_complete, open_storage, save
 from raysharded.checkpoint.format.paths import data_path
+from raysharded.checkpoint.retention.fork_reference import Reference, encode_reference
 from raysharded.cli.checkpoint.gc import _working
 from raysharded.cli.output import byte_progress
 from raysharded.locations import join_url
 from raysharded.testing.storages import save_rows
+from tests.canary import connections
 from tests.checkpoint.retention.runs import Run, save_v1, states
 from tests.cli.test_commands import fail, invoke, succeed
 
@@ -419,3 +421,18 @@ def test_gc_refuses_rules_that_cannot_be_meant(storage: Storage) -> None:
         result = invoke("checkpoint", "gc", storage.url, "--keep-last", 1, "--keep-best", best)
         assert result.exit_code == 2
         assert "METRIC:min" in result.stderr
+
+
+def test_show_tells_a_forks_parent_and_asks_nothing_of_it(storage: Storage, tmp_path: Path) -> None:
+    new = tmp_path / "child"
+    made = json.loads(succeed("checkpoint", "fork", storage.url, new, "--json"))
+    (reference,) = new.glob("checkpoints/*/reference.json")
+    changed = Reference(**{**made, "parent": "s3://bucket/run?endpoint_url=http://127.0.0.1:9"})
+    reference.write_bytes(encode_reference(changed))
+    with connections() as opened:
+        shown = json.loads(succeed("checkpoint", "show", new, "--json"))
+        told = succeed("checkpoint", "show", new)
+        assert "it was not opened" in " ".join(invoke("checkpoint", "verify", new).stdout.split())
+    assert opened == []
+    assert (shown["state"], shown["step"], shown["parent"]) == ("reference", 20, changed.parent)
+    assert "127.0.0.1:9" in told

@@ -345,7 +345,7 @@ class SimulatedDriver:
                 self._tell(worker, lambda w: w.request_save(generation))
             case DeleteCheckpoints(prefixes=prefixes):
                 cluster.distrusted.update(prefixes)
-                distrust(cluster.storage, prefixes)
+                distrust(cluster.storage, prefixes, None)
             case Answer(requests=requests):
                 assert not self.answers.keys() & set(requests), "answered twice"
                 self.answers.update({request: command for request in requests if request > NOBODY})

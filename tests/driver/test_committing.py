@@ -118,7 +118,7 @@ def committed_steps(storage: Storage) -> list[int]:
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Storage:
-    return open_storage(str(tmp_path))
+    return open_storage(str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("stops_at", ["manifest.json", "claims/"])

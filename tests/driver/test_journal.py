@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from raysharded.checkpoint import Storage, open_storage
-from raysharded.errors import RunOwnedElsewhere, StorageError
+from raysharded.checkpoint import SigningKey, Storage, open_storage
+from raysharded.errors import RefusedCheckpoint, RunOwnedElsewhere, StorageError
 from raysharded.journal.log import FOLDER, Journal, newest_generation, next_segment, read, segment_key
+from raysharded.journal.reader import entries_of, steps_of
+from raysharded.journal.signed_segments import Link, check, is_signed
+from raysharded.journal.verified import read_verified
 
 
 class SetClock:
@@ -240,3 +243,132 @@ def test_several_segments_are_read_at_once_and_come_in_order(storage: Storage) -
         journal.append("step", {"step": step}, durable=True)
     meets: Any = Meets()
     assert [entry["step"] for entry in read(meets)] == list(range(8))
+
+
+# -- signed --
+
+KEY, OTHER = SigningKey(b"k" * 32), SigningKey(b"o" * 32)
+
+
+def signed(storage: Storage, writer: str = "me", key: SigningKey | None = KEY, *, accept: bool = False) -> Journal:
+    """The journal of a driver that has read what was there."""
+    journal = Journal(storage, SetClock(), writer, key=key, still_owns=lambda: True)
+    journal.fence()
+    journal.follow(read_verified(storage, key, accept_unsigned=accept).link)
+    return journal
+
+
+def steps(storage: Storage, key: SigningKey | None = KEY, *, accept: bool = False) -> list[int]:
+    return [entry["step"] for entry in read_verified(storage, key, accept_unsigned=accept).entries]
+
+
+def write(journal: Journal, *steps: int) -> None:
+    for step in steps:
+        journal.append("step", {"step": step}, durable=True)
+
+
+def test_entries_of_several_drivers_with_the_key_count_and_others_are_left_out(storage: Storage) -> None:
+    write(signed(storage, "a"), 1, 2)
+    write(Journal(storage, SetClock(), "mallory"), 666)
+    write(Journal(storage, SetClock(), "mallory", key=OTHER), 667)
+    write(signed(storage, "b"), 3)
+    assert steps(storage) == [1, 2, 3]
+    assert [entry["step"] for entry in read(storage)] == [1, 2, 666, 667, 3]
+
+
+def test_a_driver_writes_past_a_segment_that_was_put_in_its_way(storage: Storage) -> None:
+    journal = signed(storage, "a")
+    write(journal, 1)
+    write(Journal(storage, SetClock(), "mallory"), 666)
+    write(journal, 2)
+    assert steps(storage) == [1, 2]
+
+
+def test_a_lost_reply_breaks_no_chain(storage: Storage) -> None:
+    journal = Journal(LosesReplies(storage), SetClock(), "me", key=KEY)  # type: ignore[arg-type]  # forwards the rest
+    with pytest.raises(StorageError):
+        write(journal, 1)
+    write(journal, 2, 3)
+    assert steps(storage) == [1, 2, 3]
+
+
+def test_a_fence_is_not_signed_and_breaks_no_chain(storage: Storage) -> None:
+    """It may be of a worker without a driver, which has no key."""
+    write(signed(storage, "a"), 1)
+    Journal(storage, SetClock(), "orphan").fence()
+    write(signed(storage, "b"), 2)
+    assert steps(storage) == [1, 2]
+    assert check([(key, storage.read(key)) for key in storage.list(FOLDER)], KEY, storage.url).ignored == []
+
+
+@pytest.mark.parametrize("change", ["removed", "unsigned", "swapped", "cut", "earlier"])
+def test_a_segment_that_is_missing_changed_or_out_of_order_is_detected(storage: Storage, change: str) -> None:
+    write(signed(storage), 1, 2, 3, 4)
+    keys = storage.list(FOLDER)[1:]
+    second, third = (storage.read(key) for key in keys[1:3])
+    match change:
+        case "removed":
+            storage.delete([keys[1]])
+        case "unsigned":
+            storage.write(keys[1], [b'{"kind":"segment","writer":"me"}\n' + second.partition(b"\n")[2]])
+        case "swapped":
+            storage.write(keys[1], [third])
+            storage.write(keys[2], [second])
+        case "cut":
+            storage.write(keys[1], [second[:-1]])
+        case "earlier":
+            storage.write(keys[1], [storage.read(keys[0])])
+    with pytest.raises(RefusedCheckpoint, match="some were removed or replaced"):
+        steps(storage)
+
+
+def test_segments_of_another_run_or_key_do_not_count(storage: Storage) -> None:
+    other = open_storage(f"memory://{id(storage)}/other")
+    write(signed(other), 1, 2)
+    for key in other.list(FOLDER):
+        storage.write(key, [other.read(key)])
+    with pytest.raises(RefusedCheckpoint, match="signed with another key than the one given, or elsewhere"):
+        steps(storage)
+    with pytest.raises(RefusedCheckpoint, match="signed with another key"):
+        steps(other, OTHER)
+    other.delete(other.list())
+
+
+def test_a_journal_without_signatures_counts_until_the_first_signed_segment_vouches_for_it(storage: Storage) -> None:
+    write(Journal(storage, SetClock(), "old"), 1, 2)
+    assert read_verified(storage, KEY).is_unsigned
+    write(signed(storage, "new"), 3)
+    found = read_verified(storage, KEY)
+    assert ([entry["step"] for entry in found.entries], found.is_unsigned) == ([1, 2, 3], False)
+    write(Journal(storage, SetClock(), "mallory"), 666)
+    assert steps(storage) == [1, 2, 3]
+    storage.write(segment_key(2), [storage.read(segment_key(1))])
+    with pytest.raises(RefusedCheckpoint, match="some were removed or replaced"):
+        steps(storage)
+
+
+def test_what_a_user_accepts_counts_from_the_next_signed_segment_on(storage: Storage) -> None:
+    write(signed(storage, "a"), 1, 2, 3)
+    storage.delete([segment_key(3)])
+    with pytest.raises(RefusedCheckpoint, match=r"RunConfig\(accept_unsigned=True\)"):
+        steps(storage)
+    assert steps(storage, accept=True) == [1, 3]
+    write(signed(storage, "b", accept=True), 4)
+    assert steps(storage) == [1, 3, 4]
+    write(signed(storage, "c", accept=True), 5)  # there is nothing left to accept
+    assert steps(storage) == [1, 3, 4, 5]
+
+
+def test_readers_without_the_key_read_signed_segments_as_others(storage: Storage) -> None:
+    journal = signed(storage)
+    write(journal, 1)
+    newest = storage.read(storage.list(FOLDER)[-1])
+    assert is_signed(newest)
+    assert [entry["step"] for entry in steps_of(newest) or []] == [1]
+    assert [(line, entry["step"]) for line, entry in entries_of(newest)] == [(2, 1)]
+    assert len(newest.partition(b"\n")[0]) < 256, "older versions read no more of a head"
+
+
+def test_a_link_of_a_journal_without_segments_is_that_of_a_new_run(storage: Storage) -> None:
+    assert read_verified(storage, KEY).link == Link()
+    assert read_verified(storage, KEY, accept_unsigned=True).link == Link()

@@ -57,6 +57,7 @@ _FIELDS = (ENTRIES, RECORDED, RECORDED_NOW)
 _FORMATS = {RECORDED: OLDER, RECORDED_NOW: FORMAT}
 _LISTED = {WorkerInfo: "Facts", DriverConfig: "Limits"}
 """Classes that have no name in a recording, and had this one when they were listed."""
+KEY = SigningKey(b"a key of 17 bytes")
 _ANY_KEY = {"metrics", "evaluation", "tensors", "seconds", "versions", "changes"}
 """Fields of JSON whose keys are names that a user, or the time that something took, gives."""
 Strings = dict[str, dict[str, Any]]
@@ -67,7 +68,9 @@ def observe() -> Strings:
     """All of them, as this version writes them."""
     with tempfile.TemporaryDirectory() as made, pytest.MonkeyPatch.context() as patch:
         folder = Path(made)
-        run = _train(folder)
+        with tempfile.NamedTemporaryFile() as secret:
+            Path(secret.name).write_bytes(KEY.secret)
+            run = _train(folder, secret.name)
         _write_checkpoints(folder, patch)
         on_disk = sorted(path for path in folder.rglob("*") if path.is_file())
         return {
@@ -95,9 +98,13 @@ def observe() -> Strings:
 # -- what is written --
 
 
-def _train(folder: Path) -> Path:
-    """A run of two workers that was recorded, with evaluation and checkpoints, and gone on with by one worker."""
+def _train(folder: Path, key_file: str) -> Path:
+    """A run of two workers that was recorded, with evaluation and checkpoints, and gone on with by one worker.
+
+    From then on it is signed.
+    """
     for steps, workers in ((2, 2), (4, 1)):
+        signing = None if workers == 2 else key_file
         fit(
             rs.ElasticTrainer(
                 task=GptTask(),
@@ -110,7 +117,8 @@ def _train(folder: Path) -> Path:
                     storage_path=str(folder),
                     max_steps=steps,
                     record_events=True,
-                    checkpoint=rs.CheckpointConfig(every_steps=1, keep_last=9),
+                    checkpoint=rs.CheckpointConfig(every_steps=1, keep_last=9, signing_key_file=signing),
+                    accept_unsigned=signing is not None,
                 ),
             )
         )
@@ -121,12 +129,12 @@ def _write_checkpoints(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Of each form; and of the run's own one that is pinned, one that a fork refers to, and one that is deleted."""
     storage = open_storage(str(folder / "run"))
     refs = [ref for ref in list_checkpoints(storage) if ref.complete]
-    pin(storage, "best", refs[0])
-    fork(storage, refs[0], open_storage(str(folder / "fork")))
-    assert retire(storage, refs[1], number=1)
-    RunRemoval(open_storage(str(folder / "removed")), []).begin(lambda: False)
+    pin(storage, "best", refs[0], key=KEY)
+    fork(storage, refs[-1], open_storage(str(folder / "fork")), key=KEY)
+    assert retire(storage, refs[1], number=1, key=KEY)
+    RunRemoval(open_storage(str(folder / "removed")), [], key=KEY).begin(lambda: False)
     state = {"weight": samples.raw("float32", 64, 64), "scalar": samples.raw("int64")}
-    samples.save(open_storage(str(folder / "signed")), state, key=SigningKey(b"a key of 16 bytes"))
+    samples.save(open_storage(str(folder / "signed")), state, key=KEY)
     samples.save(open_storage(str(folder / "tables")), state, chunk=64)
     samples.save(samples.SpreadStorage(str(folder / "spread")), state)
     with patch.context() as inner:

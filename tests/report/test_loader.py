@@ -9,7 +9,7 @@ import pytest
 
 from raysharded.checkpoint import open_storage
 from raysharded.errors import StorageError
-from raysharded.journal.reader import segment_keys
+from raysharded.journal.log import segment_keys
 from raysharded.report import load
 from raysharded.report.history import parallel_reader
 from tests.cases import tried_each_time

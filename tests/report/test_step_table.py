@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from raysharded.checkpoint import open_storage
-from raysharded.journal.reader import entries_of, parse_line, read_some, segment_keys, steps_of
+from raysharded.journal.log import segment_keys
+from raysharded.journal.reader import entries_of, parse_line, read_some, steps_of
 from raysharded.report import load, load_metrics
 from raysharded.report.history.metrics_table import COLUMNS, metrics_table
 from raysharded.report.history.step_table import StepLog

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from torch import nn
 import raysharded as rs
 from raysharded import checkpoint
 from raysharded.checkpoint.interop import import_dcp, import_huggingface, place_of
-from raysharded.errors import CheckpointError, ConfigError
+from raysharded.errors import CheckpointError, ConfigError, RayshardedError
 from raysharded.ids import WorkerId
 from raysharded.journal.log import read
+from raysharded.run.start_from import with_initial_weights
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
+from tests.canary import connections
 from tests.cases import tried_each_time
 from tests.checkpoint.interop.ranks import bits, dcp
 from tests.training.harness import Gpt, GptTask, samples
@@ -162,6 +164,27 @@ def test_a_run_that_has_begun_keeps_the_checkpoint_that_it_began_with(tmp_path: 
         ConfigError, match=r"was started with start_from='.*pretrained' and is resumed with 'elsewhere'"
     ):
         fitted(made)
+
+
+def test_a_journal_leads_a_resumed_run_to_no_strangers_server(tmp_path: Path) -> None:
+    uri, _ = pretrained(tmp_path)
+    own = trainer(tmp_path / "runs", "mine", 1, uri).spec()
+    storage = checkpoint.open_storage(own.url)
+    weights = with_initial_weights(own, storage, [], None).initial_weights
+    assert weights is not None
+    again = replace(own, run=replace(own.run, start_from=None))
+    there = "http://127.0.0.1:9/weights"
+    for place, spec in ((there, own), (there, again), (weights.url, own), (weights.url, again)):
+        starts = [{"resumed_after_step": 0, "start_from": {**asdict(weights), "url": place}}]
+        if place == there:
+            with connections() as opened, pytest.raises(CheckpointError, match="it was not opened"):
+                with_initial_weights(spec, storage, starts, None)
+            assert opened == []
+        else:
+            assert with_initial_weights(spec, storage, starts, None).initial_weights == weights
+    for damaged in ("weights", {"uri": str(uri)}, {**asdict(weights), "url": 7}):
+        with pytest.raises(RayshardedError):
+            with_initial_weights(again, storage, [{"resumed_after_step": 0, "start_from": damaged}], None)
 
 
 def test_a_fork_begins_with_its_own_checkpoint_with_any_fate_of_the_source(tmp_path: Path) -> None:

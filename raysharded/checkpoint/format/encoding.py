@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from blake3 import blake3
 
+from raysharded.checkpoint.format import signing
 from raysharded.checkpoint.format.index import MIN_BOXES, encode_index, index_path
 from raysharded.checkpoint.format.limits import MAX_INDEX_BYTES, MAX_MANIFEST_BYTES, MAX_VALUES
 from raysharded.checkpoint.format.manifest import (
@@ -27,7 +28,7 @@ from raysharded.checkpoint.format.manifest import (
 from raysharded.checkpoint.format.parse import parse
 from raysharded.checkpoint.format.paths import parse_save_folder
 from raysharded.checkpoint.format.signing import SigningKey
-from raysharded.errors import CheckpointError, CorruptCheckpoint, RefusedCheckpoint
+from raysharded.errors import CheckpointError, CorruptCheckpoint
 
 FORMAT = "raysharded-checkpoint"
 
@@ -39,7 +40,6 @@ class ForeignManifest(CorruptCheckpoint):
 _OWN_FIELDS = {"digest", "hmac", "format", "run", "generation", "save_id", "writer", "created_at", "tensors", "files"}
 _HEAD = b'{"digest":"'
 _DIGEST_END = len(_HEAD) + 64
-_HMAC_HEAD = b'","hmac":"'
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -97,8 +97,7 @@ def encode(manifest: Manifest, key: SigningKey | None = None) -> Encoded:
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{where} cannot be written as JSON: {error}.") from error
     rest = b'",' + text[1:].encode("ascii") + b"\n"
-    if key is not None:
-        rest = _HMAC_HEAD + key.sign(rest).encode("ascii") + rest
+    rest = signing.signed(rest, key)
     if _is_too_large(rest) or len(index) > MAX_INDEX_BYTES:
         raise CheckpointError(
             f"{where} of {len(rest)} bytes with {len(boxes)} boxes is larger than readers take. Save less metadata, "
@@ -145,7 +144,7 @@ def decode(
     missing boxes, CheckpointError for another version, ForeignManifest for another program's file.
     """
     _check_digest(data, where)
-    _check_signature(data, key, where)
+    signing.check_signature(data[_DIGEST_END:] if key is not None else b"", key, where)
     if _is_too_large(data):
         raise CorruptCheckpoint(f"{where}: {len(data)} bytes with too many values. {BAD_WRITER}")
     try:
@@ -195,7 +194,7 @@ def digest_of(data: bytes) -> str:
 
 def is_signed(data: bytes) -> bool:
     """Whether an encoded manifest carries a signature, with any key."""
-    return data[_DIGEST_END:].startswith(_HMAC_HEAD)
+    return signing.is_signed(data[_DIGEST_END : _DIGEST_END + 16])
 
 
 def _check_digest(data: bytes, where: str) -> None:
@@ -218,22 +217,6 @@ def is_foreign(data: bytes) -> bool:
     except (ValueError, RecursionError, MemoryError):
         return False
     return isinstance(body, dict) and bool(body) and not body.keys() & _OWN_FIELDS
-
-
-def _check_signature(data: bytes, key: SigningKey | None, where: str) -> None:
-    if key is None:
-        return
-    rest = data[_DIGEST_END:]
-    if not rest.startswith(_HMAC_HEAD):
-        raise RefusedCheckpoint(
-            f"{where} is not signed, and a signing key is set: it is refused. Someone without the key wrote it; to "
-            "read it all the same, give no key."
-        )
-    signed_at = len(_HMAC_HEAD) + 64
-    if not key.verifies(rest[len(_HMAC_HEAD) : signed_at], rest[signed_at:]):
-        raise RefusedCheckpoint(
-            f"{where} is signed with another key than the one given: it is refused. Give the key that its writers had."
-        )
 
 
 def _json_only(value: Any) -> Any:

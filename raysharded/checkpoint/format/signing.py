@@ -1,4 +1,9 @@
-"""Signed manifests: HMAC-SHA256 (RFC 2104) with a key that only permitted writers of checkpoints have."""
+"""Signatures: HMAC-SHA256 (RFC 2104) with a key that only permitted writers of checkpoints have.
+
+A signed object begins with its digest, and its signature follows: `{"digest":"<64>","hmac":"<64>",...`. The signature
+covers all bytes from byte 149 on. The digest covers all bytes from byte 75 on, so that a reader without the key can
+check it too.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,20 @@ import stat
 from dataclasses import dataclass, field
 from functools import cache
 
-from raysharded.errors import CheckpointError, ConfigError
+from raysharded.errors import CheckpointError, ConfigError, RefusedCheckpoint
+from raysharded.locations import name_of
 
 ENVIRONMENT_KEY = "RAYSHARDED_CHECKPOINT_KEY"
 ENVIRONMENT_KEY_FILE = "RAYSHARDED_CHECKPOINT_KEY_FILE"
 ENVIRONMENT_REQUIRE = "RAYSHARDED_REQUIRE_SIGNED"
 MIN_KEY_BYTES = 16
-
 _log = logging.getLogger("raysharded.checkpoint")
+_HEAD = b'","hmac":"'
+_HEAD_END = len(_HEAD) + 64
+
+
+class Unsigned(RefusedCheckpoint):
+    """An object has no signature, and a signing key is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +139,45 @@ def _demanded() -> bool:
 @cache
 def _warn_of_exposure(name: str, others: str) -> None:
     _log.warning("signing key file %s: %s. Who can read it can sign checkpoints: `chmod 600 %s`.", name, others, name)
+
+
+def place_of(url: str, key: str) -> str:
+    """The place of a run's object as its signature names it: the run's name and the object's storage key.
+
+    `url`: that of the run's storage. A signed object that lies elsewhere, or in another run, is a copy.
+    """
+    return f"{name_of(url)}/{key}"
+
+
+def signed(rest: bytes, key: SigningKey | None) -> bytes:
+    """All that follows an object's digest, with the signature in front if there is a key."""
+    return rest if key is None else _HEAD + key.sign(rest).encode("ascii") + rest
+
+
+def is_signed(rest: bytes) -> bool:
+    """Whether what follows an object's digest begins with a signature, by any key."""
+    return rest.startswith(_HEAD)
+
+
+def check_signature(rest: bytes, key: SigningKey | None, where: str) -> None:
+    """Raise RefusedCheckpoint unless the key signed what follows an object's digest: Unsigned if nobody did."""
+    if key is None:
+        return
+    if not is_signed(rest):
+        raise Unsigned(
+            f"{where} is not signed, and a signing key is set: it is refused. Someone without the key wrote it; to "
+            "read it all the same, give no key."
+        )
+    if not key.verifies(rest[len(_HEAD) : _HEAD_END], rest[_HEAD_END:]):
+        raise RefusedCheckpoint(
+            f"{where} is signed with another key than the one given: it is refused. Give the key that its writers had."
+        )
+
+
+def check_place(stated: object, place: str, where: str) -> None:
+    """Raise RefusedCheckpoint unless a signed object states that it was written for this place."""
+    if stated != place:
+        raise RefusedCheckpoint(
+            f"{where} is signed, but as {stated!r}, not as {place!r}: it is refused. It was copied or moved here from "
+            "another place; put back the object that was here, or give the run's folder its name back."
+        )

@@ -22,15 +22,13 @@ from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.removal_mark import text_of_removed
 from raysharded.checkpoint.retention.claim_history import History
 from raysharded.checkpoint.retention.fork_reference import REFERENCE_NAME, open_reference
-from raysharded.checkpoint.storage import Storage
+from raysharded.checkpoint.retention.tombstone import read_tombstone, tombstone_key
+from raysharded.checkpoint.storage import NoSuchKey, Storage
 from raysharded.checkpoint.storage.folders import list_links
 from raysharded.checkpoint.storage.sizes import list_sizes, size_of_listed
 from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, RefusedCheckpoint
 from raysharded.locations import join_url
-
-TOMBSTONE_NAME = "deleting.json"
-"""File that marks a checkpoint for deletion. Without a manifest, the checkpoint is retired and its data goes later."""
 
 _MOST_SURVEYS = 3
 """Listings at most. Another is made if listed saves were deleted before they could be opened."""
@@ -68,8 +66,10 @@ class CheckpointRef:
     """Claim that commits the save; None if it is not committed, a reference, or of format version 1."""
     generation: int | None = None
     """Generation of the manifest's claim, or else of the save's name or manifest, if known."""
+    forged_mark: bool = False
+    """Whether the save has a tombstone that the signing key did not sign: it marks nothing."""
     linked: bool = False
-    """Whether the save's folder is a link to one elsewhere. It can be loaded, but files there are never deleted."""
+    """Whether the save's folder, or `checkpoints` above it, is a link. It can be loaded, and is never deleted."""
 
     @property
     def complete(self) -> bool:
@@ -84,7 +84,7 @@ class CheckpointRef:
     @property
     def marked(self) -> bool:
         """Whether the deletion of the save has begun."""
-        return f"{self.prefix}/{TOMBSTONE_NAME}" in self.keys
+        return tombstone_key(self.prefix) in self.keys and not self.forged_mark
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,9 +115,12 @@ class Survey:
     history: History
 
 
-def list_checkpoints(storage: Storage) -> list[CheckpointRef]:
-    """All saves under the run's `checkpoints/`, committed or not, oldest step first, then in order of commit."""
-    return survey(storage).refs
+def list_checkpoints(storage: Storage, *, key: SigningKey | None = None) -> list[CheckpointRef]:
+    """All saves under the run's `checkpoints/`, committed or not, oldest step first, then in order of commit.
+
+    With a key, claims and tombstones count only if the key signed them, as in `survey`.
+    """
+    return survey(storage, key=key).refs
 
 
 def newest_complete(
@@ -132,25 +135,25 @@ def newest_complete(
     may be the parent's: its `storage` is then the parent's.
     """
     for _ in range(_MOST_SURVEYS - 1):
-        refs = _listed(storage, without)
+        refs = _listed(storage, without, key)
         try:
             found = _newest_of(storage, refs, skip_damaged, key)
         except CheckpointError:
-            if _have_gone(storage, refs):
+            if _have_gone(storage, refs, key):
                 continue
             raise
-        if not any(skipped.damaged for skipped in found.skipped) or not _have_gone(storage, refs):
+        if not any(skipped.damaged for skipped in found.skipped) or not _have_gone(storage, refs, key):
             return found
-    return _newest_of(storage, _listed(storage, without), skip_damaged, key)
+    return _newest_of(storage, _listed(storage, without, key), skip_damaged, key)
 
 
-def _listed(storage: Storage, without: Collection[str]) -> list[CheckpointRef]:
-    return [ref for ref in list_checkpoints(storage) if ref.prefix not in without]
+def _listed(storage: Storage, without: Collection[str], key: SigningKey | None) -> list[CheckpointRef]:
+    return [ref for ref in list_checkpoints(storage, key=key) if ref.prefix not in without]
 
 
-def _have_gone(storage: Storage, refs: Sequence[CheckpointRef]) -> bool:
+def _have_gone(storage: Storage, refs: Sequence[CheckpointRef], key: SigningKey | None) -> bool:
     """Whether listed checkpoints have been deleted since: then newer ones exist."""
-    still = {ref.prefix for ref in list_checkpoints(storage) if ref.complete}
+    still = {ref.prefix for ref in list_checkpoints(storage, key=key) if ref.complete}
     return any(ref.complete and ref.prefix not in still for ref in refs)
 
 
@@ -203,8 +206,8 @@ def open_ref(
     return checkpoint
 
 
-def survey(storage: Storage) -> Survey:
-    """The run's saves as they are now.
+def survey(storage: Storage, *, key: SigningKey | None = None) -> Survey:
+    """The run's saves as they are now. With a key, claims and tombstones count only if the key signed them.
 
     Reads claims from the newest back until the newest commit and every manifest's claim are found. Files are listed
     before claims, so that a save committed in between is not taken for debris, nor for lost. Raises CheckpointError if
@@ -214,15 +217,18 @@ def survey(storage: Storage) -> Survey:
     links = {link: save_folder_of(f"{link}/") for link in list_links(storage, CHECKPOINTS_FOLDER)}
     linked = {named: link for link, named in links.items() if named is not None}
     listed = [list_sizes(storage, folder) for folder in (CHECKPOINTS_FOLDER, *linked.values())]
-    for key, size in chain.from_iterable(sizes.items() for sizes in listed):
-        named = save_folder_of(key)
+    for at, size in chain.from_iterable(sizes.items() for sizes in listed):
+        named = save_folder_of(at)
         if named is not None:
-            found.setdefault(named, {})[key] = size
-    history = History(storage)
+            found.setdefault(named, {})[at] = size
+    history = History(storage, key=key)
     if history.is_of_removed_run:
         raise CheckpointError(text_of_removed(storage.url))
-    saves = [replace(unresolved(*named, sizes), linked=named in linked) for named, sizes in found.items()]
-    refs = _resolved(storage, saves, history)
+    every = CHECKPOINTS_FOLDER in list_links(storage)
+    saves = [replace(unresolved(*named, sizes), linked=every or named in linked) for named, sizes in found.items()]
+    if key is not None:
+        saves = [_without_forged_mark(storage, ref, key) for ref in saves]
+    refs = _resolved(storage, saves, history, key)
     return Survey(sorted(refs, key=_order), history)
 
 
@@ -256,7 +262,23 @@ def unresolved(step: int, save_id: str, sizes: Mapping[str, int | None]) -> Chec
     )
 
 
-def _resolved(storage: Storage, refs: list[CheckpointRef], history: History) -> list[CheckpointRef]:
+def _without_forged_mark(storage: Storage, ref: CheckpointRef, key: SigningKey) -> CheckpointRef:
+    """The save as it is without a tombstone that the key did not sign."""
+    if not ref.marked:
+        return ref
+    try:
+        read_tombstone(storage, ref.prefix, key=key)
+    except RefusedCheckpoint as error:
+        found = replace(ref, forged_mark=True)
+        return replace(found, state="unfinished", reason=str(error)) if ref.state == "retired" else found
+    except (NoSuchKey, CorruptCheckpoint):  # removed just now; or damaged, which is no forgery
+        pass
+    return ref
+
+
+def _resolved(
+    storage: Storage, refs: list[CheckpointRef], history: History, key: SigningKey | None
+) -> list[CheckpointRef]:
     with_manifest = {ref.prefix: ref.generation for ref in refs if ref.state == "unclaimed"}
     history.commits_of(with_manifest)
     refs = [*refs, *_vanished({ref.prefix for ref in refs}, history.newest_commit())]
@@ -265,8 +287,8 @@ def _resolved(storage: Storage, refs: list[CheckpointRef], history: History) -> 
     if not unclaimed:
         return done
     with Threads(_AT_ONCE, thread_name_prefix="raysharded-manifests") as pool:
-        manifests = list(pool.map(lambda ref: _manifest_of(storage, ref), unclaimed))
-    broken = history.damaged[:1]  # as far as it matters here: those met below may be far older
+        manifests = list(pool.map(lambda ref: _manifest_of(storage, ref, key), unclaimed))
+    broken = [*history.damaged, *history.foreign][:1]  # as far as it matters here: those met below may be far older
     told = {
         ref.prefix: _with_manifest(ref, manifest, history, broken)
         for ref, manifest in zip(unclaimed, manifests, strict=True)
@@ -290,16 +312,16 @@ def _with_claim(storage: Storage, ref: CheckpointRef, claim: Claim | None) -> Ch
         return replace(found, state="committed")
     where = f"step {ref.step} under {join_url(storage.url, ref.prefix)}"
     now = storage.list(ref.prefix)
-    if f"{ref.prefix}/{MANIFEST_NAME}" in now or f"{ref.prefix}/{TOMBSTONE_NAME}" in now:
+    if f"{ref.prefix}/{MANIFEST_NAME}" in now or (tombstone_key(ref.prefix) in now and not ref.forged_mark):
         return replace(ref, reason=f"{where} was committed, or deleted, while the run was being listed. List it again.")
     reason = f"{where} was committed by {claim_key(claim.number)}, but has no {MANIFEST_NAME}: it was lost. Restore it."
     return replace(found, state="lost", reason=reason)
 
 
-def _manifest_of(storage: Storage, ref: CheckpointRef) -> Manifest | CheckpointError | None:
+def _manifest_of(storage: Storage, ref: CheckpointRef, key: SigningKey | None) -> Manifest | CheckpointError | None:
     """The manifest, or the error in it; None if it was deleted since it was listed."""
     try:
-        return open_checkpoint(storage, ref.prefix).manifest
+        return open_checkpoint(storage, ref.prefix, key=key).manifest
     except CheckpointError as error:
         return error if f"{ref.prefix}/{MANIFEST_NAME}" in storage.list(ref.prefix) else None
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from raysharded.checkpoint.claims import CLAIMS_FOLDER, Claim, claim_key, numbers_of, read_claim
+from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.removal_mark import REMOVAL_KEY
+from raysharded.checkpoint.retention.claim_chain import ClaimChain
 from raysharded.checkpoint.storage import NoSuchKey, Storage
 from raysharded.checkpoint.threads import Threads
-from raysharded.errors import CorruptCheckpoint
+from raysharded.errors import CorruptCheckpoint, RefusedCheckpoint
 from raysharded.locations import join_url
 
 _AT_ONCE = 16
@@ -17,8 +19,9 @@ _AT_ONCE = 16
 class History:
     """The claims as of construction. Not thread-safe."""
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, *, key: SigningKey | None = None) -> None:
+        """With a key, only those claims count that it signed, and older ones from before any was signed."""
+        self._storage, self._key, self._chain = storage, key, ClaimChain()
         keys = storage.list(CLAIMS_FOLDER)
         self.is_of_removed_run = REMOVAL_KEY in keys
         """Whether the run is being removed, or its removal was interrupted."""
@@ -30,8 +33,16 @@ class History:
         """Generation of the oldest claim read. Generations never decrease from one claim to the next."""
         self._commits: dict[str, Claim] = {}
         self._owners: list[Claim] = []
-        self.damaged: list[CorruptCheckpoint] = []
-        """Errors of claims that are unreadable, or missing in the sequence: they may commit anything."""
+
+    @property
+    def damaged(self) -> list[CorruptCheckpoint]:
+        """Errors of claims that are unreadable, replaced, or missing in the sequence: they may commit anything."""
+        return self._chain.damaged
+
+    @property
+    def foreign(self) -> list[CorruptCheckpoint]:
+        """Errors of claims that no holder of the key made."""
+        return self._chain.foreign
 
     def newest(self) -> Claim | None:
         """The newest readable claim."""
@@ -84,20 +95,30 @@ class History:
         numbers = self._unread[-_AT_ONCE:]
         del self._unread[-_AT_ONCE:]
         with Threads(len(numbers), thread_name_prefix="raysharded-claims") as pool:
-            for found in reversed(list(pool.map(self._read, numbers))):
-                if isinstance(found, Claim):
-                    self._add(found)
-                else:
-                    self.damaged.append(found)
+            read = list(pool.map(self._read, numbers))
+        for number, (found, unchecked) in zip(reversed(numbers), reversed(read), strict=True):
+            for claim in self._chain.add(number, found, unchecked):
+                self._add(claim)
+        if not self._unread:
+            for claim in self._chain.end():
+                self._add(claim)
 
-    def _read(self, number: int) -> Claim | CorruptCheckpoint:
+    def _read(self, number: int) -> tuple[Claim | CorruptCheckpoint, Claim | None]:
+        """(the claim or the error in it, the claim without a check if only the key refuses it)."""
         try:
-            return read_claim(self._storage, number)
+            return read_claim(self._storage, number, key=self._key), None
         except NoSuchKey:  # claims are never deleted: it was lost
             where = join_url(self._storage.url, claim_key(number))
-            return CorruptCheckpoint(f"{where} is missing, and claims after it are there. Restore it from a copy.")
+            return CorruptCheckpoint(
+                f"{where} is missing, and claims after it are there. Restore it from a copy."
+            ), None
+        except RefusedCheckpoint as error:
+            try:
+                return error, read_claim(self._storage, number)
+            except CorruptCheckpoint as damage:
+                return damage, None
         except CorruptCheckpoint as error:
-            return error
+            return error, None
 
     def _add(self, claim: Claim) -> None:
         """Add a claim that is older than all before it."""

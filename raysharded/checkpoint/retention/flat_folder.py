@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from raysharded.checkpoint.format.encoding import ForeignManifest
+from raysharded.checkpoint.format.identity import check_same_run
 from raysharded.checkpoint.format.paths import MANIFEST_NAME, key_of
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
@@ -35,16 +36,19 @@ def newest_beside(storage: Storage, *, key: SigningKey | None = None) -> Checkpo
     """The checkpoint of the highest step among the top-level folders of a storage; None if there are none.
 
     Of one step it is the one whose name ends in the highest number. Up to 16 manifests are read: of the newest by name,
-    of the newest by time, and of names that are not trusted. If names and steps disagree among these, all manifests are
-    read, which is logged. Raises as `open_checkpoint` if the newest by name or by time cannot be used. Others that
-    cannot be used are skipped, which is logged too, and so are files of other programs that are named like a manifest.
+    of the newest by time, and of names that are not trusted; with a key also of the second by name. If names and steps
+    disagree among these, all manifests are read, which is logged. With a key, raises RefusedCheckpoint if the manifests
+    that were read are of different runs. Raises as `open_checkpoint` if the newest by name or by time cannot be used.
+    Others that cannot be used are skipped, which is logged too, and so are files of other programs that are named like
+    a manifest.
     """
     found = _found(storage)
     while found:
         named = sorted(found, key=_by_name)
         latest = max(named, key=lambda name: (found[name] or 0.0, _by_name(name)))
         try:
-            return _newest_of(storage, named, _chosen(named, latest, found), {named[-1], latest}, key)
+            chosen = [*_chosen(named, latest, found), *(named[-2:-1] if key is not None else [])]
+            return _newest_of(storage, named, list(dict.fromkeys(chosen)), {named[-1], latest}, key)
         except _Foreign as foreign:
             found = {name: at for name, at in found.items() if name not in foreign.names}
     return None
@@ -62,6 +66,8 @@ def _newest_of(
     storage: Storage, named: Sequence[str], chosen: Sequence[str], needed: set[str], key: SigningKey | None
 ) -> Checkpoint:
     opened = _open(storage, chosen, needed, key)
+    if key is not None:
+        check_same_run({name: checkpoint.manifest.run for name, checkpoint in opened.items()}, storage.url)
     if _disagree(opened):
         opened |= _open(storage, [name for name in named if name not in opened], needed, key)
         newest = _newest(opened)

@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass, replace
 
 from raysharded.checkpoint.format import signed_json
 from raysharded.checkpoint.format.paths import save_prefix
-from raysharded.checkpoint.format.signing import SigningKey
+from raysharded.checkpoint.format.signing import SigningKey, Unsigned, place_of
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
-from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from raysharded.checkpoint.storage.named_places import url_named
+from raysharded.checkpoint.storage.small_objects import read_small
+from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, RefusedCheckpoint
 from raysharded.locations import join_url
 
 REFERENCE_NAME = "reference.json"
@@ -25,7 +27,7 @@ class Reference:
     """Place of the checkpoint that a fork began with."""
 
     parent: str
-    """URL of the parent run's storage."""
+    """URL of the parent run's storage, as its writer knew it. It is opened through `parent_of` alone."""
     prefix: str
     """Folder of the checkpoint in the parent's storage."""
     step: int
@@ -45,35 +47,53 @@ class Reference:
         return replace(self, created_at=0.0) == replace(other, created_at=0.0)
 
 
-def encode_reference(reference: Reference) -> bytes:
-    """The reference in its stored form."""
-    return signed_json.seal(asdict(reference), _FORMAT)
+def encode_reference(reference: Reference, *, key: SigningKey | None = None, url: str = "") -> bytes:
+    """The reference in its stored form, signed if a key is given. `url`: that of the fork's storage."""
+    place = place_of(url, f"{reference.folder}/{REFERENCE_NAME}")
+    return signed_json.seal(asdict(reference), _FORMAT, key=key, place=place)
 
 
-def read_reference(storage: Storage, prefix: str) -> Reference:
-    """The reference in a folder. Raises CorruptCheckpoint if it is damaged, NoSuchKey if it does not exist."""
-    key = f"{prefix}/{REFERENCE_NAME}"
-    where = join_url(storage.url, key)
-    body = signed_json.unseal(storage.read(key, 0, signed_json.MAX_BYTES), _FORMAT, where)
+def read_reference(storage: Storage, prefix: str, *, key: SigningKey | None = None) -> Reference:
+    """The reference in a folder. Raises CorruptCheckpoint if it is damaged, NoSuchKey if it does not exist.
+
+    With a key, raises RefusedCheckpoint if the key did not sign it for this run and folder.
+    """
+    at = f"{prefix}/{REFERENCE_NAME}"
+    where = join_url(storage.url, at)
+    data = read_small(storage, at)
+    try:
+        body = signed_json.unseal(data, _FORMAT, where, key=key, place=place_of(storage.url, at))
+    except Unsigned as error:
+        raise RefusedCheckpoint(
+            f"{error} If this run is a fork that was made without the key, repeat `raysharded checkpoint fork` with it."
+        ) from error
     return Reference(
         parent=signed_json.text(body, "parent", where),
-        prefix=signed_json.text(body, "prefix", where),
+        prefix=signed_json.folder(body, "prefix", where),
         step=signed_json.whole(body, "step", where),
-        manifest_digest=signed_json.text(body, "manifest_digest", where),
+        manifest_digest=signed_json.digest(body, "manifest_digest", where),
         pin=signed_json.text(body, "pin", where),
         created_at=signed_json.seconds(body, "created_at", where),
     )
+
+
+def parent_of(storage: Storage, reference: Reference) -> Storage:
+    """The parent of the fork at `storage`. Touches nothing yet.
+
+    Raises RefusedCheckpoint if the reference names a place that is not allowed (`url_named`).
+    """
+    return open_storage(url_named(reference.parent, storage.url, f"a {REFERENCE_NAME} in {storage.url}"))
 
 
 def open_reference(storage: Storage, prefix: str, *, key: SigningKey | None = None) -> Checkpoint:
     """The parent's checkpoint, in the parent's storage, identified by its manifest's digest.
 
     Raises IncompleteCheckpoint if it was deleted, CorruptCheckpoint if it or the reference is damaged, CheckpointError
-    if it is itself a reference.
+    if it is itself a reference; as `parent_of`.
     """
-    reference = read_reference(storage, prefix)
+    reference = read_reference(storage, prefix, key=key)
     where = join_url(storage.url, prefix, REFERENCE_NAME)
-    parent = open_storage(reference.parent)
+    parent = parent_of(storage, reference)
     if parent.url == storage.url:
         raise CheckpointError(f"{where} refers to its own run. Remove it, and fork from a checkpoint of another run.")
     try:

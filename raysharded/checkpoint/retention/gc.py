@@ -17,6 +17,7 @@ from raysharded.checkpoint.retention.pins import list_pins
 from raysharded.checkpoint.retention.policy import Candidate, Keep, to_delete
 from raysharded.checkpoint.retention.two_phase_delete import is_full, remove, remove_unmarked, retire, why_not_removed
 from raysharded.checkpoint.storage import Storage, Unfinished
+from raysharded.checkpoint.storage.folders import list_links
 from raysharded.errors import CheckpointError, RefusedCheckpoint, StorageError
 
 
@@ -74,27 +75,31 @@ def prune(
     """
     plan = _plan(storage, keep, in_flight, now, key)
     plan = replace(plan, drop=[]) if keep_references else plan
-    return _told(plan, now) if dry_run else _carry_out(storage, plan, now, may_go)
+    return _told(plan, now) if dry_run else _carry_out(storage, plan, now, may_go, key)
 
 
 def _plan(storage: Storage, keep: Keep | None, in_flight: Collection[str], now: bool, key: SigningKey | None) -> _Plan:
-    found = survey(storage)
+    found = survey(storage, key=key)
     unfinished = storage.unfinished(CHECKPOINTS_FOLDER)
     opened = _Opened(storage, found.refs, key)
     debris = find_debris(found, unfinished, in_flight)
     newest = found.history.newest_commit()  # always stays: without it the run would look lost
     linked = {ref.prefix for ref in found.refs if ref.linked}
-    spared = {*in_flight, *linked, *(pin.prefix for pin in list_pins(storage)), *([newest.prefix] if newest else ())}
+    pinned = {pin.prefix for pin in list_pins(storage, key=key)}
+    spared = {*in_flight, *linked, *pinned, *([newest.prefix] if newest else ())}
     waiting = {
-        ref.prefix: _why_waiting(storage, ref, found, in_flight, now) for ref in found.refs if ref.state == "retired"
+        ref.prefix: _why_waiting(storage, ref, found, in_flight, now, key)
+        for ref in found.refs
+        if ref.state == "retired"
     }
     own = [ref for ref in found.refs if ref.state == "committed" and not ref.marked]
     marked = [ref for ref in found.refs if ref.state == "committed" and ref.marked and ref.prefix not in spared]
     references = [ref for ref in found.refs if ref.state == "reference" and ref.prefix not in {*in_flight, *linked}]
+    claim_writes = [] if CLAIMS_FOLDER in list_links(storage) else storage.unfinished(CLAIMS_FOLDER)
     return _Plan(
         found=found,
         unfinished=unfinished,
-        lost_claims=lost_writes(storage.unfinished(CLAIMS_FOLDER), found.history.newest_number),
+        lost_claims=lost_writes(claim_writes, found.history.newest_number),
         remove=[ref for ref in found.refs if ref.prefix in waiting and waiting[ref.prefix] is None],
         retire=[*marked, *_unwanted(own, keep, spared, opened)] if keep is not None else [],
         drop=references if references and any(opened.usable(ref.prefix) for ref in reversed(own)) else [],
@@ -104,13 +109,18 @@ def _plan(storage: Storage, keep: Keep | None, in_flight: Collection[str], now: 
 
 
 def _why_waiting(
-    storage: Storage, ref: CheckpointRef, found: Survey, in_flight: Collection[str], now: bool
+    storage: Storage,
+    ref: CheckpointRef,
+    found: Survey,
+    in_flight: Collection[str],
+    now: bool,
+    key: SigningKey | None,
 ) -> str | None:
     if ref.linked:
         return LINKED
     if ref.prefix in in_flight:
         return "it is being read"
-    return None if now else why_not_removed(storage, ref, found.history)
+    return None if now else why_not_removed(storage, ref, found.history, key=key)
 
 
 def _unwanted(
@@ -174,23 +184,25 @@ def _told(plan: _Plan, now: bool) -> Pruned:
     )
 
 
-def _carry_out(storage: Storage, plan: _Plan, now: bool, may_go: Callable[[str], bool]) -> Pruned:
+def _carry_out(
+    storage: Storage, plan: _Plan, now: bool, may_go: Callable[[str], bool], key: SigningKey | None
+) -> Pruned:
     left = list(plan.left)
     for ref in [*plan.remove, *plan.debris]:
         remove(storage, ref, writes_of(ref, plan.unfinished))
     storage.discard(plan.lost_claims)
-    dropped = [ref for ref in plan.drop if _dropped(storage, ref, left)]
+    dropped = [ref for ref in plan.drop if _dropped(storage, ref, left, key)]
     numbers = list_numbers(storage) if plan.retire else []  # current: claims made meanwhile give readers no time
     newest = max(numbers, default=0)
-    retired = [ref for ref in plan.retire if may_go(ref.prefix) and _retired(storage, ref, newest, now)]
+    retired = [ref for ref in plan.retire if may_go(ref.prefix) and _retired(storage, ref, newest, now, key)]
     for ref in retired if now else []:
         remove(storage, ref, writes_of(ref, plan.unfinished))
     return replace(_told(replace(plan, retire=retired, drop=dropped), now), left=tuple(left))
 
 
-def _retired(storage: Storage, ref: CheckpointRef, number: int, now: bool) -> bool:
+def _retired(storage: Storage, ref: CheckpointRef, number: int, now: bool, key: SigningKey | None) -> bool:
     try:
-        return retire(storage, ref, number=number)
+        return retire(storage, ref, number=number, key=key)
     except StorageError as error:
         if not is_full(error):
             raise
@@ -202,9 +214,9 @@ def _retired(storage: Storage, ref: CheckpointRef, number: int, now: bool) -> bo
         return remove_unmarked(storage, ref)
 
 
-def _dropped(storage: Storage, ref: CheckpointRef, left: list[Left]) -> bool:
+def _dropped(storage: Storage, ref: CheckpointRef, left: list[Left], key: SigningKey | None) -> bool:
     try:
-        drop_reference(storage, ref)
+        drop_reference(storage, ref, key=key)
     except (CheckpointError, StorageError) as error:
         left.append(Left(ref.prefix, f"its pin in the parent could not be removed: {error}"))
         return False

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from raysharded.checkpoint.format.encoding import digest_of
 from raysharded.checkpoint.format.index import is_index
+from raysharded.checkpoint.format.limits import MAX_MANIFEST_BYTES
 from raysharded.checkpoint.format.manifest import Manifest
 from raysharded.checkpoint.format.paths import MANIFEST_NAME, data_path, is_replaced, key_of, replaced_name
 from raysharded.checkpoint.format.signing import SigningKey
@@ -27,6 +28,7 @@ from raysharded.checkpoint.retention.gc import Pruned
 from raysharded.checkpoint.retention.orphan_saves import Left
 from raysharded.checkpoint.storage import NoSuchKey, Storage, Unfinished
 from raysharded.checkpoint.storage.folders import last_part, list_times
+from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.errors import CheckpointError
 
 _OVERWRITTEN = (
@@ -137,7 +139,7 @@ def _unnamed(storage: Storage, found: _Found, key: SigningKey | None, since: flo
     to overwrite it may have just begun.
     """
     checkpoint = open_checkpoint(storage, found.prefix, key=key)
-    data = storage.read(key_of(found.prefix, MANIFEST_NAME))
+    data = read_small(storage, key_of(found.prefix, MANIFEST_NAME), MAX_MANIFEST_BYTES)
     is_overwritten = bool(found.replaced) or any(map(is_replaced, map(last_part, storage.list(found.prefix))))
     times = list_times(storage, None, found.prefix) if is_overwritten else {}
 
@@ -150,8 +152,9 @@ def _unnamed(storage: Storage, found: _Found, key: SigningKey | None, since: flo
     named = {*_named(found.prefix, checkpoint.manifest, data), key_of(found.prefix, replaced_name(digest_of(data)))}
     for copy in young:
         with suppress(CheckpointError, NoSuchKey):
-            older = open_checkpoint(storage, found.prefix, key=key, digest=digest_of(storage.read(copy)))
-            named |= {copy, *_named(found.prefix, older.manifest, storage.read(copy))}
+            copied = read_small(storage, copy, MAX_MANIFEST_BYTES)
+            older = open_checkpoint(storage, found.prefix, key=key, digest=digest_of(copied))
+            named |= {copy, *_named(found.prefix, older.manifest, copied)}
     files = [at for at in (*found.files, *found.replaced) if at not in named]
     gone = [at for at in files if not is_young(at)]
     stays = bool(young) or len(gone) < len(files)

@@ -15,14 +15,17 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from raysharded.checkpoint.format import signed_json
 from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER, MANIFEST_NAME
+from raysharded.checkpoint.format.signing import SigningKey, place_of
 from raysharded.checkpoint.removal_mark import is_marked, text_of_removed
-from raysharded.checkpoint.retention.catalog import TOMBSTONE_NAME, CheckpointRef, open_ref
+from raysharded.checkpoint.retention.catalog import CheckpointRef, open_ref
+from raysharded.checkpoint.retention.tombstone import tombstone_key
 from raysharded.checkpoint.storage import NoSuchKey, Storage
-from raysharded.errors import CheckpointError
+from raysharded.checkpoint.storage.small_objects import read_small
+from raysharded.errors import CheckpointError, RefusedCheckpoint
 from raysharded.locations import join_url
 
 PINS_FOLDER = f"{CHECKPOINTS_FOLDER}/pins"
@@ -53,14 +56,20 @@ class Pin:
 
 
 def pin(
-    storage: Storage, tag: str, ref: CheckpointRef, *, fork: str = "", wall: Callable[[], float] = time.time
+    storage: Storage,
+    tag: str,
+    ref: CheckpointRef,
+    *,
+    fork: str = "",
+    key: SigningKey | None = None,
+    wall: Callable[[], float] = time.time,
 ) -> Pin:
     """Keep a committed checkpoint until `unpin`. The tag may name it already; one caller at a time for a tag.
 
     Raises CheckpointError if the tag names another or is invalid (valid: 1 to 128 letters, digits, '.', '_', '-').
     Raises it too if the checkpoint is not committed or being deleted.
     """
-    key = _key_of(tag)
+    at = _key_of(tag)
     if ref.state != "committed":
         what = (
             "the checkpoint of another run: pin it there"
@@ -68,7 +77,7 @@ def pin(
             else f"not committed ({ref.state})"
         )
         raise CheckpointError(f"step {ref.step} under {join_url(storage.url, ref.prefix)} is {what}.")
-    digest = ref.digest or open_ref(storage, ref).digest
+    digest = ref.digest or open_ref(storage, ref, key=key).digest
     wanted = Pin(
         tag=tag,
         prefix=ref.prefix,
@@ -79,7 +88,7 @@ def pin(
         fork=fork,
     )
     body = {name: value for name, value in asdict(wanted).items() if name != "fork" or value}
-    put = storage.put_if_absent(key, signed_json.seal(body, _FORMAT))
+    put = storage.put_if_absent(at, signed_json.seal(body, _FORMAT, key=key, place=place_of(storage.url, at)))
     found = wanted if put else read_pin(storage, tag)
     if (found.prefix, found.manifest_digest) != (ref.prefix, digest):
         raise CheckpointError(
@@ -98,27 +107,42 @@ def unpin(storage: Storage, tag: str) -> None:
     storage.delete([_key_of(tag)])
 
 
-def list_pins(storage: Storage) -> list[Pin]:
-    """All pins, by tag. Raises CorruptCheckpoint if one is damaged: then nothing may be deleted."""
+def list_pins(storage: Storage, *, key: SigningKey | None = None) -> list[Pin]:
+    """All pins, by tag. Raises CorruptCheckpoint if one is damaged: then nothing may be deleted.
+
+    A pin that the key did not sign keeps its checkpoint too, since that deletes nothing. But no fork is looked for at
+    the URL in it.
+    """
     pins = []
     for tag in _tags(storage):
         try:
-            pins.append(read_pin(storage, tag))
+            pins.append(_kept(storage, tag, key))
         except NoSuchKey:
             continue  # unpinned meanwhile
     return pins
 
 
-def read_pin(storage: Storage, tag: str) -> Pin:
-    """The pin of a tag. Raises NoSuchKey if it does not exist, CorruptCheckpoint if it is damaged."""
-    key = _key_of(tag)
-    where = join_url(storage.url, key)
-    body = signed_json.unseal(storage.read(key, 0, signed_json.MAX_BYTES), _FORMAT, where)
+def _kept(storage: Storage, tag: str, key: SigningKey | None) -> Pin:
+    try:
+        return read_pin(storage, tag, key=key)
+    except RefusedCheckpoint:
+        return replace(read_pin(storage, tag), fork="")
+
+
+def read_pin(storage: Storage, tag: str, *, key: SigningKey | None = None) -> Pin:
+    """The pin of a tag. Raises NoSuchKey if it does not exist, CorruptCheckpoint if it is damaged.
+
+    With a key, raises RefusedCheckpoint if the key did not sign it for this run and tag.
+    """
+    at = _key_of(tag)
+    where = join_url(storage.url, at)
+    data = read_small(storage, at)
+    body = signed_json.unseal(data, _FORMAT, where, key=key, place=place_of(storage.url, at))
     return Pin(
         tag=tag,
-        prefix=signed_json.text(body, "prefix", where),
+        prefix=signed_json.folder(body, "prefix", where),
         step=signed_json.whole(body, "step", where),
-        manifest_digest=signed_json.text(body, "manifest_digest", where),
+        manifest_digest=signed_json.digest(body, "manifest_digest", where),
         id=signed_json.text(body, "id", where),
         created_at=signed_json.seconds(body, "created_at", where),
         fork=signed_json.text(body, "fork", where) if "fork" in body else "",
@@ -130,7 +154,7 @@ def _give_way_to_deletion(storage: Storage, tag: str, ref: CheckpointRef, *, min
         storage.delete([_key_of(tag)] if mine else [])
         raise CheckpointError(text_of_removed(storage.url))
     files = storage.list(ref.prefix)
-    marked, there = f"{ref.prefix}/{TOMBSTONE_NAME}" in files, f"{ref.prefix}/{MANIFEST_NAME}" in files
+    marked, there = tombstone_key(ref.prefix) in files, f"{ref.prefix}/{MANIFEST_NAME}" in files
     where = f"step {ref.step} under {join_url(storage.url, ref.prefix)}"
     if marked and there and not mine:  # the pin existed before this call: the deletion may have given way to it
         raise CheckpointError(

@@ -18,10 +18,12 @@ from dataclasses import dataclass, replace
 
 from raysharded.checkpoint.claims import CLAIMS_FOLDER
 from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER, MANIFEST_NAME, save_folder_of
+from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.removal_mark import REMOVAL_KEY, RemovalMark, encode_mark, new_mark, read_mark
 from raysharded.checkpoint.retention.fork_reference import REFERENCE_NAME, read_reference
-from raysharded.checkpoint.retention.pins import PINS_FOLDER, list_pins, unpin
-from raysharded.checkpoint.storage import Storage, open_storage
+from raysharded.checkpoint.retention.forks.fork import remove_own_pin
+from raysharded.checkpoint.retention.pins import PINS_FOLDER, list_pins
+from raysharded.checkpoint.storage import Storage
 from raysharded.checkpoint.storage.folders import list_links, remove_folders
 from raysharded.errors import CheckpointError, ConfigError, RayshardedError, RunOwnedElsewhere, StorageError
 
@@ -48,10 +50,14 @@ class RunRemoval:
         storage: Storage,
         folders: Sequence[str],
         *,
+        key: SigningKey | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`folders`: the run's folders, besides `checkpoints` and `claims`; all files in them are the run's."""
-        self._storage, self._folders, self._wall = storage, folders, wall
+        """`folders`: the run's folders, besides `checkpoints` and `claims`; all files in them are the run's.
+
+        `key` signs the mark; a mark and a fork's reference that it did not sign decide nothing.
+        """
+        self._storage, self._folders, self._key, self._wall = storage, folders, key, wall
         self._mark: RemovalMark | None = None
 
     def begin(self, is_rivalled: Callable[[], bool]) -> None:
@@ -65,25 +71,28 @@ class RunRemoval:
             self._check(is_rivalled, was_torn=before is not None and not before.id)
         assert self._mark is not None
         self._mark = replace(self._mark, begun=True)
-        self._storage.write(REMOVAL_KEY, [encode_mark(self._mark)])
+        self._storage.write(REMOVAL_KEY, [self._encoded(self._mark)])
 
     def _put(self) -> RemovalMark | None:
         """Put this removal's mark. Returns the one of an interrupted removal, which it replaces."""
         self._mark = mark = new_mark(self._wall)
-        if self._storage.put_if_absent(REMOVAL_KEY, encode_mark(mark)):
+        if self._storage.put_if_absent(REMOVAL_KEY, self._encoded(mark)):
             return None
-        before = read_mark(self._storage)
+        before = read_mark(self._storage, key=self._key)
         if before is None or before.id == mark.id:  # the run was removed just now, or the reply was lost
             before = None
         self._mark = replace(mark, begun=before is not None and before.begun)
-        self._storage.write(REMOVAL_KEY, [encode_mark(self._mark)])
+        self._storage.write(REMOVAL_KEY, [self._encoded(self._mark)])
         return before
+
+    def _encoded(self, mark: RemovalMark) -> bytes:
+        return encode_mark(mark, key=self._key, url=self._storage.url)
 
     def _check(self, is_rivalled: Callable[[], bool], *, was_torn: bool) -> None:
         try:
             if is_rivalled():
                 raise RunOwnedElsewhere(f"a driver has just claimed the run at {self._storage.url}: it stays.")
-            for pin in list_pins(self._storage):
+            for pin in list_pins(self._storage, key=self._key):
                 raise CheckpointError(
                     f"step {pin.step} of the run at {self._storage.url} was pinned just now, as {pin.tag!r}: the run "
                     "stays. Repeat the removal to see by whom."
@@ -119,12 +128,12 @@ class RunRemoval:
         return Deleted(num_files=num_files, links=tuple(links), left=left)
 
     def _give_back_pins(self, keys: Sequence[str]) -> None:
-        """Remove the pins that keep the parents' checkpoints for this run."""
-        for key in keys:
-            if key.endswith(f"/{REFERENCE_NAME}"):
-                with suppress(CheckpointError):  # it is damaged, or has been unpinned already
-                    reference = read_reference(self._storage, key.removesuffix(f"/{REFERENCE_NAME}"))
-                    unpin(open_storage(reference.parent), reference.pin)
+        """Remove the pins that keep the parents' checkpoints for this run, where this run may remove them."""
+        for at in keys:
+            if at.endswith(f"/{REFERENCE_NAME}"):
+                with suppress(CheckpointError):  # it is damaged, or names a place that is not allowed
+                    prefix = at.removesuffix(f"/{REFERENCE_NAME}")
+                    remove_own_pin(self._storage, read_reference(self._storage, prefix, key=self._key))
 
     def _delete_claims(self) -> int:
         """Delete all claims, and last the mark. Returns the number of claims."""
@@ -154,7 +163,7 @@ class RunRemoval:
             self._storage.delete(keys[first : first + _AT_ONCE])
 
     def _check_mark(self) -> None:
-        found = read_mark(self._storage)
+        found = read_mark(self._storage, key=self._key)
         if self._mark is None or found is None or found.id != self._mark.id:
             by = f" ({found})" if found else ""
             raise ConfigError(

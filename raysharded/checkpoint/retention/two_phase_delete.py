@@ -15,19 +15,24 @@ import errno
 import time
 from collections.abc import Callable, Sequence
 
-from raysharded.checkpoint.format import signed_json
 from raysharded.checkpoint.format.paths import MANIFEST_NAME
-from raysharded.checkpoint.retention.catalog import TOMBSTONE_NAME, CheckpointRef
+from raysharded.checkpoint.format.signing import SigningKey
+from raysharded.checkpoint.retention.catalog import CheckpointRef
 from raysharded.checkpoint.retention.claim_history import History
 from raysharded.checkpoint.retention.pins import list_pins
+from raysharded.checkpoint.retention.tombstone import read_tombstone, tombstone_key, write_tombstone
 from raysharded.checkpoint.storage import NoSuchKey, Storage, Unfinished
-from raysharded.errors import CorruptCheckpoint, StorageError
-from raysharded.locations import join_url
-
-_FORMAT = "raysharded-tombstone"
+from raysharded.errors import CorruptCheckpoint, RefusedCheckpoint, StorageError
 
 
-def retire(storage: Storage, ref: CheckpointRef, *, number: int, wall: Callable[[], float] = time.time) -> bool:
+def retire(
+    storage: Storage,
+    ref: CheckpointRef,
+    *,
+    number: int,
+    key: SigningKey | None = None,
+    wall: Callable[[], float] = time.time,
+) -> bool:
     """True if a checkpoint was made invisible, False if it stays. `number`: the newest claim's.
 
     It stays if its folder is a link, and then nothing is done, or if it was pinned meanwhile. Then the tombstone stays:
@@ -35,7 +40,7 @@ def retire(storage: Storage, ref: CheckpointRef, *, number: int, wall: Callable[
     """
     if ref.linked:
         return False
-    storage.write(_tombstone(ref), [signed_json.seal({"newest_claim": number, "created_at": wall()}, _FORMAT)])
+    write_tombstone(storage, ref.prefix, newest_claim=number, created_at=wall(), key=key)
     if any(pin.prefix == ref.prefix for pin in list_pins(storage)):
         return False
     storage.delete([f"{ref.prefix}/{MANIFEST_NAME}"])
@@ -61,14 +66,19 @@ def is_full(error: StorageError) -> bool:
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def why_not_removed(storage: Storage, ref: CheckpointRef, history: History) -> str | None:
-    """Reason why the data of a retired checkpoint must stay; None if a save was committed since."""
-    key = _tombstone(ref)
+def why_not_removed(
+    storage: Storage, ref: CheckpointRef, history: History, *, key: SigningKey | None = None
+) -> str | None:
+    """Reason why the data of a retired checkpoint must stay; None if a save was committed since.
+
+    With a key, a checkpoint stays whose tombstone the key did not sign.
+    """
     try:
-        data = storage.read(key, 0, signed_json.MAX_BYTES)
-        number = signed_json.whole(signed_json.unseal(data, _FORMAT, join_url(storage.url, key)), "newest_claim", key)
+        number = read_tombstone(storage, ref.prefix, key=key)
     except NoSuchKey:
         return "someone else has just removed it"
+    except RefusedCheckpoint as error:
+        return f"its tombstone proves nothing: {error}"
     except CorruptCheckpoint as error:
         return f"its tombstone is damaged, so that it may still be read: {error}"
     if history.has_commit_after(number):
@@ -82,12 +92,8 @@ def remove(storage: Storage, ref: CheckpointRef, unfinished: Sequence[Unfinished
     The manifest, if there is one, goes first, and the tombstone last: an interrupted deletion stays invisible, and the
     next call continues it.
     """
-    first, last = f"{ref.prefix}/{MANIFEST_NAME}", _tombstone(ref)
+    first, last = f"{ref.prefix}/{MANIFEST_NAME}", tombstone_key(ref.prefix)
     storage.discard(unfinished)
     storage.delete([first] if first in ref.keys else [])
     storage.delete(key for key in ref.keys if key not in (first, last))
     storage.delete([last])
-
-
-def _tombstone(ref: CheckpointRef) -> str:
-    return f"{ref.prefix}/{TOMBSTONE_NAME}"

@@ -23,6 +23,9 @@ from raysharded.checkpoint.format.paths import is_below
 from raysharded.errors import StorageError
 from raysharded.locations import join_url, local_path, scheme_of
 
+_NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.ENODEV)
+"""Errors of the operating system for something else than a file."""
+
 BytesLike = bytes | bytearray | memoryview
 Keys = list[str]  # an alias, because inside a class with a method `list` the built-in cannot be named
 
@@ -51,6 +54,10 @@ class Traits:
 
 class NoSuchKey(StorageError):
     """Nothing is stored under the key."""
+
+
+class NotAFile(StorageError):
+    """Under the key is no file: a pipe, a device, a folder, or a link that leads nowhere."""
 
 
 class Storage(Protocol):
@@ -184,13 +191,16 @@ def storage_error(
 ) -> StorageError:
     """The StorageError for a failed operation: operation, place, cause (or `said`) and remedy.
 
-    Without a `remedy`, the cause determines it. NoSuchKey if there was nothing to read.
+    Without a `remedy`, the cause determines it. NoSuchKey if there was nothing to read, NotAFile if it is no file.
     """
     where = join_url(url, key) if key else url
-    if isinstance(cause, FileNotFoundError) and operation in ("read", "size"):
+    reads = operation in ("read", "size")
+    if isinstance(cause, FileNotFoundError) and reads:
         return NoSuchKey(f"{operation} {where} failed: there is no such file.")
     why = (said or f"{type(cause).__name__}: {cause}").rstrip(".")
-    return StorageError(f"{operation} {where} failed: {why}. {remedy or _remedy(operation, cause)}")
+    is_no_file = isinstance(cause, OSError) and cause.errno in _NO_FILE
+    kind = NotAFile if is_no_file and reads else StorageError
+    return kind(f"{operation} {where} failed: {why}. {remedy or _remedy(operation, cause)}")
 
 
 def _remedy(operation: str, cause: Exception) -> str:

@@ -107,26 +107,54 @@ class LocalStorage:
         path = self._path(key)
         with self._explained("swap", key):
             try:
-                older = open(path, "r+b")  # noqa: SIM115  # NFS locks no file that is opened for reading alone
+                older = _open_file(path, -1, os.O_RDWR)  # NFS locks no file that is opened for reading alone
             except FileNotFoundError:
                 return False
         with self._explained("swap", key), older:
             _lock(older.fileno())
-            if not _is_at(path, older) or older.read() != expected:
+            if not _is_at(path, older) or older.read(len(expected) + 1) != expected:
                 return False
             self._replace("swap", key, [data])
             return True
 
     def delete(self, keys: Iterable[str]) -> None:
+        """Remove the keys, as in Storage. A key that is a link is removed, and its target stays.
+
+        Raises StorageError, having removed nothing, for a key behind a link to a folder: that folder may be another's.
+        """
         for key in keys:
-            path = self._path(key)
+            *folders, name = self._path(key)[len(self.root) :].strip("/").split("/")
             with self._explained("delete", key):
-                _unlink(path)
-                self._remove_empty_folders(os.path.dirname(path))
+                if self._unlink_below(folders, name):
+                    self._remove_empty_folders(os.path.dirname(self._path(key)))
+
+    def _unlink_below(self, folders: Sequence[str], name: str) -> bool:
+        """Remove a file, each of whose folders below the root is opened without following links; False if missing."""
+        handle, path = -1, self.root
+        try:
+            handle = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+            for folder in folders:
+                path = os.path.join(path, folder)
+                below = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
+                os.close(handle)
+                handle = below
+            os.unlink(name, dir_fd=handle)
+        except FileNotFoundError:
+            return False
+        except NotADirectoryError as error:
+            if os.path.islink(path):
+                raise OSError(errno.ELOOP, "it is behind a link to a folder, where nothing is deleted", path) from error
+            raise
+        finally:
+            if handle != -1:
+                os.close(handle)
+        return True
 
     def size(self, key: str) -> int:
         with self._explained("size", key):
-            return os.stat(self._path(key)).st_size
+            found = os.stat(self._path(key))
+            _require_file(found.st_mode, self._path(key))
+            return found.st_size
 
     def list(self, prefix: str = "") -> Keys:
         return [key for key in self._walk(prefix) if _TEMPORARY.fullmatch(key) is None]
@@ -253,14 +281,23 @@ def _read_fully(handle: int, offset: int, outs: list[memoryview]) -> int:
     return done
 
 
-def _open_file(path: str, buffering: int) -> IO[bytes]:
+def _open_file(path: str, buffering: int, flags: int = os.O_RDONLY) -> IO[bytes]:
     """A file opened for reading. Raises OSError for anything else: opening a pipe would wait for its writer."""
-    file = open(path, "rb", buffering, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))  # noqa: SIM115
-    mode = os.fstat(file.fileno()).st_mode
-    if not stat.S_ISREG(mode):
+    mode = "rb" if flags == os.O_RDONLY else "r+b"
+    file = open(path, mode, buffering, opener=lambda path, _: os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC))  # noqa: SIM115
+    try:
+        _require_file(os.fstat(file.fileno()).st_mode, path)
+    except BaseException:
         file.close()
-        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file: put the file back", path)
+        raise
     return file
+
+
+def _require_file(mode: int, path: str) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder, not a file", path)
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file: put the file back", path)
 
 
 def _require_no_dangling_link(folder: str) -> None:

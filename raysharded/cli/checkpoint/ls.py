@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from raysharded.cli.checkpoint.target import (
@@ -21,7 +22,7 @@ from raysharded.errors import CheckpointError
 from raysharded.plain_text import one_line
 
 if TYPE_CHECKING:
-    from raysharded.checkpoint import Checkpoint, CheckpointRef
+    from raysharded.checkpoint import Checkpoint, CheckpointRef, Storage
 
 
 def list_(run: Run, as_json: AsJson = False) -> None:
@@ -55,8 +56,16 @@ def list_(run: Run, as_json: AsJson = False) -> None:
 
 
 def show(run: Run, step: Step = None, as_json: AsJson = False) -> None:
-    """Show the contents of a checkpoint: when and how it was written, its fingerprint, its tensors."""
-    found = _facts(open_chosen(find_place(run), step))
+    """Show the contents of a checkpoint: when and how it was written, its fingerprint, its tensors.
+
+    Of a fork's reference, only the reference is shown. The parent that it names is not opened.
+    """
+    place = find_place(run)
+    chosen = place.choose(step) if isinstance(place, RunPlace) else None
+    if chosen is not None and chosen.state == "reference":
+        _show_reference(place.storage, chosen, as_json)
+        return
+    found = _facts(open_chosen(place, step))
     if as_json:
         print_json(found)
         return
@@ -81,6 +90,31 @@ def show(run: Run, step: Step = None, as_json: AsJson = False) -> None:
         table.add_row(one_line(name), f"{tensor['dtype']} {tensor['shape']}")
     with console() as out:
         out.print(table)
+
+
+def _show_reference(storage: Storage, ref: CheckpointRef, as_json: bool) -> None:
+    from raysharded.checkpoint.retention.fork_reference import read_reference
+    from raysharded.locations import join_url
+
+    found = {
+        "url": join_url(storage.url, ref.prefix),
+        "state": ref.state,
+        **asdict(read_reference(storage, ref.prefix)),
+    }
+    if as_json:
+        print_json(found)
+        return
+    from raysharded.quantities import moment
+    from raysharded.report.history.tables import facts_table
+
+    table = facts_table()
+    for name in ("url", "step", "parent", "prefix", "pin"):
+        table.add_row(name, str(found[name]))
+    table.add_row("manifest", str(found["manifest_digest"]))
+    table.add_row("made", moment(float(str(found["created_at"]))))
+    with console() as out:
+        out.print(table)
+        out.print("It refers to the checkpoint of another run. `raysharded checkpoint show PARENT` shows that one.")
 
 
 def _rows(place: Place) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from raysharded.cli.checkpoint.target import AsJson, RunOnly, Step, find_run
+from raysharded.cli.checkpoint.target import AsJson, RunOnly, Step, find_run, key
 from raysharded.cli.errors import print_json
 from raysharded.cli.output import echo
 from raysharded.errors import ConfigError
@@ -22,7 +22,7 @@ def pin(run: RunOnly, tag: Tag, step: Step = None, as_json: AsJson = False) -> N
     from raysharded.checkpoint import pin as make_pin
 
     place = find_run(run)
-    made = make_pin(place.storage, tag, place.choose(step))
+    made = make_pin(place.storage, tag, place.choose(step), key=key())
     if as_json:
         print_json(asdict(made))
     else:
@@ -60,7 +60,7 @@ def fork(
 
     place = find_run(run)
     new = open_storage(_beside(place.storage.url, new_run))
-    made = make_fork(place.storage, place.choose(step), new)
+    made = make_fork(place.storage, place.choose(step), new, key=key())
     if as_json:
         print_json({"url": new.url, **asdict(made)})
         return

@@ -94,7 +94,7 @@ def find_place(url: str) -> Place:
     from raysharded.checkpoint.retention.flat_folder import side_by_side
 
     storage = open_storage(url)
-    refs = list_checkpoints(storage)
+    refs = list_checkpoints(storage, key=key())
     if refs:
         return RunPlace(storage, refs)
     single = _single(url)

@@ -43,10 +43,12 @@ def _process_of(storage: Storage, worker: int) -> int:
     """The process id of a worker of this machine. Raises ConfigError if it is elsewhere, or has exited."""
     import platform
 
-    from raysharded.journal.log import read
+    from raysharded.checkpoint import signing_key_from_environment
+    from raysharded.journal.verified import read_verified
     from raysharded.run.live_processes import is_worker
 
-    ready = {int(entry["worker"]): entry for entry in read(storage) if entry["kind"] == "worker_ready"}
+    entries = read_verified(storage, signing_key_from_environment()).entries
+    ready = {int(entry["worker"]): entry for entry in entries if entry["kind"] == "worker_ready"}
     found: dict[str, Any] | None = ready.get(worker)
     if found is None:
         known = ", ".join(map(str, sorted(ready))) or "none"

@@ -42,7 +42,11 @@ class RunFiles:
     global_batch_size: int
     """Samples that a step consumes."""
     key: SigningKey | None = None
-    """Key that signs every manifest. A checkpoint without its signature is rejected."""
+    """Key that signs the run's objects on storage. Objects that it did not sign decide nothing."""
+    accept_unsigned: bool = False
+    """Whether a user accepts what the key did not sign, as it is now."""
+    at_least_step: int = 0
+    """The newest checkpoint must be of this step or a later one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,13 +77,13 @@ class Committer:
         before each deletion.
         """
         self._files, self._driver, self._clock, self._tell, self._spared = files, driver, clock, tell, spared
-        self.claims = Claims(files.storage, driver, wall=clock.wall)
+        self.claims = Claims(files.storage, driver, wall=clock.wall, key=files.key)
         self._committing, self._pruning = _Lane("commit"), _Lane("prune")
         self._has_committed = False
 
     def owns(self) -> bool:
         """Whether no other driver has claimed the run since, as far as storage answers."""
-        return _newest_owner(self._files.storage) in (self._driver, None)
+        return _newest_owner(self._files.storage, self._files.key) in (self._driver, None)
 
     def commit(self, command: CommitSave, known: ManifestContext, after: Callable[[], None] = lambda: None) -> None:
         """Start to commit a checkpoint, after earlier ones. `after` is called before it, and may block."""
@@ -91,7 +95,7 @@ class Committer:
 
     def _distrust(self, prefixes: Collection[str]) -> None:
         try:
-            for prefix in distrust(self._files.storage, prefixes):
+            for prefix in distrust(self._files.storage, prefixes, self._files.key):
                 _log.warning("the checkpoint under %s may hold wrong numbers; it stays because it is pinned", prefix)
         except Exception:  # noqa: BLE001 - thread boundary: the next driver continues
             _log.warning(
@@ -179,11 +183,11 @@ class Committer:
             _log.warning("old checkpoints under %s could not be deleted", self._files.storage.url, exc_info=True)
 
 
-def distrust(storage: Storage, prefixes: Collection[str]) -> list[str]:
+def distrust(storage: Storage, prefixes: Collection[str], key: SigningKey | None) -> list[str]:
     """Retire these checkpoints. Returns the folders of those that stay because they are pinned."""
-    refs = [ref for ref in list_checkpoints(storage) if ref.complete and ref.prefix in prefixes]
+    refs = [ref for ref in list_checkpoints(storage, key=key) if ref.complete and ref.prefix in prefixes]
     number = max(list_numbers(storage), default=0) if refs else 0
-    return [ref.prefix for ref in refs if not retire(storage, ref, number=number)]
+    return [ref.prefix for ref in refs if not retire(storage, ref, number=number, key=key)]
 
 
 def manifest_of(
@@ -231,9 +235,9 @@ def data_position(step: int, global_batch_size: int, num_samples: int | None, sk
     return {"samples": consumed, "epoch": consumed // num_samples, "samples_per_epoch": num_samples}
 
 
-def _newest_owner(storage: Storage) -> str | None:
+def _newest_owner(storage: Storage, key: SigningKey | None) -> str | None:
     with contextlib.suppress(StorageError):
-        _, newest = find_newest(storage)
+        _, newest = find_newest(storage, key=key)
         return newest.writer if newest else None
     return None
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from raysharded import numerics
 from raysharded.checkpoint import Checkpoint, Storage
+from raysharded.checkpoint.format.signing import Unsigned
 from raysharded.checkpoint.retention.catalog import CheckpointRef, Newest, list_checkpoints, newest_complete, open_ref
 from raysharded.driver.checkpoints.committer import RunFiles
 from raysharded.driver.state.arithmetic import accepted, build_seed_of, rules_on_record
 from raysharded.driver.state.events import ASKED
 from raysharded.driver.state.state import Checkpointed, State
 from raysharded.errors import CheckpointError, CorruptCheckpoint, RefusedCheckpoint
+from raysharded.journal.signed_segments import ACCEPT
 from raysharded.overrides import Decisions, after, rates_of, rates_resumed, skips_resumed
 
+_log = logging.getLogger("raysharded.driver")
 _OLDER_OPENED = 4
 """Number of older checkpoints that are opened when their claims alone do not state their digests."""
 
@@ -27,11 +31,19 @@ class ResumePoint:
     newest: Newest
     older: tuple[Checkpointed, ...]
     """Checkpoints before the newest, oldest first."""
+    missing: tuple[tuple[int, str], ...] = ()
+    """(step, reason) of a newer checkpoint that the run's signed journal has and its storage has not."""
 
     @property
     def damaged(self) -> list[tuple[int, str]]:
         """(step, reason) of committed checkpoints that cannot be used."""
-        return [(skipped.ref.step, skipped.reason) for skipped in self.newest.skipped if skipped.damaged]
+        found = [(skipped.ref.step, skipped.reason) for skipped in self.newest.skipped if skipped.damaged]
+        return [*found, *self.missing]
+
+    @property
+    def step(self) -> int:
+        """Step of the newest usable checkpoint; 0 if there is none."""
+        return self.newest.checkpoint.step if self.newest.checkpoint is not None else 0
 
 
 def find(files: RunFiles, without: Collection[str] = ()) -> ResumePoint:
@@ -40,10 +52,35 @@ def find(files: RunFiles, without: Collection[str] = ()) -> ResumePoint:
     The folders `without` are ignored: they were to be deleted, and may still exist if they are pinned.
 
     Raises CorruptCheckpoint if there are checkpoints and none can be used: a start from scratch would silently lose the
-    run. Raises RefusedCheckpoint if the newest one is not signed with the run's key, or is signed and the run has no
-    key. Raises StorageError.
+    run. Raises RefusedCheckpoint if the newest one is not signed with the run's key, unless a user accepts that; if it
+    is signed and the run has no key; and if it is older than `at_least_step`. Raises StorageError.
     """
-    newest = newest_complete(files.storage, skip_damaged=True, key=files.key, without=without)
+    found = _found(files, without)
+    if found.step < files.at_least_step:
+        newest = f"its newest is of step {found.step}" if found.newest.checkpoint else "there is none"
+        raise RefusedCheckpoint(
+            f"the run at {files.storage.url} must have a checkpoint of step {files.at_least_step} or later, and "
+            f"{newest}: its storage was set back, or at_least_step is wrong. Restore the later one with claims/, or "
+            "give a smaller RunConfig(at_least_step=...)."
+        )
+    return found
+
+
+def with_missing(found: ResumePoint, entries: Iterable[Mapping[str, Any]], without: Collection[str]) -> ResumePoint:
+    """The resume point, with the newest committed checkpoint of the signed journal if it is missing.
+
+    Retention never deletes that one. The folders `without` were to be deleted.
+    """
+    told = [entry for entry in entries if entry["kind"] == "checkpoint" and entry.get("prefix") not in without]
+    newest = max((int(entry["step"]) for entry in told), default=0)
+    if newest <= found.step or any(step >= newest for step, _ in found.damaged):
+        return found
+    reason = f"the journal has a checkpoint of step {newest}, and it is not there: it was removed from storage"
+    return replace(found, missing=((newest, reason),))
+
+
+def _found(files: RunFiles, without: Collection[str]) -> ResumePoint:
+    newest = newest_of(files, without)
     if newest.checkpoint is None:
         found = ResumePoint(newest=newest, older=())
         if found.damaged:
@@ -59,9 +96,40 @@ def find(files: RunFiles, without: Collection[str] = ()) -> ResumePoint:
             "and the run has no signing key: it would go on unsigned. Give CheckpointConfig(signing_key_file=...), or "
             "set RAYSHARDED_CHECKPOINT_KEY, as its writers did."
         )
-    refs = [ref for ref in list_checkpoints(files.storage) if ref.complete and ref.prefix not in without]
+    refs = [ref for ref in list_checkpoints(files.storage, key=files.key) if ref.complete and ref.prefix not in without]
     older = [ref for ref in refs if ref.step < newest.checkpoint.step]
     return ResumePoint(newest=newest, older=tuple(_usable(files, older)))
+
+
+def newest_of(files: RunFiles, without: Collection[str] = ()) -> Newest:
+    """The newest usable checkpoint: signed, if the run has a key, unless a user accepts the run as it is.
+
+    Raises as `newest_complete` with `skip_damaged`.
+    """
+    try:
+        found = newest_complete(files.storage, skip_damaged=True, key=files.key, without=without)
+    except Unsigned as error:
+        if not files.accept_unsigned:
+            raise Unsigned(f"{error} {ACCEPT}") from error
+        found = Newest(checkpoint=None, skipped=())
+    if files.key is None or not files.accept_unsigned:
+        return found
+    return _newest_accepted(files, found, without)
+
+
+def _newest_accepted(files: RunFiles, signed: Newest, without: Collection[str]) -> Newest:
+    """The newest checkpoint regardless of signatures, if it is newer than the signed one."""
+    found = newest_complete(files.storage, skip_damaged=True, without=without)
+    before = signed.checkpoint.step if signed.checkpoint is not None else -1
+    if found.checkpoint is None or found.checkpoint.step <= before:
+        return signed
+    _log.warning(
+        "the run at %s goes on from its checkpoint of step %d, which is not signed or not claimed with the run's key, "
+        "as was accepted; all later ones are",
+        files.storage.url,
+        found.checkpoint.step,
+    )
+    return found
 
 
 def resumed(state: State, files: RunFiles, found: ResumePoint, entries: Sequence[Mapping[str, Any]] = ()) -> State:

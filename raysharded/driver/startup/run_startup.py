@@ -8,6 +8,7 @@ from typing import Any
 
 from raysharded import numerics
 from raysharded.checkpoint import Claims
+from raysharded.checkpoint.retention.catalog import list_checkpoints
 from raysharded.clock import Clock
 from raysharded.driver.checkpoints.committer import RunFiles, distrust
 from raysharded.driver.membership.state_source import describe_source
@@ -19,12 +20,14 @@ from raysharded.driver.startup.adopted_workers import (
     taken_over,
     without_differing,
 )
-from raysharded.driver.startup.resume_point import ResumePoint, distrusted, find, resumed
+from raysharded.driver.startup.resume_point import ResumePoint, distrusted, find, resumed, with_missing
+from raysharded.driver.startup.unsigned_journal import require_confirmed
 from raysharded.driver.state import arithmetic
 from raysharded.driver.state.commands import Command, Record
 from raysharded.driver.state.state import State
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.journal.log import Journal, newest_generation, read
+from raysharded.journal.log import Journal, newest_generation, refusing_damage
+from raysharded.journal.verified import read_verified
 from raysharded.ownership.leadership import AcquiredLease, Leadership
 from raysharded.protocol.session import DriverSession, FoundWorkers, last_recorded_step, taken_back, unrecorded
 from raysharded.protocol.worker_launcher import LeadershipCheck
@@ -58,7 +61,9 @@ class RunStartup:
         self._dropped: arithmetic.Differing = {}
         """Rules that the run no longer uses, as a user accepted."""
         self.entries: list[Mapping[str, Any]] = []
-        """The run's journal at the time when the run was acquired."""
+        """The run's journal at the time when the run was acquired, as far as it counts."""
+        self._is_unsigned = False
+        """Whether the run has a key, and the key signed no entry."""
 
     def own(self, state: State) -> State:
         """Acquire the run: no earlier driver can commit from here on. A second call does nothing."""
@@ -66,23 +71,48 @@ class RunStartup:
             return state
         self._before()
         self._acquired = self._leadership.acquire()
-        if self._acquired.before:
-            self._journal.fence()
-        self.entries = list(read(self._files.storage))  # not earlier: the driver before may have written until now
-        first = max(self._acquired.first, newest_generation(self.entries) + 1)
-        state = resized(state, self.entries, self._files.metadata.get("scaling"))
-        return replace(state, generation=GenerationId(first - 1), invalidated_up_to=taken_back(self.entries))
+        try:
+            if self._acquired.before:
+                self._journal.fence()
+            self._read_journal()  # not earlier: the driver before may have written until now
+            with refusing_damage(self._files.storage):
+                first = max(self._acquired.first, newest_generation(self.entries) + 1)
+                state = resized(state, self.entries, self._files.metadata.get("scaling"))
+                return replace(state, generation=GenerationId(first - 1), invalidated_up_to=taken_back(self.entries))
+        except BaseException:
+            self.let_go()
+            raise
+
+    def _read_journal(self) -> None:
+        files = self._files
+        try:
+            found = read_verified(files.storage, files.key, accept_unsigned=files.accept_unsigned)
+        except BaseException:
+            self.let_go()
+            raise
+        self.entries, self._is_unsigned = list(found.entries), found.is_unsigned
+        self._journal.follow(found.link)
 
     def resume(self, state: State) -> tuple[State, ResumePoint]:
         """The state that resumes from the newest checkpoint, if one exists. Releases the run on failure.
 
-        Raises InexactError if this version has dropped a rule that the run uses, unless that is accepted.
+        Raises InexactError if this version has dropped a rule that the run uses, unless that is accepted. Raises
+        RefusedCheckpoint if the run has a key, and decisions about its next steps are not signed.
         """
+        files, gone = self._files, distrusted(self.entries)
         try:
-            gone = distrusted(self.entries)
-            distrust(self._files.storage, gone)
-            found = find(self._files, without=gone)
-            return self._with_rules(resumed(state, self._files, found, self.entries)), found
+            with refusing_damage(files.storage):
+                gone = distrusted(self.entries)
+            if self._is_unsigned:
+                found = find(files)
+                with refusing_damage(files.storage):
+                    require_confirmed(self.entries, found, list_checkpoints(files.storage, key=files.key), files)
+            distrust(files.storage, gone, files.key)
+            found = find(files, without=gone)
+            with refusing_damage(files.storage):
+                if files.key is not None:
+                    found = with_missing(found, self.entries, gone)
+                return self._with_rules(resumed(state, self._files, found, self.entries)), found
         except BaseException:
             self.let_go()
             raise

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysharded.journal.entry_text import brief, incident_text, step_of
+from raysharded.journal.log import DAMAGE
 from raysharded.journal.records import Recovery
 from raysharded.quantities import count, listing, size, span
 
@@ -157,7 +158,7 @@ def of_entry(entry: Entry, at_s: float, step: int) -> Incident | None:
         return None
     try:
         text = f"the run failed: {brief(entry['error'])}" if kind == "failed" else incident_text(kind, entry)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+    except DAMAGE:
         return None
     if text is None:
         return None

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 from raysharded.checkpoint import Storage, open_storage
+from raysharded.journal.log import DAMAGE
 from raysharded.journal.reader import read_some, steps_of
 from raysharded.report.history.step_table import Columns
 
@@ -26,7 +27,6 @@ FEWEST = 4000
 """Number of segments from which the start of processes is worth its cost."""
 _OF_A_RUN = 64
 _MOST_PROCESSES = 4
-_DAMAGE = (ValueError, KeyError, TypeError)
 
 
 class Unavailable(Exception):
@@ -107,7 +107,7 @@ def _columns(segments: Sequence[tuple[str, bytes]], steps: Sequence[dict[str, An
     try:
         key, last = segments[-1]
         return [(key, last.count(b"\n"), Columns.of(steps))]
-    except _DAMAGE:
+    except DAMAGE:
         return list(segments)  # the reader of single segments finds the damaged one
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from raysharded.checkpoint import NoSuchKey, Storage
-from raysharded.journal.log import segment_key
+from raysharded.journal.log import read_segment, segment_key
 from raysharded.report.newest_step import STANDS_STILL
 from raysharded.report.overview import RunOverview, State, look
 from raysharded.report.recent import entries_of
@@ -73,7 +73,7 @@ def _new_entries(storage: Storage, number: int) -> tuple[list[dict[str, Any]], i
     found: list[dict[str, Any]] = []
     while True:
         try:
-            found += entries_of(storage.read(segment_key(number)))
+            found += entries_of(read_segment(storage, segment_key(number)))
         except NoSuchKey:
             return found, number
         number += 1

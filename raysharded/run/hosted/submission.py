@@ -34,6 +34,8 @@ _RUNS_OF_THE_FIRST = "run/"
 """Beginning of those of raysharded 0.1, which pickled a time and a URL."""
 _MOST_BYTES_OF_THE_FIRST = 1 << 16
 _MAX_BYTES = 64 << 20
+_ALLOWED_PLACES = "RAYSHARDED_ALLOWED_PLACES"
+"""An environment variable that the driver needs, beside those of the signing key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +81,8 @@ def make_order(spec: RunSpec, *, take_over: bool) -> RunSubmission:
             f"{_MAX_BYTES >> 20} MiB: read its data from files (e.g. raysharded.TokenDataset), or use fit()."
         )
     environment, key_id = way_to_the_key(spec.run.checkpoint)
+    if places := os.environ.get(_ALLOWED_PLACES):
+        environment[_ALLOWED_PLACES] = places
     return RunSubmission(
         name=spec.run.name,
         url=open_storage(spec.url).url,

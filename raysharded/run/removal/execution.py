@@ -81,6 +81,7 @@ def _url_of(name: str, address: str | None) -> str:
 
 def carry_out(plan: RemovalPlan, say: Callable[[str], None] = lambda _: None) -> Removed:
     """Remove the run as planned. `say` receives a sentence if another process may hold it, which takes a while."""
+    from raysharded.checkpoint import signing_key_from_environment
     from raysharded.checkpoint.retention.run_removal import RunRemoval
     from raysharded.journal import log
     from raysharded.ownership import lease
@@ -90,7 +91,7 @@ def carry_out(plan: RemovalPlan, say: Callable[[str], None] = lambda _: None) ->
         forks = [carry_out(fork, say) for fork in plan.remove]
         for fork in plan.copy:
             _copy_into(fork, say)
-        removal = RunRemoval(storage, [log.FOLDER, lease.FOLDER])
+        removal = RunRemoval(storage, [log.FOLDER, lease.FOLDER], key=signing_key_from_environment())
         removal.begin(lambda: claims.find_rival() is not None)
         deleted = removal.delete(lambda: leadership.end(_LET_GO_S))
     return Removed(
@@ -120,7 +121,7 @@ def _copy_into(fork: Fork, say: Callable[[str], None]) -> None:
 @contextmanager
 def _owned(storage: Storage, name: str, say: Callable[[str], None]) -> Iterator[tuple[Claims, RunLeadership, int]]:
     """Own the run within this context: no driver can lead it. Yields the first generation too."""
-    from raysharded.checkpoint import Claims
+    from raysharded.checkpoint import Claims, signing_key_from_environment
     from raysharded.checkpoint.claims import find_newest
     from raysharded.checkpoint.storage.folders import remove_folders
     from raysharded.clock import SystemClock
@@ -131,7 +132,8 @@ def _owned(storage: Storage, name: str, say: Callable[[str], None]) -> Iterator[
         say(f"waiting up to {about['lease_s']:g} s: {about['owner']} may still hold {storage.url}")
 
     clock, driver = SystemClock(), f"{REMOVER}{secrets.token_hex(4)}"
-    claims = Claims(storage, driver, wall=clock.wall)
+    key = signing_key_from_environment()
+    claims = Claims(storage, driver, wall=clock.wall, key=key)
     leadership = RunLeadership(
         name,
         storage,
@@ -142,6 +144,7 @@ def _owned(storage: Storage, name: str, say: Callable[[str], None]) -> Iterator[
         waits,
         where=("", ""),
         has_ended=lambda _cluster, _job: False,
+        key=key,
     )
     acquired = leadership.acquire()
     try:
@@ -149,7 +152,7 @@ def _owned(storage: Storage, name: str, say: Callable[[str], None]) -> Iterator[
     finally:
         leadership.end(_LET_GO_S)
         with suppress(RayshardedError):
-            owner = find_newest(storage)[1]
+            owner = find_newest(storage, key=key)[1]
             if owner is None or owner.writer != driver:  # another removal, which has listed the leases before
                 storage.delete([lease_key(driver)])
                 remove_folders(storage, "")

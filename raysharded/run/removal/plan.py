@@ -62,7 +62,7 @@ def plan_removal(storage: Storage, forks: ForkTreatment, address: str | None = N
     `address`: the Ray cluster's, as in `attach`. Raises StorageError if there is no run, ConfigError if its folder or a
     folder in it is a link, and CorruptCheckpoint if a pin is damaged.
     """
-    from raysharded.checkpoint import list_pins
+    from raysharded.checkpoint import list_pins, signing_key_from_environment
     from raysharded.checkpoint.removal_mark import read_mark
     from raysharded.ownership.start_mark import is_starting
     from raysharded.report.overview import look
@@ -70,7 +70,8 @@ def plan_removal(storage: Storage, forks: ForkTreatment, address: str | None = N
 
     _require_run(storage)
     folder = storage.url.partition("?")[0].rstrip("/").rpartition("/")[2]
-    mark = read_mark(storage)
+    key = signing_key_from_environment()
+    mark = read_mark(storage, key=key)
     if mark is not None and mark.begun:
         return RemovalPlan(storage=storage, name=folder, glance=None)
     (glance,) = look([storage]) if mark is None else (None,)
@@ -84,7 +85,7 @@ def plan_removal(storage: Storage, forks: ForkTreatment, address: str | None = N
     ended = (
         [f"End it first: by Ctrl-C where `fit()` runs, otherwise by `raysharded stop {storage.url}`."] if alive else []
     )
-    found = _with_forks(storage, list_pins(storage), forks, address)
+    found = _with_forks(storage, list_pins(storage, key=key), forks, address)
     return RemovalPlan(
         storage=storage,
         name=name,

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from raysharded.checkpoint import Keep, Storage, list_pins, open_storage, pin, prune, unpin
-from raysharded.checkpoint.retention.catalog import TOMBSTONE_NAME
 from raysharded.checkpoint.retention.pins import PINS_FOLDER, Pin
+from raysharded.checkpoint.retention.tombstone import TOMBSTONE_NAME
 from raysharded.checkpoint.retention.two_phase_delete import retire
 from raysharded.errors import CheckpointError, CorruptCheckpoint, StorageError
 from raysharded.testing.storages import FailingStorage

@@ -16,8 +16,8 @@ import pytest
 from raysharded.checkpoint import Best, Claims, Keep, Storage, list_checkpoints, newest_complete, open_storage, prune
 from raysharded.checkpoint.claims import claim_key
 from raysharded.checkpoint.reader import open_checkpoint
-from raysharded.checkpoint.retention.catalog import TOMBSTONE_NAME
 from raysharded.checkpoint.retention.pins import pin, unpin
+from raysharded.checkpoint.retention.tombstone import TOMBSTONE_NAME
 from raysharded.checkpoint.retention.two_phase_delete import remove_unmarked, retire
 from raysharded.checkpoint.storage import BytesLike, Unfinished, storage_error
 from raysharded.errors import IncompleteCheckpoint, StorageError
@@ -579,3 +579,37 @@ def test_a_checkpoint_is_requested_again_just_before_it_is_retired(storage: Stor
     run = Run(storage)
     prefixes = [run.save(step) for step in (2, 4, 6)]
     assert prune(storage, Keep(last=1), may_go=lambda prefix: prefix != prefixes[0]).retired == (prefixes[1],)
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_nothing_is_deleted_or_marked_behind_linked_checkpoints(tmp_path: Path, now: bool) -> None:
+    theirs = Run(open_storage(str(tmp_path / "theirs")))
+    saves = [theirs.save(step) for step in (1, 2, 3)]
+    theirs.unfinished(4)
+    theirs.save(5)
+    (tmp_path / "theirs" / saves[0] / "NOTES.txt").write_text("mine")
+    ours = open_storage(str(tmp_path / "ours"))
+    shutil.copytree(tmp_path / "theirs" / "claims", tmp_path / "ours" / "claims")
+    (tmp_path / "ours" / "checkpoints").symlink_to(tmp_path / "theirs" / "checkpoints")
+    before = {path: path.read_bytes() for path in (tmp_path / "theirs").rglob("*") if path.is_file()}
+    pruned = prune(ours, Keep(last=1), now=now)
+    assert (pruned.retired, pruned.removed, pruned.references) == ((), (), ())
+    assert {path: path.read_bytes() for path in (tmp_path / "theirs").rglob("*") if path.is_file()} == before
+    assert newest_complete(ours).checkpoint is not None
+
+
+def test_no_storage_operation_deletes_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "theirs" / "in").mkdir(parents=True)
+    (tmp_path / "theirs" / "in" / "file").write_text("mine")
+    (tmp_path / "run" / "a").mkdir(parents=True)
+    (tmp_path / "run" / "a" / "link").symlink_to(tmp_path / "theirs")
+    (tmp_path / "run" / "a" / "file").symlink_to(tmp_path / "theirs" / "in" / "file")
+    storage = open_storage(str(tmp_path / "run"))
+    for key in ("a/link/in/file", "a/link/none"):
+        with pytest.raises(StorageError, match=r"a/link.*behind a link to a folder, where nothing is deleted"):
+            storage.delete([key])
+        with pytest.raises(StorageError, match="behind a link"):
+            storage.discard([Unfinished(key=key, token=key)])
+    storage.delete(["a/file", "a/none", "none/file"])
+    assert (tmp_path / "theirs" / "in" / "file").read_text() == "mine"
+    assert not (tmp_path / "run" / "a" / "file").is_symlink()

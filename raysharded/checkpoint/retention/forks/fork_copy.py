@@ -1,7 +1,7 @@
 """A fork's own copy of the checkpoint that it began with: afterwards it does not need its parent.
 
-The data files are copied byte by byte, and every chunk is checked. The manifest is the parent's, except for its writer,
-generation, save id and paths. The claim of the fork's owner commits the copy, as it does every save.
+The data files are copied byte by byte, and every chunk is checked. The manifest is the parent's, except for its run,
+writer, generation, save id and paths. The claim of the fork's owner commits the copy, as it does every save.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raysharded.checkpoint.retention.fork_reference import open_reference
 from raysharded.checkpoint.retention.forks.fork import drop_reference
 from raysharded.checkpoint.storage import Storage
 from raysharded.errors import CheckpointError, RefusedCheckpoint
-from raysharded.locations import join_url
+from raysharded.locations import join_url, name_of
 
 
 def copy_parent(
@@ -44,11 +44,11 @@ def copy_parent(
                 "RAYSHARDED_CHECKPOINT_KEY or RAYSHARDED_CHECKPOINT_KEY_FILE, as its writers did."
             )
         _copy(found, run, claims, generation, key)
-    drop_reference(run, ref)
+    drop_reference(run, ref, key=key)
 
 
 def _has_its_own(run: Storage, key: SigningKey | None) -> bool:
-    for ref in list_checkpoints(run):
+    for ref in list_checkpoints(run, key=key):
         if ref.state == "committed":
             try:
                 open_ref(run, ref, key=key)
@@ -65,6 +65,7 @@ def _copy(found: Checkpoint, run: Storage, claims: Claims, generation: int, key:
     files = [_copied(source, file, number, run, prefix) for number, file in enumerate(found.manifest.files)]
     manifest = replace(
         found.manifest,
+        run=name_of(run.url),
         generation=generation,
         save_id=save_id,
         writer=claims.writer,

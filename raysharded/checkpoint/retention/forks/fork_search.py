@@ -15,6 +15,7 @@ from raysharded.checkpoint.retention.forks.fork import FORK_PIN, tag_of
 from raysharded.checkpoint.retention.pins import Pin
 from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
 from raysharded.checkpoint.storage.folders import list_folders
+from raysharded.checkpoint.storage.named_places import is_same_place, url_named
 from raysharded.errors import CheckpointError, CorruptCheckpoint, StorageError
 from raysharded.locations import join_url, scheme_of
 
@@ -37,7 +38,7 @@ def find_forks(parent: Storage, pins: Sequence[Pin]) -> list[Fork]:
     """The forks among the owners of these pins; a pin whose owner is unknown, or does not refer to it, is of none."""
     beside = dict(_beside(parent)) if any(pin.tag.startswith(FORK_PIN) and not pin.fork for pin in pins) else {}
     found = ((pin, pin.fork or beside.get(pin.tag, "")) for pin in pins if pin.tag.startswith(FORK_PIN))
-    forks = (_fork(pin, url) for pin, url in found if url)
+    forks = (_fork(parent, pin, url) for pin, url in found if url)
     return [fork for fork in forks if fork is not None]
 
 
@@ -46,24 +47,29 @@ def references_of(run: Storage) -> list[CheckpointRef]:
     return [ref for ref in list_checkpoints(run) if ref.state == "reference"]
 
 
-def _fork(pin: Pin, url: str) -> Fork | None:
-    run = open_storage(url)
+def _fork(parent: Storage, pin: Pin, named: str) -> Fork | None:
+    try:
+        run = open_storage(url_named(named, parent.url, f"the pin {pin.tag!r} in {parent.url}"))
+    except CheckpointError as error:
+        return Fork(pin=pin, url=named, reference=None, problem=str(error))
     try:
         if is_marked(run):
             return Fork(pin=pin, url=run.url, reference=None)
         for ref in references_of(run):
-            if _tag(run, ref) == pin.tag:
+            if _needs(run, ref, parent, pin):
                 return Fork(pin=pin, url=run.url, reference=ref)
     except (CheckpointError, StorageError) as error:
         return Fork(pin=pin, url=run.url, reference=None, problem=str(error))
     return None
 
 
-def _tag(run: Storage, ref: CheckpointRef) -> str:
+def _needs(run: Storage, ref: CheckpointRef, parent: Storage, pin: Pin) -> bool:
+    """Whether the reference names this parent and this pin."""
     try:
-        return read_reference(run, ref.prefix).pin
+        reference = read_reference(run, ref.prefix)
     except (NoSuchKey, CorruptCheckpoint):  # dropped just now; or it names no parent any more
-        return ""
+        return False
+    return reference.pin == pin.tag and is_same_place(reference.parent, parent.url)
 
 
 def _beside(parent: Storage) -> Iterator[tuple[str, str]]:
