@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
-from raysharded.checkpoint.claims import CLAIMS_FOLDER
 from raysharded.checkpoint.format import signed_json
 from raysharded.checkpoint.format.signing import SigningKey, place_of
 from raysharded.checkpoint.storage import NoSuchKey, NotAFile, Storage
 from raysharded.checkpoint.storage.small_objects import read_small
+from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER
 from raysharded.errors import CorruptCheckpoint, RayshardedError
 from raysharded.locations import join_url
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from raysharded.checkpoint import Claims, NoSuchKey, NotOwner, SigningKey, Storage
-from raysharded.checkpoint.claims import Claim, find_newest
 from raysharded.checkpoint.format.signing import place_of
 from raysharded.checkpoint.removal_mark import refuse_removed
+from raysharded.checkpoint.stored_claims import Claim, find_newest
 from raysharded.clock import Clock
 from raysharded.errors import RunFailed, RunOwnedElsewhere, StorageError
 from raysharded.ids import GenerationId

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from raysharded.checkpoint import Storage, open_storage
-from raysharded.checkpoint.claims import CLAIMS_FOLDER
 from raysharded.checkpoint.removal_mark import refuse_removed
+from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER
 from raysharded.config import BatchConfig
 from raysharded.data.ledger import LedgerReport, ReadColumns, check
 from raysharded.data.order import ORDERS

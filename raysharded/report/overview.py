@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from raysharded.checkpoint import NoSuchKey, Storage, open_storage
-from raysharded.checkpoint.claims import CLAIMS_FOLDER, Claim, list_numbers, read_claim
 from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER, MANIFEST_NAME, parse_save_folder
 from raysharded.checkpoint.removal_mark import is_marked, refuse_removed
 from raysharded.checkpoint.retention.fork_reference import REFERENCE_NAME
 from raysharded.checkpoint.storage import NotAFile
 from raysharded.checkpoint.storage.folders import last_part, list_folders
+from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER, Claim, list_numbers, read_claim
 from raysharded.errors import CorruptCheckpoint, StorageError
 from raysharded.journal import log
 from raysharded.locations import join_url

@@ -11,13 +11,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from raysharded.checkpoint import Claims, Storage, open_storage
-from raysharded.checkpoint.claims import (
+from raysharded.checkpoint.claims import Claimer, FindNewest, Get, NotOwner, Put
+from raysharded.checkpoint.stored_claims import (
     Claim,
-    Claimer,
-    FindNewest,
-    Get,
-    NotOwner,
-    Put,
     claim_key,
     decode_claim,
     encode_claim,

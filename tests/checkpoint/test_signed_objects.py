@@ -12,7 +12,6 @@ import torch
 
 from raysharded import checkpoint
 from raysharded.checkpoint import Claims, SigningKey, Storage, list_pins, newest_complete, open_storage, pin, unpin
-from raysharded.checkpoint.claims import claim_key, find_newest, read_claim
 from raysharded.checkpoint.format import signed_json
 from raysharded.checkpoint.format.signing import Unsigned
 from raysharded.checkpoint.removal_mark import REMOVAL_KEY, encode_mark, new_mark, read_mark
@@ -24,6 +23,7 @@ from raysharded.checkpoint.retention.gc import prune
 from raysharded.checkpoint.retention.policy import Keep
 from raysharded.checkpoint.retention.run_removal import RunRemoval
 from raysharded.checkpoint.retention.tombstone import tombstone_key, write_tombstone
+from raysharded.checkpoint.stored_claims import claim_key, find_newest, read_claim
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, RefusedCheckpoint
 from tests.checkpoint.samples import raw, save
 

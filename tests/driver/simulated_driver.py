@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from raysharded.checkpoint import Claims
-from raysharded.checkpoint.claims import list_numbers
 from raysharded.checkpoint.retention.catalog import CheckpointRef, list_checkpoints
 from raysharded.checkpoint.retention.policy import Candidate, Keep, to_delete
 from raysharded.checkpoint.retention.two_phase_delete import retire
+from raysharded.checkpoint.stored_claims import list_numbers
 from raysharded.checkpoint.writer import commit
 from raysharded.driver import machine
 from raysharded.driver.checkpoints.committer import ManifestContext, RunFiles, distrust, fingerprint_of, manifest_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raysharded.checkpoint import Claims
-from raysharded.checkpoint.claims import find_newest
+from raysharded.checkpoint.stored_claims import find_newest
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId
 from raysharded.ownership.leadership import AcquiredLease

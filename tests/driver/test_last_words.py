@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raysharded.checkpoint import Claims
-from raysharded.checkpoint.claims import find_newest
+from raysharded.checkpoint.stored_claims import find_newest
 from raysharded.clock import SystemClock
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal, read

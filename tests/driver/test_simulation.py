@@ -13,8 +13,8 @@ from itertools import combinations, groupby, pairwise
 
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from raysharded.checkpoint.claims import list_numbers, read_claim
 from raysharded.checkpoint.retention.catalog import list_checkpoints
+from raysharded.checkpoint.stored_claims import list_numbers, read_claim
 from raysharded.driver import machine
 from raysharded.driver.startup import adopted_workers
 from raysharded.driver.startup.resume_point import distrusted

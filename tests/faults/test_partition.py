@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raysharded.checkpoint import Storage, open_storage
-from raysharded.checkpoint.claims import list_numbers, read_claim
+from raysharded.checkpoint.stored_claims import list_numbers, read_claim
 from raysharded.driver.driver import Driver
 from raysharded.errors import RunOwnedElsewhere
 from tests.ray.leftovers import wait_until

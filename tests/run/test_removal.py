@@ -28,9 +28,9 @@ from raysharded.checkpoint import (
     pin,
     unpin,
 )
-from raysharded.checkpoint.claims import find_newest
 from raysharded.checkpoint.removal_mark import REMOVAL_KEY, encode_mark, is_marked, new_mark, read_mark, refuse_removed
 from raysharded.checkpoint.retention.run_removal import RunRemoval
+from raysharded.checkpoint.stored_claims import find_newest
 from raysharded.clock import SystemClock
 from raysharded.errors import CheckpointError, ConfigError, RayshardedError, RunOwnedElsewhere, StorageError
 from raysharded.journal.log import Journal

@@ -16,7 +16,7 @@ import torch
 from raysharded import numerics
 from raysharded.actors.comm.groups import start_store
 from raysharded.checkpoint import Claims, Storage, newest_complete, open_storage
-from raysharded.checkpoint.claims import find_newest
+from raysharded.checkpoint.stored_claims import find_newest
 from raysharded.clock import SystemClock
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId

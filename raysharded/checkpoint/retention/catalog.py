@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
-from raysharded.checkpoint.claims import Claim, claim_key
 from raysharded.checkpoint.format.manifest import Manifest
 from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER, MANIFEST_NAME, key_of, save_folder_of, save_prefix
 from raysharded.checkpoint.format.signing import SigningKey
@@ -26,6 +25,7 @@ from raysharded.checkpoint.retention.tombstone import read_tombstone, tombstone_
 from raysharded.checkpoint.storage import NoSuchKey, Storage
 from raysharded.checkpoint.storage.folders import list_links
 from raysharded.checkpoint.storage.sizes import list_sizes, size_of_listed
+from raysharded.checkpoint.stored_claims import Claim, claim_key
 from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, RefusedCheckpoint
 from raysharded.locations import join_url

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from raysharded.checkpoint.claims import Claim
+from raysharded.checkpoint.stored_claims import Claim
 from raysharded.errors import CorruptCheckpoint, RefusedCheckpoint
 
 Found = Claim | CorruptCheckpoint

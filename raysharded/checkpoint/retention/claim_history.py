@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from raysharded.checkpoint.claims import CLAIMS_FOLDER, Claim, claim_key, numbers_of, read_claim
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.removal_mark import REMOVAL_KEY
 from raysharded.checkpoint.retention.claim_chain import ClaimChain
 from raysharded.checkpoint.storage import NoSuchKey, Storage
+from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER, Claim, claim_key, numbers_of, read_claim
 from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CorruptCheckpoint, RefusedCheckpoint
 from raysharded.locations import join_url

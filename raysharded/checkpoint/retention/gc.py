@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raysharded.checkpoint.claims import CLAIMS_FOLDER, list_numbers, lost_writes
 from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.reader import Checkpoint
@@ -18,6 +17,7 @@ from raysharded.checkpoint.retention.policy import Candidate, Keep, to_delete
 from raysharded.checkpoint.retention.two_phase_delete import is_full, remove, remove_unmarked, retire, why_not_removed
 from raysharded.checkpoint.storage import Storage, Unfinished
 from raysharded.checkpoint.storage.folders import list_links
+from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER, list_numbers, lost_writes
 from raysharded.errors import CheckpointError, RefusedCheckpoint, StorageError
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from raysharded.checkpoint.claims import Claim, claim_key
 from raysharded.checkpoint.format.paths import save_folder_of
 from raysharded.checkpoint.retention.catalog import CheckpointRef, Survey, unresolved
 from raysharded.checkpoint.storage import Unfinished
+from raysharded.checkpoint.stored_claims import Claim, claim_key
 
 LINKED = "its folder is a link to a folder elsewhere: delete that folder, and the link, by hand"
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from raysharded.checkpoint.claims import CLAIMS_FOLDER
 from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER, MANIFEST_NAME, save_folder_of
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.removal_mark import REMOVAL_KEY, RemovalMark, encode_mark, new_mark, read_mark
@@ -25,6 +24,7 @@ from raysharded.checkpoint.retention.forks.fork import remove_own_pin
 from raysharded.checkpoint.retention.pins import PINS_FOLDER, list_pins
 from raysharded.checkpoint.storage import Storage
 from raysharded.checkpoint.storage.folders import list_links, remove_folders
+from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER
 from raysharded.errors import CheckpointError, ConfigError, RayshardedError, RunOwnedElsewhere, StorageError
 
 _AT_ONCE = 1000

@@ -7,28 +7,33 @@ by a rename (replacing), or by a hard link (which fails if the name is taken). N
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
-import secrets
-import stat
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import BufferedWriter
-from typing import IO
 
 from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
 from raysharded.checkpoint.storage.folders import is_called
+from raysharded.checkpoint.storage.local_files import (
+    batches,
+    is_at,
+    link,
+    lock,
+    open_file,
+    raise_unless_missing,
+    read_fully,
+    require_file,
+    require_no_dangling_link,
+    sync_folder,
+    unlink,
+    write_temporary,
+    written_at,
+)
 from raysharded.errors import StorageError
 
 _TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{12}")
-_MOST_VIEWS = 512  # Linux takes 1,024 in one call
-_NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
-_LOCK_S = 60.0
-_LOCK_PAUSE_S = 0.01
 
 _REMOVED = "Someone removed the file while it was written: let no clean-up run while a writer is alive."
 
@@ -64,15 +69,15 @@ class LocalStorage:
             self._replace("write", key, parts)
 
     def read(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
-        with self._explained("read", key), _open_file(self._path(key), -1) as file:
+        with self._explained("read", key), open_file(self._path(key), -1) as file:
             file.seek(offset)
             return file.read(-1 if size is None else size)
 
     def read_into(self, key: str, offset: int, outs: Sequence[memoryview]) -> int:
-        with self._explained("read", key), _open_file(self._path(key), 0) as file:
+        with self._explained("read", key), open_file(self._path(key), 0) as file:
             done = 0
-            for some in _batches(outs):
-                count = _read_fully(file.fileno(), offset + done, some)
+            for some in batches(outs):
+                count = read_fully(file.fileno(), offset + done, some)
                 done += count
                 if count < sum(len(out) for out in some):
                     break
@@ -85,13 +90,13 @@ class LocalStorage:
         """
         path = self._path(key)
         with self._explained("put_if_absent", key):
-            temporary = _write_temporary(path, [data])
+            temporary = write_temporary(path, [data])
             try:
                 with self._still_there("put_if_absent", key, temporary):
-                    won = _link(temporary, path, data)
+                    won = link(temporary, path, data)
             finally:
-                _unlink(temporary)
-            _sync_folder(os.path.dirname(path))
+                unlink(temporary)
+            sync_folder(os.path.dirname(path))
             return won
 
     def swaps(self) -> bool:
@@ -107,12 +112,12 @@ class LocalStorage:
         path = self._path(key)
         with self._explained("swap", key):
             try:
-                older = _open_file(path, -1, os.O_RDWR)  # NFS locks no file that is opened for reading alone
+                older = open_file(path, -1, os.O_RDWR)  # NFS locks no file that is opened for reading alone
             except FileNotFoundError:
                 return False
         with self._explained("swap", key), older:
-            _lock(older.fileno())
-            if not _is_at(path, older) or older.read(len(expected) + 1) != expected:
+            lock(older.fileno())
+            if not is_at(path, older) or older.read(len(expected) + 1) != expected:
                 return False
             self._replace("swap", key, [data])
             return True
@@ -153,7 +158,7 @@ class LocalStorage:
     def size(self, key: str) -> int:
         with self._explained("size", key):
             found = os.stat(self._path(key))
-            _require_file(found.st_mode, self._path(key))
+            require_file(found.st_mode, self._path(key))
             return found.st_size
 
     def list(self, prefix: str = "") -> Keys:
@@ -161,7 +166,7 @@ class LocalStorage:
 
     def times(self, name: str | None, prefix: str = "") -> dict[str, float | None]:
         """Write times as in `list_times`."""
-        return {key: _written_at(self._path(key)) for key in self._walk(prefix) if is_called(key, name)}
+        return {key: written_at(self._path(key)) for key in self._walk(prefix) if is_called(key, name)}
 
     def folders(self) -> Keys:
         """Names of the top-level folders, sorted."""
@@ -193,10 +198,10 @@ class LocalStorage:
                 with suppress(OSError):
                     os.rmdir(top)
                 return []
-            for folder, names, _ in os.walk(top, topdown=False, onerror=_raise_unless_missing):
+            for folder, names, _ in os.walk(top, topdown=False, onerror=raise_unless_missing):
                 inside = [path for path in (os.path.join(folder, name) for name in names) if os.path.islink(path)]
                 for path in inside:
-                    _unlink(path)
+                    unlink(path)
                 links += inside
                 with suppress(OSError):
                     os.rmdir(folder)
@@ -212,22 +217,22 @@ class LocalStorage:
     def _replace(self, operation: str, key: str, parts: Iterable[BytesLike]) -> None:
         """Replace the key's file by a new one that holds `parts`, in one step."""
         path = self._path(key)
-        temporary = _write_temporary(path, parts)
+        temporary = write_temporary(path, parts)
         try:
             with self._still_there(operation, key, temporary):
                 os.replace(temporary, path)
         except OSError:
-            _unlink(temporary)
+            unlink(temporary)
             raise
-        _sync_folder(os.path.dirname(path))
+        sync_folder(os.path.dirname(path))
 
     def _walk(self, prefix: str) -> Keys:
         """Every file, sorted, including those in progress."""
         top = self._path(prefix) if prefix else self.root
         keys: Keys = []
         with self._explained("list", prefix):
-            _require_no_dangling_link(top)
-            for folder, _, names in os.walk(top, onerror=_raise_unless_missing):
+            require_no_dangling_link(top)
+            for folder, _, names in os.walk(top, onerror=raise_unless_missing):
                 inside = os.path.relpath(folder, self.root)
                 keys += [name if inside == "." else f"{inside.replace(os.sep, '/')}/{name}" for name in names]
         return sorted(keys)
@@ -261,165 +266,3 @@ class LocalStorage:
             if os.path.lexists(temporary):
                 raise
             raise storage_error(self.url, operation, key, error, remedy=_REMOVED) from error
-
-
-def _batches(outs: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Groups of views, as many as one call to the operating system takes."""
-    for at in range(0, len(outs), _MOST_VIEWS):
-        yield list(outs[at : at + _MOST_VIEWS])
-
-
-def _read_fully(handle: int, offset: int, outs: list[memoryview]) -> int:
-    """Bytes read into `outs`. A call may return before they are full; the next continues there."""
-    done = 0
-    while outs and (count := os.preadv(handle, outs, offset + done)):
-        done += count
-        while outs and count >= len(outs[0]):
-            count -= len(outs.pop(0))
-        if count:
-            outs[0] = outs[0][count:]
-    return done
-
-
-def _open_file(path: str, buffering: int, flags: int = os.O_RDONLY) -> IO[bytes]:
-    """A file opened for reading. Raises OSError for anything else: opening a pipe would wait for its writer."""
-    mode = "rb" if flags == os.O_RDONLY else "r+b"
-    file = open(path, mode, buffering, opener=lambda path, _: os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC))  # noqa: SIM115
-    try:
-        _require_file(os.fstat(file.fileno()).st_mode, path)
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def _require_file(mode: int, path: str) -> None:
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, "it is a folder, not a file", path)
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file: put the file back", path)
-
-
-def _require_no_dangling_link(folder: str) -> None:
-    if os.path.islink(folder) and not os.path.exists(folder):
-        raise NotADirectoryError(errno.ENOTDIR, f"it is a link to {os.readlink(folder)!r}, which is not there", folder)
-
-
-def _write_temporary(path: str, parts: Iterable[BytesLike]) -> str:
-    """Name of a new file beside `path` that holds `parts` and is on the disk."""
-    temporary = f"{path}.tmp-{secrets.token_hex(6)}"
-    try:
-        with _create(temporary) as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        _unlink(temporary)
-        raise
-    return temporary
-
-
-def _create(path: str) -> BufferedWriter:
-    """A new open file. Its folder is made again when a concurrent clean-up removes it."""
-    for _ in range(8):
-        try:
-            return open(path, "xb")
-        except FileNotFoundError:
-            _make_folder(os.path.dirname(path))
-    return open(path, "xb")
-
-
-def _make_folder(folder: str) -> None:
-    """Make the folder and those above it, each durable in the one above it."""
-    if os.path.isdir(folder):
-        return
-    above = os.path.dirname(folder)
-    _make_folder(above)
-    with suppress(FileExistsError):
-        os.mkdir(folder)
-        _sync_folder(above)
-    if not os.path.isdir(folder):
-        _require_no_dangling_link(folder)
-        raise NotADirectoryError(errno.ENOTDIR, "a file is in the way of the folder", folder)
-
-
-def _link(temporary: str, path: str, data: bytes) -> bool:
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        # On NFS a link whose reply was lost is retried and finds itself: then the file has two names.
-        return os.stat(temporary).st_nlink == 2
-    except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
-            raise
-        return _create_exclusively(path, data)
-    return True
-
-
-def _lock(handle: int) -> None:
-    """Lock a file. Every holder writes one small file."""
-    deadline = time.monotonic() + _LOCK_S
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(_LOCK_PAUSE_S)
-
-
-def _is_at(path: str, file: IO[bytes]) -> bool:
-    """Whether the path still names this file."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
-
-
-def _create_exclusively(path: str, data: bytes) -> bool:
-    try:
-        file = open(path, "xb")  # noqa: SIM115  # errors within `with` must not be taken for errors here
-    except FileExistsError:
-        return False
-    try:
-        with file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:  # half a file must not keep the name
-        _unlink(path)
-        raise
-    return True
-
-
-def _sync_folder(folder: str) -> None:
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        return  # removed meanwhile: nothing is left to make durable
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync folders
-            raise
-    finally:
-        os.close(handle)
-
-
-def _written_at(path: str) -> float | None:
-    try:
-        return os.stat(path).st_mtime
-    except OSError:  # removed meanwhile or inaccessible: only its existence is known
-        return None
-
-
-def _unlink(path: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-
-
-def _raise_unless_missing(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
-        raise error

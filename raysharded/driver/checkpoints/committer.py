@@ -11,11 +11,12 @@ from queue import SimpleQueue
 from typing import Any
 
 from raysharded.checkpoint import Manifest, SigningKey, Storage, TensorInfo
-from raysharded.checkpoint.claims import Claims, commit_claimed, find_newest, list_numbers
+from raysharded.checkpoint.claims import Claims, commit_claimed
 from raysharded.checkpoint.retention.catalog import list_checkpoints
 from raysharded.checkpoint.retention.gc import prune
 from raysharded.checkpoint.retention.policy import Keep
 from raysharded.checkpoint.retention.two_phase_delete import retire
+from raysharded.checkpoint.stored_claims import find_newest, list_numbers
 from raysharded.clock import Clock
 from raysharded.driver.checkpoints.protected import ProtectedCheckpoints
 from raysharded.driver.state.arithmetic import own_build_seed

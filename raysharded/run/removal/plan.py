@@ -178,10 +178,10 @@ def _since(pin: Pin) -> str:
 def _require_run(storage: Storage) -> None:
     """Raise an error unless a run, or what is left of one, is directly at this place."""
     from raysharded.checkpoint import list_checkpoints
-    from raysharded.checkpoint.claims import CLAIMS_FOLDER
     from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER
     from raysharded.checkpoint.removal_mark import is_marked
     from raysharded.checkpoint.retention.run_removal import refuse_linked
+    from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER
     from raysharded.journal import log
     from raysharded.ownership import lease
     from raysharded.report.nearby import advice

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from raysharded.checkpoint import Claims, Manifest, SigningKey, Storage, list_checkpoints, newest_complete
-from raysharded.checkpoint.claims import claim_key, commit_claimed
+from raysharded.checkpoint.claims import commit_claimed
 from raysharded.checkpoint.retention.catalog import survey
 from raysharded.checkpoint.retention.gc import prune
 from raysharded.checkpoint.retention.policy import Keep
 from raysharded.checkpoint.storage import Keys, NoSuchKey
+from raysharded.checkpoint.stored_claims import claim_key
 from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint, StaleGeneration
 from raysharded.testing.storages import CountingStorage, save_rows
 from tests.checkpoint.retention.runs import Run, ref_of, save_v1, states, storage as storage

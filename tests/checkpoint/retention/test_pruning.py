@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from raysharded.checkpoint import Best, Claims, Keep, Storage, list_checkpoints, newest_complete, open_storage, prune
-from raysharded.checkpoint.claims import claim_key
 from raysharded.checkpoint.reader import open_checkpoint
 from raysharded.checkpoint.retention.pins import pin, unpin
 from raysharded.checkpoint.retention.tombstone import TOMBSTONE_NAME
 from raysharded.checkpoint.retention.two_phase_delete import remove_unmarked, retire
 from raysharded.checkpoint.storage import BytesLike, Unfinished, storage_error
+from raysharded.checkpoint.stored_claims import claim_key
 from raysharded.errors import IncompleteCheckpoint, StorageError
 from raysharded.testing.storages import CountingStorage, FailingStorage, save_rows
 from tests.cases import tried_each_time

@@ -221,7 +221,7 @@ def test_a_swap_of_what_is_not_there_is_lost_and_a_lock_is_not_waited_for_withou
     import fcntl
 
     storage = LocalStorage(str(tmp_path))
-    monkeypatch.setattr("raysharded.checkpoint.storage.local._LOCK_S", 0.05)
+    monkeypatch.setattr("raysharded.checkpoint.storage.local_files._LOCK_S", 0.05)
     (tmp_path / "m").write_bytes(b"old")
     with (tmp_path / "m").open("r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
