@@ -15,6 +15,7 @@
 #   make bench    raysharded compared with its alternatives, in less than an hour on two cores: a page in build/
 #   make bench-quick   the same at smaller sizes, in minutes: a check that it works
 #   make bench-full    the same with five rounds and more, in four to five hours: docs/benchmarks.md
+#   make lock     requirements/locked.txt: the newest versions of what a run needs, each with the hashes of its files
 #   make clean    remove what was built and cached; .venv stays
 #
 # Settings: PYTHON (3.11 or later), TORCH (what to give `pip install` for torch: a machine without a GPU saves gigabytes
@@ -37,7 +38,7 @@ SHELL := /bin/sh
 # The tests start hundreds of processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-clusters test-long compat mutants test-s3 check lint docs bench bench-quick bench-full peers clean
+.PHONY: help install demo test test-clusters test-long compat mutants test-s3 check lint docs bench bench-quick bench-full peers lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -131,6 +132,14 @@ bench-full: EFFORT := full
 bench bench-quick bench-full: $(DEV) $(S3FS) $(PEERS)
 	@$(BIN)/python -m benchmarks $(BENCH) --effort $(EFFORT)
 	@$(BIN)/python -m benchmarks page --effort $(EFFORT)
+
+# Of PyPI's files alone, as pip would choose them here: `pip install --require-hashes -r requirements/locked.txt`.
+LOCKED := --python-version 3.11 --python-platform x86_64-manylinux_2_28 --extra s3 --extra jobs --extra tokenizers \
+	--extra tensorboard
+lock: | $(BIN)/python
+	@$(PIP) install 'uv>=0.9'
+	@$(BIN)/uv pip compile pyproject.toml $(LOCKED) --generate-hashes --upgrade --quiet --no-annotate \
+		--custom-compile-command 'make lock' --output-file requirements/locked.txt
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from raysharded.plain_text import secure_logs
+
 __version__ = "0.2.0.dev0"
 
 _EXPORTS = {
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
     from raysharded.trainer import ElasticTrainer as ElasticTrainer
 
 __all__ = ["__version__", *sorted(_EXPORTS)]
+
+secure_logs()
 
 
 def __getattr__(name: str) -> Any:

@@ -233,6 +233,8 @@ class CheckpointConfig:
     """A file on the driver's machine with a key of 16 bytes or more. The run's files on storage are signed with it, and
     what has no valid signature decides nothing. None: the key of the environment ($RAYSHARDED_CHECKPOINT_KEY or
     $RAYSHARDED_CHECKPOINT_KEY_FILE), if set."""
+    require_signed: bool = False
+    """Refuse to begin without a signing key, so that a missing secret does not go unnoticed."""
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "keep_every"):
@@ -261,6 +263,7 @@ class CheckpointConfig:
         require_number("CheckpointConfig", "grace_s", self.grace_s, 0)
         if self.signing_key_file is not None:
             require_kind("CheckpointConfig", "signing_key_file", self.signing_key_file, str)
+        require_kind("CheckpointConfig", "require_signed", self.require_signed, bool)
 
     @property
     def save_every_s(self) -> float | None:

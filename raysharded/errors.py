@@ -9,6 +9,7 @@ import threading
 import traceback
 
 from raysharded import uncaught_errors
+from raysharded.plain_text import masked
 
 
 def text_of(error: BaseException) -> str:
@@ -33,13 +34,13 @@ def user_traceback(error: BaseException) -> str:
 
 
 class RayshardedError(Exception):
-    """The base class of every error that raysharded raises on purpose.
+    """The base class of every error that raysharded raises on purpose. Its texts hold no password of a URL.
 
     One that ends a script is shown plainly (`uncaught_errors`), no matter which call raised it.
     """
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*args)
+        super().__init__(*(masked(one) if isinstance(one, str) else one for one in args))
         uncaught_errors.install(RayshardedError)
 
 
@@ -56,7 +57,7 @@ class TaskError(RayshardedError):
 
     def __init__(self, message: str, user_traceback: str = "") -> None:
         super().__init__(message, user_traceback)
-        self.user_traceback = user_traceback
+        self.user_traceback = masked(user_traceback)
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -7,7 +7,8 @@ import re
 from urllib.parse import unquote
 
 import raysharded
-from raysharded.errors import ConfigError
+from raysharded.errors import ConfigError, RayshardedError
+from raysharded.plain_text import has_password
 
 PACKAGE_FOLDER = os.path.join(os.path.dirname(raysharded.__file__), "")
 """The library's folder, as its frames name it, with a trailing slash."""
@@ -58,6 +59,15 @@ def _path_of(url: str, host: str, path: str) -> str:
     if not path:
         raise ConfigError(f"{url!r} does not name a path of this machine. Give file:///..., or the path itself.")
     return unquote(path)
+
+
+def refuse_password(url: str, why: str, kind: type[RayshardedError]) -> None:
+    """Raise an error of this kind for a URL with a password. `why`: the sentence about the file that would hold it."""
+    if has_password(url):
+        raise kind(
+            f"{url} has a password in it. {why} Leave it out, and give it to the backend in another way: its "
+            "environment variables, or fsspec's configuration in ~/.config/fsspec."
+        )
 
 
 THROUGH_FSSPEC = "fsspec+"

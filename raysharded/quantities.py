@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 
-_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -69,8 +68,3 @@ def span(seconds: float) -> str:
     if not 0 <= seconds < 0.0995:
         return duration(seconds)
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.0005 else "0 s" if seconds == 0 else "<1 ms"
-
-
-def printable(text: str) -> str:
-    """The text with control characters, except tabs and newlines, replaced: a terminal could execute them."""
-    return text.translate(_CONTROLS)

@@ -12,6 +12,8 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import TypeAlias
 
+from raysharded.plain_text import indented, masked, printable
+
 Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _RAY = "ray._private.worker"
@@ -36,9 +38,9 @@ def _show(
 ) -> None:
     """An `excepthook`; `others` shows errors from outside raysharded."""
     if isinstance(error, KeyboardInterrupt) and error.args:
-        print(error, file=sys.stderr)
+        print(indented(masked(str(error))), file=sys.stderr)
     elif isinstance(error, ours):
-        print(describe(error, frames), file=sys.stderr)
+        print(printable(describe(error, frames)), file=sys.stderr)
     else:
         others(kind, error, frames)
 

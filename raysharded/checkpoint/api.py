@@ -72,6 +72,7 @@ def load(
     strict: bool = True,
     cast: bool = False,
     key: SigningKey | None = None,
+    require_signed: bool = False,
     process_group: dist.ProcessGroup | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Loaded:
@@ -81,7 +82,8 @@ def load(
     lists of tensors and values. Modules, optimizers and tensors are filled in place; the result's `state` has the
     checkpoint's values. Layouts may differ from those of the save: each rank reads the boxes that it holds. Boxes that
     several ranks hold are read by one rank, which sends them to the others. `names` selects tensors and values by name
-    or pattern, such as `layers.0.*`. `cast` converts dtypes.
+    or pattern, such as `layers.0.*`. `cast` converts dtypes. With a key (default: the one in the environment) only
+    checkpoints signed with it are read. `require_signed` makes it an error that there is no key.
 
     Top-level entries of the checkpoint that `into` does not have are ignored: the model of a checkpoint can be loaded
     alone. With `strict`, all other names of tensors and values that are missing on either side are an error that lists
@@ -97,14 +99,17 @@ def load(
     coordinator = Coordinator.of(process_group, timeout_s)
     with coordinator.guarded():
         options = Options(chosen=Chosen.of(names), strict=strict, cast=cast)
-        checkpoint = open_together(uri, coordinator, key=key_or_default(key), options=options.to_json())
+        chosen_key = key_or_default(key, require_signed=require_signed)
+        checkpoint = open_together(uri, coordinator, key=chosen_key, options=options.to_json())
         return load_into(checkpoint, into, options, coordinator, process_group)
 
 
-def open(uri: Uri, *, key: SigningKey | None = None) -> OpenCheckpoint:  # noqa: A001 - read as checkpoint.open
+def open(  # noqa: A001 - read as checkpoint.open
+    uri: Uri, *, key: SigningKey | None = None, require_signed: bool = False
+) -> OpenCheckpoint:
     """The checkpoint in the folder `uri`, or the newest complete one of the run in it, for reading parts of it.
 
-    Reads only the manifest. Raises NoCheckpoint if there is none; CheckpointError, CorruptCheckpoint or
-    IncompleteCheckpoint.
+    `key` and `require_signed` as in `load`. Reads only the manifest. Raises NoCheckpoint if there is none;
+    CheckpointError, CorruptCheckpoint or IncompleteCheckpoint.
     """
-    return OpenCheckpoint(open_uri(uri, key=key_or_default(key)))
+    return OpenCheckpoint(open_uri(uri, key=key_or_default(key, require_signed=require_signed)))

@@ -190,14 +190,14 @@ def run(
 
 
 def _start(trainer: ElasticTrainer, *, take_over: bool, chaos: str | None, as_json: bool) -> None:
-    from raysharded.ray_backend.cluster import find_cluster
+    from raysharded.ray_backend.cluster import find_cluster, foreign_cluster
 
     if chaos is not None:
         raise ConfigError("raysharded run: --chaos needs this process; leave out either --chaos or --detach.")
     if not find_cluster(log_to_driver=False):
+        why = foreign_cluster() or "there is no Ray cluster here that would outlive this command."
         raise ClusterError(
-            "raysharded run --detach: there is no Ray cluster here that would outlive this command. Start one (`ray "
-            "start --head`), set RAY_ADDRESS, or leave out --detach."
+            f"raysharded run --detach: {why} Start one (`ray start --head`), set RAY_ADDRESS, or leave out --detach."
         )
     started = trainer.start(take_over=take_over)
     if as_json:

@@ -38,7 +38,7 @@ def completion(
     if as_json:
         print_json({"shell": shell.value, "script": script})
     else:
-        echo(script)
+        echo(script, lines=True)
 
 
 def enable() -> None:

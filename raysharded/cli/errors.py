@@ -14,6 +14,7 @@ from raysharded.cli.option_names import Wording
 from raysharded.cli.output import echo
 from raysharded.cli.suggestions import Suggesting
 from raysharded.errors import RayshardedError, TaskError
+from raysharded.plain_text import indented, masked_in
 
 INTERRUPTED = 130
 """The exit status that a shell reports for a command ended by Ctrl-C."""
@@ -28,7 +29,8 @@ class Commands(Suggesting):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
-            echo(str(interrupt) or "interrupted", err=True)  # `fit`'s message states how to resume
+            told = str(interrupt) or "interrupted"  # `fit`'s message states how to resume
+            echo(indented(told), err=True, lines=True)
             raise typer.Exit(INTERRUPTED) from None
 
 
@@ -48,8 +50,8 @@ def show_error(error: RayshardedError) -> None:
     It speaks of the command's options where the library names their values.
     """
     if isinstance(error, TaskError) and error.user_traceback:
-        echo(error.user_traceback.rstrip(), err=True)
-    echo(f"error: {_wording.get().of(str(error))}", err=True)
+        echo(error.user_traceback.rstrip(), err=True, lines=True)
+    echo(indented(f"error: {_wording.get().of(str(error))}"), err=True, lines=True)
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
@@ -59,9 +61,9 @@ null; `_s` are seconds, `_at` seconds since 1970, `_bytes` bytes. Errors still g
 
 def print_json(value: Any) -> None:
     """Indented JSON on standard output."""
-    echo(json.dumps(value, indent=2, allow_nan=False))
+    echo(json.dumps(masked_in(value), indent=2, allow_nan=False), lines=True)
 
 
 def print_json_line(value: Any) -> None:
     """JSON on one line of standard output, for commands that print several values."""
-    echo(json.dumps(value, separators=(",", ":"), allow_nan=False))
+    echo(json.dumps(masked_in(value), separators=(",", ":"), allow_nan=False))

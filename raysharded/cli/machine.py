@@ -32,10 +32,13 @@ def which_ray() -> Finding:
     except ClusterError as error:
         return Finding(name="ray used", found=f"RAY_ADDRESS={address}", ok=False, advice=str(error))
     if not found:
-        why = "RAY_ADDRESS=local" if address == "local" else "no RAY_ADDRESS, and no Ray runs on this machine"
-        return Finding(name="ray used", found=f"one that `fit()` starts and ends ({why})")
-    why = f"RAY_ADDRESS={address}" if address else "it runs on this machine"
-    return Finding(name="ray used", found=f"a cluster ({why}): {cluster.describe_size()}")
+        foreign = cluster.foreign_cluster()
+        none = "another user's is not used" if foreign else "no Ray of yours runs on this machine"
+        why = "RAY_ADDRESS=local" if address == "local" else f"no RAY_ADDRESS, and {none}"
+        return Finding(name="ray used", found=f"one that `fit()` starts and ends ({why})", advice=foreign)
+    why = "RAY_ADDRESS is set" if address else "it runs on this machine"
+    found_text = f"a cluster ({why}; {cluster.describe_owner()}): {cluster.describe_size()}"
+    return Finding(name="ray used", found=found_text)
 
 
 def extras() -> Finding:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from raysharded.errors import StorageError
+from raysharded.plain_text import masked, one_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,21 +21,27 @@ _UNLIMITED = 1 << 20
 """Width of output that is not a terminal: tables are complete, one line per row."""
 
 
-def echo(text: str | bytes, *, err: bool = False, nl: bool = True) -> None:
-    """Print a line, to standard error with `err`, in the stream's own encoding: typer would write UTF-8 to ASCII."""
+def echo(text: str | bytes, *, err: bool = False, nl: bool = True, lines: bool = False) -> None:
+    """Print a line, to standard error with `err`, in the stream's own encoding: typer would write UTF-8 to ASCII.
+
+    Text is made harmless: it is printed on one line (with `lines` on several), without control characters and the
+    passwords of URLs. Bytes are printed unchanged.
+    """
+    if isinstance(text, str):
+        text = (printable if lines else one_line)(masked(text))
     typer.echo(text, file=sys.stderr if err else sys.stdout, nl=nl)
 
 
 @contextmanager
 def console() -> Iterator[Console]:
-    """Standard output for tables. Text is printed unchanged: names may resemble rich's markup.
+    """Standard output for tables.
 
     Wide tables are shortened for terminals only. Other outputs get no trailing blanks.
     """
-    from rich.console import Console
+    from raysharded.report.console import PlainConsole
 
     is_terminal = sys.stdout.isatty()
-    out = Console(width=None if is_terminal else _UNLIMITED, highlight=False, markup=False, emoji=False)
+    out = PlainConsole(width=None if is_terminal else _UNLIMITED)
     if is_terminal:
         yield out
         return
@@ -68,9 +75,9 @@ def write_page(path: str, page: str) -> None:
 
 def screen() -> Console | None:
     """The terminal at standard output, to redraw in place; None if there is none that can."""
-    from rich.console import Console
+    from raysharded.report.console import PlainConsole
 
-    out = Console(highlight=False, markup=False, emoji=False)
+    out = PlainConsole()
     return out if sys.stdout.isatty() and not out.is_dumb_terminal else None
 
 
@@ -91,10 +98,11 @@ def byte_progress(what: str, total_bytes: int | None, *, quiet: bool = False) ->
     if quiet or not sys.stderr.isatty():
         yield lambda _: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+    from raysharded.report.console import PlainConsole
+
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=PlainConsole(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda num_bytes: bar.update(task, advance=num_bytes)

@@ -24,6 +24,7 @@ from raysharded.clock import Clock
 from raysharded.errors import CorruptCheckpoint, RayshardedError, RunOwnedElsewhere, StorageError
 from raysharded.journal.signed_segments import Link, encode_signed, head_of, link_after
 from raysharded.locations import join_url
+from raysharded.plain_text import masked
 
 FOLDER = "journal"
 MAX_SEGMENT_BYTES = 1 << 26
@@ -55,7 +56,9 @@ def segment_key(number: int) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value as stored in an entry: floats that JSON cannot express become strings."""
+    """The value as stored in an entry: floats that JSON cannot express become strings, URLs have no passwords."""
+    if isinstance(value, str):
+        return masked(value)
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, Mapping):

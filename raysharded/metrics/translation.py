@@ -8,6 +8,7 @@ from typing import Any
 
 from raysharded.journal.entry_text import incident_text
 from raysharded.metrics_writer import Beginning, RunEvent, StepMetrics
+from raysharded.plain_text import masked, one_line, printable
 from raysharded.report.history.step_table import step_record
 
 _NO_SETTINGS = frozenset(
@@ -31,7 +32,7 @@ class Translator:
         """The beginning from the entry `started`."""
         self.step = int(fields["resumed_after_step"])
         settings = {name: value for name, value in fields.items() if name not in _NO_SETTINGS}
-        return Beginning(run=str(fields["run"]), url=self.url, after_step=self.step, settings=settings)
+        return Beginning(run=str(fields["run"]), url=masked(self.url), after_step=self.step, settings=settings)
 
     def of_step(self, fields: Mapping[str, Any], at: float) -> StepMetrics:
         """The metrics of an entry `step`."""
@@ -53,7 +54,7 @@ class Translator:
             ("metrics", record.metrics),
             ("evaluation", record.evaluation),
         ):
-            values |= {f"{group}/{name}": number for name, number in numbers.items()}
+            values |= {f"{group}/{one_line(name)}": number for name, number in numbers.items()}
         return StepMetrics(step=record.step, values=values, at=at)
 
     def event(self, kind: str, fields: Mapping[str, Any], at: float) -> RunEvent | None:
@@ -61,4 +62,4 @@ class Translator:
         text = incident_text(kind, fields)
         if text is None:
             return None
-        return RunEvent(kind=kind, step=self.step, text=text, fields=fields, at=at)
+        return RunEvent(kind=kind, step=self.step, text=printable(masked(text)), fields=fields, at=at)

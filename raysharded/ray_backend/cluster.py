@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +14,17 @@ from typing import Any, TextIO, cast
 
 import ray
 
+from raysharded.checkpoint.format.signing import ENVIRONMENT_KEY
 from raysharded.errors import ClusterError
 from raysharded.quantities import count
+from raysharded.ray_backend.local_cluster import LocalCluster, listens, names_of, running_cluster, users_listening
 
+_log = logging.getLogger("raysharded.cluster")
 _ADDRESS_FILE = Path("/tmp/ray/ray_current_cluster")
 _HERE = "local"
 """Ray's keyword in place of an address: start a cluster on this machine."""
+_NEWEST = "auto"
+"""Ray's keyword in place of an address: the cluster last started on this machine."""
 _ANSWER_S = 10.0
 """Time in which a cluster at a given address must begin to listen there."""
 _GONE_S = 20.0
@@ -28,7 +32,6 @@ _GONE_S = 20.0
 
 Ray itself ends the processes of a cluster whose head is away for a minute.
 """
-_TRY_S = 2.0
 _PAUSE_S = 0.2
 _RAYLET_PREFIX = "(raylet)"
 _OWN_RAY = {
@@ -43,13 +46,16 @@ _OWN_RAY = {
 def connect(tell: Callable[[str], None] = lambda _: None, check: Callable[[], None] = lambda: None) -> bool:
     """Use the cluster that this process is connected to, is pointed to, or finds running; else start one here.
 
-    Returns whether one was started, which then ends with this process. Starting Ray and workers takes 10 s and more:
-    `tell` gets a sentence about what begins now, without its end: the number of workers. `check` is called before one
-    is started, and raises if workers of this machine alone could not train.
+    Returns whether one was started, which then ends with this process. A cluster of another user that nobody named is
+    not used; a warning names it. Starting Ray and workers takes 10 s and more: `tell` gets a sentence about what begins
+    now, without its end: the number of workers. `check` is called before one is started, and raises if workers of this
+    machine alone could not train.
     """
     if find_cluster():
         tell(f"on the Ray cluster at {ray.get_runtime_context().gcs_address}: starting")
         return False
+    if told := foreign_cluster():
+        _log.warning("%s", told)
     check()
     tell("starting Ray on this machine, then")
     start_local()
@@ -59,31 +65,101 @@ def connect(tell: Callable[[str], None] = lambda _: None, check: Callable[[], No
 def find_cluster(address: str | None = None, *, log_to_driver: bool = True) -> bool:
     """Use the cluster at `address`, or the one that this process is connected to, is pointed to, or finds running.
 
-    Returns whether there is one; there is none if the address, or RAY_ADDRESS, is "local". Raises ClusterError if no
-    cluster answers at the address, or if this process is connected to another cluster. `log_to_driver`: whether this
-    process prints its actors' output, if it connects now.
+    Returns whether there is one; there is none if the address, or RAY_ADDRESS, is "local". A cluster that neither
+    names is used only if it is this user's own: who runs a cluster can run code in the processes that connect to it.
+
+    Raises ClusterError if no cluster answers at the address, if this process is connected to another cluster, or if
+    "auto" finds another user's. `log_to_driver`: whether this process prints its actors' output, if it connects now.
     """
     if ray.is_initialized():
         here = ray.get_runtime_context().gcs_address
-        if address not in (None, "auto", here):
+        if address not in (None, _NEWEST, here):
             raise ClusterError(
                 f"this process is connected to the cluster at {here}, not to {address}: a process can use one "
                 "cluster. Call ray.shutdown() first, or use another process."
             )
         return True
     given = address or os.environ.get("RAY_ADDRESS", "")
-    if given == _HERE or (not given and not _running_here()):
+    if given == _HERE:
         return False
+    if given in ("", _NEWEST):
+        found = running_cluster(_newest_file() if given else _ADDRESS_FILE)
+        if found is None and not given:
+            return False
+        if found is None:
+            raise ClusterError('"auto" names no Ray cluster: none runs on this machine. Start one: `ray start --head`.')
+        if not found.is_ours:
+            if not given:
+                return False
+            raise ClusterError(_not_used(found))
+        given = found.address  # not read again, by Ray: another user may replace the file meanwhile
+        _log.info("using the Ray that runs on this machine: RAY_ADDRESS=%s names it", given)
+    elif others := _users_at(given) - {os.geteuid()}:
+        _log.warning(
+            "the Ray at %s is run by another user, %s, who can run code in this process: used because %s names it",
+            given,
+            names_of(others),
+            "the address" if address else "RAY_ADDRESS",
+        )
+    _connect(given, address, log_to_driver=log_to_driver)
+    return True
+
+
+def _connect(given: str, address: str | None, *, log_to_driver: bool) -> None:
+    """Connect to the cluster at `given`. `address`: the caller's argument, for messages."""
     named = f"the address {address!r}" if address else f"RAY_ADDRESS={given!r}"
     remedy = f"Check {named} and that the cluster runs (`ray status`), or leave it out to use a Ray on this machine."
     if not _answers(given, _ANSWER_S):
         raise ClusterError(f"there is no Ray cluster at {given}: nothing answered within {_ANSWER_S:g} s. {remedy}")
     try:
-        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=log_to_driver)
+        ray.init(address=given, logging_level=logging.WARNING, log_to_driver=log_to_driver)
     except (ConnectionError, RuntimeError, ValueError) as error:
         text = " ".join(str(error).split())[:300]
         raise ClusterError(f"{type(error).__name__}: {text}. {remedy}") from None
-    return True
+
+
+def foreign_cluster() -> str:
+    """A sentence about another user's Ray on this machine, which is not used; empty if there is none.
+
+    Also empty if this process is connected, or if RAY_ADDRESS names a cluster.
+    """
+    if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
+        return ""
+    found = running_cluster(_ADDRESS_FILE)
+    return "" if found is None or found.is_ours else _not_used(found)
+
+
+def describe_owner() -> str:
+    """The user who runs the cluster that this process is connected to, and its address, which names it."""
+    address = ray.get_runtime_context().gcs_address
+    users = _users_at(address)
+    whose = "yours" if users == {os.geteuid()} else f"run by {names_of(users)}" if users else "on another machine"
+    return f"RAY_ADDRESS={address}, {whose}"
+
+
+def _users_at(address: str) -> frozenset[int]:
+    """User ids of those who run a cluster; empty if it is not on this machine."""
+    found = _host_and_port(address)
+    return users_listening(*found) if found else frozenset()
+
+
+def _host_and_port(address: str) -> tuple[str, int] | None:
+    """The parts of HOST:PORT or ray://HOST:PORT; None for keywords like `auto`."""
+    host, _, port = address.rpartition("://")[2].partition("/")[0].rpartition(":")
+    return (host.strip("[]"), int(port)) if host and port.isdecimal() else None
+
+
+def _not_used(found: LocalCluster) -> str:
+    return (
+        f"the Ray at {found.address} on this machine belongs to {names_of(found.users)}, and is not used: its owner "
+        f"could run code in this process. To use it all the same, name it: RAY_ADDRESS={found.address}."
+    )
+
+
+def _newest_file() -> Path:
+    """The address file that "auto" means: in the folder of temporary files that the environment names to Ray."""
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR")
+    return Path(folder, "ray", _ADDRESS_FILE.name) if folder else _ADDRESS_FILE
 
 
 def describe_size() -> str:
@@ -109,29 +185,25 @@ def refuse_a_lost_cluster(what: str) -> None:
 
 def _answers(address: str, within_s: float) -> bool:
     """Whether HOST:PORT accepts connections, now or within `within_s`; True for keywords like `auto`."""
-    host, _, port = address.rpartition("://")[2].partition("/")[0].rpartition(":")
-    if not host or not port.isdecimal():
+    found = _host_and_port(address)
+    if found is None:
         return True
     deadline = time.monotonic() + within_s
-    while not _listens(host.strip("[]"), int(port)):
+    while not listens(*found):
         if time.monotonic() >= deadline:
             return False
         time.sleep(_PAUSE_S)
     return True
 
 
-def _listens(host: str, port: int) -> bool:
-    try:
-        with socket.create_connection((host, port), timeout=_TRY_S):
-            return True
-    except OSError:
-        return False
-
-
 def start_local(num_cpus: int | None = None) -> None:
-    """Start a Ray on this machine that ends with this process; `num_cpus` counts slots, not cores."""
+    """Start a Ray on this machine that ends with this process; `num_cpus` counts slots, not cores.
+
+    Its processes inherit the environment, but for the signing key: only the run's driver signs.
+    """
     ours = {name: value for name, value in _OWN_RAY.items() if name not in os.environ}
-    os.environ.update(ours)  # its processes inherit them
+    key = os.environ.pop(ENVIRONMENT_KEY, None)
+    os.environ.update(ours)
     try:
         ray.init(
             address="local",
@@ -142,6 +214,8 @@ def start_local(num_cpus: int | None = None) -> None:
     finally:
         for name in ours:
             del os.environ[name]
+        if key is not None:
+            os.environ[ENVIRONMENT_KEY] = key
 
 
 def carry_user_code(*objects: object) -> None:
@@ -187,12 +261,3 @@ class _WithoutRaylet:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def _running_here() -> bool:
-    """Whether the cluster last started on this machine still answers: Ray would wait long for one that does not."""
-    try:
-        host, _, port = _ADDRESS_FILE.read_text().strip().rpartition(":")
-        return _listens(host, int(port))
-    except (OSError, ValueError):
-        return False

@@ -27,6 +27,8 @@ def attach(run: str, address: str | None = None) -> Run:
     The handle reads storage alone if the run is over, or if `fit()` drives it in another process. It also does so if
     the driver's version of raysharded has another protocol.
 
+    A cluster of another user is used only if `address` or RAY_ADDRESS names it: that user can run code in this process.
+
     Raises ConfigError for an unknown run, with similar names. Raises ClusterError for a name if no cluster can be
     reached, with the runs near the working directory.
     """
@@ -55,7 +57,7 @@ def _find_cluster(name: str | None, address: str | None) -> bool:
     try:
         if cluster.find_cluster(address, log_to_driver=False):
             return True
-        why = f"there is no Ray cluster here that could know a run named {name!r}."
+        why = cluster.foreign_cluster() or f"there is no Ray cluster here that could know a run named {name!r}."
     except ClusterError as error:
         if name is None:
             raise

@@ -27,9 +27,9 @@ def announce(text: str, *, shown: bool) -> None:
 
     In a notebook it is logged too: a cell has the live line alone.
     """
-    from rich.console import Console
+    from raysharded.report.console import PlainConsole
 
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     if not shown or console.is_jupyter:
         _log.info("%s", text)
         return
@@ -48,11 +48,10 @@ def listening(
     if not progress:
         yield outside or ignore
         return
-    from rich.console import Console
-
+    from raysharded.report.console import PlainConsole
     from raysharded.report.live.progress import LiveView
 
-    view = LiveView(Console(stderr=True), max_steps, clock or SystemClock(), tokens_per_step)
+    view = LiveView(PlainConsole(stderr=True), max_steps, clock or SystemClock(), tokens_per_step)
 
     def listen(kind: str, fields: dict[str, Any]) -> None:
         view.on_entry(kind, fields)

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from raysharded.errors import ConfigError, CorruptCheckpoint
+from raysharded.locations import refuse_password
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -56,6 +57,7 @@ def with_initial_weights(
         return replace(spec, initial_weights=weights)
     if uri is None:
         return spec
+    refuse_password(str(uri), "The run's journal records start_from.", ConfigError)
     found = open_uri(uri, key=key)
     weights = InitialWeights(uri=str(uri), url=found.storage.url, prefix=found.prefix, digest=found.digest)
     return replace(spec, initial_weights=weights)

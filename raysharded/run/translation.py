@@ -81,11 +81,12 @@ def files_of(spec: RunSpec, storage: Storage, versions: Mapping[str, str]) -> Ru
 
 
 def key_of(config: CheckpointConfig) -> SigningKey | None:
-    """The key that signs a run; None if it has none. Raises CheckpointError if it cannot be read."""
+    """The key that signs a run; None if it has none. Raises CheckpointError if it cannot be read, or is required."""
     from raysharded.checkpoint import SigningKey, signing_key_from_environment
 
-    path = config.signing_key_file
-    return SigningKey.from_file(path) if path is not None else signing_key_from_environment()
+    if config.signing_key_file is not None:
+        return SigningKey.from_file(config.signing_key_file)
+    return signing_key_from_environment(require_signed=config.require_signed)
 
 
 def job_of(spec: RunSpec) -> Job:

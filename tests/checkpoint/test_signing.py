@@ -8,7 +8,9 @@ import uuid
 from pathlib import Path
 
 import pytest
+import torch
 
+from raysharded import CheckpointConfig, checkpoint
 from raysharded.checkpoint import (
     SigningKey,
     Storage,
@@ -18,8 +20,10 @@ from raysharded.checkpoint import (
     signing_key_from_environment,
 )
 from raysharded.checkpoint.format.encoding import decode
-from raysharded.errors import CheckpointError, CorruptCheckpoint
+from raysharded.errors import CheckpointError, ConfigError, CorruptCheckpoint
+from raysharded.run.translation import key_of
 from tests.checkpoint.samples import State, bytes_of, flipped, raw, read_all, save, seal, with_index
+from tests.cli.test_commands import fail
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 KEY = SigningKey(SECRET)
@@ -138,6 +142,106 @@ def test_the_key_is_taken_from_the_environment_or_from_the_file_that_it_names(
     assert signing_key_from_environment() == OTHER
     monkeypatch.setenv("RAYSHARDED_CHECKPOINT_KEY", os.fsdecode(b"\xff" * 16))
     assert signing_key_from_environment() == SigningKey(b"\xff" * 16)
+
+
+@pytest.mark.parametrize("name", ["RAYSHARDED_CHECKPOINT_KEY", "RAYSHARDED_CHECKPOINT_KEY_FILE"])
+@pytest.mark.parametrize("value", ["", " \n"], ids=["empty", "blank"])
+def test_a_key_that_is_set_and_blank_is_an_error_and_not_the_absence_of_one(
+    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(tmp_path / "forged", {"w": torch.ones(2)}, step=1)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(CheckpointError, match=rf"\${name} is set and empty: was the secret mounted"):
+        checkpoint.load(tmp_path / "forged", {"w": torch.zeros(2)})
+    assert f"${name} is set and empty" in fail("checkpoint", "show", tmp_path / "forged")
+
+
+@pytest.fixture
+def unkeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAYSHARDED_CHECKPOINT_KEY", "RAYSHARDED_CHECKPOINT_KEY_FILE", "RAYSHARDED_REQUIRE_SIGNED"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_signatures_can_be_required_so_that_a_missing_key_is_an_error(
+    unkeyed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, into = tmp_path / "forged", {"w": torch.zeros(2)}
+    checkpoint.save(folder, {"w": torch.ones(2)}, step=1)
+    checkpoint.load(folder, into)
+    no_key = "signed checkpoints are required .*, and there is no key"
+    with pytest.raises(CheckpointError, match=no_key):
+        checkpoint.load(folder, into, require_signed=True)
+    with pytest.raises(CheckpointError, match=no_key):
+        checkpoint.open(folder, require_signed=True)
+    with pytest.raises(CorruptCheckpoint, match="is not signed"):
+        checkpoint.load(folder, into, require_signed=True, key=KEY)
+    checkpoint.save(tmp_path / "signed", {"w": torch.ones(2)}, step=1, key=KEY)
+    checkpoint.load(tmp_path / "signed", into, require_signed=True, key=KEY)
+    monkeypatch.setenv("RAYSHARDED_REQUIRE_SIGNED", "1")
+    with pytest.raises(CheckpointError, match=r"\$RAYSHARDED_REQUIRE_SIGNED"):
+        checkpoint.load(folder, into)
+    with pytest.raises(CheckpointError, match=r"\$RAYSHARDED_REQUIRE_SIGNED"):
+        checkpoint.save(tmp_path / "unsigned", {"w": torch.ones(2)})
+    assert "there is no key" in fail("checkpoint", "verify", folder)
+    monkeypatch.setenv("RAYSHARDED_REQUIRE_SIGNED", "yes")
+    with pytest.raises(CheckpointError, match="'yes': set it to 1, or to 0"):
+        checkpoint.load(folder, into)
+
+
+def test_a_run_that_requires_signatures_does_not_begin_without_a_key(unkeyed: None, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"signed checkpoints are required \(require_signed\)"):
+        key_of(CheckpointConfig(require_signed=True))
+    key = tmp_path / "key"
+    key.write_bytes(SECRET)
+    assert key_of(CheckpointConfig(require_signed=True, signing_key_file=str(key))) == KEY
+    with pytest.raises(ConfigError, match="require_signed"):
+        CheckpointConfig(require_signed="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [
+        (0o600, ""),
+        (0o400, ""),
+        (0o640, "its group may read it."),
+        (0o644, "other users may read it and its group may read it."),
+        (0o660, "its group may read it and its group may write to it."),
+    ],
+    ids=["600", "400", "640", "644", "660"],
+)
+def test_a_key_file_that_others_may_read_is_a_warning(
+    mode: int, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(SECRET)
+    path.chmod(mode)
+    assert SigningKey.from_file(path) == SigningKey.from_file(path) == KEY
+    assert len(caplog.messages) == (1 if told else 0)
+    assert told in "".join(caplog.messages)
+
+
+def test_a_key_file_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(SECRET)
+    path.chmod(0o602)
+    with pytest.raises(CheckpointError, match=r"may write to the signing key file .*chmod 600") as caught:
+        SigningKey.from_file(path)
+    assert SECRET.decode() not in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make another user's file")
+def test_a_key_file_of_another_user_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(SECRET)
+    path.chmod(0o600)
+    os.chown(path, 65534, 65534)
+    assert SigningKey.from_file(path) == KEY
+    assert "another user owns it" in "".join(caplog.messages)
+
+
+def test_a_key_has_a_name_that_does_not_reveal_it() -> None:
+    assert KEY.identity == SigningKey(SECRET).identity != OTHER.identity
+    assert len(KEY.identity) == 16
 
 
 def test_a_key_that_is_missing_or_short_is_refused_and_none_is_ever_shown(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def test_an_order_gives_the_specification_that_it_was_made_of(tmp_path: Path) ->
         identity="",
         folder="/",
         environment={},
+        key_id="",
         take_over=False,
         since=0.0,
     )

@@ -23,10 +23,13 @@ from raysharded.locations import join_url, local_path, scheme_of
 Uri = str | os.PathLike[str]
 
 
-def key_or_default(key: SigningKey | None) -> SigningKey | None:
-    """The given key, or else the one in the environment, if any. Raises ConfigError for an invalid key."""
+def key_or_default(key: SigningKey | None, *, require_signed: bool = False) -> SigningKey | None:
+    """The given key, or else the one in the environment, if any. Raises ConfigError for an invalid key.
+
+    With `require_signed`, raises CheckpointError if there is no key.
+    """
     require_key(key)
-    return key if key is not None else signing_key_from_environment()
+    return key if key is not None else signing_key_from_environment(require_signed=require_signed)
 
 
 def require_key(key: SigningKey | None) -> None:

@@ -23,6 +23,7 @@ from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, c
 from raysharded.checkpoint.storage.folders import is_called
 from raysharded.checkpoint.storage.retry import is_transient, retries_of, with_retries
 from raysharded.locations import THROUGH_FSSPEC
+from raysharded.plain_text import masked
 
 T = TypeVar("T")
 
@@ -36,6 +37,9 @@ class FsspecStorage:
     """Storage of keys as paths below `url` (without a trailing `/`). The backend finds its credentials."""
 
     url: str
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(url={masked(self.url)!r})"
 
     @property
     def traits(self) -> Traits:

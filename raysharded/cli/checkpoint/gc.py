@@ -113,10 +113,11 @@ def _working(what: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    from rich.console import Console
     from rich.text import Text
 
-    with Console(stderr=True).status(Text(what), spinner="line"):
+    from raysharded.report.console import PlainConsole
+
+    with PlainConsole(stderr=True).status(Text(what), spinner="line"):
         yield
 
 

@@ -19,6 +19,7 @@ from raysharded.cli.checkpoint.target import (
 from raysharded.cli.errors import print_json
 from raysharded.cli.output import console, echo
 from raysharded.errors import CheckpointError
+from raysharded.plain_text import one_line
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import Checkpoint, CheckpointRef, Storage
@@ -51,7 +52,7 @@ def list_(run: Run, as_json: AsJson = False) -> None:
         out.print(table)
         for row in rows:
             if row["reason"]:
-                out.print(row["reason"])
+                out.print(one_line(row["reason"]))
 
 
 def show(run: Run, step: Step = None, as_json: AsJson = False) -> None:
@@ -83,11 +84,10 @@ def show(run: Run, step: Step = None, as_json: AsJson = False) -> None:
     table.add_row("manifest", found["digest"])
     for name, value in (("data", found["data"]), *found["metadata"].items()):
         if value not in ({}, None):
-            table.add_row(
-                name, ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
-            )
+            parts = isinstance(value, dict) and ", ".join(f"{k} {v}" for k, v in value.items())
+            table.add_row(one_line(name), parts or str(value))
     for name, tensor in found["tensors"].items():
-        table.add_row(name, f"{tensor['dtype']} {tensor['shape']}")
+        table.add_row(one_line(name), f"{tensor['dtype']} {tensor['shape']}")
     with console() as out:
         out.print(table)
 

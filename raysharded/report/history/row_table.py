@@ -12,6 +12,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from raysharded.plain_text import one_line
+
 Long: TypeAlias = Literal["keep", "shorten", "wrap"]
 """Treatment of a cell that is too wide: a number is kept, a name is cut off with an ellipsis, a sentence is wrapped."""
 _GAP = 2
@@ -52,7 +54,7 @@ class RowTable:
 
     def add_row(self, *cells: str | Text) -> None:
         """Add a row; cells of the last columns may be left out. A text's own `no_wrap` has precedence."""
-        row = [cell.copy() if isinstance(cell, Text) else Text(cell) for cell in cells]
+        row = [_on_one_line(cell) for cell in cells]
         self._rows.append(row + [Text() for _ in self._columns[len(row) :]])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -124,3 +126,11 @@ class RowTable:
         column = self._columns[number]
         widest = max((row[number].cell_len for row in self._rows), default=0)
         return max(cell_len(column.name), min(widest, _LEAST.get(column.long, widest)))
+
+
+def _on_one_line(cell: str | Text) -> Text:
+    """A copy of a cell: the line break of a name would look like a row."""
+    if isinstance(cell, str):
+        return Text(one_line(cell))
+    plain = one_line(cell.plain)
+    return cell.copy() if plain == cell.plain else Text(plain, style=cell.style)

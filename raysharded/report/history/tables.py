@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raysharded.journal.records import AvoidedNode, CheckpointRecord, Recovery
+from raysharded.plain_text import one_line
 from raysharded.quantities import count, duration, listing, moment, size, steps_done
 from raysharded.report.history.incidents import Incident, costliest
 from raysharded.report.history.row_table import RowTable
@@ -44,7 +45,7 @@ def run_table(summary: RunSummary) -> Table:
         newest = summary.steps[-1]
         table.add_row("loss", f"{newest.loss:.6g} in step {newest.step}")
         for name, value in newest.metrics.items():
-            table.add_row(Text(name), f"{value:.6g} in step {newest.step}")
+            table.add_row(Text(one_line(name)), f"{value:.6g} in step {newest.step}")
         workers = sorted(set(summary.workers_by_step.values()))
         table.add_row("workers", f"{workers[0]} to {workers[-1]}" if len(workers) > 1 else str(workers[0]))
     meshes = [generation for generation in summary.generations if generation.mesh]

@@ -11,7 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from raysharded.quantities import count, duration, printable, span
+from raysharded.plain_text import one_line
+from raysharded.quantities import count, duration, span
 from raysharded.report.history.row_table import RowTable
 from raysharded.report.history.tables import BAD, DIM, GOOD, facts_table
 from raysharded.report.live.progress import progress_text
@@ -58,12 +59,12 @@ def _head(watched: Watched, standing: Standing | None) -> RenderableType:
     if standing is not None:
         style = BAD if standing.phase == "failed" else GOOD if standing.phase in ("training", "running") else ""
         table.add_row(
-            "run", Text(printable(f"{standing.name or '?'}, at {standing.url}" if standing.url else standing.name))
+            "run", Text(one_line(f"{standing.name or '?'}, at {standing.url}" if standing.url else standing.name))
         )
         mesh = f", {standing.mesh}" if standing.mesh else ""
         table.add_row("state", Text.assemble((standing.phase, style), mesh))
         if standing.driver:
-            table.add_row("driver", Text(printable(standing.driver)))
+            table.add_row("driver", Text(one_line(standing.driver)))
         if standing.checkpoint_step is not None:
             table.add_row("checkpoint", Text(f"step {standing.checkpoint_step}"))
     table.add_row("now", Text(progress_text(watched.progress())))
@@ -100,9 +101,9 @@ def _workers(standing: Standing) -> RowTable:
         table.add_row(
             str(rank),
             str(worker),
-            Text(printable(standing.nodes.get(worker, ""))),
+            Text(one_line(standing.nodes.get(worker, ""))),
             "" if pid is None else str(pid),
-            Text(printable(standing.doing.get(worker, ""))),
+            Text(one_line(standing.doing.get(worker, ""))),
             "" if busy_s is None else span(busy_s),
         )
     return table

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from raysharded.journal.entry_text import brief, incident_text
-from raysharded.quantities import count, listing, printable
+from raysharded.plain_text import one_line
+from raysharded.quantities import count, listing
 from raysharded.report.history.incidents import is_incident
 
 _WINDOW_S = 60.0
@@ -120,7 +121,7 @@ class Watched:
     def take(self, kind: str, fields: Mapping[str, Any], at: float) -> list[str]:
         """Take a new journal entry; unknown kinds are ignored. Returns its permanent lines."""
         found = (_line(kind, fields), self._take(kind, fields, at))
-        lines = [printable(line) for line in found if line is not None]
+        lines = [one_line(line) for line in found if line is not None]
         self._keep(kind, fields, at, lines)
         return lines
 
@@ -144,7 +145,7 @@ class Watched:
     def _keep(self, kind: str, fields: Mapping[str, Any], at: float, lines: list[str]) -> None:
         asked = kind.removesuffix("_refused") in (*_ASKED, "paused") and fields.get("who", "asked") == "asked"
         if asked and (kind != "rewind" or "who" in fields):
-            self.asked.append(Happened(at=at, text=lines[0] if lines else printable(_in_words(kind, fields))))
+            self.asked.append(Happened(at=at, text=lines[0] if lines else one_line(_in_words(kind, fields))))
         elif kind == "checkpoint":
             self.checkpoints.extend(Happened(at=at, text=line) for line in lines)
         elif kind not in _NO_INCIDENTS and (kind != "waiting" or is_incident({"kind": kind, **fields})):

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from raysharded.plain_text import masked, printable
+
 MOST_ROWS = 300
 """Maximum number of rows of a table."""
 _TALL = 25
 """Number of rows above which a table scrolls."""
-_CONTROLS = {code: "\ufffd" for code in range(32) if code not in (9, 10)} | {127: "\ufffd"}
 
 
 def text(value: object) -> str:
-    """The value as safe content, also in quoted attributes; without control characters and halves of surrogate
-    pairs."""
-    plain = str(value).translate(_CONTROLS).encode("utf-8", "replace").decode()
+    """The value as safe content, also in quoted attributes; without control characters, bidi marks, passwords of URLs
+    and halves of surrogate pairs."""
+    plain = printable(masked(str(value))).encode("utf-8", "replace").decode()
     return escape(plain, quote=True)
 
 

@@ -26,6 +26,7 @@ from raysharded.errors import RayshardedError, RunFailed
 from raysharded.ray_backend.adoption import num_restarts
 from raysharded.run.handle import Ask, Run
 from raysharded.run.hosted import submission
+from raysharded.run.hosted.driver_key import take_environment
 from raysharded.run.hosted.registry import About
 from raysharded.run.listeners import shown_elsewhere
 from raysharded.run.local import LocalRun
@@ -90,7 +91,7 @@ class DriverActor:
     def _drive(self, order: submission.RunSubmission) -> None:
         with contextlib.suppress(OSError):  # another machine may not have it
             os.chdir(order.folder)
-        os.environ.update(order.environment)
+        take_environment(order)
         self._run = LocalRun(
             submission.spec_of(order),
             take_over=order.take_over and self._restarts == 0,

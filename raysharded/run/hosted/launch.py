@@ -16,6 +16,7 @@ from raysharded.ray_backend import capacity, cluster
 from raysharded.ray_backend.peers import NAMESPACE
 from raysharded.run.hosted import submission
 from raysharded.run.hosted.driver_actor import LINGER_S, Host
+from raysharded.run.hosted.driver_key import refuse_a_key_that_is_not_sent
 from raysharded.run.hosted.registry import ASK, FOLLOW, about, host_name, host_of, of_another_version
 from raysharded.run.hosted.remote import AttachedRun
 from raysharded.run.offline import ENDED, StoredRun
@@ -54,9 +55,14 @@ def start_hosted(spec: RunSpec, *, take_over: bool = False) -> AttachedRun:
     storage = open_storage(spec.url)
     refuse_removed(storage, ConfigError)
     check_writable(storage)
-    is_ours = cluster.connect(check=spec.require_local_files)
-    (capacity.refuse_the_impossible if is_ours else capacity.warn_of_too_few)(spec.scaling)
     order = submission.make_order(spec, take_over=take_over)
+
+    def check() -> None:
+        spec.require_local_files()
+        refuse_a_key_that_is_not_sent(order)
+
+    is_ours = cluster.connect(check=check)
+    (capacity.refuse_the_impossible if is_ours else capacity.warn_of_too_few)(spec.scaling)
     name = host_name(order.name, order.url)
     while True:
         _wait_for_another_version(order.name, order.url)

@@ -1,17 +1,20 @@
 """A host's order, kept in the cluster's own memory (GCS) until the run is over. Knows Ray.
 
 A host that Ray restarts finds it there, even if all other processes have ended. The module also stores the names of
-runs that the cluster has seen.
+runs that the cluster has seen. Everything but the trainer itself is JSON, and only a host unpickles a trainer: a
+process that looks for a run unpickles nothing.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ray
@@ -21,12 +24,18 @@ from raysharded.errors import ConfigError, RunFailed
 from raysharded.locations import scheme_of
 from raysharded.protocol.version import greeting, other_version
 from raysharded.ray_backend.peers import NAMESPACE
+from raysharded.run.hosted.driver_key import way_to_the_key
 from raysharded.run.spec import RunSpec
 
 _SPACE = NAMESPACE.encode()
+_RUNS = "runs/"
+"""Beginning of the keys of known runs."""
+_RUNS_OF_THE_FIRST = "run/"
+"""Beginning of those of raysharded 0.1, which pickled a time and a URL."""
+_MOST_BYTES_OF_THE_FIRST = 1 << 16
 _MAX_BYTES = 64 << 20
-_KEYS = ("RAYSHARDED_CHECKPOINT_KEY", "RAYSHARDED_CHECKPOINT_KEY_FILE", "RAYSHARDED_ALLOWED_PLACES")
-"""Environment variables that the driver needs; workers and other processes do not."""
+_ALLOWED_PLACES = "RAYSHARDED_ALLOWED_PLACES"
+"""An environment variable that the driver needs, beside those of the signing key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +52,9 @@ class RunSubmission:
     folder: str
     """Working directory of the process that started it, for relative paths."""
     environment: Mapping[str, str]
+    """Variables that the driver needs. Never a secret: the order lies in the cluster's memory."""
+    key_id: str
+    """Identity of the signing key that the driver must have in its own environment; empty: no such condition."""
     take_over: bool
     since: float
     """Start time: seconds since 1970."""
@@ -68,9 +80,9 @@ def make_order(spec: RunSpec, *, take_over: bool) -> RunSubmission:
             f"the trainer of run {spec.run.name!r} is {len(data) >> 20} MiB when it is pickled, more than "
             f"{_MAX_BYTES >> 20} MiB: read its data from files (e.g. raysharded.TokenDataset), or use fit()."
         )
-    environment = {name: os.environ[name] for name in _KEYS if os.environ.get(name)}
-    if _KEYS[1] in environment:
-        environment[_KEYS[1]] = os.path.abspath(environment[_KEYS[1]])
+    environment, key_id = way_to_the_key(spec.run.checkpoint)
+    if places := os.environ.get(_ALLOWED_PLACES):
+        environment[_ALLOWED_PLACES] = places
     return RunSubmission(
         name=spec.run.name,
         url=open_storage(spec.url).url,
@@ -79,6 +91,7 @@ def make_order(spec: RunSpec, *, take_over: bool) -> RunSubmission:
         identity=job_identity(job_of(spec)),
         folder=os.getcwd(),
         environment=environment,
+        key_id=key_id,
         take_over=take_over,
         since=time.time(),
     )
@@ -106,29 +119,35 @@ def absolute(spec: RunSpec) -> RunSpec:
 def put_order(digest: str, order: RunSubmission) -> str:
     """Store an order; returns its key. `digest`: the run's."""
     key = f"host/{digest}/{secrets.token_hex(8)}"
-    header = json.dumps(greeting()).encode()
-    _put_bytes(key, header + b"\n" + ray.cloudpickle.dumps(order))
-    _put(f"run/{order.name}/{digest}", (order.since, order.url))
+    plain = {name: value for name, value in asdict(order).items() if name != "spec"}
+    _put_bytes(key, _json({**greeting(), "order": plain}) + b"\n" + order.spec)
+    _put_bytes(f"{_RUNS}{order.name}/{digest}", _json({"since": order.since, "url": order.url}))
     return key
 
 
 def read_order(key: str) -> RunSubmission | None:
     """The order of this key; None: its run is over.
 
-    Raises RunFailed for an order of another protocol: it is not unpickled.
+    Raises RunFailed for an order of another protocol, or of another form. Nothing is unpickled.
     """
-    data = internal_kv._internal_kv_get(key.encode(), namespace=_SPACE)
+    data = _get(key)
     if data is None:
         return None
-    header, _, pickled = data.partition(b"\n")
-    other = other_version(json.loads(header) if header.startswith(b"{") else None)
+    header, _, spec = data.partition(b"\n")
+    found = _object(header)
+    other = other_version(found)
     if other is not None:
         raise RunFailed(
             f"the run was started with {other}, whose settings this version cannot read. Start it again: it "
             "resumes from the checkpoint that its workers write, or from its newest one."
         )
-    order: RunSubmission = ray.cloudpickle.loads(pickled)
-    return order
+    try:
+        return RunSubmission(**(found or {})["order"], spec=spec)
+    except (KeyError, TypeError) as error:
+        raise RunFailed(
+            f"the order of this run has another form than this version's ({type(error).__name__}: {error}). Start the "
+            "run again: it resumes from the checkpoint that its workers write, or from its newest one."
+        ) from None
 
 
 def put_greeting(actor_id: str) -> None:
@@ -136,13 +155,12 @@ def put_greeting(actor_id: str) -> None:
 
     A process with another version may not know the methods of the host's class.
     """
-    _put_bytes(f"hello/{actor_id}", json.dumps(greeting()).encode())
+    _put_bytes(f"hello/{actor_id}", _json(greeting()))
 
 
 def read_greeting(actor_id: str) -> dict[str, Any] | None:
     """The greeting of a host; None if it stored none, as hosts of raysharded 0.1."""
-    data = internal_kv._internal_kv_get(f"hello/{actor_id}".encode(), namespace=_SPACE)
-    return None if data is None else dict(json.loads(data))
+    return _object(_get(f"hello/{actor_id}"))
 
 
 def forget_greeting(actor_id: str) -> None:
@@ -151,13 +169,12 @@ def forget_greeting(actor_id: str) -> None:
 
 def put_stop(key: str, arguments: Mapping[str, Any]) -> None:
     """Store a stop request with its arguments, for a host that follows."""
-    _put(f"{key}/stop", dict(arguments))
+    _put_bytes(f"{key}/stop", _json(dict(arguments)))
 
 
 def read_stop(key: str) -> dict[str, Any] | None:
     """Arguments of the stop request; None without one."""
-    found: dict[str, Any] | None = _get(f"{key}/stop")
-    return found
+    return _object(_get(f"{key}/stop"))
 
 
 def forget(key: str) -> None:
@@ -167,23 +184,57 @@ def forget(key: str) -> None:
 
 
 def known_runs() -> dict[str, list[str]]:
-    """The runs that were started on this cluster: name -> URLs, the newest first."""
+    """The runs that were started on this cluster: name -> URLs, the newest first.
+
+    Entries of another form are ignored.
+    """
     found: dict[str, list[tuple[float, str]]] = {}
-    for key in internal_kv._internal_kv_list(b"run/", namespace=_SPACE) or []:
-        name = key.decode().split("/")[1]
-        found.setdefault(name, []).append(_get(key.decode()))
+    for beginning, load in ((_RUNS, _started), (_RUNS_OF_THE_FIRST, _started_by_the_first)):
+        for key in internal_kv._internal_kv_list(beginning.encode(), namespace=_SPACE) or []:
+            match load(_get(key.decode())):
+                case (int() | float() as since, str() as url):
+                    found.setdefault(key.decode().split("/")[1], []).append((since, url))
     return {name: [url for _, url in sorted(started, reverse=True)] for name, started in found.items()}
 
 
-def _put(key: str, value: object) -> None:
-    _put_bytes(key, ray.cloudpickle.dumps(value))
+class _NoClasses(pickle.Unpickler):
+    """Reads numbers, texts and tuples of them: without classes and functions a pickle runs no code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is refused")
+
+
+def _started(data: bytes | None) -> object:
+    """Time and URL in the entry about a run."""
+    found = _object(data) or {}
+    return found.get("since"), found.get("url")
+
+
+def _started_by_the_first(data: bytes | None) -> object:
+    """Time and URL in the entry of raysharded 0.1 about a run; None if it is none."""
+    try:
+        return _NoClasses(io.BytesIO(data)).load() if data and len(data) <= _MOST_BYTES_OF_THE_FIRST else None
+    except Exception:  # noqa: BLE001 - bytes of others: the unpickler raises any error
+        return None
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _object(data: bytes | None) -> dict[str, Any] | None:
+    """The JSON object in stored bytes; None if there is none."""
+    try:
+        found = None if data is None else json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _put_bytes(key: str, data: bytes) -> None:
     internal_kv._internal_kv_put(key.encode(), data, overwrite=True, namespace=_SPACE)
 
 
-def _get(key: str) -> Any:
-    data = internal_kv._internal_kv_get(key.encode(), namespace=_SPACE)
-    load: Callable[[bytes], Any] = ray.cloudpickle.loads
-    return None if data is None else load(data)
+def _get(key: str) -> bytes | None:
+    found: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=_SPACE)
+    return found

@@ -23,7 +23,7 @@ from raysharded.checkpoint.retention.pins import pin, read_pin, unpin
 from raysharded.checkpoint.storage import NoSuchKey, Storage
 from raysharded.checkpoint.storage.named_places import is_same_place
 from raysharded.errors import CheckpointError
-from raysharded.locations import join_url
+from raysharded.locations import join_url, refuse_password
 
 _log = logging.getLogger("raysharded.checkpoint")
 
@@ -50,6 +50,8 @@ def fork(
     cannot be used.
     """
     _check_fork(parent, ref, run)
+    for url in (parent.url, run.url):
+        refuse_password(url, "A fork and its parent name each other in files.", CheckpointError)
     digest = open_ref(parent, ref, key=key).digest
     wanted = Reference(
         parent=parent.url,

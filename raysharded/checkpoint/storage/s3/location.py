@@ -50,8 +50,10 @@ class Location:
 
 @functools.lru_cache(maxsize=256)
 def parse(url: str) -> Location:
-    """Location of a URL. Raises StorageError unless it is `s3://bucket/prefix?option=value&...`."""
+    """Location of a URL. Raises StorageError unless it is `s3://bucket/prefix?option=value&...` without credentials."""
     path, _, query = url.partition("?")
+    if "@" in path.removeprefix("s3://").partition("/")[0]:
+        raise _with_credentials("the bucket has a user or keys before it")
     match = re.fullmatch(r"[sS]3://([^/]+)((?:/[^/]+)*)/*", path)
     if match is None:
         raise _refused(url, "it must look like s3://bucket/prefix, without empty parts")
@@ -71,6 +73,8 @@ def _endpoint(url: str, options: dict[str, str]) -> Endpoint:
         raise _refused(url, f"addressing_style={style!r} is none of {', '.join(_STYLES)}")
     if server is not None and not re.match(r"https?://[^/]", server):
         raise _refused(url, f"endpoint_url={server!r} does not begin with http:// or https:// and a host")
+    if server is not None and "@" in re.split(r"[/?#]", server.partition("://")[2], maxsplit=1)[0]:
+        raise _with_credentials("its endpoint_url has a user or a password in it")
     return Endpoint(
         endpoint_url=server,
         region=options.get("region"),
@@ -87,6 +91,14 @@ def _seconds(url: str, text: str) -> float:
     if not 0.1 <= seconds <= 3600:
         raise _refused(url, f"timeout_s={text!r} is not a number of seconds from 0.1 to 3600")
     return seconds
+
+
+def _with_credentials(what: str) -> StorageError:
+    """The error for a URL that is not shown: it holds a secret."""
+    return StorageError(
+        f"an s3:// URL has credentials in it: {what}. URLs are shown, recorded and sent to every worker. Leave them "
+        "out, and give boto3 the credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or ~/.aws."
+    )
 
 
 def _refused(url: str, why: str) -> StorageError:

@@ -1,0 +1,101 @@
+"""Text of others on its way to a person: made harmless for terminals and logs, without passwords.
+
+Run folders, journals, manifests and the names of folders may be a stranger's. A terminal executes escape sequences, a
+line break forges a line, and a bidi mark reorders what a person reads. Every output of raysharded passes through this
+module at its boundary: the command line's `echo`, the console of tables and live views, the loggers, the writers of
+metrics. HTML has another boundary, `report/page/markup.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+_REPLACEMENT = "\ufffd"
+_CONTROLS = (*range(32), *range(127, 160))
+_MARKS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+"""Characters that change the direction of text: Unicode TR 9, explicit formatting characters."""
+_BREAKS = (0x2028, 0x2029)
+_HARMLESS = {code: _REPLACEMENT for code in (*_CONTROLS, *_MARKS, *_BREAKS) if code not in (9, 10)}
+_BYTES = re.compile("[\udc80-\udcff]+")
+_SPACES = re.compile(r"[\t\n]+")
+_USER = re.compile(r'(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+)://([^/?#\s"\\]*)@')
+_NAMELESS = frozenset(("http", "https"))
+"""Schemes whose user, without a password, is a token. Elsewhere it is a name: `abfs://container@account`."""
+
+
+def printable(text: str) -> str:
+    """The text without characters that a terminal executes, or that reorder text; tabs and line feeds stay.
+
+    Bytes that are no text, of a file's name, stay unless they are controls of an eight-bit terminal.
+    """
+    return _BYTES.sub(_decoded, text).translate(_HARMLESS)
+
+
+def one_line(text: str) -> str:
+    """The text as `printable`, on one line: for names, and cells of a table."""
+    return _SPACES.sub(" ", printable(text))
+
+
+def indented(text: str) -> str:
+    """The text as `printable`; its further lines are indented, so that none passes for a separate line."""
+    return printable(text).replace("\n", "\n  ")
+
+
+def masked(text: str) -> str:
+    """The text without the passwords of the URLs in it: `sftp://user:***@host/folder`."""
+    return _USER.sub(_without_password, text) if "://" in text and "@" in text else text
+
+
+def masked_in(value: Any) -> Any:
+    """A value of JSON with every text in it as `masked`."""
+    if isinstance(value, str):
+        return masked(value)
+    if isinstance(value, dict):
+        return {key: masked_in(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked_in(one) for one in value]
+    return value
+
+
+def has_password(url: str) -> bool:
+    """True if a URL holds a password."""
+    return masked(url) != url
+
+
+def secure_logs() -> None:
+    """Make the messages of raysharded's loggers harmless, whichever handlers show them."""
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(_plain)
+
+
+LOGGERS = tuple(
+    f"raysharded.{name}"
+    for name in ("checkpoint", "cluster", "data", "driver", "driver.events", "host", "job", "metrics", "worker")
+)
+"""Every logger of raysharded. A filter concerns its own logger's messages alone, not those of loggers below it."""
+
+
+def _plain(record: logging.LogRecord) -> bool:
+    """A filter that changes a message, and the text of an error beside it, but rejects none."""
+    told = record.getMessage()
+    harmless = indented(masked(told))
+    if harmless != told:
+        record.msg, record.args = harmless, ()
+    if record.exc_info and record.exc_info[0] is not None and not record.exc_text:
+        record.exc_text = printable(masked(logging.Formatter().formatException(record.exc_info)))
+    return True
+
+
+def _without_password(found: re.Match[str]) -> str:
+    user, colon, _ = found[2].partition(":")
+    if not colon:
+        return f"{found[1]}://***@" if found[1].lower() in _NAMELESS and user else found[0]
+    return f"{found[1]}://{user}:***@"
+
+
+def _decoded(found: re.Match[str]) -> str:
+    """Bytes as Python keeps them in names: those that are text after all as text, controls replaced."""
+    again = found[0].encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
+    return "".join(_REPLACEMENT if 0xDC80 <= ord(character) <= 0xDC9F else character for character in again)
