@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any, TextIO, cast
 
 import ray
+from ray._private import ray_constants
 
 from raysharded.errors import ClusterError
 from raysharded.quantities import count
@@ -31,11 +32,14 @@ Ray itself ends the processes of a cluster whose head is away for a minute.
 _TRY_S = 2.0
 _PAUSE_S = 0.2
 _RAYLET_PREFIX = "(raylet)"
+_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _OWN_RAY = {
     # Workers have their parent's priority. With Ray's default, 15, everything else on the machine precedes training.
     "RAY_worker_niceness": "0",
     # Ray's log monitor looks for new files twice a second, not ten times: a task's prints may come that late.
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
+    # Ray uses the loopback address, as on macOS and Windows: no other machine is to reach its ports.
+    _CLUSTERS: "0",
 }
 """Ray's settings where it is started only for runs of this process, unless the environment sets others."""
 
@@ -124,10 +128,15 @@ def _listens(host: str, port: int) -> bool:
 
 
 def start_local(num_cpus: int | None = None) -> None:
-    """Start a Ray on this machine that ends with this process; `num_cpus` counts slots, not cores."""
+    """Start a Ray on this machine that ends with this process; `num_cpus` counts slots, not cores.
+
+    All of its ports are on the loopback interface, unless the environment has RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1.
+    """
     ours = {name: value for name, value in _OWN_RAY.items() if name not in os.environ}
     os.environ.update(ours)  # its processes inherit them
+    clusters = ray_constants.ENABLE_RAY_CLUSTER  # this process has read the variable when it imported Ray
     try:
+        ray_constants.ENABLE_RAY_CLUSTER = os.environ[_CLUSTERS].lower() in ("1", "true")
         ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -135,6 +144,7 @@ def start_local(num_cpus: int | None = None) -> None:
             logging_level=logging.ERROR,
         )
     finally:
+        ray_constants.ENABLE_RAY_CLUSTER = clusters
         for name in ours:
             del os.environ[name]
 

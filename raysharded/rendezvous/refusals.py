@@ -31,5 +31,5 @@ class Refusals:
             number, self._told, self._told_at = self.count - self._told, self.count, time.monotonic()
             word = "connection" if number == 1 else "connections"
             self._log.warning(
-                "%s: closed %d %s of strangers, the last from %s", self._where, number, word, self._newest
+                "%s: closed %d %s that it does not admit, the last from %s", self._where, number, word, self._newest
             )

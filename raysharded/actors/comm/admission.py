@@ -1,6 +1,6 @@
 """Admission of members, and of nobody else, to a gloo group that is being connected.
 
-gloo cannot tell a member's connection from another one. So each member writes into the rendezvous store
+gloo cannot distinguish a member's connection from another one. So each member writes into the rendezvous store
 which addresses and ports it connects from. A filter of each listening socket lets only those through.
 """
 
@@ -63,14 +63,17 @@ class Admission:
 
     @waits_for_peers
     def _keep_admitting(self, client: StoreClient) -> None:
-        told: list[End] | None = None
+        written: list[End] | None = None
         known: list[bytes] = []
         others = [f"{self._keys}/{one}" for one in range(self._size) if one != self._rank]
-        while not self._over.wait(_PERIOD_S * (1 + self._size / _RANKS_A_PERIOD)):
+        while True:
+            is_last = self._over.wait(_PERIOD_S * (1 + self._size / _RANKS_A_PERIOD))
             own = own_ends(sockets.open_sockets() - self._before)
-            if own != told:
+            if own != written:
                 client.set(f"{self._keys}/{self._rank}", json.dumps(own))
-                told = own
+                written = own
+            if is_last:  # those that it connects to may not have let it in yet
+                return
             texts = client.multi_get(others)
             if texts != known and self._listening is not None:
                 listeners.admit(self._listening, [(str(a), int(p)) for text in texts for a, p in json.loads(text)])

@@ -189,8 +189,8 @@ class Groups:
         if self.aborted:
             client.close()
         strictly = arrive(client, where.rank, where.world_size, where.arrival_timeout_s)
-        client.set_timeout(datetime.timedelta(seconds=CONNECT_TIMEOUT_S))
         for attempt in itertools.count():
+            client.set_timeout(datetime.timedelta(seconds=CONNECT_TIMEOUT_S))
             try:
                 self._attempt(client, where, attempt, strictly=strictly or attempt % 2 == 1)
                 break

@@ -31,6 +31,10 @@ from raysharded.actors.comm.store_client import StoreClient
 _log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 6.0
 """Time limit for the members to connect a group, once all of them have arrived."""
+_SETTLE_TIMEOUT_S = 6 * CONNECT_TIMEOUT_S
+"""Time limit for the outcome of an attempt: gloo waits for a connection five times as long as it is given."""
+_PATIENCE_S = 1.0
+"""Time after which a proof is abandoned if more connections exist than members have."""
 _WARY_S = 600.0
 _wary_until = 0.0
 
@@ -66,12 +70,15 @@ class Links:
         self._proofs: list[tuple[str, MembershipProof]] = []
         self._num_pairs = 0
         self._listening: list[socket.socket] = []
+        self._own_listening: list[socket.socket] = []
+        """The listening sockets of the groups, among all that appeared."""
         self.sockets: list[socket.socket] = []
         """Duplicates of the groups' connected sockets, once `settle` has returned; the caller closes them."""
 
     @waits_for_peers
     def connect(self, name: str, rank: int, size: int) -> Any:
         """A gloo group, to be used once `settle` has returned. Raises gloo's RuntimeError."""
+        self._num_pairs += size - 1
         announcing = _Announcing(self._client, f"{self._name}/{name}/", size)
         admission = Admission(self._another_client, f"{self._name}/{name}/from", rank, size, self._before)
         if self._strictly:
@@ -79,10 +86,9 @@ class Links:
         with admission if self._strictly else contextlib.nullcontext():
             group = gloo.connect(announcing, rank, size, self._client.own_address, CONNECT_TIMEOUT_S, self._timeout)
         self._groups.append(group)
-        self._num_pairs += size - 1
         listening = self._listener_of(announcing.announced)
         if listening is not None:
-            listeners.drop_all(listening)
+            self._own_listening.append(listening)
         if size > 1:
             full_name, timeout = f"{self._name}/{name}", datetime.timedelta(seconds=CONNECT_TIMEOUT_S)
             self._proofs.append((full_name, MembershipProof(group, self._secret, full_name, timeout)))
@@ -120,14 +126,20 @@ class Links:
         self._listening += [sock for sock in found if sockets.listens(sock)]
         connected = self.sockets = [sock for sock in found if not sockets.listens(sock)]
         own_ports = {_own_port(sock) for sock in self._listening}
+        num_accepted = sum(_own_port(sock) in own_ports for sock in connected)
         verdict = {
             "ports": sorted(own_ports),
             "from": sorted({_own_port(sock) for sock in connected} - own_ports),
             "failed": str(error or ""),
-            "intruded": isinstance(error, Intruded),
+            "intruded": isinstance(error, Intruded) or (error is not None and num_accepted > self._num_pairs),
         }
+        self._client.set_timeout(datetime.timedelta(seconds=_SETTLE_TIMEOUT_S))
+        if verdict["intruded"]:
+            self._client.set(f"{self._name}/intruded", b"")
         self._client.set(f"{self._name}/settled/{rank}", json.dumps(verdict))
         texts = self._client.multi_get([f"{self._name}/settled/{one}" for one in range(world_size)])
+        for sock in self._own_listening:  # all members have connected; before, it could be a stranger in one's place
+            listeners.drop_all(sock)
         verdicts = [_Verdict(text) for text in texts]
         ports = frozenset(port for one in verdicts for port in one.ports)
         self.sockets = [sock for sock in connected if _own_port(sock) in ports or _peer(sock)[1] in ports]
@@ -142,6 +154,8 @@ class Links:
             be_wary()
             raise Intruded("; ".join(intruded))
         if failed:
+            if self._strictly:  # perhaps something between the members changes addresses or ports
+                be_wary(0.0)
             raise error or RuntimeError("; ".join(failed))
 
     def _close_strangers(self, own_ports: set[int], members: set[int]) -> None:
@@ -167,6 +181,7 @@ class Links:
                 while not has_ended(proof.work):
                     if self._is_aborted() or time.monotonic() > deadline:
                         raise RuntimeError("no proof of all members in time")
+                    self._look_around(deadline)
             except RuntimeError as error:
                 if self._is_aborted():
                     raise
@@ -174,6 +189,18 @@ class Links:
             strangers = proof.strangers()
             if strangers:
                 raise Intruded(f"{name}: at the place of rank {', '.join(map(str, strangers))} is a stranger")
+
+    def _look_around(self, deadline: float) -> None:
+        """Raise RuntimeError if a slow proof is to be abandoned: another member did so, or strangers are there."""
+        if self._client.check([f"{self._name}/intruded"]):
+            raise RuntimeError("another member has met a stranger")
+        if deadline - time.monotonic() < CONNECT_TIMEOUT_S - _PATIENCE_S:
+            found = sockets.tcp(sockets.open_sockets() - self._before)
+            own_ports = {_own_port(sock) for sock in self._listening}
+            accepted = [sock for sock in found if not sockets.listens(sock) and _own_port(sock) in own_ports]
+            sockets.close_all(found)
+            if len(accepted) > self._num_pairs:
+                raise RuntimeError(f"{len(accepted)} connections where {self._num_pairs} were expected at most")
 
     def _admit(self, admission: Admission, announced: bytes) -> None:
         listening = self._listener_of(announced)
@@ -267,10 +294,10 @@ def arrive(client: StoreClient, rank: int, world_size: int, timeout_s: float) ->
         raise RuntimeError(f"{count} of {world_size} workers arrived within {timeout_s} s: {error}") from None
 
 
-def be_wary() -> None:
-    """Let only members in for the next minutes."""
+def be_wary(for_s: float = _WARY_S) -> None:
+    """Let only members in for so long."""
     global _wary_until
-    _wary_until = time.monotonic() + _WARY_S
+    _wary_until = time.monotonic() + for_s
 
 
 def _own_port(sock: socket.socket) -> int:
