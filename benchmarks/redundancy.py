@@ -25,7 +25,7 @@ import torch
 
 import raysharded as rs
 from benchmarks.workload import task, trainer
-from raysharded.actors.comm.groups import Groups, Rendezvous, start_store
+from raysharded.actors.comm.groups import Groups, Rendezvous
 from raysharded.actors.shards.mirror import Mirror
 from raysharded.actors.shards.parity import ParityKeeper
 from raysharded.actors.shards.position import RankPosition
@@ -33,6 +33,7 @@ from raysharded.actors.shards.store import ShardStore
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Mesh, Parity, StateSpec, TensorSpec, parity_of
 from raysharded.protocol.messages import FromStart, GenerationSpec
+from raysharded.rendezvous.server import RendezvousStore
 from raysharded.testing.processes import ProcessLauncher
 
 _WARM_UP_STEPS = 4
@@ -59,7 +60,7 @@ def state_spec() -> StateSpec:
     )
 
 
-def transfer(rank: int, world: int, port: int, parity: Parity | None, answer: Any) -> None:
+def transfer(rank: int, world: int, port: int, secret: bytes, parity: Parity | None, answer: Any) -> None:
     """One worker that keeps redundancy and does nothing else; answers (CPU seconds, seconds) of one step's."""
     torch.set_num_threads(1)
     groups, store, spec = Groups(use_gpu=False), ShardStore(), state_spec()
@@ -68,6 +69,7 @@ def transfer(rank: int, world: int, port: int, parity: Parity | None, answer: An
             host="127.0.0.1",
             port=port,
             prefix="transfers",
+            secret=secret,
             rank=rank,
             mesh=Mesh(shards=world),
             arrival_timeout_s=120.0,
@@ -100,8 +102,11 @@ def transfer(rank: int, world: int, port: int, parity: Parity | None, answer: An
 def transfers(world: int, parity: Parity | None) -> tuple[float, float]:
     """CPU seconds of all workers, and seconds, for the redundancy of one step."""
     context = multiprocessing.get_context("spawn")
-    answer, store = context.Queue(), start_store("127.0.0.1")
-    workers = [context.Process(target=transfer, args=(r, world, store.port, parity, answer)) for r in range(world)]
+    answer, store = context.Queue(), RendezvousStore("127.0.0.1")
+    secret = store.secret("transfers")
+    workers = [
+        context.Process(target=transfer, args=(r, world, store.port, secret, parity, answer)) for r in range(world)
+    ]
     for worker in workers:
         worker.start()
     answers = [answer.get(timeout=240) for _ in workers]

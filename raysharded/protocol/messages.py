@@ -76,6 +76,8 @@ class GenerationSpec:
     port: int
     prefix: str
     """Prefix of the rendezvous store's keys; it includes the driver, so that drivers never share keys."""
+    secret: bytes = field(default=b"", repr=False)
+    """Secret of the members, which the driver adds when it calls them: it is in no state, journal or log."""
     driver: str = ""
     """Name of the driver that formed the generation."""
     decisions: Decisions = field(default_factory=Decisions)

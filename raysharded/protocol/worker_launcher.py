@@ -78,7 +78,11 @@ class Launcher(Protocol):
     """Starts workers and carries calls to them. Used by one thread, except for `close`."""
 
     def rendezvous(self) -> tuple[str, int]:
-        """(host, port) of a store that outlives every worker."""
+        """(host, port) of a rendezvous store that outlives every worker."""
+        ...
+
+    def secret(self, prefix: str) -> bytes:
+        """The store's secret of the workers that meet at this prefix. For the calls to those workers alone."""
         ...
 
     def where(self) -> tuple[str, str]:

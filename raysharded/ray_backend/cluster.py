@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import Any, TextIO, cast
 
 import ray
+from ray._private import ray_constants
 
 from raysharded.checkpoint.format.signing import ENVIRONMENT_KEY
 from raysharded.errors import ClusterError
@@ -34,11 +35,14 @@ Ray itself ends the processes of a cluster whose head is away for a minute.
 """
 _PAUSE_S = 0.2
 _RAYLET_PREFIX = "(raylet)"
+_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _OWN_RAY = {
     # Workers have their parent's priority. With Ray's default, 15, everything else on the machine precedes training.
     "RAY_worker_niceness": "0",
     # Ray's log monitor looks for new files twice a second, not ten times: a task's prints may come that late.
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
+    # Ray uses the loopback address, as on macOS and Windows: no other machine is to reach its ports.
+    _CLUSTERS: "0",
 }
 """Ray's settings where it is started only for runs of this process, unless the environment sets others."""
 
@@ -199,12 +203,15 @@ def _answers(address: str, within_s: float) -> bool:
 def start_local(num_cpus: int | None = None) -> None:
     """Start a Ray on this machine that ends with this process; `num_cpus` counts slots, not cores.
 
-    Its processes inherit the environment, but for the signing key: only the run's driver signs.
+    Its processes inherit the environment, but for the signing key: only the run's driver signs. All of its ports are on
+    the loopback interface, unless the environment has RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1.
     """
     ours = {name: value for name, value in _OWN_RAY.items() if name not in os.environ}
     key = os.environ.pop(ENVIRONMENT_KEY, None)
     os.environ.update(ours)
+    clusters = ray_constants.ENABLE_RAY_CLUSTER  # this process has read the variable when it imported Ray
     try:
+        ray_constants.ENABLE_RAY_CLUSTER = os.environ[_CLUSTERS].lower() in ("1", "true")
         ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -212,6 +219,7 @@ def start_local(num_cpus: int | None = None) -> None:
             logging_level=logging.ERROR,
         )
     finally:
+        ray_constants.ENABLE_RAY_CLUSTER = clusters
         for name in ours:
             del os.environ[name]
         if key is not None:

@@ -25,6 +25,7 @@ from raysharded.ray_backend.drain_watch import DrainWatch
 from raysharded.ray_backend.node_watch import NodeWatch
 from raysharded.ray_backend.peers import GROUP, GROUP_SIZE, NAMESPACE, RayPeers, name_of
 from raysharded.ray_backend.placement import Placing, has_process, node_of, node_table, not_on
+from raysharded.rendezvous.server import RendezvousStore
 
 _CONCURRENT_CALLS = 16
 """Concurrent calls of a worker. One waits for notices; those of earlier drivers may wait for a notice or a save."""
@@ -75,16 +76,18 @@ class RayLauncher:
         self._slice_s = math.inf if owns_cluster else _SLICE_S
         """Length of one wait in Ray, which a dead or drained node does not end; unlimited under a Ray started here."""
         self._unheard: list[ray.ObjectRef[Any]] = []
-        self._store: Any = None
+        self._store: RendezvousStore | None = None
         self._draining = DrainWatch(_draining_nodes, self._node_of, lambda: list(self._actors))
 
     def rendezvous(self) -> tuple[str, int]:
-        from raysharded.actors.comm.groups import start_store
-
         host = ray.util.get_node_ip_address()
         if self._store is None:
-            self._store = start_store(host)
+            self._store = RendezvousStore(host)
         return host, self._store.port
+
+    def secret(self, prefix: str) -> bytes:
+        assert self._store is not None
+        return self._store.secret(prefix)
 
     def where(self) -> tuple[str, str]:
         return adoption.where()
@@ -272,7 +275,9 @@ class RayLauncher:
         self._doubts.close(_LAST_KILLS_S)
         self._agents.close(_LAST_KILLS_S)
         self._killing.close(_LAST_KILLS_S)
-        self._store = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
 
 def _draining_nodes() -> dict[str, float]:

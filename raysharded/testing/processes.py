@@ -22,6 +22,7 @@ from raysharded.ids import WorkerId
 from raysharded.protocol.job import Job
 from raysharded.protocol.session import DriverSession, FoundWorkers
 from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost
+from raysharded.rendezvous.server import RendezvousStore
 from raysharded.testing import network
 
 if TYPE_CHECKING:
@@ -46,14 +47,16 @@ class ProcessLauncher:
         self._pipes: dict[WorkerId, Connection] = {}
         self._unreachable: dict[WorkerId, tuple[Any, Connection]] = {}
         """Workers that are cut off."""
-        self._store: Any = None
+        self._store: RendezvousStore | None = None
 
     def rendezvous(self) -> tuple[str, int]:
-        from raysharded.actors.comm.groups import start_store
-
         if self._store is None:
-            self._store = start_store(self._host)
+            self._store = RendezvousStore(self._host)
         return self._host, self._store.port
+
+    def secret(self, prefix: str) -> bytes:
+        assert self._store is not None
+        return self._store.secret(prefix)
 
     def where(self) -> tuple[str, str]:
         return "", ""
@@ -140,7 +143,9 @@ class ProcessLauncher:
         for worker in list(self._processes):
             self.kill(worker)
         self.end_unreachable()
-        self._store = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
 
 class Startable(Protocol):

@@ -35,6 +35,9 @@ class NeverReady:
     def rendezvous(self) -> tuple[str, int]:
         return "127.0.0.1", 1
 
+    def secret(self, prefix: str) -> bytes:
+        return b""
+
     def where(self) -> tuple[str, str]:
         return "", ""
 

@@ -13,6 +13,7 @@ import ray
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.ray_backend import cluster
 from raysharded.ray_backend.agents import OwnNode
+from tests.actors.comm.strangers import children
 from tests.ray.clusters import run_script
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -26,6 +27,16 @@ def niceness() -> int:
 def test_a_worker_of_a_ray_that_we_start_has_the_priority_of_who_started_it() -> None:
     assert ray.get(niceness.remote()) == os.getpriority(os.PRIO_PROCESS, 0)
     assert "RAY_worker_niceness" not in os.environ, "nor is it left to processes that have nothing to do with this Ray"
+
+
+def test_all_ports_of_a_ray_that_we_start_are_on_the_loopback_interface() -> None:
+    ray.get(niceness.remote())  # a worker is there
+    ours = {f"pid={pid}," for pid in children([os.getpid()])}
+    lines = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
+    addresses = [line.split()[3] for line in lines if any(pid in line for pid in ours)]
+    assert len(addresses) > 4
+    assert [one for one in addresses if "127.0.0.1" not in one] == []
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ
 
 
 def test_rays_word_for_a_cluster_on_this_machine_names_none_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

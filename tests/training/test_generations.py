@@ -9,17 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch._C._distributed_c10d import TCPStore, _resolve_process_group
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
 
 import raysharded as rs
-from raysharded.actors.comm.groups import Groups, Rendezvous, start_store
+from raysharded.actors.comm.groups import Groups, Rendezvous
 from raysharded.actors.model.build import allocate, build_sharded, build_units_of, wrap
 from raysharded.actors.preparation import Preparation
 from raysharded.actors.shards.position import RankPosition
@@ -33,6 +34,7 @@ from raysharded.errors import CollectiveAborted
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Mesh
 from raysharded.protocol.messages import FromStart, GenerationSpec
+from raysharded.rendezvous.server import RendezvousStore
 from tests.ray.leftovers import wait_until
 from tests.training.harness import GptTask, make_job
 from tests.training.llama import LlamaTask
@@ -41,19 +43,22 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="Linu
 
 
 @pytest.fixture
-def store() -> Iterator[TCPStore]:
+def store() -> Iterator[RendezvousStore]:
     gc.collect()
     gc.freeze()  # older objects are not walked through: `held` would take half a second
-    yield start_store("127.0.0.1")
+    store = RendezvousStore("127.0.0.1")
+    yield store
+    store.close()
     gc.collect()
     gc.unfreeze()
 
 
-def where(port: int, prefix: str, timeout_s: float = 30.0) -> Rendezvous:
+def where(store: RendezvousStore, prefix: str, timeout_s: float = 30.0) -> Rendezvous:
     return Rendezvous(
         host="127.0.0.1",
-        port=port,
+        port=store.port,
         prefix=prefix,
+        secret=store.secret(prefix),
         rank=0,
         mesh=Mesh(shards=1),
         arrival_timeout_s=30.0,
@@ -68,17 +73,17 @@ def held() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), meshes
 
 
-def a_generation(task: rs.Task, port: int, prefix: str, *, beside: bool, taken: bool) -> None:
+def a_generation(task: rs.Task, store: RendezvousStore, prefix: str, *, beside: bool, taken: bool) -> None:
     """Its groups, its model and a step, all ended."""
     groups, config, cpu = Groups(use_gpu=False), rs.EngineConfig(), torch.device("cpu")
     if beside:
-        groups.connect_beside(where(port, prefix))
+        groups.connect_beside(where(store, prefix))
         wrapped = wrap(build_units_of(task, config, None), config, groups.axes())
         if taken:
             groups.take_over()
             sharded = allocate(wrapped, cpu)
     else:
-        groups.form(where(port, prefix))
+        groups.form(where(store, prefix))
         sharded = build_sharded(task, config, groups.axes(), cpu)
     if taken:
         loss = task.loss(sharded.model, torch.zeros(2, 9, dtype=torch.int64))
@@ -93,11 +98,11 @@ def a_generation(task: rs.Task, port: int, prefix: str, *, beside: bool, taken: 
     ids=["flat", "prepared", "prepared in vain", "parallel styles"],
 )
 def test_of_a_generation_that_is_over_no_thread_no_socket_and_no_mesh_is_left(
-    store: TCPStore, task: rs.Task, beside: bool, taken: bool
+    store: RendezvousStore, task: rs.Task, beside: bool, taken: bool
 ) -> None:
     counts = []
     for generation in range(5):
-        a_generation(task, store.port, f"{store.port}/g{generation}", beside=beside, taken=taken)
+        a_generation(task, store, f"{store.port}/g{generation}", beside=beside, taken=taken)
         counts.append(held())
     wait_until(  # the store, in a separate thread, closes its ends of connections a moment later
         lambda: all(late <= early for late, early in zip(held(), counts[1], strict=True)),
@@ -127,11 +132,13 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_nothing_is_left_of_a_preparation_that_failed_after_it_was_connected(store: TCPStore, tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_preparation_that_failed_after_it_was_connected(
+    store: RendezvousStore, tmp_path: Path
+) -> None:
     name = f"{store.port}/failed"
     before = held()
     preparation = Preparation(
-        make_job(str(tmp_path), task=FailsToBuild()), where(store.port, name), task_calls=threading.Lock()
+        make_job(str(tmp_path), task=FailsToBuild()), where(store, name), task_calls=threading.Lock()
     )
     with pytest.raises(MemoryError):
         preparation.make(lambda: None)
@@ -140,10 +147,12 @@ def test_nothing_is_left_of_a_preparation_that_failed_after_it_was_connected(sto
     assert held()[1] <= before[1]
 
 
-def test_nothing_is_left_of_a_preparation_that_is_released_before_it_is_built(store: TCPStore, tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_preparation_that_is_released_before_it_is_built(
+    store: RendezvousStore, tmp_path: Path
+) -> None:
     name, task_calls = f"{store.port}/unwanted", threading.Lock()
     before = held()
-    preparation = Preparation(make_job(str(tmp_path)), where(store.port, name), task_calls)
+    preparation = Preparation(make_job(str(tmp_path)), where(store, name), task_calls)
     with ThreadPoolExecutor(1) as pool:
         with task_calls:
             making = pool.submit(preparation.make, lambda: None)
@@ -155,15 +164,16 @@ def test_nothing_is_left_of_a_preparation_that_is_released_before_it_is_built(st
     assert held()[1] <= before[1]
 
 
-def test_groups_that_wait_for_a_store_that_does_not_answer_keep_no_others_waiting(store: TCPStore) -> None:
+def test_groups_that_wait_for_a_store_that_does_not_answer_keep_no_others_waiting(store: RendezvousStore) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
         stuck, groups = Groups(use_gpu=False), Groups(use_gpu=False)
-        waiting = pool.submit(stuck.form, where(silent.getsockname()[1], "of a driver that is gone", timeout_s=15.0))
+        gone = replace(where(store, "of a driver that is gone", timeout_s=15.0), port=silent.getsockname()[1])
+        waiting = pool.submit(stuck.form, gone)
         silent.accept()
         stuck.abort()
         with pytest.raises(CollectiveAborted):
             waiting.result(timeout=10.0)
-        forming = pool.submit(groups.form, where(store.port, f"{store.port}/next"))
+        forming = pool.submit(groups.form, where(store, f"{store.port}/next"))
         try:
             forming.result(timeout=10.0)
         finally:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from raysharded import numerics
-from raysharded.actors.comm.groups import start_store
 from raysharded.checkpoint import Claims, Storage, newest_complete, open_storage
 from raysharded.checkpoint.stored_claims import find_newest
 from raysharded.clock import SystemClock
@@ -28,6 +27,7 @@ from raysharded.protocol.job import Job
 from raysharded.protocol.messages import FromStart, GenerationReady, GenerationSpec, Stopped, StopReason
 from raysharded.protocol.session import DriverSession, PartOf
 from raysharded.protocol.version import PROTOCOL
+from raysharded.rendezvous.server import RendezvousStore
 from tests.training.harness import make_job
 
 STEPS = 3
@@ -91,8 +91,8 @@ def tenant(job: Job) -> Iterator[LeasedWorker]:
     """One worker that has done all steps in generation 1, and receives no more calls from its driver."""
     tenant = LeasedWorker(WorkerId(0), job, TERMS, "identity")
     tenant.call(1, "ready")
-    store = start_store("127.0.0.1")
-    form(tenant, 1, store.port)
+    store = RendezvousStore("127.0.0.1")
+    form(tenant, 1, store)
     stopped = tenant.call(1, "train", GenerationId(1))
     assert isinstance(stopped, Stopped)
     assert stopped.reason is StopReason.FINISHED
@@ -100,14 +100,15 @@ def tenant(job: Job) -> Iterator[LeasedWorker]:
     tenant._worker._leave()
 
 
-def form(tenant: LeasedWorker, generation: int, port: int) -> None:
+def form(tenant: LeasedWorker, generation: int, store: RendezvousStore) -> None:
     spec = GenerationSpec(
         generation=GenerationId(generation),
         members=(WorkerId(0),),
         source=FromStart(),
         host="127.0.0.1",
-        port=port,
+        port=store.port,
         prefix=f"run/g{generation}",
+        secret=store.secret(f"run/g{generation}"),
     )
     assert isinstance(tenant.call(1, "form", spec), GenerationReady)
 
@@ -220,8 +221,8 @@ def test_a_driver_that_follows_a_leader_that_died_takes_the_workers_over(tenant:
 
 
 def test_steps_of_older_generations_are_reported_to_the_driver_that_follows(tenant: LeasedWorker) -> None:
-    store = start_store("127.0.0.1")
-    form(tenant, 2, store.port)  # the driver dies before the first generation's steps are in the journal
+    store = RendezvousStore("127.0.0.1")
+    form(tenant, 2, store)  # the driver dies before the first generation's steps are in the journal
     adopted = tenant.adopt(replace(TERMS, driver="second", epoch=3, recorded_step=1))
     assert [report.step for report in adopted.reports] == [2, 3]
     assert adopted.fence == 3
@@ -232,7 +233,7 @@ def test_steps_of_older_generations_are_reported_to_the_driver_that_follows(tena
 def test_a_generation_that_was_requested_and_has_not_begun_is_interrupted_too(tenant: LeasedWorker) -> None:
     busy = threading.Event()
     tenant._worker._computing.submit(busy.wait, 20.0)
-    store = start_store("127.0.0.1")
+    store = RendezvousStore("127.0.0.1")
     spec = GenerationSpec(
         generation=GenerationId(7),
         members=(WorkerId(0), WorkerId(1)),
@@ -240,6 +241,7 @@ def test_a_generation_that_was_requested_and_has_not_begun_is_interrupted_too(te
         host="127.0.0.1",
         port=store.port,
         prefix="run/g7",
+        secret=store.secret("run/g7"),
     )
     with ThreadPoolExecutor(2) as pool:
         formed = pool.submit(tenant.call, 1, "form", spec)

@@ -49,7 +49,7 @@ def connect(
 ) -> Any:
     """A gloo group, connected to all members. `address`: this machine's address; `timeout`: applies once connected."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
     options._timeout = datetime.timedelta(seconds=connect_timeout_s)
     group = dist.ProcessGroupGloo(store, rank, size, options)
     group._set_default_timeout(timeout)

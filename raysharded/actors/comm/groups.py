@@ -7,25 +7,28 @@ There are three groups, each with its own sockets:
 - `replicas`, if there are several, is the workers that hold the same shard. It carries partial sums of gradients.
 - `state` is all workers, always gloo, for host memory (`host_group`): the step consensus, mirrors, resharding.
 
-The rendezvous store lives outside the workers; each generation uses a fresh prefix in it.
+The rendezvous store lives outside the workers; each generation uses a fresh prefix in it, with a separate secret.
+`links` connects the gloo groups, and lets only members in. NCCL's groups get a random number through the store, without
+which NCCL accepts no connection.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import json
+import itertools
+import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysharded.actors.comm import gloo, sockets
@@ -34,17 +37,13 @@ from raysharded.actors.comm.device_mesh import DeviceMeshes, forget
 from raysharded.actors.comm.fsdp_collectives import Finish, finish_plainly
 from raysharded.actors.comm.gloo import ConnectedGroup
 from raysharded.actors.comm.host_group import HostGroup, Replicas
+from raysharded.actors.comm.links import CONNECT_TIMEOUT_S, Intruded, Links, arrive, connect_alone
+from raysharded.actors.comm.store_client import StoreClient
 from raysharded.errors import CollectiveAborted
 from raysharded.layout import Mesh
 
-CONNECT_TIMEOUT_S = 6.0
-"""Time limit for the members to connect, once all of them have arrived."""
-_POLL_S = 0.002
-_reaching_store_at: dict[int, threading.Lock] = {}
-"""Store port -> the lock of connecting to it: a new socket is identified by appearing while only one thread connects.
-
-A lost driver's store, which does not answer, delays no connection to another store.
-"""
+_log = logging.getLogger(__name__)
+_ATTEMPTS = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +54,8 @@ class Rendezvous:
     port: int
     prefix: str
     """Prefix in the store, fresh for every generation."""
+    secret: bytes = field(repr=False)
+    """Secret of the members, by which the store and each other know them."""
     rank: int
     mesh: Mesh
     arrival_timeout_s: float
@@ -82,6 +83,7 @@ class Groups:
         self.replicas: Replicas | None = None
         """The workers that hold this worker's shard; None if it is the only one."""
         self._everyone: Replicas | None = None
+        self._client: StoreClient | None = None
         self._store: Any = None
         self._state: HostGroup | None = None
         self._gloo_train: Any = None
@@ -181,48 +183,58 @@ class Groups:
 
     @waits_for_peers
     def _connect(self, where: Rendezvous) -> None:
-        with _reaching_store_at.setdefault(where.port, threading.Lock()):
-            before_store = sockets.open_sockets()
-            tcp = TCPStore(where.host, where.port, is_master=False, wait_for_workers=False, timeout=self._timeout)
-            store = self._store = PrefixStore(where.prefix, tcp)
-            self._keep(sockets.connected_to(sockets.open_sockets() - before_store, frozenset({where.port})))
-        self._wait_for_all(store, where)
-        before = sockets.open_sockets()
-        store.set_timeout(datetime.timedelta(seconds=CONNECT_TIMEOUT_S))
-        self._state = HostGroup(self._gloo("state", where.rank, where.world_size), self._timeout, self.finish)
-        if not self._use_gpu:
-            self._connect_train_groups(where)
-        appeared = sockets.open_sockets() - before
-        if self.aborted:  # then some sockets may belong to groups that are formed in the place of these
-            raise RuntimeError("aborted while connecting")
-        self._keep(sockets.connected_to(appeared, self._ports_of_all(store, where, sockets.listening_ports(appeared))))
-        store.set_timeout(self._timeout)
+        client = self._reach_store(where)
+        with self._lock:
+            self._client = client
+        if self.aborted:
+            client.close()
+        strictly = arrive(client, where.rank, where.world_size, where.arrival_timeout_s)
+        for attempt in itertools.count():
+            client.set_timeout(datetime.timedelta(seconds=CONNECT_TIMEOUT_S))
+            try:
+                self._attempt(client, where, attempt, strictly=strictly or attempt % 2 == 1)
+                break
+            except Intruded as error:
+                if attempt + 1 >= _ATTEMPTS:
+                    raise
+                _log.warning("%s: a stranger was in a member's place, and is out: %s", where.prefix, error)
+        client.set_timeout(self._timeout)
 
-    def _connect_train_groups(self, where: Rendezvous) -> None:
+    def _reach_store(self, where: Rendezvous) -> StoreClient:
+        return StoreClient(
+            where.host, where.port, where.prefix, where.secret, self._timeout, give_up=lambda: self.aborted
+        )
+
+    @waits_for_peers
+    def _attempt(self, client: StoreClient, where: Rendezvous, attempt: int, *, strictly: bool) -> None:
+        name, error = f"{where.prefix}/try{attempt}", None
+        reach, is_aborted = partial(self._reach_store, where), lambda: self.aborted
+        links = Links(client, reach, where.secret, name, self._timeout, is_aborted, strictly=strictly)
+        try:
+            self._state = HostGroup(links.connect("state", where.rank, where.world_size), self._timeout, self.finish)
+            if not self._use_gpu:
+                self._connect_train_groups(links, where)
+        except RuntimeError as failure:
+            error = failure
+        links.settle(where.rank, where.world_size, error)
+        self._store = PrefixStore(f"try{attempt}", client)
+        self._keep(links.sockets)
+
+    def _connect_train_groups(self, links: Links, where: Rendezvous) -> None:
         mesh, rank = where.mesh, where.rank
         replica, shard = mesh.replica_of(rank), mesh.shard_of(rank)
-        self._gloo_train, self._gloo_everyone = self._gloo(f"train/{replica}", shard, mesh.shards), self.state.group
+        self._gloo_train, self._gloo_everyone = links.connect(f"train/{replica}", shard, mesh.shards), self.state.group
         if mesh.tensor > 1:
             place, data_rank, data = mesh.tensor_of(rank), mesh.data_rank_of(rank), mesh.data
             data_shard = data.shard_of(data_rank)
-            self._gloo_tensor = self._gloo(f"tensor/{data_rank}", place, mesh.tensor)
-            self._gloo_data = self._gloo(f"data/{replica}/{place}", data_shard, data.shards)
-            self._gloo_everyone = self._gloo(f"everyone/{place}", data_rank, data.world_size)
+            self._gloo_tensor = links.connect(f"tensor/{data_rank}", place, mesh.tensor)
+            self._gloo_data = links.connect(f"data/{replica}/{place}", data_shard, data.shards)
+            self._gloo_everyone = links.connect(f"everyone/{place}", data_rank, data.world_size)
         if mesh.replicas > 1:
-            self.replicas = self._replicas(self._gloo(f"replicas/{shard}", replica, mesh.replicas))
+            self.replicas = self._replicas(links.connect(f"replicas/{shard}", replica, mesh.replicas))
 
     def _replicas(self, group: Any) -> Replicas:
         return Replicas(group, self.mesh.replicas, self._timeout, self._finish_train)
-
-    def _gloo(self, name: str, rank: int, size: int) -> Any:
-        store = PrefixStore(name, self._store)
-        return gloo.connect(store, rank, size, self._own_address(), CONNECT_TIMEOUT_S, self._timeout)
-
-    def _own_address(self) -> str:
-        """This machine's address on its connection to the store; its host name may resolve to loopback."""
-        for sock in self._sockets:
-            return str(sock.getsockname()[0]).removeprefix("::ffff:")
-        return socket.gethostbyname(socket.gethostname())
 
     def _register(self, where: Rendezvous) -> None:
         """Make the train group torch's default group, which FSDP2's meshes need."""
@@ -257,24 +269,6 @@ class Groups:
         group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
         return group
 
-    @waits_for_peers
-    def _wait_for_all(self, store: PrefixStore, where: Rendezvous) -> None:
-        """Return once every member has arrived: connecting to a lost one would take gloo its whole time-out."""
-        count = store.add("arrived", 1)
-        deadline = time.monotonic() + where.arrival_timeout_s
-        while count < where.world_size:
-            if self.aborted or time.monotonic() > deadline:
-                raise RuntimeError(f"{count} of {where.world_size} workers arrived within {where.arrival_timeout_s} s")
-            time.sleep(_POLL_S)
-            count = store.add("arrived", 0)
-
-    @staticmethod
-    @waits_for_peers
-    def _ports_of_all(store: PrefixStore, where: Rendezvous, own: list[int]) -> frozenset[int]:
-        store.set(f"ports/{where.rank}", json.dumps(own))
-        values = store.multi_get([f"ports/{rank}" for rank in range(where.world_size)])
-        return frozenset(port for value in values for port in json.loads(value))
-
     def _keep(self, found: list[socket.socket]) -> None:
         with self._lock:
             self._sockets.extend(found)
@@ -304,7 +298,7 @@ class Groups:
 
     def _mesh_of_one(self) -> DeviceMesh:
         """A mesh of this worker alone."""
-        connected = None if self._use_gpu else self._gloo(f"alone/{self.rank}", 0, 1)
+        connected = None if self._use_gpu else connect_alone(self._timeout)
         group, name = self._subgroup([dist.get_rank()], connected), f"alone in {self._prefix}"
         return self._noted(DeviceMesh.from_group(group, self._device_type, mesh_dim_names=(name,)))
 
@@ -346,6 +340,8 @@ class Groups:
         with self._lock:
             self.aborted = True
             sockets.shut_down(self._sockets)
+            if self._client is not None:
+                self._client.close()
         world = dist.group.WORLD if self._is_default else None  # also None once another thread has closed the groups
         connected = self._connected
         if connected is not None:
@@ -384,6 +380,9 @@ class Groups:
         with self._lock:
             sockets.close_all(self._sockets)
             self._sockets = []
+            if self._client is not None:
+                self._client.close()
+                self._client = None
 
 
 def prepare_environment(use_gpu: bool) -> None:
@@ -392,8 +391,3 @@ def prepare_environment(use_gpu: bool) -> None:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
-
-
-def start_store(host: str) -> TCPStore:
-    """The rendezvous store of a run, on a free port of the driver's process; lives as long as the object."""
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 _FD_FOLDER = "/proc/self/fd"
@@ -39,27 +39,43 @@ def open_sockets() -> frozenset[SocketKey]:
 
 def listening_ports(keys: Iterable[SocketKey]) -> list[int]:
     """The TCP ports that these sockets listen on."""
-    ports = []
-    for key in keys:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(key.fd)) as sock:
-            if _is_tcp(sock) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                ports.append(sock.getsockname()[1])
-    return sorted(ports)
+    found = listening(keys)
+    ports = sorted(sock.getsockname()[1] for sock in found)
+    close_all(found)
+    return ports
+
+
+def listening(keys: Iterable[SocketKey]) -> list[socket.socket]:
+    """Duplicates of those TCP sockets that listen; the caller closes them."""
+    return _duplicates(keys, lambda sock: _is_tcp(sock) and listens(sock))
+
+
+def tcp(keys: Iterable[SocketKey]) -> list[socket.socket]:
+    """Duplicates of the TCP sockets among them; the caller closes them."""
+    return _duplicates(keys, _is_tcp)
 
 
 def connected_to(keys: Iterable[SocketKey], ports: frozenset[int]) -> list[socket.socket]:
     """Duplicates of those sockets that are connected from or to one of `ports`; the caller closes them."""
+    return _duplicates(
+        keys,
+        lambda sock: (
+            _is_tcp(sock) and not listens(sock) and (sock.getsockname()[1] in ports or sock.getpeername()[1] in ports)
+        ),
+    )
+
+
+def _duplicates(keys: Iterable[SocketKey], wanted: Callable[[socket.socket], bool]) -> list[socket.socket]:
     found = []
     for key in keys:
         with contextlib.suppress(OSError):
             if os.readlink(f"{_FD_FOLDER}/{key.fd}") != key.inode:
                 continue  # closed meanwhile; the descriptor was reused
             sock = socket.socket(fileno=os.dup(key.fd))
-            if _is_tcp(sock) and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                with contextlib.suppress(OSError):
-                    if sock.getsockname()[1] in ports or sock.getpeername()[1] in ports:
-                        found.append(sock)
-                        continue
+            with contextlib.suppress(OSError):  # it is not connected any more
+                if wanted(sock):
+                    found.append(sock)
+                    continue
             sock.close()
     return found
 
@@ -79,3 +95,8 @@ def close_all(sockets: Iterable[socket.socket]) -> None:
 
 def _is_tcp(sock: socket.socket) -> bool:
     return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+
+
+def listens(sock: socket.socket) -> bool:
+    """True if the socket accepts connections."""
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

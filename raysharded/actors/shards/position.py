@@ -116,6 +116,7 @@ def rendezvous_of(spec: GenerationSpec, worker: WorkerId, job: Job, arrival_time
         host=spec.host,
         port=spec.port,
         prefix=spec.prefix,
+        secret=spec.secret,
         rank=spec.members.index(worker),
         mesh=spec.mesh,
         arrival_timeout_s=arrival_timeout_s,

@@ -20,11 +20,13 @@ from torch import nn
 
 from raysharded.actors.comm.abortable_wait import join_or_leave
 from raysharded.actors.comm.fsdp_collectives import AllGather, ReduceScatter, all_to_all
-from raysharded.actors.comm.groups import CONNECT_TIMEOUT_S, Groups, Rendezvous, start_store
+from raysharded.actors.comm.groups import Groups, Rendezvous
+from raysharded.actors.comm.links import CONNECT_TIMEOUT_S
 from raysharded.actors.telemetry.stack_probe import is_waiting
 from raysharded.errors import CollectiveAborted
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh
+from raysharded.rendezvous.server import RendezvousStore
 from raysharded.testing import Fault
 from tests.forked import PRELOADED
 from tests.training.harness import Gpt, GptTask, train
@@ -41,11 +43,12 @@ _TIMEOUT_S = 12.0
 """gloo's own time-out."""
 
 
-def place(port: int, rank: int) -> Rendezvous:
+def place(store: RendezvousStore, rank: int) -> Rendezvous:
     return Rendezvous(
         host="127.0.0.1",
-        port=port,
+        port=store.port,
         prefix="letting go",
+        secret=store.secret("letting go"),
         rank=rank,
         mesh=Mesh(shards=2),
         arrival_timeout_s=60.0,
@@ -61,11 +64,11 @@ def message() -> torch.Tensor:
     return data
 
 
-def peer(port: int, does: str) -> None:
+def peer(where: Rendezvous, does: str) -> None:
     """The other worker: rank 1."""
     torch.set_num_threads(1)
     groups = Groups(use_gpu=False)
-    groups.form(place(port, 1))
+    groups.form(where)
     shard_group: Any = dist.group.WORLD
     data = torch.zeros(_BYTES, dtype=torch.uint8) if does == "dies while it receives" else message()
     if does == "sends":
@@ -99,13 +102,14 @@ class Pair:
     """This process, rank 0, with its groups, and the peer."""
 
     def __init__(self, does: str) -> None:
-        self.does, self.store = does, start_store("127.0.0.1")
+        self.does, self.store = does, RendezvousStore("127.0.0.1")
         context = get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        self.process: ForkServerProcess = context.Process(target=peer, args=(self.store.port, does), daemon=True)
+        where = place(self.store, 1)
+        self.process: ForkServerProcess = context.Process(target=peer, args=(where, does), daemon=True)
         self.process.start()
         self.groups = Groups(use_gpu=False)
-        self.groups.form(place(self.store.port, 0))
+        self.groups.form(place(self.store, 0))
 
     def stop_peer(self) -> None:
         assert self.process.pid is not None

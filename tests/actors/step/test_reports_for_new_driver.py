@@ -42,6 +42,7 @@ def test_a_worker_reports_the_steps_of_earlier_generations_too(tmp_path: Path) -
                 host=host,
                 port=port,
                 prefix=f"g{generation}",
+                secret=launcher.secret(f"g{generation}"),
             )
             formed: GenerationReady | Stopped = answer(launcher, "form", spec)
             return formed

@@ -51,6 +51,7 @@ WITHOUT_THE_MARK = {
     "Saver._written": LOCAL,
     "Saver.wait_until_idle": LOCAL,
     "ShardBuffer.wait": LOCAL,
+    "StoreClient.close": "nobody: it does not block",
     "Worker._get_ready": LAUNCHER,
     "Worker.form": LAUNCHER,
     "Worker.report": LAUNCHER,
@@ -69,7 +70,6 @@ WITHOUT_THE_MARK = {
     "_pass_on": INSIDE,
     "all_to_all": TORCH,
     "restore": INSIDE,
-    "start_store": "nobody: it is the driver's own store",
     "write_orphan_checkpoint": LOCAL,
 }
 """Function -> its other reason to wait, or the place of its mark."""

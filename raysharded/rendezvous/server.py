@@ -1,0 +1,233 @@
+"""The rendezvous store, in a thread of the driver's process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import secrets
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+
+from raysharded.rendezvous import wire
+from raysharded.rendezvous.refusals import EVERY_S, Refusals
+from raysharded.rendezvous.values import Limits, Values
+from raysharded.rendezvous.wire import DONE, LATE, Nonsense
+
+_log = logging.getLogger(__name__)
+_BACKLOG = 1024
+_JOIN_S = 5.0
+
+
+class RendezvousStore:
+    """A store that listens on one address, at a free port, for as long as the object lives."""
+
+    def __init__(self, host: str, limits: Limits | None = None) -> None:
+        """`host`: this machine's address for the members; of a machine without it (NAT), all addresses listen."""
+        self._server = _Server(_listen(host), limits or Limits())
+        self.host, self.port = host, self._server.port
+        self._root = secrets.token_bytes(32)
+        self._server.secret_of = _SecretOf(self._root)
+        thread = threading.Thread(target=self._server.run, daemon=True, name="rendezvous store")
+        thread.start()
+        self._finalize = weakref.finalize(self, _stop, self._server, thread)
+
+    def secret(self, prefix: str) -> bytes:
+        """The secret of the members that meet at this prefix. Give it to them alone."""
+        return wire.secret_of(self._root, prefix)
+
+    @property
+    def refused(self) -> int:
+        """Connections that were closed, as they could not prove the secret or sent nonsense."""
+        return self._server.refusals.count
+
+    @property
+    def generations(self) -> int:
+        """Generations of which values are held."""
+        return len(self._server.held)
+
+    def close(self) -> None:
+        """Close all connections. Idempotent."""
+        self._finalize()
+
+
+class _SecretOf:
+    """Computes the secret of a prefix; its repr shows none."""
+
+    def __init__(self, root: bytes) -> None:
+        self._root = root
+
+    def __call__(self, prefix: str) -> bytes:
+        return wire.secret_of(self._root, prefix)
+
+
+class _Server:
+    """All of it runs in one thread, but for `stop`."""
+
+    def __init__(self, listening: socket.socket, limits: Limits) -> None:
+        self._listening, self._limits = listening, limits
+        host, self.port = listening.getsockname()[:2]
+        self.secret_of: Callable[[str], bytes]
+        self.held: dict[str, Values] = {}
+        self.refusals = Refusals(_log, f"the rendezvous store at {host}:{self.port}")
+        self._unproven: dict[asyncio.StreamWriter, None] = {}
+        """Connections that have not proven a secret yet, oldest first."""
+        self._proven: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+
+    def run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    def stop(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it has stopped
+            self._loop.call_soon_threadsafe(self._over.set)
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._welcome, sock=self._listening, backlog=_BACKLOG)
+        telling = asyncio.ensure_future(self._tell())
+        await self._over.wait()
+        telling.cancel()
+        server.close()
+        for writer in [*self._unproven, *self._proven]:
+            writer.transport.abort()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.refusals.tell()
+
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            self.refusals.tell()
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = _name_of(writer)
+        self._unproven[writer] = None
+        if len(self._unproven) > self._limits.strangers:
+            next(iter(self._unproven)).transport.abort()
+        try:
+            async with asyncio.timeout(self._limits.proof_s):
+                prefix = await self._proven_prefix(reader, writer)
+        except (OSError, EOFError, TimeoutError, Nonsense) as error:
+            self.refusals.add(peer, _reason(error))
+            writer.transport.abort()
+            return
+        finally:
+            self._unproven.pop(writer, None)
+        self._proven.add(writer)
+        try:
+            await self._answer_all(prefix, reader, writer)
+        except Nonsense as error:
+            self.refusals.add(f"a member of {prefix} at {peer}", str(error))
+        except (OSError, EOFError):
+            pass  # it has left
+        finally:
+            self._proven.discard(writer)
+            writer.transport.abort()
+
+    async def _proven_prefix(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        """The prefix of which the client proved the secret. Raises Nonsense if it did not."""
+        magic, size = wire.HELLO.unpack(await reader.readexactly(wire.HELLO.size))
+        if magic != wire.MAGIC or size > wire.MAX_PREFIX_BYTES:
+            raise Nonsense(f"{magic[:12]!r} in place of a greeting")
+        name = await reader.readexactly(size)
+        theirs, ours = await reader.readexactly(wire.NONCE_BYTES), secrets.token_bytes(wire.NONCE_BYTES)
+        try:
+            prefix = name.decode()
+        except UnicodeDecodeError:
+            raise Nonsense("a prefix that is no text") from None
+        secret, nonces = self.secret_of(prefix), theirs + ours
+        writer.write(ours + wire.proof(secret, b"store", nonces))
+        if not wire.is_proof(await reader.readexactly(wire.PROOF_BYTES), secret, b"client", nonces):
+            raise Nonsense("a wrong proof of the secret")
+        writer.write(wire.WELCOME)
+        return prefix
+
+    async def _answer_all(self, prefix: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        values = self.held.setdefault(prefix, Values(self._limits))
+        values.members += 1
+        try:
+            while True:
+                size = wire.length_of(await reader.readexactly(wire.LENGTH.size))
+                request = wire.unpack(await reader.readexactly(size))
+                writer.write(wire.pack(await _reply(values, request, reader)))
+                await writer.drain()
+        finally:
+            values.members -= 1
+            if not values.members:
+                del self.held[prefix]  # a prefix is never used again
+
+
+async def _reply(values: Values, request: list[bytes], reader: asyncio.StreamReader) -> list[bytes]:
+    match request:
+        case [b"set", *pairs] if pairs and len(pairs) % 2 == 0:
+            for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+                values.set(key, value)
+            return [DONE]
+        case [b"add", key, amount]:
+            return [DONE, values.add(key, amount)]
+        case [b"check", *keys]:
+            return [DONE, b"1" if values.have(keys) else b"0"]
+        case [b"delete", key]:
+            return [DONE, b"1" if values.delete(key) else b"0"]
+        case [b"get" | b"wait" as what, timeout_ms, *keys] if timeout_ms.isdigit() and len(timeout_ms) < 12:
+            if not values.have(keys) and not await _are_set(values, keys, int(timeout_ms) / 1000, reader):
+                return [LATE, *(key for key in keys if not values.have([key]))][:9]
+            return [DONE, *(values.get(keys) if what == b"get" else [])]
+        case [what, *_]:
+            raise Nonsense(f"the request {what[:20]!r}, of {len(request)} items")
+    raise AssertionError(request)
+
+
+async def _are_set(values: Values, keys: list[bytes], within_s: float, reader: asyncio.StreamReader) -> bool:
+    """True once each key is set; False if time passes first. Raises if the client leaves, or does not wait."""
+    waiting = asyncio.ensure_future(values.until_there(keys))
+    leaving = asyncio.ensure_future(reader.readexactly(1))
+    try:
+        done, _ = await asyncio.wait((waiting, leaving), timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (waiting, leaving):
+            task.cancel()
+        await asyncio.gather(waiting, leaving, return_exceptions=True)
+    if leaving in done:
+        leaving.result()
+        raise Nonsense("a request before the reply to the one before")
+    return waiting in done
+
+
+def _listen(host: str) -> socket.socket:
+    try:
+        return _bound(host)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        _log.warning("no interface of this machine has the address %s: the rendezvous store listens on all", host)
+        return _bound("")
+
+
+def _bound(host: str) -> socket.socket:
+    family = socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+
+
+def _stop(server: _Server, thread: threading.Thread) -> None:
+    server.stop()
+    if thread is not threading.current_thread():
+        thread.join(_JOIN_S)
+
+
+def _name_of(writer: asyncio.StreamWriter) -> str:
+    peer = writer.get_extra_info("peername")
+    return f"{peer[0]}:{peer[1]}" if peer else "an unknown address"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no proof of the secret in time"
+    if isinstance(error, Nonsense):
+        return str(error)
+    return "closed before it proved the secret"
