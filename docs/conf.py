@@ -31,6 +31,7 @@ NAVIGATION = {
         "kubernetes",
         "cli",
         "limits",
+        "security",
     ],
     "When something happens": ["faults", "recovery", "control", "troubleshooting"],
     "Coming from": ["coming-from-ray-train", "coming-from-torchrun", "coming-from-torchft"],
