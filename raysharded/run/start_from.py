@@ -31,10 +31,13 @@ def with_initial_weights(
     journal alone names it, in a place that is not allowed (`url_named`).
     """
     from raysharded.checkpoint.sharded_io.open_from_uri import open_uri
+    from raysharded.journal.log import refusing_damage
     from raysharded.protocol.job import InitialWeights
 
     uri = spec.run.start_from
-    if _is_fork(storage, starts):
+    with refusing_damage(storage):
+        is_fork = _is_fork(storage, starts)
+    if is_fork:
         return spec
     if starts:
         recorded = starts[-1].get("start_from")
