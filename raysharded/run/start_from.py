@@ -38,10 +38,13 @@ def with_initial_weights(
     """
     from raysharded.checkpoint import list_checkpoints, open_checkpoint, open_storage
     from raysharded.checkpoint.sharded_io.open_from_uri import open_uri
+    from raysharded.journal.log import refusing_damage
     from raysharded.protocol.job import InitialWeights
 
     uri = spec.run.start_from
-    if _is_fork(storage, starts):
+    with refusing_damage(storage):
+        is_fork = _is_fork(storage, starts)
+    if is_fork:
         return spec
     if starts:
         recorded = starts[-1].get("start_from")

@@ -340,7 +340,10 @@ def watch(count: int, seed: int = 0, *, report: Callable[[str], None] = lambda _
     with tempfile.TemporaryDirectory(prefix="spoiled-") as made, quietly():
         originals = [_original(Path(made) / f"original-{number}", random.Random(number)) for number in range(8)]
         for number in range(seed, seed + count):
+            known = len(watched.failures)
             case(number, originals, Path(made) / f"case-{number}", watched)
+            for failure in watched.failures[known:]:
+                report(failure)
             if watched.folders % 100 == 0:
                 report(f"{watched.folders}: {len(watched.failures)} failures, slowest {watched.slowest_s:.1f} s")
     return watched

@@ -134,7 +134,15 @@ class RunStartup:
         Returns the state with them, the journal entries about it, and their ids.
         """
         acquired = self._owned()
-        entered = self._enter(self._terms(acquired), self._leadership)
+        with refusing_damage(self._files.storage):
+            terms = self._terms(acquired)
+        entered = self._enter(terms, self._leadership)
+        with refusing_damage(self._files.storage):
+            return self._taken_over(state, acquired, entered)
+
+    def _taken_over(
+        self, state: State, acquired: AcquiredLease, entered: FoundWorkers
+    ) -> tuple[State, list[Command], tuple[WorkerId, ...]]:
         rules = arithmetic.rules_on_record(self.entries) if state.checkpoint is None else None
         anew = rules is not None and bool(arithmetic.dropped(state.limits, rules))
         state, entered, refused = without_differing(state, entered, anew=anew)
