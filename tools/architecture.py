@@ -31,6 +31,7 @@ PLACES: Mapping[str, tuple[float, float, str]] = {
     "ownership": (2.9, 6, "leadership and lease"),
     "protocol": (1.4, 7, "driver-worker messages"),
     "layout": (0.4, 8, "who holds which bytes"),
+    "rendezvous": (1.5, 8, "who may join"),
     "journal": (2.6, 8, "the run's log"),
     "data": (3.9, 8, "samples, in order"),
     "checkpoint": (1.8, 9, "format, commit, storage"),

@@ -106,7 +106,10 @@ def betray(stranger_port: int) -> None:
 
     def announce_to_all(self: Any, key: str, value: Any) -> None:
         found = re.search(re.escape(mark) + b"(..)" + socket.inet_aton("127.0.0.1"), value, re.DOTALL)
-        if found and self.before is None:
+        if self.before is not None:  # the listening socket gets its filter before the port can be known
+            self.before(value)
+            self.before = None
+        if found:
             informing.sendto(str(struct.unpack("!H", found[1])[0]).encode(), ("127.0.0.1", stranger_port))
             informing.recv(64)
         announce(self, key, value)
