@@ -41,6 +41,22 @@ def hurry(folder: Path) -> None:
     (folder / "hurry").touch()
 
 
+class HoldsALock:
+    """A writer of metrics that cannot be pickled once the run has begun, as one with an open file."""
+
+    def begin(self, _: Any) -> None:
+        self.lock = threading.Lock()
+
+    def step(self, _: Any) -> None:
+        pass
+
+    def event(self, _: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 @cache
 def undisturbed() -> Outcome:
     """The run on one plain process."""
@@ -67,6 +83,7 @@ def trainer(
             max_steps=STEPS,
             lease_s=lease_s,
             record_events=True,
+            metrics=[HoldsALock()],
             failure=rs.FailureConfig(orphan_wait_s=orphan_wait_s),
         ),
         engine=rs.EngineConfig(prefetch=False),

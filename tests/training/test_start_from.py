@@ -14,7 +14,7 @@ from torch import nn
 import raysharded as rs
 from raysharded import checkpoint
 from raysharded.checkpoint.interop import import_dcp, import_huggingface, place_of
-from raysharded.errors import CheckpointError, ConfigError, RayshardedError
+from raysharded.errors import CheckpointError, ConfigError, NoCheckpoint, RayshardedError
 from raysharded.ids import WorkerId
 from raysharded.journal.log import read
 from raysharded.run.start_from import with_initial_weights
@@ -227,6 +227,13 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, task: rs.Task, mes
     uri, _ = pretrained(tmp_path)
     with pytest.raises(ConfigError, match=message):
         fitted(trainer(tmp_path / "runs", "other", 1, uri, task))
+
+
+@pytest.mark.parametrize(("file", "what"), [("model.safetensors", "Hugging Face"), (".metadata", "torch.distributed")])
+def test_a_folder_of_another_library_is_refused_with_the_way_to_import_it(tmp_path: Path, file: str, what: str) -> None:
+    (tmp_path / file).write_bytes(b"{}")
+    with pytest.raises(NoCheckpoint, match=rf"It has files of {what}.*: `raysharded checkpoint import FOLDER NEW`"):
+        checkpoint.open(tmp_path)
 
 
 def test_a_place_without_a_checkpoint_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, TypeVar
 
 from raysharded.errors import CollectiveAborted
@@ -32,9 +32,9 @@ def waits_for_peers(function: F) -> F:
     return function
 
 
-def is_marked(frame: FrameType) -> bool:
-    """True if the frame belongs to a marked function."""
-    return id(frame.f_code) in _marked
+def is_marked(code: CodeType) -> bool:
+    """True if the code is that of a marked function."""
+    return id(code) in _marked
 
 
 def marked_functions() -> frozenset[tuple[str, str]]:

@@ -1,7 +1,12 @@
-"""Current stack of the training thread, observed from another thread."""
+"""Current stack of the training thread, observed from another thread.
+
+CPython 3.11 may crash when frames of a running thread are followed from another one (python/cpython#111363). So whole
+stacks are read as text of `faulthandler`, and the innermost calls in one C call, which no other thread interrupts.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import sys
@@ -9,9 +14,10 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from threading import get_ident
 from traceback import FrameSummary
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
@@ -24,9 +30,18 @@ _COLLECTIVES = os.path.join(_TORCH, "distributed", "")
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _INSTALLED = (f"site-packages{os.sep}", f"dist-packages{os.sep}")
 _FRAMES_KEPT = 40
+_CALLS_SEEN = 10
+"""Number of calls among which one that is not of the standard library is looked for."""
 _DATA = os.path.join(PACKAGE_FOLDER, "data", "")
-_THREAD = re.compile(r"^(?:Current t|T)hread 0x[0-9a-f]+.*\(most recent call first\):$", re.MULTILINE)
+_THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+).*\(most recent call first\):$", re.MULTILINE)
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_CODES: tuple[Callable[[FrameType], tuple[CodeType, ...]], ...] = tuple(
+    attrgetter("f_code", *(f"{'f_back.' * calls}f_code" for calls in range(1, number)))
+    for number in range(_CALLS_SEEN, 1, -1)
+)
+"""For each number of calls, from many to few: the code of a frame and of the frames that called it."""
+_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+"""A character that is not ASCII, as `faulthandler` writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +63,11 @@ def look_at(thread_id: int | None, elsewhere: Callable[[], str] = lambda: "") ->
     If it waits for samples, the stack of the process that reads them is added, which `elsewhere` returns as
     `faulthandler` writes it.
     """
-    running = sys._current_frames()
-    frames = _frames_of(running.get(thread_id or 0))
+    running = _stacks()
+    frames = running.get(thread_id or 0, [])
     waits, where, stack = is_waiting(thread_id), _users_line(frames), "".join(traceback.format_list(frames))
     if not waits and not where:
-        others = (_frames_of(frame) for other, frame in running.items() if other not in (thread_id, get_ident()))
+        others = (found for other, found in running.items() if other not in (thread_id, get_ident()))
         helping = next((found for found in others if _users_line(found)), [])
         if not helping and any(frame.filename.startswith(_DATA) for frame in frames):
             helping = frames_of_dump(elsewhere())
@@ -64,15 +79,33 @@ def look_at(thread_id: int | None, elsewhere: Callable[[], str] = lambda: "") ->
 
 def frames_of_dump(text: str) -> list[FrameSummary]:
     """Stack of the thread that reads samples, from a `faulthandler` dump; innermost call last, empty if none reads."""
-    for thread in _THREAD.split(text)[1:]:
-        calls = _CALL.findall(thread)
-        if any(file.startswith(_DATA) for file, _, _ in calls):
-            return [FrameSummary(file, int(line), name) for file, line, name in reversed(calls[:_FRAMES_KEPT])]
-    return []
+    found = parsed(text).values()
+    return next((frames for frames in found if any(frame.filename.startswith(_DATA) for frame in frames)), [])
 
 
-def _frames_of(frame: FrameType | None) -> list[FrameSummary]:
-    return [] if frame is None else list(traceback.extract_stack(frame)[-_FRAMES_KEPT:])
+def parsed(text: str) -> dict[int, list[FrameSummary]]:
+    """Thread id -> its innermost calls, innermost last, of a `faulthandler` dump."""
+    _, *parts = _THREAD.split(text)
+    return {int(thread, 16): _frames_of(calls) for thread, calls in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def _frames_of(calls: str) -> list[FrameSummary]:
+    found = _CALL.findall(calls)[:_FRAMES_KEPT]
+    return [FrameSummary(_unescaped(file), int(line), _unescaped(name)) for file, line, name in reversed(found)]
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPED.sub(lambda match: chr(int(match[1] or match[2] or match[3], 16)), text)
+
+
+def _stacks() -> dict[int, list[FrameSummary]]:
+    """Thread id -> its innermost calls, of every thread of this process."""
+    handle = os.memfd_create("stacks")
+    try:
+        faulthandler.dump_traceback(handle, all_threads=True)
+        return parsed(os.pread(handle, os.fstat(handle).st_size, 0).decode("ascii", "replace"))
+    finally:
+        os.close(handle)
 
 
 def is_waiting(thread_id: int | None) -> bool:
@@ -80,10 +113,20 @@ def is_waiting(thread_id: int | None) -> bool:
 
     Such a call is a collective of torch's, or a function with the mark of `abortable_wait.waits_for_peers`.
     """
-    frame = sys._current_frames().get(thread_id or 0)
-    while frame is not None and is_of_standard_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame is not None and (is_marked(frame) or frame.f_code.co_filename.startswith(_COLLECTIVES))
+    own = next((code for code in _innermost(thread_id or 0) if not is_of_standard_library(code.co_filename)), None)
+    return own is not None and (is_marked(own) or own.co_filename.startswith(_COLLECTIVES))
+
+
+def _innermost(thread_id: int) -> tuple[CodeType, ...]:
+    """The code of a thread's innermost calls, innermost first; empty if there is no such thread."""
+    for codes_of in _CODES:
+        try:
+            return next(map(codes_of, map(itemgetter(thread_id), iter(sys._current_frames, None))))
+        except KeyError:
+            return ()
+        except AttributeError:  # there are fewer calls
+            continue
+    return ()
 
 
 def is_of_standard_library(file: str, folder: str = _STDLIB) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysharded.checkpoint.format.encoding import ForeignManifest
@@ -75,4 +75,13 @@ def _newest(uri: str, key: SigningKey | None, error: CheckpointError | None) -> 
         raise NoCheckpoint(f"{storage.url} holds no complete checkpoint.")
     kinds = (ForeignManifest, NoCheckpoint)
     kind = next((one for one in kinds if isinstance(error, one)), IncompleteCheckpoint)
-    raise kind(f"{error} It is not a folder that holds complete checkpoints either.") from error
+    raise kind(f"{error} {_nature(storage.list())}") from error
+
+
+def _nature(keys: Sequence[str]) -> str:
+    """A sentence about a folder without checkpoints."""
+    files = {key for key in keys if "/" not in key}
+    if ".metadata" in files or any(file.endswith(".safetensors") for file in files):
+        what = "torch.distributed.checkpoint" if ".metadata" in files else "Hugging Face"
+        return f"It has files of {what}: `raysharded checkpoint import FOLDER NEW` makes a checkpoint of them."
+    return "It is not a folder that holds complete checkpoints either."

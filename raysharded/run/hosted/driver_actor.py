@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -96,7 +97,7 @@ class DriverActor:
             submission.spec_of(order),
             take_over=order.take_over and self._restarts == 0,
             first_entry=self._restarts * _ENTRIES_OF_ONE + 1,
-            start=self._start,
+            start=partial(self._start_fork, order),
         )
         self._made.set()
         stop = submission.read_stop(self._key)
@@ -104,6 +105,12 @@ class DriverActor:
             threading.Thread(target=self._stop_when_begun, args=(self._run, stop), daemon=True).start()
         with shown_elsewhere():
             self._run.drive()
+
+    def _start_fork(self, order: submission.RunSubmission, spec: RunSpec) -> Run:
+        """Start a fork with the order's own objects: those of the live run may hold open files and threads by now."""
+        own = submission.spec_of(order)
+        run = replace(own.run, name=spec.run.name, storage_path=spec.run.storage_path)
+        return self._start(replace(own, run=run))
 
     def _stop_when_begun(self, run: LocalRun, stop: dict[str, Any]) -> None:
         """Repeat a stop request that the host before had received but not carried out."""

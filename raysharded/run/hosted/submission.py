@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pickle
 import secrets
@@ -27,6 +28,7 @@ from raysharded.ray_backend.peers import NAMESPACE
 from raysharded.run.hosted.driver_key import way_to_the_key
 from raysharded.run.spec import RunSpec
 
+_log = logging.getLogger("raysharded.host")
 _SPACE = NAMESPACE.encode()
 _RUNS = "runs/"
 """Beginning of the keys of known runs."""
@@ -89,12 +91,21 @@ def make_order(spec: RunSpec, *, take_over: bool) -> RunSubmission:
         max_steps=spec.run.max_steps,
         spec=data,
         identity=job_identity(job_of(spec)),
-        folder=os.getcwd(),
+        folder=_working_folder(),
         environment=environment,
         key_id=key_id,
         take_over=take_over,
         since=time.time(),
     )
+
+
+def _working_folder() -> str:
+    """The working directory; the root if it was removed, as Ray does with a job's folder that another node unpacks."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        _log.warning("the working directory was removed: relative paths of the task will not be found")
+        return os.sep
 
 
 def spec_of(order: RunSubmission) -> RunSpec:
