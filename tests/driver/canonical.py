@@ -162,7 +162,8 @@ NAMES: Mapping[type, Names] = {
     state.Saving: Names("saving", "generation step members since measured answers parts committing fingerprint_only"),
     state.Incident: Names(
         "incident",
-        "found_at lost reasons workers_before step_before stopped_at formed_at source resume_step",
+        "found_at lost reasons workers_before step_before stopped_at decided_at formed_at source resume_step",
+        later={"decided_at": None},
     ),
     state.Departure: Names("departure", "reason since by step"),
     state.Preparation: Names("preparation", "members mesh prefix since by ready staying grouping awaited failed"),
@@ -178,8 +179,8 @@ NAMES: Mapping[type, Names] = {
     messages.GenerationSpec: Names(
         "generation_spec",
         "generation members source host port prefix driver decisions replicas tensor apart nodes prepared attempt "
-        "numerics newcomers build_seed",
-        later={"numerics": RULES_AT_FIRST, "newcomers": (), "build_seed": 0},
+        "numerics newcomers build_seed secret",
+        later={"numerics": RULES_AT_FIRST, "newcomers": (), "build_seed": 0, "secret": b""},
     ),
     messages.FromMemory: Names("from_memory", "step spec copies rebuilds"),
     messages.FromCheckpoint: Names("from_checkpoint", "step prefix digest url", numbered=frozenset({"digest"})),
