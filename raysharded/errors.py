@@ -8,8 +8,7 @@ from __future__ import annotations
 import threading
 import traceback
 
-from raysharded import uncaught_errors
-from raysharded.plain_text import masked
+from raysharded import plain_text, uncaught_errors
 
 
 def text_of(error: BaseException) -> str:
@@ -40,7 +39,7 @@ class RayshardedError(Exception):
     """
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(masked(one) if isinstance(one, str) else one for one in args))
+        super().__init__(*(plain_text.masked(one) if isinstance(one, str) else one for one in args))
         uncaught_errors.install(RayshardedError)
 
 
@@ -57,7 +56,7 @@ class TaskError(RayshardedError):
 
     def __init__(self, message: str, user_traceback: str = "") -> None:
         super().__init__(message, user_traceback)
-        self.user_traceback = masked(user_traceback)
+        self.user_traceback = plain_text.masked(user_traceback)
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -96,6 +96,7 @@ def _without_password(found: re.Match[str]) -> str:
 
 
 def _decoded(found: re.Match[str]) -> str:
-    """Bytes as Python keeps them in names: those that are text after all as text, controls replaced."""
+    """Bytes as Python keeps them in names, unchanged unless they are controls; then as text, without these."""
     again = found[0].encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
-    return "".join(_REPLACEMENT if 0xDC80 <= ord(character) <= 0xDC9F else character for character in again)
+    plain = "".join(_REPLACEMENT if 0xDC80 <= ord(character) <= 0xDC9F else character for character in again)
+    return found[0] if plain.translate(_HARMLESS) == again else plain

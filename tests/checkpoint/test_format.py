@@ -29,10 +29,11 @@ def test_a_reader_of_the_description_alone_reads_every_kind_of_checkpoint(
 ) -> None:
     if indexed:
         with_index(monkeypatch)
-    storage = SpreadStorage(str(tmp_path)) if spread else LocalStorage(str(tmp_path))
+    run = tmp_path / "run"  # the name of the run, which a signed checkpoint states
+    storage = SpreadStorage(str(run)) if spread else LocalStorage(str(run))
     tree = {"layers": [{"w": "of.float32"}, None], "lr": 0.5}
     prefix = save(storage, STATE, chunk=chunk, key=KEY if signed else None, tree=tree, data={"position": 3})
-    manifest, tensors = read_checkpoint(tmp_path / prefix, SECRET if signed else None)
+    manifest, tensors = read_checkpoint(run / prefix, SECRET if signed else None)
     assert tensors == bytes_of(STATE)
     assert (manifest["tree"], manifest["data"], manifest["metadata"]) == (tree, {"position": 3}, {})
     assert ("index" in manifest) == indexed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,11 @@ def test_version_1_loads() -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "signed", "tables", "index", "spread", "tree"])
-def test_version_2_loads(kind: str) -> None:
+def test_version_2_loads(kind: str, tmp_path: Path) -> None:
     key = SigningKey(KEY) if kind == "signed" else None
-    checkpoint = open_checkpoint(open_storage(str(GOLDEN / "v2" / kind)), FOLDER, key=key)
+    run = tmp_path / "golden"  # the name of the run, which a signed checkpoint states
+    shutil.copytree(GOLDEN / "v2" / kind, run)
+    checkpoint = open_checkpoint(open_storage(str(run)), FOLDER, key=key)
     checkpoint.verify()
     manifest = checkpoint.manifest
     assert (manifest.version, manifest.step, manifest.generation, manifest.save_id) == (2, 7, 3, "golden2")

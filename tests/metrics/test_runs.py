@@ -68,9 +68,10 @@ def test_curves_continue_through_a_loss_and_a_resume_and_a_failing_writer_hurts_
     said = [record.getMessage() for record in caplog.records if record.name == "raysharded.metrics"]
     assert [text.split(" and")[0] for text in said] == ["metrics: Failing failed"]
     done = [step.step for step in kept.steps]
-    assert done == list(range(1, done[-1] + 1))
+    [recovery] = [event for event in kept.events if event.kind == "recovery"]
+    assert sorted(set(done)) == list(range(1, done[-1] + 1))
+    assert len(done) - len(set(done)) == recovery.fields["steps_redone"] <= 1
     assert done[-1] >= 5
-    assert [event.kind for event in kept.events].count("recovery") == 1
     assert kept.closed == 1
 
     result = trainer(tmp_path, [curves, kept]).start_with(ProcessLauncher).wait(WAIT_S)

@@ -150,7 +150,7 @@ def test_checkpoints_that_fail_disturb_nothing_and_the_last_one_is_written_again
 
 def write_run(tmp_path: Path, *, steps: int, save_every: int, workers: int = 2, key: SigningKey | None = None) -> str:
     """A finished run with several checkpoints; its URL."""
-    job = small_job(f"{tmp_path}/run", data=SlowTokens(), steps=steps, save_every=save_every)
+    job = small_job(f"{tmp_path}/engine", data=SlowTokens(), steps=steps, save_every=save_every)
     make_driver(job, make_limits(job, workers), Listening(), keep=Keep(last=9), key=key).run()
     return job.run_url
 

@@ -130,11 +130,11 @@ class LocalStorage:
         for key in keys:
             *folders, name = self._path(key)[len(self.root) :].strip("/").split("/")
             with self._explained("delete", key):
-                if self._unlink_below(folders, name):
-                    self._remove_empty_folders(os.path.dirname(self._path(key)))
+                self._unlink_below(folders, name)
+                self._remove_empty_folders(os.path.dirname(self._path(key)))
 
-    def _unlink_below(self, folders: Sequence[str], name: str) -> bool:
-        """Remove a file, each of whose folders below the root is opened without following links; False if missing."""
+    def _unlink_below(self, folders: Sequence[str], name: str) -> None:
+        """Remove a file, each of whose folders below the root is opened without following links. It may be missing."""
         handle, path = -1, self.root
         try:
             handle = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
@@ -145,7 +145,7 @@ class LocalStorage:
                 handle = below
             os.unlink(name, dir_fd=handle)
         except FileNotFoundError:
-            return False
+            return
         except NotADirectoryError as error:
             if os.path.islink(path):
                 raise OSError(errno.ELOOP, "it is behind a link to a folder, where nothing is deleted", path) from error
@@ -153,7 +153,6 @@ class LocalStorage:
         finally:
             if handle != -1:
                 os.close(handle)
-        return True
 
     def size(self, key: str) -> int:
         with self._explained("size", key):

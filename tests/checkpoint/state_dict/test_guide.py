@@ -25,7 +25,7 @@ from tests.paths import DOCS, ROOT
 def test_every_snippet_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (DOCS / "checkpoints.md").read_text(encoding="utf-8")
     snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(snippets) == 7
+    assert len(snippets) == 8
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for snippet in snippets:
