@@ -23,6 +23,8 @@ _SOME = 512
 _FIRST = 8
 """Number of these segments read one by one, to measure the time of a read."""
 _MOST_DIGITS = 300
+_MOST_DEPTH = 32
+"""Levels of arrays and objects in an entry. Drivers write fewer than ten."""
 _SOON_S = 0.001
 """Maximum time to read a segment that is on this machine.
 
@@ -112,4 +114,17 @@ def entries_of(segment: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
         entries = map(parse_line, lines)  # one by one: it raises at the first invalid line
     for number, entry in enumerate(entries, 1):
         if entry["kind"] != "segment":
+            if entry["kind"] != "step":  # each of its fields is checked
+                _require_shallow(entry)
             yield number, entry
+
+
+def _require_shallow(entry: dict[str, Any]) -> None:
+    """Raise ValueError for an entry whose values are nested deeply: a report would fail where it copies them."""
+    level: list[Any] = [entry]
+    for _ in range(_MOST_DEPTH):
+        level = [one for value in level for one in (value.values() if isinstance(value, dict) else value)]
+        level = [value for value in level if isinstance(value, (dict, list))]
+        if not level:
+            return
+    raise ValueError(f"values nested in more than {_MOST_DEPTH} levels")

@@ -31,7 +31,7 @@ def render(summary: RunSummary, ledger: LedgerReport | None, *, url: str, damage
     )
     run = text(summary.run or "a run without a name")
     data = drawn(summary)
-    return Template(_asset("page.html")).substitute(
+    page = Template(_asset("page.html")).substitute(
         policy=policy,
         title=f"{run}: raysharded report",
         style=style,
@@ -49,6 +49,7 @@ def render(summary: RunSummary, ledger: LedgerReport | None, *, url: str, damage
         proof=sections.proof(summary, ledger),
         footer=f"Made by raysharded {text(__version__)} from the run's journal alone.",
     )
+    return page.encode(errors="replace").decode()  # names may have halves of surrogate pairs
 
 
 def _as_json(value: Any) -> str:  # any JSON value
