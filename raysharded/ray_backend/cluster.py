@@ -116,10 +116,33 @@ def _connect(given: str, address: str | None, *, log_to_driver: bool) -> None:
     if not _answers(given, _ANSWER_S):
         raise ClusterError(f"there is no Ray cluster at {given}: nothing answered within {_ANSWER_S:g} s. {remedy}")
     try:
-        ray.init(address=given, logging_level=logging.WARNING, log_to_driver=log_to_driver)
+        with _node_address(clusters=not _is_on_loopback_alone(given)):
+            ray.init(address=given, logging_level=logging.WARNING, log_to_driver=log_to_driver)
     except (ConnectionError, RuntimeError, ValueError) as error:
         text = " ".join(str(error).split())[:300]
         raise ClusterError(f"{type(error).__name__}: {text}. {remedy}") from None
+
+
+def _is_on_loopback_alone(address: str) -> bool:
+    """Whether a Ray listens on the loopback interface and no other, as one of `start_local` does.
+
+    Ray replaces a loopback address by the machine's own, where such a cluster does not listen.
+    """
+    found = _host_and_port(address)
+    if found is None or not found[0].startswith("127."):
+        return False
+    return not listens(ray.util.get_node_ip_address(), found[1])
+
+
+@contextlib.contextmanager
+def _node_address(*, clusters: bool) -> Iterator[None]:
+    """A context in which Ray uses this machine's own address, or with `clusters=False` the loopback one."""
+    before = ray_constants.ENABLE_RAY_CLUSTER  # this process has read the variable when it imported Ray
+    ray_constants.ENABLE_RAY_CLUSTER = before and clusters
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def foreign_cluster() -> str:
@@ -209,17 +232,15 @@ def start_local(num_cpus: int | None = None) -> None:
     ours = {name: value for name, value in _OWN_RAY.items() if name not in os.environ}
     key = os.environ.pop(ENVIRONMENT_KEY, None)
     os.environ.update(ours)
-    clusters = ray_constants.ENABLE_RAY_CLUSTER  # this process has read the variable when it imported Ray
     try:
-        ray_constants.ENABLE_RAY_CLUSTER = os.environ[_CLUSTERS].lower() in ("1", "true")
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-        )
+        with _node_address(clusters=os.environ[_CLUSTERS].lower() in ("1", "true")):
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+            )
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = clusters
         for name in ours:
             del os.environ[name]
         if key is not None:
