@@ -14,8 +14,10 @@ from tests.ray.leftovers import NUM_SLOTS
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """A Ray with slots for 8 workers."""
+    """A Ray with slots for 8 workers. It has the machine's address, as a cluster does that older versions reach."""
     with quiet_raylet():
-        start_local(num_cpus=NUM_SLOTS)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
+            start_local(num_cpus=NUM_SLOTS)
         yield
         ray.shutdown()

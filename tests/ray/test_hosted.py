@@ -187,30 +187,30 @@ def test_a_run_is_stopped_forked_and_queried_in_vain_when_it_is_over(tmp_path: P
 
 
 def test_wrong_names_end_with_one_sentence_and_what_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = trainer(tmp_path, 1, name="sorter2").start()
-    told = CliRunner().invoke(app, ["status", "sorter2"])
+    run = trainer(tmp_path, 1, name="qwerty2").start()
+    told = CliRunner().invoke(app, ["status", "qwerty2"])
     assert told.exit_code == 0, told.stderr
     assert "new: it is starting" in told.stdout
     run.stop()
     with pytest.raises(RunFailed, match="Stopped"):
         run.wait(240)
-    told = CliRunner().invoke(app, ["status", "sorter2", "--json"])
+    told = CliRunner().invoke(app, ["status", "qwerty2", "--json"])
     assert told.exit_code == 0, told.stderr
-    assert json.loads(told.stdout)["url"] == str(tmp_path / "sorter2")
-    assert "did you mean 'sorter2'?" in CliRunner().invoke(app, ["status", "sortr2"]).stderr
+    assert json.loads(told.stdout)["url"] == str(tmp_path / "qwerty2")
+    assert "did you mean 'qwerty2'?" in CliRunner().invoke(app, ["status", "qwrty2"]).stderr
     with pytest.raises(
-        ConfigError, match=r"no run named 'sortr2' was started on this cluster: did you mean 'sorter2'\?"
+        ConfigError, match=r"no run named 'qwrty2' was started on this cluster: did you mean 'qwerty2'\?"
     ):
-        rs.attach("sortr2")
+        rs.attach("qwrty2")
     with pytest.raises(ConfigError, match=r"there is no run at .*nothing/here"):
         rs.attach(str(tmp_path / "nothing" / "here"))
-    write_run(tmp_path / "sorterB", run_with_a_loss())
+    write_run(tmp_path / "qwertyB", run_with_a_loss())
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r": did you mean 'sorter2' or \./sorterB\?$"):
-        rs.attach("sortr2")
-    rs.remove_run("sorter2")
-    with pytest.raises(ConfigError, match=r"on this cluster: did you mean \./sorterB\?$"):
-        rs.attach("sortr2")
+    with pytest.raises(ConfigError, match=r": did you mean 'qwerty2' or \./qwertyB\?$"):
+        rs.attach("qwrty2")
+    rs.remove_run("qwerty2")
+    with pytest.raises(ConfigError, match=r"on this cluster: did you mean \./qwertyB\?$"):
+        rs.attach("qwrty2")
 
 
 @pytest.mark.long
