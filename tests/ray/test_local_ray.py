@@ -110,3 +110,22 @@ def test_a_stopped_worker_of_a_ray_that_we_start_is_ended_without_an_agent(
     titles = run_script(STOPPED, str(tmp_path), environment=own_cluster)
     assert any(title.startswith("ray::Tenant") for title in titles)
     assert not [title for title in titles if title.startswith("ray::Agent")]
+
+
+def test_another_process_of_the_machine_reaches_a_ray_on_the_loopback_interface() -> None:
+    held = "import ray; from raysharded.ray_backend.cluster import start_local; start_local(1); "
+    held += "print(ray.get_runtime_context().gcs_address, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", held], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as own:
+        assert own.stdin is not None
+        assert own.stdout is not None
+        address = own.stdout.readline().split()[-1]
+        assert address.startswith("127.")
+        found = "from raysharded.ray_backend.cluster import find_cluster; print(find_cluster())"
+        environment = {**os.environ, "RAY_ADDRESS": address}
+        other = subprocess.run(
+            [sys.executable, "-c", found], env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert other.stdout.split()[-1:] == ["True"], other.stderr
+        own.stdin.close()
