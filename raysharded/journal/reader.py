@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from raysharded.checkpoint import Storage
+from raysharded.checkpoint.format.signed_json import MAX_SECONDS
 from raysharded.journal import log
 
 _AT_ONCE = 32
@@ -83,7 +84,9 @@ def _whole(digits: str) -> int:
 
 
 def steps_of(segment: bytes) -> list[dict[str, Any]] | None:
-    """The segment's entries from line 2 on, if all of them are steps and every line is valid; otherwise None.
+    """The segment's entries from line 2 on, if all of them are steps, with possible times, and every line is valid.
+
+    Otherwise None.
 
     Nearly all segments are of that kind. For others, `entries_of` returns the entries one by one.
     """
@@ -93,9 +96,14 @@ def steps_of(segment: bytes) -> list[dict[str, Any]] | None:
     try:
         head, *entries = map(orjson.loads, lines)
         are_steps = head["kind"] == "segment" and list(map(_kind, entries)).count("step") == len(entries)
-        return entries if are_steps and not torn else None
+        return entries if are_steps and not torn and all(map(_has_time, entries)) else None
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):  # the last one for an empty segment
         return None
+
+
+def _has_time(entry: dict[str, Any]) -> bool:
+    """Whether the entry's time, if it has one, has a date. Raises TypeError if it is no number."""
+    return bool(0 <= entry.get("at", 0) <= MAX_SECONDS)
 
 
 def entries_of(segment: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -114,6 +122,8 @@ def entries_of(segment: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
         entries = map(parse_line, lines)  # one by one: it raises at the first invalid line
     for number, entry in enumerate(entries, 1):
         if entry["kind"] != "segment":
+            if not _has_time(entry):
+                raise ValueError(f"at={entry['at']!r:.40} is no time")
             if entry["kind"] != "step":  # each of its fields is checked
                 _require_shallow(entry)
             yield number, entry

@@ -147,7 +147,13 @@ def _no_run(storage: Storage) -> str:
 def _fold(storage: Storage) -> tuple[RunSummary, str]:
     """The summary of the journal up to the first damaged entry, and that entry's place; empty if there is none."""
     fold, damage = read_fold(storage)
-    return fold.summary(), damage
+    try:
+        return fold.summary(), damage
+    except log.DAMAGE as error:
+        raise log.DamagedJournal(
+            f"the journal of the run at {storage.url} is damaged: it has a value that no driver wrote "
+            f"({type(error).__name__}: {error}). Restore the files under {join_url(storage.url, log.FOLDER)}."
+        ) from error
 
 
 def read_fold(storage: Storage) -> tuple[Fold, str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysharded.checkpoint import Storage
+from raysharded.checkpoint.format.limits import MAX_NUMBER
 from raysharded.checkpoint.format.signed_json import MAX_SECONDS
 from raysharded.journal import log
 from raysharded.journal.entry_text import incident_text
@@ -165,6 +166,6 @@ def _step_s(entries: Sequence[Mapping[str, Any]]) -> float | None:
         if entry["kind"] == "step":
             with suppress(*log.DAMAGE):
                 done.append((int(entry["step"]), float(entry["at"])))
-    if len(done) < 2 or done[0][0] <= done[-1][0]:
+    if len(done) < 2 or not 0 < done[0][0] - done[-1][0] <= MAX_NUMBER:
         return None
     return max(0.0, done[0][1] - done[-1][1]) / (done[0][0] - done[-1][0])

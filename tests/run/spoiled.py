@@ -280,6 +280,16 @@ class _Task(rs.Task):
     def loss(self, model: Any, batch: Any) -> Any: ...
 
 
+class Runner(CliRunner):
+    """Runs commands with a standard output that takes any text, as that of the shell's command."""
+
+    @contextmanager
+    def isolation(self, *arguments: Any, **options: Any) -> Iterator[Any]:
+        with super().isolation(*arguments, **options) as streams:
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # it is a TextIOWrapper
+            yield streams
+
+
 _APP: Any = typer.main.get_command(app)  # typer has its own click
 
 
@@ -288,7 +298,7 @@ def command(*words: str) -> Callable[[Path], None]:
 
     def run_it(run: Path) -> None:
         places = {"RUN": str(run), "ABOVE": str(run.parent)}
-        result = CliRunner().invoke(_APP, [places.get(word, word) for word in words], catch_exceptions=False)
+        result = Runner().invoke(_APP, [places.get(word, word) for word in words], catch_exceptions=False)
         if "Traceback" in result.output or result.exit_code not in (0, 1):
             raise AssertionError(result.output)
         if result.stderr.startswith("error: "):

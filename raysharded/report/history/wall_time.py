@@ -130,10 +130,11 @@ class Session:
 
     def step(self, number: int, generation: int, at: Moment) -> None:
         """The log's next step was recorded."""
+        before = len(self.moments)
+        self.moments.append(at)  # first: a moment that no array holds changes nothing
         if self.generation != generation:
-            self.stretches.append((len(self.moments), len(self.notes)))
+            self.stretches.append((before, len(self.notes)))
         self.newest, self.generation = number, generation
-        self.moments.append(at)
 
     def more_steps(self, newest: int, at: Iterable[Moment]) -> None:
         """The log's next steps were recorded, all of the previous step's generation."""
