@@ -16,8 +16,8 @@ Entry = Mapping[str, Any]
 
 def recovery(entry: Entry, at: float) -> Recovery:
     return Recovery(
-        lost=tuple(entry["lost"]),
-        reasons=tuple(entry["reasons"]),
+        lost=tuple(map(int, entry["lost"])),
+        reasons=tuple(map(str, entry["reasons"])),
         workers_before=int(entry["workers_before"]),
         workers_after=int(entry["workers_after"]),
         found_at=float(entry["found_at"]),
@@ -52,12 +52,17 @@ def checkpoint(entry: Entry, at: float) -> CheckpointRecord:
         fingerprint=str(entry.get("fingerprint", "")),
         problem=_why_late(entry) if late else str(entry.get("error", entry.get("reason", ""))),
         at=at,
-        size_bytes=entry.get("bytes"),
-        num_files=entry.get("files"),
+        size_bytes=whole_or_none(entry.get("bytes")),
+        num_files=whole_or_none(entry.get("files")),
         seconds=float(entry.get("seconds", math.nan)),
         retries=int(entry.get("retries", 0)),
         late=late,
     )
+
+
+def whole_or_none(value: Any) -> int | None:
+    """A field that may be missing. Raises TypeError or ValueError unless it is a number."""
+    return None if value is None else int(value)
 
 
 def _why_late(entry: Entry) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from raysharded.journal.entries import whole_or_none
 from raysharded.journal.records import Recovery
 from raysharded.report.history import incidents, wall_time
 from raysharded.report.history.incidents import Change, Incident
@@ -158,7 +159,7 @@ class Chronicle:
         return sum(len(session.moments) for session in self.sessions)
 
     def _started(self, entry: Entry) -> None:
-        self.sessions[-1].max_steps = entry.get("max_steps")
+        self.sessions[-1].max_steps = whole_or_none(entry.get("max_steps"))
         self.members, self.change, self.paused, self.step = None, None, False, int(entry["resumed_after_step"])
         self.trained, self.because = self.now, str(entry.get("because", ""))
 
@@ -179,7 +180,7 @@ class Chronicle:
         change.decided_s = self.now / wall_time.MICRO
         if change.before is None and not change.after:  # no step was trained yet
             change.since_s = change.decided_s
-        change.after, change.why = frozenset(entry["members"]), str(entry.get("why", ""))
+        change.after, change.why = frozenset(map(int, entry["members"])), str(entry.get("why", ""))
         change.source = str(entry["source"])
         self.members, self.step = change.after, int(entry["step"])
 

@@ -174,9 +174,9 @@ class Fold:
         self.starts += 1
         self.status, self.error, self.fingerprint, self.members = "unfinished", "", "", None
         self.run = str(entry.get("run", self.run))
-        self.max_steps = entry.get("max_steps", self.max_steps)
+        self.max_steps = entries.whole_or_none(entry.get("max_steps", self.max_steps))
         self.exact = entry.get("reduction", "exact") == "exact"
-        self.versions = dict(entry.get("versions", {}))
+        self.versions = {str(name): str(version) for name, version in dict(entry.get("versions", {})).items()}
         step = int(entry["resumed_after_step"])
         self._go_on_after(step)
         known = self.spans[-1].num_samples if self.spans else None
@@ -219,11 +219,11 @@ class Fold:
         self.generations.append(
             GenerationRecord(
                 generation=int(entry["generation"]),
-                members=tuple(entry["members"]),
+                members=tuple(map(int, entry["members"])),
                 step=int(entry["step"]),
                 source=str(entry["source"]),
                 at=at,
-                spares=tuple(entry.get("spares", ())),
+                spares=tuple(map(int, entry.get("spares", ()))),
                 mesh=str(entry.get("mesh", "")),
                 why=str(entry.get("why", "")),
             )
