@@ -111,7 +111,8 @@ def _read_back(
     while waiting:
         some, waiting = waiting[-at_once:][::-1], waiting[:-at_once]
         with Threads(len(some), thread_name_prefix="raysharded-claims") as pool:
-            yield from zip(some, pool.map(read, some), strict=True)
+            found = list(pool.map(read, some))
+        yield from zip(some, found, strict=True)
         at_once = _AT_ONCE
 
 

@@ -101,7 +101,8 @@ def expected_digests(
         yield from map(of, parts)
         return
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "raysharded-ledger") as pool:
-        yield from pool.map(of, parts)
+        found = list(pool.map(of, parts))
+    yield from found
 
 
 def _digests(steps: Int64s, positions: Int64s, ids: Int64s) -> tuple[UInt64s, UInt64s]:

@@ -277,7 +277,8 @@ def read_segments(storage: Storage) -> Iterator[tuple[str, bytes]]:
     for start in range(0, len(keys), _READ_AHEAD):
         some = keys[start : start + _READ_AHEAD]
         with ThreadPoolExecutor(min(len(some), _AT_ONCE), "raysharded-journal") as pool:
-            yield from zip(some, pool.map(lambda key: read_segment(storage, key), some), strict=True)
+            found = list(pool.map(lambda key: read_segment(storage, key), some))
+        yield from zip(some, found, strict=True)
 
 
 def newest_generation(entries: Iterable[Mapping[str, Any]]) -> int:

@@ -56,7 +56,8 @@ def _read(storage: Storage, keys: Sequence[str], at_once: int) -> Iterator[tuple
         yield from ((key, log.read_segment(storage, key)) for key in keys)
         return
     with ThreadPoolExecutor(at_once, "raysharded-journal") as pool:
-        yield from zip(keys, pool.map(lambda key: log.read_segment(storage, key), keys), strict=True)
+        found = list(pool.map(lambda key: log.read_segment(storage, key), keys))
+    yield from zip(keys, found, strict=True)
 
 
 _kind: Callable[[Any], Any] = itemgetter("kind")

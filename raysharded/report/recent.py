@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ class RecentReader:
         for last in range(len(keys), max(0, len(keys) - _OLDER), -_SEGMENTS):
             if self._generation is not None and self._ready.keys() >= set(self._generation[1]):
                 return
-            for part in reversed(list(self._read(keys[max(0, last - _SEGMENTS) : last]))):
+            for part in reversed(self._read(keys[max(0, last - _SEGMENTS) : last])):
                 if b'"generation"' in part or b'"worker_ready"' in part:
                     self._add_older(entries_of(part))
 
@@ -115,9 +115,9 @@ class RecentReader:
             self._add(entry)
         self._generation, self._ready = generation or self._generation, {**self._ready, **ready}
 
-    def _read(self, keys: Sequence[str]) -> Iterator[bytes]:
+    def _read(self, keys: Sequence[str]) -> list[bytes]:
         with ThreadPoolExecutor(_AT_ONCE, "raysharded-journal") as pool:
-            yield from pool.map(self._read_one, keys)
+            return list(pool.map(self._read_one, keys))
 
     def _read_one(self, key: str) -> bytes:
         try:

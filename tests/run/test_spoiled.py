@@ -157,6 +157,8 @@ def test_a_folder_or_a_pipe_is_no_file_for_any_operation(tmp_path: Path) -> None
         assert issubclass(NotAFile, StorageError)
 
 
-@pytest.mark.parametrize("seed", [11099, 11636, 11857, 13789, 14497, 20332, 20406, 20735, 20998, 22870, 24642, 34974])
+@pytest.mark.parametrize(
+    "seed", [11099, 11636, 11857, 13789, 14497, 20332, 20406, 20735, 20998, 22870, 24642, 34974, 42615]
+)
 def test_a_folder_that_once_gave_another_error_gives_one_of_ours(seed: int) -> None:
     assert spoiled.watch(1, seed).failures == []

@@ -139,5 +139,9 @@ def is_inside(path: str) -> bool:
 
 
 def is_below(path: str) -> bool:
-    """Whether a relative path stays below its base folder on this kind of machine."""
+    """Whether a relative path can be one here, and stays below its base folder."""
+    try:
+        path.encode(errors="surrogateescape")  # bytes of a file's name that are no text are permitted
+    except UnicodeEncodeError:
+        return False
     return "\0" not in path and not any(part in ("", ".", "..") for part in path.split("/"))
