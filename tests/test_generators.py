@@ -1,4 +1,4 @@
-"""No generator holds threads while it waits for its caller.
+"""No generator waits for threads when it is ended.
 
 The garbage collector may end an abandoned generator at any moment, in any thread, also while that thread holds a lock
 of `threading` itself: to join the pool's threads then would wait for ever.
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from raysharded.checkpoint import open_storage
+from raysharded.checkpoint.interop import slabs
 from raysharded.clock import SystemClock
 from raysharded.journal.log import Journal, read, segment_keys
 from raysharded.journal.reader import read_some
@@ -48,3 +49,21 @@ def test_an_abandoned_reader_of_a_journal_holds_no_thread(tmp_path: Path, slow: 
     for _ in range(10):
         next(reading)
     assert [one.name for one in threading.enumerate() if one.name.startswith("raysharded-journal")] == []
+
+
+def test_an_abandoned_reader_of_slabs_does_not_wait_for_the_one_that_is_being_read() -> None:
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def read(slab: int) -> int:
+        if slab == 2:
+            begun.set()
+            ended.set() if may_end.wait(60.0) else None
+        return slab
+
+    reading = slabs._ahead(read, [1, 2, 3])
+    assert next(reading) == 1
+    assert begun.wait(60.0)
+    del reading
+    assert not ended.is_set()
+    may_end.set()
+    assert ended.wait(60.0)

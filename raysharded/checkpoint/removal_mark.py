@@ -82,13 +82,17 @@ def read_mark(storage: Storage, *, key: SigningKey | None = None) -> RemovalMark
 
 
 def is_marked(storage: Storage) -> bool:
-    """Whether the run is being removed, or its removal was interrupted. One small request."""
+    """Whether the run is being removed, or its removal was interrupted. One small request.
+
+    Raises StorageError, also if a file has the name of a folder above the mark: then there is no run at all.
+    """
     try:
         storage.size(REMOVAL_KEY)
     except NoSuchKey:
         return False
-    except NotAFile:
-        return True
+    except NotAFile as error:
+        if isinstance(error.__cause__, NotADirectoryError):
+            raise
     return True
 
 

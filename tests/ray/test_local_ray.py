@@ -13,7 +13,6 @@ import ray
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.ray_backend import cluster
 from raysharded.ray_backend.agents import OwnNode
-from tests.actors.comm.strangers import children
 from tests.ray.clusters import run_script
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -27,16 +26,6 @@ def niceness() -> int:
 def test_a_worker_of_a_ray_that_we_start_has_the_priority_of_who_started_it() -> None:
     assert ray.get(niceness.remote()) == os.getpriority(os.PRIO_PROCESS, 0)
     assert "RAY_worker_niceness" not in os.environ, "nor is it left to processes that have nothing to do with this Ray"
-
-
-def test_all_ports_of_a_ray_that_we_start_are_on_the_loopback_interface() -> None:
-    ray.get(niceness.remote())  # a worker is there
-    ours = {f"pid={pid}," for pid in children([os.getpid()])}
-    lines = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
-    addresses = [line.split()[3] for line in lines if any(pid in line for pid in ours)]
-    assert len(addresses) > 4
-    assert [one for one in addresses if "127.0.0.1" not in one] == []
-    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ
 
 
 def test_rays_word_for_a_cluster_on_this_machine_names_none_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +99,29 @@ def test_a_stopped_worker_of_a_ray_that_we_start_is_ended_without_an_agent(
     titles = run_script(STOPPED, str(tmp_path), environment=own_cluster)
     assert any(title.startswith("ray::Tenant") for title in titles)
     assert not [title for title in titles if title.startswith("ray::Agent")]
+
+
+PORTS = """
+import json, os, subprocess
+import ray
+from raysharded.ray_backend.cluster import start_local
+from tests.actors.comm.strangers import children
+
+start_local(1)
+ray.get(ray.remote(lambda: os.getpid()).remote())  # a worker is there
+ours = {f"pid={pid}," for pid in children([os.getpid()])}
+lines = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
+addresses = [line.split()[3] for line in lines if any(pid in line for pid in ours)]
+print(json.dumps({"addresses": addresses, "told": "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" in os.environ}))
+"""
+
+
+@pytest.mark.clusters
+def test_all_ports_of_a_ray_that_we_start_are_on_the_loopback_interface(own_cluster: dict[str, str]) -> None:
+    found = run_script(PORTS, environment=own_cluster)
+    assert len(found["addresses"]) > 4
+    assert [one for one in found["addresses"] if "127.0.0.1" not in one] == []
+    assert not found["told"], "nor is Ray's word for it left to processes that have nothing to do with this Ray"
 
 
 def test_another_process_of_the_machine_reaches_a_ray_on_the_loopback_interface() -> None:

@@ -415,6 +415,14 @@ def fit_in(folder: Path) -> object:
     return trainer.fit()
 
 
+@pytest.mark.parametrize("file", ["runs", "runs/removed", "runs/removed/claims"])
+def test_a_file_where_a_folder_of_the_run_belongs_is_no_removal(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("a file")
+    with pytest.raises(StorageError, match="A file and a folder have the same path there"):
+        is_marked(open_storage(str(tmp_path / "runs" / "removed")))
+
+
 def test_a_driver_that_begins_meanwhile_gives_way(tmp_path: Path) -> None:
     """It has passed the first check: the one after its claim refuses it."""
     storage = _half_removed(tmp_path)

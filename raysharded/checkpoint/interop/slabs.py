@@ -113,7 +113,8 @@ def _batches(checkpoint: Checkpoint, wanted: Iterable[Wanted], max_bytes: int) -
 
 def _ahead(act: Callable[[S], T], inputs: Iterable[S]) -> Iterator[T]:
     """Yield act(x) for every input, in order. The next one is computed while a result is used."""
-    with Threads(1, thread_name_prefix="raysharded-ahead") as pool:
+    pool = Threads(1, thread_name_prefix="raysharded-ahead")
+    try:
         ready: Future[T] | None = None
         for each in inputs:
             coming = pool.submit(act, each)
@@ -122,3 +123,5 @@ def _ahead(act: Callable[[S], T], inputs: Iterable[S]) -> Iterator[T]:
             ready = coming
         if ready is not None:
             yield ready.result()
+    finally:  # perhaps by the garbage collector, which must not wait for a thread
+        pool.shutdown(wait=False, cancel_futures=True)
