@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from raysharded.plain_text import secure_logs
+from raysharded.display.plain_text import secure_logs
 
 __version__ = "0.2.0.dev0"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import traceback
 
-from raysharded import plain_text, uncaught_errors
+from raysharded.display import plain_text, uncaught_errors
 
 
 def text_of(error: BaseException) -> str:

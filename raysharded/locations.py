@@ -7,8 +7,8 @@ import re
 from urllib.parse import unquote
 
 import raysharded
+from raysharded.display.plain_text import has_password
 from raysharded.errors import ConfigError, RayshardedError
-from raysharded.plain_text import has_password
 
 PACKAGE_FOLDER = os.path.join(os.path.dirname(raysharded.__file__), "")
 """The library's folder, as its frames name it, with a trailing slash."""

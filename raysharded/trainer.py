@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
-from raysharded import uncaught_errors
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
 from raysharded.deprecation import warn_of_old_name
+from raysharded.display import uncaught_errors
+from raysharded.display.quantities import count
 from raysharded.errors import ConfigError, RayshardedError
-from raysharded.quantities import count
 from raysharded.run import translation
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Run

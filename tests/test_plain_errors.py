@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from raysharded.display.uncaught_errors import describe
 from raysharded.errors import ConfigError, TaskError
-from raysharded.uncaught_errors import describe
 
 
 @pytest.mark.parametrize("text", ["no such token", "no such token\nin two lines: at the end"])
@@ -34,7 +34,8 @@ def test_other_errors_are_their_message() -> None:
 
 SCRIPT = """
 import {first}
-from raysharded import errors, uncaught_errors
+from raysharded import errors
+from raysharded.display import uncaught_errors
 uncaught_errors.install(errors.RayshardedError)
 import ray
 uncaught_errors.install(errors.RayshardedError)

@@ -14,9 +14,9 @@ from rich.live import Live
 from rich.text import Text
 
 from raysharded import errors
+from raysharded.display.plain_text import LOGGERS, has_password, indented, masked, masked_in, one_line, printable
 from raysharded.journal.log import plain
 from raysharded.locations import refuse_password
-from raysharded.plain_text import LOGGERS, has_password, indented, masked, masked_in, one_line, printable
 from raysharded.report.console import PlainConsole
 from tests.paths import ROOT
 

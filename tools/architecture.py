@@ -37,6 +37,8 @@ PLACES: Mapping[str, tuple[float, float, str]] = {
     "checkpoint": (1.8, 9, "format, commit, storage"),
 }
 """Package -> its column, its row and what it is for, in a few words."""
+LOWEST = ("display",)
+"""Packages that are drawn with the modules at the top level, below all others."""
 SHOWN = (("cli", "trainer"), ("trainer", "run"))
 """Arrows that follow from others and are drawn nevertheless."""
 COLUMN, ROW, WIDTH, HEIGHT, MARGIN = 196, 86, 176, 46, 20
@@ -68,7 +70,7 @@ def picture(root: Path) -> str:
     lines = [_arrow(*pair) for pair in sorted(reduced(arrows(root)) | set(SHOWN))]
     boxes = [_box(name, *place) for name, place in PLACES.items()]
     bottom = max(row for _, row, _ in PLACES.values()) + 1
-    modules = sorted(path.stem for path in (root / "raysharded").glob("[!_]*.py") if path.stem not in PLACES)
+    modules = [path.stem for path in (root / "raysharded").glob("[!_]*.py") if path.stem not in PLACES]
     width = round(max(column for column, _, _ in PLACES.values()) * COLUMN + WIDTH + 2 * MARGIN)
     height = round(bottom * ROW + HEIGHT + 2 * MARGIN)
     head = (
@@ -80,7 +82,9 @@ def picture(root: Path) -> str:
         '<path d="M0 0 L8 4 L0 8 z" fill="#667085"/></marker></defs>'
     )
     paper = f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
-    return "\n".join([head, marker, paper, *lines, *boxes, _foundation(modules, bottom, width), "</svg>\n"])
+    return "\n".join(
+        [head, marker, paper, *lines, *boxes, _foundation(sorted([*modules, *LOWEST]), bottom, width), "</svg>\n"]
+    )
 
 
 def _corner(column: float, row: float) -> tuple[float, float]:
@@ -108,7 +112,7 @@ def _arrow(start: str, end: str) -> str:
 
 
 def _foundation(modules: list[str], row: float, width: int) -> str:
-    """The modules at the top level, which all others may import."""
+    """The modules and packages that all others may import."""
     _, y = _corner(0, row)
     return (
         f'<rect x="{MARGIN}" y="{y:g}" width="{width - 2 * MARGIN}" height="{HEIGHT}" rx="6" fill="#f2f4f7" '

@@ -23,9 +23,9 @@ from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.format.tiling import is_within
 from raysharded.checkpoint.storage import NoSuchKey, NotAFile, Storage
 from raysharded.checkpoint.storage.small_objects import read_small
+from raysharded.display.quantities import count
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NoCheckpoint
 from raysharded.locations import join_url
-from raysharded.quantities import count
 
 Request = tuple[str, Sequence[int], Sequence[int], memoryview | Bytes]
 """(tensor, offsets, sizes, destination): a writable, contiguous buffer of exactly the box's bytes."""

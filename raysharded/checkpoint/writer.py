@@ -17,7 +17,7 @@ from raysharded.checkpoint.format.paths import MANIFEST_NAME, data_path, key_of,
 from raysharded.checkpoint.format.shardfile import ShardTensor as ShardTensor, chunk_digests, chunk_size_for, lay_out
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.storage import NoSuchKey, Storage
-from raysharded.checkpoint.storage.swap import swap
+from raysharded.checkpoint.storage.optional_operations import swap
 from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CheckpointError, IncompleteCheckpoint
 from raysharded.locations import join_url

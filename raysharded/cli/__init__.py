@@ -18,8 +18,8 @@ from raysharded.cli.output import console, echo, require_writable
 from raysharded.cli.runs import attach, control, kill, ls, rm, status
 from raysharded.cli.runs.status import RunStorage, url_of
 from raysharded.cli.usage import App
+from raysharded.display.quantities import count
 from raysharded.errors import ClusterError, ConfigError
-from raysharded.quantities import count
 
 if TYPE_CHECKING:
     from raysharded.trainer import ElasticTrainer
@@ -229,7 +229,7 @@ def report(
 
         write_page(html, found.as_html())
     if as_json:
-        from raysharded.run.stored_status import status_at
+        from raysharded.run.status import status_at
 
         print_json({**found.as_dict(), "run_status": status_at(found.url).as_dict()})
     elif html is None:

@@ -54,7 +54,7 @@ def pack(
     from dataclasses import asdict
 
     from raysharded.data.pack import pack as pack_files
-    from raysharded.quantities import count, size
+    from raysharded.display.quantities import count, size
 
     packed = pack_files(
         inputs,

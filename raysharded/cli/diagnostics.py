@@ -152,7 +152,7 @@ def shared_memory() -> Finding:
         return Finding(
             name="shared memory", found=f"{_SHM}: {error.strerror}", ok=False, advice=f"Mount a tmpfs at {_SHM}."
         )
-    from raysharded.quantities import size
+    from raysharded.display.quantities import size
 
     total_bytes = found.f_frsize * found.f_blocks
     ok = total_bytes >= SHM_BYTES

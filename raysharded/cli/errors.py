@@ -13,8 +13,8 @@ import typer
 from raysharded.cli.option_names import Wording
 from raysharded.cli.output import echo
 from raysharded.cli.suggestions import Suggesting
+from raysharded.display.plain_text import indented, masked_in
 from raysharded.errors import RayshardedError, TaskError
-from raysharded.plain_text import indented, masked_in
 
 INTERRUPTED = 130
 """The exit status that a shell reports for a command ended by Ctrl-C."""

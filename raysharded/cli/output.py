@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from raysharded.display.plain_text import masked, one_line, printable
 from raysharded.errors import StorageError
-from raysharded.plain_text import masked, one_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,8 +13,8 @@ import typer
 
 from raysharded.cli.errors import AsJson, print_json, show_error
 from raysharded.cli.output import console
+from raysharded.display.quantities import count, listing
 from raysharded.errors import ConfigError
-from raysharded.quantities import count, listing
 
 if TYPE_CHECKING:
     from raysharded.config import BatchConfig, EngineConfig

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from raysharded.data.text.files import File, PathLike, as_paths, file_system, find_files
 from raysharded.data.text.token_file import TokenFile, TokenHeader
 from raysharded.data.text.token_reader import TokenReader
+from raysharded.display.quantities import count
 from raysharded.errors import ConfigError, DataError
-from raysharded.quantities import count
 
 _OPEN_THREADS = 16
 _PART = re.compile(r"part-([0-9]{5,})\.parquet")

@@ -19,8 +19,8 @@ from raysharded.data.text.documents import InputFormat, documents
 from raysharded.data.text.files import File, PathLike, as_paths, file_system, find_files, is_local
 from raysharded.data.text.token_file import COLUMN, TokenHeader, token_dtype
 from raysharded.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from raysharded.display.quantities import count
 from raysharded.errors import ConfigError, DataError, StorageError
-from raysharded.quantities import count
 
 Compression = Literal["zstd", "none"]
 _TOOLS_FOLDERS = frozenset(("_temporary", "_spark_metadata", "_delta_log", "__pycache__"))

@@ -13,9 +13,9 @@ from raysharded.data.access.reader_process import DataProcess, ProcessReader
 from raysharded.data.access.sample_reader import DatasetReader, Draws
 from raysharded.data.dataset import TokenDataset
 from raysharded.data.loader import MicrobatchLoader
+from raysharded.display.quantities import count
 from raysharded.errors import ConfigError
 from raysharded.ids import derive_seed
-from raysharded.quantities import count
 
 _CHECKED = 2
 """Number of samples, besides the first, that are read twice at the start."""

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from raysharded.data import LedgerReport
+from raysharded.display.quantities import count
 from raysharded.errors import RunFailed
-from raysharded.quantities import count
 from raysharded.report import load
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raysharded.quantities import count, duration, listing, moment, size
+from raysharded.display.quantities import count, duration, listing, moment, size
 
 _BROKEN_STEP = ("worker_lost", "stuck")
 """Kinds of entries about the step in progress; their field `step` is the newest finished one."""

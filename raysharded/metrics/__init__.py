@@ -15,12 +15,11 @@ _EXPORTS = {
     "StepMetrics": "raysharded.metrics_writer",
     "TensorBoard": "raysharded.metrics.tensorboard",
     "RayMetrics": "raysharded.metrics.ray_metrics",
-    "grafana_dashboard": "raysharded.metrics.grafana",
+    "grafana_dashboard": "raysharded.metrics.ray_metrics",
 }
 
 if TYPE_CHECKING:
-    from raysharded.metrics.grafana import grafana_dashboard as grafana_dashboard
-    from raysharded.metrics.ray_metrics import RayMetrics as RayMetrics
+    from raysharded.metrics.ray_metrics import RayMetrics as RayMetrics, grafana_dashboard as grafana_dashboard
     from raysharded.metrics.tensorboard import TensorBoard as TensorBoard
     from raysharded.metrics_writer import (
         Beginning as Beginning,

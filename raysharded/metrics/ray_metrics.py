@@ -1,10 +1,11 @@
-"""A run's numbers as Ray metrics, which each node exports for Prometheus."""
+"""A run's numbers as Ray metrics, which each node exports for Prometheus; and a Grafana dashboard for them."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any, Literal
 
 from raysharded.metrics_writer import Beginning, RunEvent, StepMetrics
@@ -117,3 +118,9 @@ def _made(name: str, shape: Shape) -> Any:
             return metrics.Counter(name, description=shape.says, tag_keys=tags)
         case "histogram":
             return metrics.Histogram(name, description=shape.says, boundaries=_BUCKETS_S, tag_keys=tags)
+
+
+def grafana_dashboard() -> str:
+    """The dashboard as JSON, for Grafana's "import dashboard". It needs no input, and has variables for the Prometheus
+    data source and for the runs."""
+    return (files("raysharded.metrics") / "grafana.json").read_text(encoding="utf-8")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raysharded.display.plain_text import masked, one_line, printable
 from raysharded.journal.entry_text import incident_text
 from raysharded.metrics_writer import Beginning, RunEvent, StepMetrics
-from raysharded.plain_text import masked, one_line, printable
 from raysharded.report.history.step_table import step_record
 
 _NO_SETTINGS = frozenset(

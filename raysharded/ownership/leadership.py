@@ -181,7 +181,9 @@ class RunLeadership:
             dead = holder is not None and self._is_dead(holder)
             verdict = judge(first, now, watch.seconds(), dead=dead, own_lease_s=self._terms.lease_s)
             if verdict is LeaseVerdict.HELD:
-                raise RunOwnedElsewhere(self._held_by(owner, holder))
+                raise RunOwnedElsewhere(
+                    _held_by(self._run, self._storage, owner, holder, removing=self._terms.removing)
+                )
             if verdict is not LeaseVerdict.UNKNOWN:
                 return now, verdict.value
             if not said:
@@ -204,12 +206,6 @@ class RunLeadership:
             return True
         known = holder.cluster and (holder.cluster, holder.job) != (self._holder.cluster, self._holder.job)
         return bool(known and holder.cluster == self._holder.cluster and self._has_ended(holder.cluster, holder.job))
-
-    def _held_by(self, owner: Claim, holder: Holder | None) -> str:
-        held = f"run {self._run!r} under {self._storage.url} is held by {holder or f'driver {owner.writer}'}, which is "
-        if self._terms.removing or owner.writer.startswith(REMOVER):
-            return f"{held}alive. Wait for it, or end it; then repeat this."
-        return f"{held}alive. Wait for it, end it, or take over with fit(take_over=True): it then ends with an error."
 
     def _newest_claim(self) -> Claim | None:
         return find_newest(self._storage, key=self._key)[1]
@@ -278,14 +274,8 @@ class RunLeadership:
         if known is None:
             with contextlib.suppress(StorageError):
                 self._storage.delete([lease_key(self._holder.driver)])
-            self._on_lost(str(self._lost_to(rival)))
+            self._on_lost(_taken_over(self._run, self._storage, self._holder, rival))
         return False
-
-    def _lost_to(self, rival: Claim) -> RunOwnedElsewhere:
-        return RunOwnedElsewhere(
-            f"driver {rival.writer} has taken over run {self._run!r} under {self._storage.url}; this one "
-            f"({self._holder.driver}) ends, and leaves the workers to it. Start each run name from one place at a time."
-        )
 
     # -- check --
 
@@ -310,7 +300,7 @@ class RunLeadership:
             )
         self._loop.set()
         if self._rival is not None:
-            raise self._lost_to(self._rival)
+            raise RunOwnedElsewhere(_taken_over(self._run, self._storage, self._holder, self._rival))
 
     def is_sure(self) -> bool:
         """Whether it is known, without a query, that no other driver can lead the run now."""
@@ -336,3 +326,17 @@ class RunLeadership:
         self._asked.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
+
+
+def _held_by(run: str, storage: Storage, owner: Claim, holder: Holder | None, *, removing: bool) -> str:
+    held = f"run {run!r} under {storage.url} is held by {holder or f'driver {owner.writer}'}, which is "
+    if removing or owner.writer.startswith(REMOVER):
+        return f"{held}alive. Wait for it, or end it; then repeat this."
+    return f"{held}alive. Wait for it, end it, or take over with fit(take_over=True): it then ends with an error."
+
+
+def _taken_over(run: str, storage: Storage, own: Holder, rival: Claim) -> str:
+    return (
+        f"driver {rival.writer} has taken over run {run!r} under {storage.url}; this one ({own.driver}) ends, and "
+        "leaves the workers to it. Start each run name from one place at a time."
+    )

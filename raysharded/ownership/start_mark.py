@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from raysharded.checkpoint import NoSuchKey, Storage
-from raysharded.checkpoint.storage.folders import remove_folders
+from raysharded.checkpoint.storage.optional_operations import remove_folders
 from raysharded.errors import StorageError
 from raysharded.ownership.lease import Holder, Process, encode, lease_key, read_lease
 from raysharded.ownership.process_identity import is_gone, this_process

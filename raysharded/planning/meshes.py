@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from raysharded.actors.numerics.microbatch_schedule import Schedule
+from raysharded.display.quantities import count
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh
-from raysharded.quantities import count
 
 
 def mesh_of(replicas: int, shards: int, tensor: int) -> Mesh:

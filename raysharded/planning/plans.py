@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from raysharded.config import BatchConfig, EngineConfig
+from raysharded.display.quantities import count
 from raysharded.errors import ConfigError, RayshardedError
 from raysharded.layout import Mesh
 from raysharded.planning.memory.footprint import Setting
@@ -27,7 +28,6 @@ from raysharded.planning.search import (
 )
 from raysharded.planning.trace import Trace, repeat_unit
 from raysharded.planning.tracing.measurement import measure
-from raysharded.quantities import count
 from raysharded.task import Task
 
 _SHORT_STEP_S = 0.2

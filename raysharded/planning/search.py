@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raysharded.config import ScalingConfig
+from raysharded.display.quantities import count, duration, short, size
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh
 from raysharded.planning.memory.footprint import Setting, WorkerMemory, first_weights_bytes, worker_memory
 from raysharded.planning.meshes import layouts_of, mesh_of, rounds_per_step
 from raysharded.planning.traffic.worker_traffic import OVERLAPPED, Traffic, worker_traffic
-from raysharded.quantities import count, duration, short, size
 
 CPU_SPEEDS = {"flops": 5e10, "node_bandwidth": 2e9, "network_bandwidth": 1e9}
 """Assumed speeds of CPU workers, in place of the defaults of `Cluster`: those of a GPU of 2023 with its network."""

@@ -6,11 +6,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from raysharded.display.quantities import count, size
 from raysharded.planning.memory.footprint import HOST_KINDS, KINDS
 from raysharded.planning.plans import Plan
 from raysharded.planning.search import short_duration
 from raysharded.planning.traffic.worker_traffic import KINDS as LINKS
-from raysharded.quantities import count, size
 from raysharded.report.history.row_table import RowTable
 from raysharded.report.history.tables import DIM, facts_table, verdict
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raysharded.config import EngineConfig
-from raysharded.quantities import count
+from raysharded.display.quantities import count
 from raysharded.task import Task
 
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from raysharded.display.quantities import count, duration
 from raysharded.errors import InexactError, RayshardedError, TaskError, text_of
 from raysharded.ids import WorkerId
 from raysharded.preflight import builds, requirements
@@ -18,7 +19,6 @@ from raysharded.preflight.requirements import Needs, Shape
 from raysharded.preflight.results import Check, Report
 from raysharded.preflight.small_run import Device, Small
 from raysharded.preflight.trial_runs import COMPARED, Training, difference, train
-from raysharded.quantities import count, duration
 from raysharded.run.listeners import untested_versions, versions
 from raysharded.testing.faults import Fault, FaultPlan
 from raysharded.validation import is_int, require, require_number

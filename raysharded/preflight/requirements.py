@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysharded.config import BatchConfig, EngineConfig
+from raysharded.display.quantities import count, duration, size
 from raysharded.errors import ConfigError, TaskError, text_of
 from raysharded.layout import Mesh
-from raysharded.quantities import count, duration, size
 
 if TYPE_CHECKING:
     from raysharded.task import Task

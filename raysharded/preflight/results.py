@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
+from raysharded.display.quantities import duration
 from raysharded.preflight.requirements import Needs
-from raysharded.quantities import duration
 
 Status: TypeAlias = Literal["ok", "refused", "differs", "not tried"]
 

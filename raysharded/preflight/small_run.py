@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from raysharded.config import BatchConfig, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from raysharded.quantities import count
+from raysharded.display.quantities import count
 from raysharded.task import has_tensor_parallelism
 from raysharded.testing.faults import FaultPlan
 

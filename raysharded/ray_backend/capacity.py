@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import ray
 
 from raysharded.config import ScalingConfig
+from raysharded.display.quantities import count, duration
 from raysharded.errors import ClusterError
-from raysharded.quantities import count, duration
 
 _log = logging.getLogger("raysharded.driver")
 

@@ -16,8 +16,8 @@ import ray
 from ray._private import ray_constants
 
 from raysharded.checkpoint.format.signing import ENVIRONMENT_KEY
+from raysharded.display.quantities import count
 from raysharded.errors import ClusterError
-from raysharded.quantities import count
 from raysharded.ray_backend.local_cluster import LocalCluster, listens, names_of, running_cluster, users_listening
 
 _log = logging.getLogger("raysharded.cluster")

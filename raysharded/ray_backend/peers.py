@@ -1,4 +1,4 @@
-"""The workers of a run on a Ray cluster, found by their names: by one of them, or by a driver. Knows Ray."""
+"""The actors of a run on a Ray cluster, found by their names: its workers, and its driver. Knows Ray."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from raysharded.ids import WorkerId
+from raysharded.protocol.session import run_digest
 
 NAMESPACE = "raysharded"
 _NAME = re.compile(r"([0-9a-f]+)-e([0-9]+)-w([0-9]+)")
@@ -90,3 +91,16 @@ class RayPeers:
             if actor is not None:
                 with contextlib.suppress(RayError):
                     ray.kill(actor, no_restart=True)
+
+
+def host_name(name: str, url: str) -> str:
+    """Name of a run's host among the cluster's actors."""
+    return f"driver-{run_digest(url)}-{name}"
+
+
+def host_of(actor_name: str) -> Any:
+    """The host's actor, also while Ray restarts it; None if there is none."""
+    try:
+        return ray.get_actor(actor_name, namespace=NAMESPACE)
+    except ValueError:
+        return None

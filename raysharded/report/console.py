@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from raysharded.plain_text import masked, printable
+from raysharded.display.plain_text import masked, printable
 
 
 class PlainConsole(Console):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.checkpoint.removal_mark import REMOVAL_KEY
-from raysharded.checkpoint.storage.folders import list_folders
+from raysharded.checkpoint.storage.optional_operations import list_folders
 from raysharded.errors import StorageError
 from raysharded.journal import log
 from raysharded.locations import join_url, local_path, scheme_of

@@ -19,7 +19,7 @@ from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER, MANIFEST_NAME
 from raysharded.checkpoint.removal_mark import is_marked, refuse_removed
 from raysharded.checkpoint.retention.fork_reference import REFERENCE_NAME
 from raysharded.checkpoint.storage import NotAFile
-from raysharded.checkpoint.storage.folders import last_part, list_folders
+from raysharded.checkpoint.storage.optional_operations import last_part, list_folders
 from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER, Claim, list_numbers, read_claim
 from raysharded.errors import CorruptCheckpoint, StorageError
 from raysharded.journal import log

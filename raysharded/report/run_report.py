@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from raysharded.data.ledger import LedgerReport
-from raysharded.quantities import count, listing
+from raysharded.display.quantities import count, listing
 from raysharded.report.history.run_summary import RunSummary
 from raysharded.report.history.tables import (
     checkpoint_table,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 
-from raysharded import uncaught_errors
+from raysharded.display import uncaught_errors
 from raysharded.errors import ClusterError, ConfigError, RayshardedError, StorageError
 from raysharded.ray_backend import cluster
 from raysharded.report.nearby import like, near, near_runs

@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import logging
-import os
-import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from raysharded import uncaught_errors
 from raysharded.clock import SystemClock
+from raysharded.display import uncaught_errors
+from raysharded.display.quantities import count
 from raysharded.errors import ConfigError, RayshardedError, RunFailed
 from raysharded.ownership.start_mark import mark_start
-from raysharded.quantities import count
 from raysharded.run.control import RunControl
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Ask, Run
 from raysharded.run.listeners import announce, listening, measuring, untested_versions, versions
 from raysharded.run.process_hooks import on_notice
-from raysharded.run.results import Entry, Listener, Result, Status, last_numbers
+from raysharded.run.results import Entry, Listener, Result, Status, last_numbers, start_in_words
+from raysharded.run.spec import RunSpec, require_same_settings
 from raysharded.run.start_from import with_initial_weights
+from raysharded.run.status import with_driver
 from raysharded.run.translation import files_of, job_of, limits_of
 
 if TYPE_CHECKING:
     from raysharded.driver.state.state import State
-    from raysharded.journal.verified import VerifiedJournal
     from raysharded.protocol.job import Job
     from raysharded.protocol.worker_launcher import Launcher
-    from raysharded.run.spec import RunSpec
 
 _log = logging.getLogger("raysharded.driver")
-_SAME_WHEN_RESUMED = ("batch", "reduction", "param_dtype", "reduce_dtype", "cast_inputs", "compile", "threads")
-_BEFORE_IT_WAS_RECORDED = {"cast_inputs": "all"}
 ENTRIES_KEPT = 20_000
 """Number of entries that are kept; the journal has all of them."""
 ENTRIES_AT_ONCE = 2_000
@@ -157,17 +152,17 @@ class LocalRun(Run):
             self._entries.close()
 
     def _drive(self) -> Result:
-        from raysharded.journal.log import refusing_damage
+        from raysharded.journal.log import read_verified, refusing_damage
 
+        key, accept_unsigned = self._files.key, self._files.accept_unsigned
         with refusing_damage(self._storage):
-            journal = self._journal()
+            journal = read_verified(self._storage, key, accept_unsigned=accept_unsigned)
             starts = [entry for entry in journal.entries if entry["kind"] == "started"]
-            self._check_same_run(starts)
+            require_same_settings(self._spec, starts)
         finished = self._finished_before()
         if finished is not None:
             return finished
-        key, vouched = self._files.key, not journal.is_unsigned
-        self._spec = with_initial_weights(self._spec, self._storage, starts, key, vouched=vouched)
+        self._spec = with_initial_weights(self._spec, self._storage, starts, key, vouched=not journal.is_unsigned)
         if self._spec.initial_weights is not None:
             self._files = files_of(self._spec, self._storage, versions())
         for sentence in untested_versions():
@@ -240,22 +235,6 @@ class LocalRun(Run):
         grace_s = self._spec.run.checkpoint.grace_s
         return on_notice(lambda: self.stop(checkpoint=True, within_s=grace_s), grace_s)
 
-    def _journal(self) -> VerifiedJournal:
-        from raysharded.journal.verified import read_verified
-
-        return read_verified(self._storage, self._files.key, accept_unsigned=self._files.accept_unsigned)
-
-    def _check_same_run(self, starts: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ConfigError for another order of samples or another arithmetic than the run began with."""
-        about = self._spec.settings()
-        for key in _SAME_WHEN_RESUMED:
-            before = starts[-1].get(key, _BEFORE_IT_WAS_RECORDED.get(key, about[key])) if starts else about[key]
-            if before != about[key]:
-                raise ConfigError(
-                    f"run {self.name!r} was started with {key}={before!r} and is resumed with {about[key]!r}. Resume "
-                    "it with the same value, or give the run another name."
-                )
-
     def _finished_before(self) -> Result | None:
         """The result of a run whose final checkpoint exists already."""
         from raysharded.driver.startup.resume_point import newest_of
@@ -286,50 +265,26 @@ class LocalRun(Run):
         if driver is None:
             return f"Run {self.name!r} had not begun."
         state = driver.state
-        start = (
-            f"from its checkpoint of step {state.checkpoint.step}"
-            if state.checkpoint
-            else "from the start: it has no checkpoint"
-        )
+        start = start_in_words(state.checkpoint.step if state.checkpoint else None)
         return f"Run {self.name!r} was at step {state.step} of {limit}; the next fit() resumes {start}."
 
     # -- for the user --
 
     def status(self) -> Status:
-        driver, limit = self._steering.driver, self._spec.run.max_steps
-        if driver is None:
-            phase = "over" if self._ended.is_set() else "starting"
-            steps = self._result.steps if self._result else 0
-            found = Status(phase=phase, state=self._state(), step=steps, max_steps=limit, workers=())
-            return dataclasses.replace(found, name=self.name, url=self.url)
-        state = driver.state
-        ready = {int(worker): facts for worker, facts in state.facts.items() if worker in state.ready}
-        seen = {int(worker): one for worker, one in state.step_times.newest.items() if worker in state.members}
-        loss = state.measured.get("loss")
-        return Status(
-            phase="over" if self._ended.is_set() else state.phase.value,
+        driver, is_over = self._steering.driver, self._ended.is_set()
+        found = Status(
+            phase="over" if is_over else "starting",
             state=self._state(),
-            error=str(self._error) if self._error is not None and self._state() == "failed" else "",
-            step=state.step,
-            max_steps=limit,
-            workers=tuple(map(int, state.members)),
-            num_workers=len(state.members),
-            generation=int(state.generation) if state.members else None,
-            pids={worker: facts.pid for worker, facts in ready.items()},
-            nodes={worker: facts.node for worker, facts in ready.items()},
-            mesh=str(state.mesh) if state.members else "",
+            step=self._result.steps if self._result else 0,
+            max_steps=self._spec.run.max_steps,
+            workers=(),
             name=self.name,
             url=self.url,
-            driver=f"driver {state.driver} (process {os.getpid()} on {platform.node()})",
-            driver_pid=os.getpid(),
-            driver_node=platform.node(),
-            started_at=self._began_at,
-            loss=None if loss is None else float(loss),
-            losses=state.losses,
-            checkpoint_step=state.checkpoint.step if state.checkpoint else None,
-            doing={worker: one.phase for worker, one in seen.items()},
-            busy_s={worker: sum(one.busy.values()) for worker, one in seen.items() if one.num_steps},
         )
+        if driver is None:
+            return found
+        error = str(self._error) if self._error is not None and self._state() == "failed" else ""
+        return with_driver(found, driver.state, is_over=is_over, started_at=self._began_at, error=error)
 
     def _state(self) -> str:
         """The state that `raysharded status` shows."""

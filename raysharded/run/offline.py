@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysharded.errors import ClusterError, RunFailed
 from raysharded.run.handle import Ask, Run
-from raysharded.run.results import Entry, Result, Status, last_numbers
+from raysharded.run.results import Entry, Result, Status, last_numbers, start_in_words
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import Checkpoint, Storage
@@ -42,7 +42,7 @@ class StoredRun(Run):
 
     def status(self) -> Status:
         from raysharded.report.recent import RecentReader
-        from raysharded.run.stored_status import stored_status
+        from raysharded.run.status import stored_status
 
         with self._reading:
             self._recent = self._recent or RecentReader(self._storage)
@@ -73,11 +73,7 @@ class StoredRun(Run):
             return result or self._without_last_checkpoint(found)
         what = {"failed": "failed", "stopped": "was stopped"}.get(found.state, "ended without a final journal entry")
         why = f": {found.error}" if found.error else ""
-        start = (
-            "from the start: it has no checkpoint"
-            if found.checkpoint_step is None
-            else f"from its checkpoint of step {found.checkpoint_step}"
-        )
+        start = start_in_words(found.checkpoint_step)
         raise RunFailed(f"Run {self.name!r} {what} at step {found.step or 0}{why}. Started again, it resumes {start}.")
 
     def _without_last_checkpoint(self, found: RunOverview) -> Result:
@@ -113,7 +109,7 @@ class StoredRun(Run):
 
     def _look(self) -> RunOverview:
         from raysharded.report.overview import look
-        from raysharded.run.restart import with_restart
+        from raysharded.run.status import with_restart
 
         (found,) = look([self._storage])
         return with_restart(found)

@@ -169,3 +169,10 @@ class WrittenCheckpoint:
     step: int
     url: str
     """Folder of the checkpoint."""
+
+
+def start_in_words(checkpoint_step: int | None) -> str:
+    """Where a run resumes, from the step of its newest checkpoint; None: it has none."""
+    if checkpoint_step is None:
+        return "from the start: it has no checkpoint"
+    return f"from its checkpoint of step {checkpoint_step}"

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from raysharded.errors import ConfigError
 
 if TYPE_CHECKING:
     from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
     from raysharded.protocol.job import InitialWeights
     from raysharded.task import Task
+
+_SAME_WHEN_RESUMED = ("batch", "reduction", "param_dtype", "reduce_dtype", "cast_inputs", "compile", "threads")
+_BEFORE_IT_WAS_RECORDED = {"cast_inputs": "all"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,3 +95,18 @@ class RunSpec:
                 "tensor_parallel_degree": self.scaling.tensor_parallel_degree,
             },
         }
+
+
+def require_same_settings(spec: RunSpec, starts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError for another order of samples or another arithmetic than the run began with.
+
+    `starts`: the journal's entries of the run's starts.
+    """
+    about = spec.settings()
+    for key in _SAME_WHEN_RESUMED:
+        before = starts[-1].get(key, _BEFORE_IT_WAS_RECORDED.get(key, about[key])) if starts else about[key]
+        if before != about[key]:
+            raise ConfigError(
+                f"run {spec.run.name!r} was started with {key}={before!r} and is resumed with {about[key]!r}. Resume "
+                "it with the same value, or give the run another name."
+            )

@@ -18,8 +18,7 @@ from raysharded.checkpoint.claims import Claims, commit_claimed
 from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
 from raysharded.checkpoint.format.paths import save_prefix
 from raysharded.checkpoint.storage import BytesLike, Keys, Storage, Traits, Unfinished
-from raysharded.checkpoint.storage.folders import list_folders, list_links, remove_folders
-from raysharded.checkpoint.storage.swap import CanSwap, swap
+from raysharded.checkpoint.storage.optional_operations import CanSwap, list_folders, list_links, remove_folders, swap
 from raysharded.checkpoint.writer import ShardTensor, commit, write_shard
 from raysharded.errors import StorageError
 from raysharded.locations import join_url

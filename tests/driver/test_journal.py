@@ -13,10 +13,9 @@ from hypothesis import given, settings, strategies as st
 
 from raysharded.checkpoint import SigningKey, Storage, open_storage
 from raysharded.errors import RefusedCheckpoint, RunOwnedElsewhere, StorageError
-from raysharded.journal.log import FOLDER, Journal, newest_generation, next_segment, read, segment_key
+from raysharded.journal.log import FOLDER, Journal, newest_generation, next_segment, read, read_verified, segment_key
 from raysharded.journal.reader import entries_of, steps_of
 from raysharded.journal.signed_segments import Link, check, is_signed
-from raysharded.journal.verified import read_verified
 
 
 class SetClock:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from raysharded.quantities import count, duration, listing, moment, short, size
+from raysharded.display.quantities import count, duration, listing, moment, short, size
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from raysharded.actors.comm import gloo, listeners, sockets
 from raysharded.actors.comm.abortable_wait import has_ended, keep_until_ended, waits_for_peers
-from raysharded.actors.comm.admission import Admission
 from raysharded.actors.comm.membership_proof import MembershipProof
+from raysharded.actors.comm.socket_admission import Admission
 from raysharded.actors.comm.store_client import StoreClient
 
 _log = logging.getLogger(__name__)

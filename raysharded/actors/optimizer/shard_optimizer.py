@@ -7,7 +7,7 @@ state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -169,12 +169,7 @@ class ShardOptimizer:
             without = [name for name, param in self._params.items() if param.requires_grad and param.grad is None]
             if not without:
                 raise
-            raise TaskError(
-                f"{type(self._optimizer).__name__}.step raised {type(error).__name__}: {text_of(error)}. It "
-                f"has {len(without)} parameters without gradient, as no microbatch of step {step} used them, first "
-                f"{without[0]!r}: their grad is None, as in plain torch. Let the optimizer skip such parameters.",
-                user_traceback(error),
-            ) from error
+            raise _failed_without_gradient(type(self._optimizer).__name__, step, without, error) from error
         self._optimizer.zero_grad(set_to_none=True)
         self.clear_gradients()
         return float(rates[0])
@@ -185,12 +180,7 @@ class ShardOptimizer:
         except RuntimeError as error:
             if self._elementwise or is_collective_failure(error):
                 raise
-            raise TaskError(
-                f"{type(self._optimizer).__name__}.step() failed on parameters that are spread over the workers: "
-                f"{text_of(error)} In fast mode an optimizer that is not element-wise steps on torch's DTensors: use "
-                "one whose operations they have, as Muon's, or SGD, Adam or AdamW.",
-                user_traceback(error),
-            ) from error
+            raise _failed_on_dtensors(type(self._optimizer).__name__, error) from error
         except KeyError as error:
             if not self._loaded.parameters:
                 raise
@@ -297,3 +287,21 @@ class ShardOptimizer:
 
     def _local_params(self) -> list[torch.Tensor]:
         return list(self._params.values())
+
+
+def _failed_on_dtensors(kind: str, error: RuntimeError) -> TaskError:
+    return TaskError(
+        f"{kind}.step() failed on parameters that are spread over the workers: {text_of(error)} In fast mode an "
+        "optimizer that is not element-wise steps on torch's DTensors: use one whose operations they have, as Muon's, "
+        "or SGD, Adam or AdamW.",
+        user_traceback(error),
+    )
+
+
+def _failed_without_gradient(kind: str, step: int, without: Sequence[str], error: Exception) -> TaskError:
+    return TaskError(
+        f"{kind}.step raised {type(error).__name__}: {text_of(error)}. It has {len(without)} parameters without "
+        f"gradient, as no microbatch of step {step} used them, first {without[0]!r}: their grad is None, as in plain "
+        "torch. Let the optimizer skip such parameters.",
+        user_traceback(error),
+    )

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from raysharded.display.quantities import count
 from raysharded.errors import CheckpointError
-from raysharded.quantities import count
 
 _MOST_TOLD = 20
 _TRAINER_PREFIXES = ("model.", "buffer.", "optim.", "number.")

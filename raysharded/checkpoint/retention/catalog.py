@@ -23,8 +23,8 @@ from raysharded.checkpoint.retention.claim_history import History
 from raysharded.checkpoint.retention.fork_reference import REFERENCE_NAME, open_reference
 from raysharded.checkpoint.retention.tombstone import read_tombstone, tombstone_key
 from raysharded.checkpoint.storage import NoSuchKey, Storage
-from raysharded.checkpoint.storage.folders import list_links
-from raysharded.checkpoint.storage.sizes import list_sizes, size_of_listed
+from raysharded.checkpoint.storage.local import size_of_listed
+from raysharded.checkpoint.storage.optional_operations import list_links, list_sizes
 from raysharded.checkpoint.stored_claims import Claim, claim_key
 from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, RefusedCheckpoint

@@ -17,7 +17,7 @@ from raysharded.checkpoint.format.paths import MANIFEST_NAME, key_of
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.storage import NoSuchKey, Storage
-from raysharded.checkpoint.storage.folders import list_links, list_times
+from raysharded.checkpoint.storage.optional_operations import list_links, list_times
 from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CheckpointError
 

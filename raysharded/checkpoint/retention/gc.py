@@ -16,7 +16,7 @@ from raysharded.checkpoint.retention.pins import list_pins
 from raysharded.checkpoint.retention.policy import Candidate, Keep, to_delete
 from raysharded.checkpoint.retention.two_phase_delete import is_full, remove, remove_unmarked, retire, why_not_removed
 from raysharded.checkpoint.storage import Storage, Unfinished
-from raysharded.checkpoint.storage.folders import list_links
+from raysharded.checkpoint.storage.optional_operations import list_links
 from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER, list_numbers, lost_writes
 from raysharded.errors import CheckpointError, RefusedCheckpoint, StorageError
 

@@ -27,7 +27,7 @@ from raysharded.checkpoint.reader import open_checkpoint
 from raysharded.checkpoint.retention.gc import Pruned
 from raysharded.checkpoint.retention.orphan_saves import Left
 from raysharded.checkpoint.storage import NoSuchKey, Storage, Unfinished
-from raysharded.checkpoint.storage.folders import last_part, list_times
+from raysharded.checkpoint.storage.optional_operations import last_part, list_times
 from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.errors import CheckpointError
 

@@ -23,7 +23,7 @@ from raysharded.checkpoint.retention.fork_reference import REFERENCE_NAME, read_
 from raysharded.checkpoint.retention.forks.fork import remove_own_pin
 from raysharded.checkpoint.retention.pins import PINS_FOLDER, list_pins
 from raysharded.checkpoint.storage import Storage
-from raysharded.checkpoint.storage.folders import list_links, remove_folders
+from raysharded.checkpoint.storage.optional_operations import list_links, remove_folders
 from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER
 from raysharded.errors import CheckpointError, ConfigError, RayshardedError, RunOwnedElsewhere, StorageError
 

@@ -16,7 +16,7 @@ from raysharded.checkpoint.format.paths import (
 )
 from raysharded.checkpoint.format.signing import SigningKey, signing_key_from_environment
 from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
-from raysharded.checkpoint.storage.swap import require_swaps
+from raysharded.checkpoint.storage.optional_operations import require_swaps
 from raysharded.errors import CheckpointError, ConfigError
 from raysharded.locations import join_url, local_path, scheme_of
 

@@ -1,7 +1,8 @@
-"""Opening of a checkpoint from a URI, on one rank or on all ranks."""
+"""Opening of a checkpoint from a URI, on one rank or on all ranks. An error names folders that the URI may mean."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,10 +13,36 @@ from raysharded.checkpoint.retention.catalog import newest_complete
 from raysharded.checkpoint.retention.flat_folder import newest_beside
 from raysharded.checkpoint.sharded_io.checkpoint_uri import Uri, split, text_of
 from raysharded.checkpoint.sharded_io.coordinator import Coordinator
-from raysharded.checkpoint.sharded_io.similar_folders import similar
 from raysharded.checkpoint.state_dict.rank_merge import require_same
 from raysharded.checkpoint.storage import open_storage
-from raysharded.errors import CheckpointError, ConfigError, IncompleteCheckpoint, NoCheckpoint
+from raysharded.checkpoint.storage.optional_operations import list_folders
+from raysharded.errors import CheckpointError, ConfigError, IncompleteCheckpoint, NoCheckpoint, RayshardedError
+from raysharded.locations import join_url
+
+_NAMES = 3
+_DEPTH = 4
+"""Mistyped parts of a path, counted from its end, that are looked for at most."""
+
+
+def similar(uri: str, depth: int = _DEPTH) -> list[str]:
+    """At most three existing folders whose paths are similarly spelled, the most similar first. Never raises.
+
+    Each part of the path may be mistyped. Lists only the folders on the way.
+    """
+    try:
+        above, name = split(uri)
+        inside = list_folders(open_storage(above))
+        if not inside and depth > 1:
+            return [found for other in similar(above, depth - 1) for found in _named(other, name)][:_NAMES]
+        return _named(above, name)
+    except RayshardedError:  # this must not hide the error that it belongs to
+        return []
+
+
+def _named(folder: str, name: str) -> list[str]:
+    inside = list_folders(open_storage(folder))
+    close = [name] if name in inside else difflib.get_close_matches(name, inside, n=_NAMES, cutoff=0.6)
+    return [join_url(folder, other) for other in close]
 
 
 def open_uri(uri: Uri, *, key: SigningKey | None = None) -> Checkpoint:

@@ -20,10 +20,10 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
-from raysharded.checkpoint.storage.folders import is_called
+from raysharded.checkpoint.storage.optional_operations import is_called
 from raysharded.checkpoint.storage.retry import is_transient, retries_of, with_retries
+from raysharded.display.plain_text import masked
 from raysharded.locations import THROUGH_FSSPEC
-from raysharded.plain_text import masked
 
 T = TypeVar("T")
 

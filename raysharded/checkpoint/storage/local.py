@@ -13,8 +13,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
-from raysharded.checkpoint.storage.folders import is_called
+from raysharded.checkpoint.storage import (
+    BytesLike,
+    Keys,
+    NoSuchKey,
+    Storage,
+    Traits,
+    Unfinished,
+    check_key,
+    storage_error,
+)
 from raysharded.checkpoint.storage.local_files import (
     batches,
     is_at,
@@ -30,6 +38,7 @@ from raysharded.checkpoint.storage.local_files import (
     write_temporary,
     written_at,
 )
+from raysharded.checkpoint.storage.optional_operations import is_called
 from raysharded.errors import StorageError
 
 _TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{12}")
@@ -265,3 +274,13 @@ class LocalStorage:
             if os.path.lexists(temporary):
                 raise
             raise storage_error(self.url, operation, key, error, remedy=_REMOVED) from error
+
+
+def size_of_listed(storage: Storage, key: str, listed: int | None) -> int | None:
+    """Bytes of a file, as listed or from a disk; None if that needs a request. Raises StorageError."""
+    if listed is not None or not isinstance(storage, LocalStorage):
+        return listed
+    try:
+        return storage.size(key)
+    except NoSuchKey:
+        return None

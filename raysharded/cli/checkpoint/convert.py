@@ -45,7 +45,7 @@ def read_map(path: str | None) -> NameMap | None:
 
 def say(done: dict[str, Any], as_json: bool) -> None:
     """Print the result of a conversion."""
-    from raysharded.quantities import count, size
+    from raysharded.display.quantities import count, size
 
     if as_json:
         print_json(done)

@@ -12,7 +12,7 @@ from raysharded.cli.checkpoint.convert import Names
 from raysharded.cli.checkpoint.target import AsJson, find_place, open_chosen
 from raysharded.cli.errors import print_json
 from raysharded.cli.output import byte_progress, console, echo
-from raysharded.quantities import count
+from raysharded.display.quantities import count
 
 if TYPE_CHECKING:
     from raysharded.checkpoint.interop.diff import Diff

@@ -18,8 +18,8 @@ from raysharded.cli.checkpoint.target import (
 )
 from raysharded.cli.errors import print_json
 from raysharded.cli.output import console, echo
+from raysharded.display.plain_text import one_line
 from raysharded.errors import CheckpointError
-from raysharded.plain_text import one_line
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import Checkpoint, CheckpointRef, Storage
@@ -32,7 +32,7 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     if as_json:
         print_json(rows)
         return
-    from raysharded.quantities import moment
+    from raysharded.display.quantities import moment
     from raysharded.report.history.row_table import RowTable
 
     table = RowTable()
@@ -69,7 +69,7 @@ def show(run: Run, step: Step = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json(found)
         return
-    from raysharded.quantities import count, moment, size
+    from raysharded.display.quantities import count, moment, size
     from raysharded.report.history.tables import facts_table
 
     table = facts_table()
@@ -104,7 +104,7 @@ def _show_reference(storage: Storage, ref: CheckpointRef, as_json: bool) -> None
     if as_json:
         print_json(found)
         return
-    from raysharded.quantities import moment
+    from raysharded.display.quantities import moment
     from raysharded.report.history.tables import facts_table
 
     table = facts_table()

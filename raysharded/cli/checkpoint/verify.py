@@ -21,8 +21,8 @@ from raysharded.cli.checkpoint.target import (
 )
 from raysharded.cli.errors import print_json
 from raysharded.cli.output import byte_progress, echo
+from raysharded.display.quantities import count
 from raysharded.errors import CheckpointError
-from raysharded.quantities import count
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import Checkpoint, CheckpointRef

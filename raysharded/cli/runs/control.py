@@ -10,7 +10,7 @@ import typer
 
 from raysharded.cli.errors import AsJson, print_json
 from raysharded.cli.output import echo
-from raysharded.quantities import count
+from raysharded.display.quantities import count
 
 if TYPE_CHECKING:
     from raysharded.run import Run

@@ -26,12 +26,12 @@ def runs(
     from raysharded.checkpoint import open_storage
     from raysharded.report.nearby import require_folder
     from raysharded.report.overview import find_runs
-    from raysharded.run.restart import with_restart
+    from raysharded.run.status import with_restart
 
     require_folder(url)
     found = list(map(with_restart, find_runs(url)))
     if as_json:
-        from raysharded.run.stored_status import stored_status
+        from raysharded.run.status import stored_status
 
         print_json([stored_status(run).as_dict() for run in found])
         return
@@ -74,7 +74,7 @@ def cells(run: RunOverview) -> tuple[str, str, str, str, str]:
     """Step, loss, workers, newest checkpoint, age of the newest entry; empty where not known."""
     import time
 
-    from raysharded.quantities import duration
+    from raysharded.display.quantities import duration
 
     of = "" if run.max_steps is None else f" of {run.max_steps}"
     age_s = None if run.newest_entry_at is None else max(0.0, time.time() - run.newest_entry_at)

@@ -11,7 +11,7 @@ import typer
 from raysharded.cli.errors import AsJson, print_json
 from raysharded.cli.output import echo
 from raysharded.cli.runs.control import Address
-from raysharded.quantities import count
+from raysharded.display.quantities import count
 
 if TYPE_CHECKING:
     from raysharded.run.removal.execution import Removed

@@ -50,8 +50,7 @@ def status(
     from raysharded.report.loader import open_run
     from raysharded.report.overview import look
     from raysharded.report.recent import read_recent
-    from raysharded.run.restart import with_restart
-    from raysharded.run.stored_status import stored_status
+    from raysharded.run.status import stored_status, with_restart
 
     storage = open_run(url_of(run))
     (glance,) = map(with_restart, look([storage]))
@@ -86,7 +85,7 @@ OVER = frozenset(("ended", "finished", "stopped", "failed"))
 def _show(run: RunOverview, found: Status) -> None:
     from rich.text import Text
 
-    from raysharded.quantities import count, duration, moment
+    from raysharded.display.quantities import count, duration, moment
     from raysharded.report.history.tables import facts_table
     from raysharded.report.state_meaning import meaning
 

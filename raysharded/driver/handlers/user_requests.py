@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from raysharded.display.quantities import listing
 from raysharded.driver.generation import lifecycle, paused_run, planned_change
 from raysharded.driver.handlers import leave_notice, worker_loss
 from raysharded.driver.membership import candidates
@@ -19,7 +20,6 @@ from raysharded.driver.state.events import NOBODY, DrainRequested, ResizeRequest
 from raysharded.driver.state.state import Departure, Pause, Phase, State
 from raysharded.ids import WorkerId
 from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
-from raysharded.quantities import listing
 
 _LEAST_OF_AN_ID = 8
 """Length of a node id's beginning that is enough to name it."""

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import Any
 
 from raysharded.checkpoint import open_storage
+from raysharded.display.quantities import count, moment as moment_text
 from raysharded.driver import machine
 from raysharded.driver.replay import event_text
 from raysharded.driver.replay.encoding import Decoder
@@ -25,7 +26,6 @@ from raysharded.errors import StorageError
 from raysharded.journal import log
 from raysharded.journal.entry_text import brief
 from raysharded.journal.log import Placed
-from raysharded.quantities import count, moment as moment_text
 
 _NOT_DECIDED = frozenset({"data", "waiting"})
 """Entries that the driver makes without the machine, after it has begun."""

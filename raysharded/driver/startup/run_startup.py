@@ -26,8 +26,7 @@ from raysharded.driver.state import arithmetic
 from raysharded.driver.state.commands import Command, Record
 from raysharded.driver.state.state import State
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.journal.log import Journal, newest_generation, refusing_damage
-from raysharded.journal.verified import read_verified
+from raysharded.journal.log import Journal, newest_generation, read_verified, refusing_damage
 from raysharded.ownership.leadership import AcquiredLease, Leadership
 from raysharded.protocol.session import DriverSession, FoundWorkers, last_recorded_step, taken_back, unrecorded
 from raysharded.protocol.worker_launcher import LeadershipCheck

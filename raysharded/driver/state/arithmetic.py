@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raysharded import numerics
+from raysharded.display.quantities import count, listing
 from raysharded.driver.state.commands import Record
 from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.state import State
 from raysharded.errors import InexactError
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import WorkerInfo
-from raysharded.quantities import count, listing
 
 KIND = "arithmetic"
 """Kind of the journal entry that states from which step on the run has other bits than it would have had."""

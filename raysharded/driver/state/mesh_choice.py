@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass
 from typing import TypeVar
 
+from raysharded.display.quantities import duration
 from raysharded.layout import Mesh
-from raysharded.quantities import duration
 
 _ACROSS = 1.5
 """Time of a round whose collectives leave the well-connected workers, in computations of a microbatch.

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raysharded.display.quantities import count, listing, size, span
 from raysharded.journal.entry_text import brief, incident_text, step_of
 from raysharded.journal.log import DAMAGE
 from raysharded.journal.records import Recovery
-from raysharded.quantities import count, listing, size, span
 
 Entry = Mapping[str, Any]
 

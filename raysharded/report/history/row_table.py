@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raysharded.plain_text import one_line
+from raysharded.display.plain_text import one_line
 
 Long: TypeAlias = Literal["keep", "shorten", "wrap"]
 """Treatment of a cell that is too wide: a number is kept, a name is cut off with an ellipsis, a sentence is wrapped."""

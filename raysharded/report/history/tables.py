@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from raysharded.display.plain_text import one_line
+from raysharded.display.quantities import count, duration, listing, moment, size, steps_done
 from raysharded.journal.records import AvoidedNode, CheckpointRecord, Recovery
-from raysharded.plain_text import one_line
-from raysharded.quantities import count, duration, listing, moment, size, steps_done
 from raysharded.report.history.incidents import Incident, costliest
 from raysharded.report.history.row_table import RowTable
 from raysharded.report.history.run_summary import RunSummary

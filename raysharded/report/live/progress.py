@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from raysharded.clock import Clock
-from raysharded.quantities import count, duration, short
+from raysharded.display.quantities import count, duration, short
 from raysharded.report.live.tracker import Progress, Watched
 
 PLAIN_INTERVAL_S = 10.0

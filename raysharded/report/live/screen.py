@@ -11,8 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from raysharded.plain_text import one_line
-from raysharded.quantities import count, duration, span
+from raysharded.display.plain_text import one_line
+from raysharded.display.quantities import count, duration, span
 from raysharded.report.history.row_table import RowTable
 from raysharded.report.history.tables import BAD, DIM, GOOD, facts_table
 from raysharded.report.live.progress import progress_text

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from raysharded.quantities import moment
+from raysharded.display.quantities import moment
 from raysharded.report.live.progress import PLAIN_INTERVAL_S, progress_text
 from raysharded.report.live.screen import screen
 from raysharded.report.live.tracker import Standing, Watched

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from raysharded.plain_text import masked, printable
+from raysharded.display.plain_text import masked, printable
 
 MOST_ROWS = 300
 """Maximum number of rows of a table."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raysharded.data.ledger import LedgerReport
-from raysharded.quantities import count, duration, short
+from raysharded.display.quantities import count, duration, short
 from raysharded.report.history.run_summary import RunSummary
 from raysharded.report.history.step_table import Floats, Group
 from raysharded.report.history.wall_time import MICRO

@@ -13,8 +13,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from raysharded.errors import ClusterError
 from raysharded.protocol.version import other_version
-from raysharded.ray_backend.driver_actors import host_name as host_name, host_of as host_of
-from raysharded.ray_backend.peers import NAMESPACE
+from raysharded.ray_backend.peers import NAMESPACE, host_name as host_name, host_of as host_of
 from raysharded.run.hosted import submission
 
 _NAME = re.compile(r"driver-([0-9a-f]{16})-(.+)")

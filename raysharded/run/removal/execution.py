@@ -122,7 +122,7 @@ def _copy_into(fork: Fork, say: Callable[[str], None]) -> None:
 def _owned(storage: Storage, name: str, say: Callable[[str], None]) -> Iterator[tuple[Claims, RunLeadership, int]]:
     """Own the run within this context: no driver can lead it. Yields the first generation too."""
     from raysharded.checkpoint import Claims, signing_key_from_environment
-    from raysharded.checkpoint.storage.folders import remove_folders
+    from raysharded.checkpoint.storage.optional_operations import remove_folders
     from raysharded.checkpoint.stored_claims import find_newest
     from raysharded.clock import SystemClock
     from raysharded.ownership.leadership import REMOVER, LeaseTerms, RunLeadership

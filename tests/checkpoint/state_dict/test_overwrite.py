@@ -24,7 +24,7 @@ from raysharded.checkpoint.sharded_io.coordinator import Coordinator
 from raysharded.checkpoint.sharded_io.save import About, Saved, Target, content_of, write
 from raysharded.checkpoint.storage import Storage, open_storage
 from raysharded.checkpoint.storage.local import LocalStorage
-from raysharded.checkpoint.storage.swap import swap
+from raysharded.checkpoint.storage.optional_operations import swap
 from raysharded.errors import CheckpointError, IncompleteCheckpoint, StorageError
 from raysharded.locations import join_url
 from raysharded.testing.storages import FailingStorage

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from raysharded.checkpoint import NoSuchKey, Storage, check_writable, open_storage
-from raysharded.checkpoint.storage.folders import list_folders, list_times
-from raysharded.checkpoint.storage.local import LocalStorage
-from raysharded.checkpoint.storage.sizes import list_sizes, size_of_listed
+from raysharded.checkpoint.storage.local import LocalStorage, size_of_listed
+from raysharded.checkpoint.storage.optional_operations import list_folders, list_sizes, list_times
 from raysharded.errors import StorageError
 from tests.checkpoint.storage import careless as careless
 from tests.paths import ROOT

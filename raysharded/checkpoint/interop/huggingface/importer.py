@@ -26,9 +26,9 @@ from raysharded.checkpoint.interop.results import Imported
 from raysharded.checkpoint.interop.slabs import SLAB_BYTES, Progress, Slab, cut
 from raysharded.checkpoint.interop.writer_stream import Identity, Ingest
 from raysharded.checkpoint.storage import NoSuchKey, Storage
+from raysharded.display.quantities import count as counted
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, StorageError
 from raysharded.locations import join_url
-from raysharded.quantities import count as counted
 
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{1,9})-of-(?P<total>[0-9]{1,9})\.safetensors", re.DOTALL)
 """Name of a numbered file of a folder's weights."""

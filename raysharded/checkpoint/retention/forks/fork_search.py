@@ -14,8 +14,8 @@ from raysharded.checkpoint.retention.fork_reference import read_reference
 from raysharded.checkpoint.retention.forks.fork import FORK_PIN, tag_of
 from raysharded.checkpoint.retention.pins import Pin
 from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
-from raysharded.checkpoint.storage.folders import list_folders
 from raysharded.checkpoint.storage.named_places import is_same_place, url_named
+from raysharded.checkpoint.storage.optional_operations import list_folders
 from raysharded.errors import CheckpointError, CorruptCheckpoint, StorageError
 from raysharded.locations import join_url, scheme_of
 

@@ -19,7 +19,7 @@ from botocore.parsers import ResponseParserError
 
 from raysharded.checkpoint.format.paths import is_below
 from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
-from raysharded.checkpoint.storage.folders import is_called
+from raysharded.checkpoint.storage.optional_operations import is_called
 from raysharded.checkpoint.storage.retry import retries_of
 from raysharded.checkpoint.storage.s3.bucket import Answer, Bucket, open_bucket
 from raysharded.checkpoint.storage.s3.conditional import honours_condition, put_if_absent, spelling, swap

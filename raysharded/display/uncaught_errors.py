@@ -12,7 +12,7 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import TypeAlias
 
-from raysharded.plain_text import indented, masked, printable
+from raysharded.display.plain_text import indented, masked, printable
 
 Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 

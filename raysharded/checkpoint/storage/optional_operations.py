@@ -1,4 +1,8 @@
-"""Top-level folders of a storage without their contents, folders that are links, and write times from listings."""
+"""Operations that only some storages have, each with what is done for the others.
+
+Listings: top-level folders without their contents, folders that are links, write times and sizes without further
+requests. Compare and swap: a file is replaced only if it still has the contents that its writer saw.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from raysharded.checkpoint.storage import Keys, Storage
+from raysharded.errors import StorageError
 
 
 @runtime_checkable
@@ -78,3 +83,47 @@ def is_called(key: str, name: str | None) -> bool:
 def last_part(key: str) -> str:
     """File name of a key."""
     return key.rpartition("/")[2]
+
+
+@runtime_checkable
+class HasSizes(Protocol):
+    """A storage whose listings can include sizes without more requests."""
+
+    def sizes(self, prefix: str = "") -> Mapping[str, int | None]: ...
+
+
+def list_sizes(storage: Storage, prefix: str) -> Mapping[str, int | None]:
+    """Map from every key below the folder `prefix`, at any depth, sorted, to its bytes; None if not listed.
+
+    Raises StorageError.
+    """
+    return storage.sizes(prefix) if isinstance(storage, HasSizes) else dict.fromkeys(storage.list(prefix))
+
+
+@runtime_checkable
+class CanSwap(Protocol):
+    """A storage that can compare and swap: folders, and S3 servers that honour `If-Match`."""
+
+    def swaps(self) -> bool: ...
+
+    def swap(self, key: str, expected: bytes, data: bytes) -> bool: ...
+
+
+def require_swaps(storage: Storage) -> CanSwap:
+    """The storage. Raises StorageError if it cannot compare and swap."""
+    if isinstance(storage, CanSwap) and storage.swaps():
+        return storage
+    raise StorageError(
+        f"{storage.url}: nothing can be overwritten safely there, as this storage cannot compare and swap. Save to a "
+        "new uri, or to a folder or an S3 server that honours If-Match."
+    )
+
+
+def swap(storage: Storage, key: str, expected: bytes, data: bytes) -> bool:
+    """True if `data` is now under `key`, where `expected` was; False if something else was, or nothing.
+
+    Of writers with the same `expected`, exactly one wins. Readers get one of the two whole, at any moment. `data`
+    should name its writer: after a failure in the middle, a comparison shows who won. Raises StorageError, also as
+    `require_swaps`.
+    """
+    return require_swaps(storage).swap(key, expected, data)

@@ -1,0 +1,1 @@
+"""Text for people: quantities in words, text of strangers made harmless, errors without our own lines."""

@@ -1,0 +1,111 @@
+"""A run's status: from its storage, from the state of its driver in the driver's process, and from Ray.
+
+No file shows that Ray restarts a run's driver.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from raysharded.errors import ClusterError
+from raysharded.run.results import Status
+
+if TYPE_CHECKING:
+    from raysharded.driver.state.state import State
+    from raysharded.report.overview import RunOverview
+    from raysharded.report.recent import Recent
+    from raysharded.run.results import Status
+
+
+def stored_status(run: RunOverview, recent: Recent | None = None) -> Status:
+    """The status of a run of which an overview was made; without `recent`, its members and incidents stay unknown."""
+    return Status(
+        phase=run.state,
+        step=run.step or 0,
+        max_steps=run.max_steps or 0,
+        workers=recent.members if recent else (),
+        pids=recent.pids if recent else {},
+        nodes=recent.nodes if recent else {},
+        name=run.name,
+        url=run.url,
+        driver=run.driver,
+        started_at=run.driver_since,
+        loss=run.loss,
+        losses=None,
+        checkpoint_step=run.checkpoint_step,
+        state=run.state,
+        num_workers=run.workers,
+        generation=recent.generation if recent else None,
+        driver_pid=run.driver_pid,
+        driver_node=run.driver_node,
+        checkpoint_at=run.checkpoint_at,
+        newest_entry_at=run.newest_entry_at,
+        num_segments=run.num_segments,
+        step_s=recent.step_s if recent else None,
+        error=run.error,
+        incidents=recent.incidents if recent else (),
+    )
+
+
+def status_at(url: str) -> Status:
+    """The status of the run at a URL. Raises StorageError if there is none."""
+    from raysharded.report.loader import open_run
+    from raysharded.report.overview import look
+    from raysharded.report.recent import read_recent
+    from raysharded.run.status import with_restart
+
+    storage = open_run(url)
+    (found,) = look([storage])
+    return stored_status(with_restart(found), read_recent(storage))
+
+
+def with_restart(run: RunOverview) -> RunOverview:
+    """The overview, with the state `restarting` if Ray restarts the run's driver actor.
+
+    Queries the Ray cluster that is found, and only if the run lost such a driver; otherwise it loads no Ray.
+    """
+    if not run.lost_actor:
+        return run
+    from raysharded.ray_backend import cluster
+    from raysharded.ray_backend.peers import host_name, host_of
+
+    try:
+        if not cluster.find_cluster(log_to_driver=False) or host_of(host_name(run.name, run.url)) is None:
+            return run
+    except ClusterError:
+        return run
+    return replace(run, state="restarting", lost_actor=False)
+
+
+def with_driver(status: Status, state: State, *, is_over: bool, started_at: float, error: str) -> Status:
+    """The status with all that the driver knows.
+
+    `started_at`: start time of the driver, in seconds since 1970. `error`: the one that the run failed with, or empty.
+    """
+    ready = {int(worker): facts for worker, facts in state.facts.items() if worker in state.ready}
+    seen = {int(worker): one for worker, one in state.step_times.newest.items() if worker in state.members}
+    loss = state.measured.get("loss")
+    return replace(
+        status,
+        phase="over" if is_over else state.phase.value,
+        error=error,
+        step=state.step,
+        workers=tuple(map(int, state.members)),
+        num_workers=len(state.members),
+        generation=int(state.generation) if state.members else None,
+        pids={worker: facts.pid for worker, facts in ready.items()},
+        nodes={worker: facts.node for worker, facts in ready.items()},
+        mesh=str(state.mesh) if state.members else "",
+        driver=f"driver {state.driver} (process {os.getpid()} on {platform.node()})",
+        driver_pid=os.getpid(),
+        driver_node=platform.node(),
+        started_at=started_at,
+        loss=None if loss is None else float(loss),
+        losses=state.losses,
+        checkpoint_step=state.checkpoint.step if state.checkpoint else None,
+        doing={worker: one.phase for worker, one in seen.items()},
+        busy_s={worker: sum(one.busy.values()) for worker, one in seen.items() if one.num_steps},
+    )
