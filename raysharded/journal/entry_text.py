@@ -111,6 +111,14 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return _checkpoint_text(fields)
         case "checkpoint_late":
             return _late_text(fields)
+        case "storage_failing":
+            ends = "" if get("left_s") is None else f"; in {duration(fields['left_s'])} the run ends"
+            return (
+                f"step {fields['step']}: storage has taken no entries of the journal for {duration(fields['for_s'])}"
+                f"{ends}: {brief(fields['error'])}"
+            )
+        case "storage_back":
+            return f"storage takes entries again, after {duration(fields['after_s'])} without"
         case "checkpoints_failing":
             newest = f"NO CHECKPOINT SINCE STEP {fields['newest']}" if get("newest") else "NO CHECKPOINT AT ALL"
             return f"step {fields['step']}: {fields['failed']} checkpoints in a row could not be written: {newest}"
