@@ -65,7 +65,9 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return f"worker {fields['worker']} did not start: {brief(fields['reason'])}"
         case "waiting":
             ready = f"{count(fields['ready'], 'worker')} ready, at least {fields['needed']} needed"
-            return f"{ready}. {fields['missing']}" if get("missing") else f"{ready}; the others take long to start"
+            if get("missing"):
+                return f"{ready}. {fields['missing']}"
+            return f"{ready}; {'the others' if fields['ready'] else 'they'} take long to start"
         case "waiting_for_owner":
             return f"{fields['owner']} may hold the run: waiting {duration(fields['lease_s'])} for a sign of life"
         case "waiting_for_workers":
