@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from raysharded.clock import SystemClock
 from raysharded.display import uncaught_errors
 from raysharded.display.quantities import count
+from raysharded.display.raylet_output import quiet_raylet
 from raysharded.errors import ConfigError, RayshardedError, RunFailed
 from raysharded.ownership.start_mark import mark_start
 from raysharded.run.control import RunControl
@@ -181,7 +182,7 @@ class LocalRun(Run):
         )
         uncaught_errors.install(RayshardedError)  # Ray has set its own since `fit` did
         cluster.carry_user_code(*self._spec.user_objects())
-        with cluster.quiet_raylet() if owns_cluster else contextlib.nullcontext():
+        with quiet_raylet() if owns_cluster else contextlib.nullcontext():
             try:
                 job = job_of(self._spec)
                 return self._drive_with(ray_launcher.RayLauncher(job, self._spec.scaling, owns_cluster=owns_cluster))
