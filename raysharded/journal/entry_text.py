@@ -71,7 +71,9 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return f"worker {fields['worker']} did not start: {brief(fields['reason'])}"
         case "waiting":
             ready = f"{count(fields['ready'], 'worker')} ready, at least {fields['needed']} needed"
-            return f"{ready}. {fields['missing']}" if get("missing") else f"{ready}; the others take long to start"
+            if get("missing"):
+                return f"{ready}. {fields['missing']}"
+            return f"{ready}; {'the others' if fields['ready'] else 'they'} take long to start"
         case "waiting_for_owner":
             return f"{fields['owner']} may hold the run: waiting {duration(fields['lease_s'])} for a sign of life"
         case "waiting_for_workers":
@@ -117,6 +119,14 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return _checkpoint_text(fields)
         case "checkpoint_late":
             return _late_text(fields)
+        case "storage_failing":
+            ends = "" if get("left_s") is None else f"; in {duration(fields['left_s'])} the run ends"
+            return (
+                f"step {fields['step']}: storage has taken no entries of the journal for {duration(fields['for_s'])}"
+                f"{ends}: {brief(fields['error'])}"
+            )
+        case "storage_back":
+            return f"storage takes entries again, after {duration(fields['after_s'])} without"
         case "checkpoints_failing":
             newest = f"NO CHECKPOINT SINCE STEP {fields['newest']}" if get("newest") else "NO CHECKPOINT AT ALL"
             return f"step {fields['step']}: {fields['failed']} checkpoints in a row could not be written: {newest}"

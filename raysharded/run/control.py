@@ -119,8 +119,10 @@ class RunControl:
         self._willing("resize", lambda state: user_requests.resize_refusal(state, workers)).resize(workers)
 
     def drain(self, node: str, within_s: float) -> None:
-        willing = self._willing("drain", lambda state: user_requests.drain_refusal(state, node, within_s))
-        willing.drain(node, within_s)
+        def refusal(state: State) -> str:
+            return user_requests.drain_refusal(state, node, within_s) or user_requests.ambiguity(state, node)
+
+        self._willing("drain", refusal).drain(node, within_s)
 
     def set_learning_rate(self, factor: float) -> None:
         willing = self._willing("set_learning_rate", lambda state: run_changes.rate_refusal(state, factor))
