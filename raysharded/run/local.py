@@ -27,7 +27,7 @@ from raysharded.run.process_hooks import on_notice
 from raysharded.run.results import Entry, Listener, Result, Status, last_numbers, start_in_words
 from raysharded.run.spec import RunSpec, require_same_settings
 from raysharded.run.start_from import with_initial_weights
-from raysharded.run.status import with_driver
+from raysharded.run.status import of_failed_start, with_driver
 from raysharded.run.translation import files_of, job_of, limits_of
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ class LocalRun(Run):
         )
         error = str(self._error) if self._error is not None and self._state() == "failed" else ""
         if driver is None:
-            return replace(found, error=error)
+            return of_failed_start(replace(found, error=error), self.url) if is_over and self._error else found
         return with_driver(found, driver.state, is_over=is_over, started_at=self._began_at, error=error)
 
     def _state(self) -> str:

@@ -10,7 +10,7 @@ import platform
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from raysharded.errors import ClusterError
+from raysharded.errors import ClusterError, StorageError
 from raysharded.run.results import Status
 
 if TYPE_CHECKING:
@@ -68,6 +68,28 @@ def status_at(url: str) -> Status:
     storage = open_run(url)
     (found,) = look([storage])
     return stored_status(with_restart(found), read_recent(storage))
+
+
+def of_failed_start(status: Status, url: str) -> Status:
+    """The status of a start that ended before a driver led the run, with the progress of the run that is there.
+
+    Unchanged if there is none, or if it cannot be read.
+    """
+    from raysharded.report.loader import open_run
+    from raysharded.report.overview import look
+
+    try:
+        (found,) = look([open_run(url)], pause=lambda _: None)
+    except StorageError:
+        return status
+    return replace(
+        status,
+        step=found.step or 0,
+        max_steps=found.max_steps or status.max_steps,
+        loss=found.loss,
+        checkpoint_step=found.checkpoint_step,
+        checkpoint_at=found.checkpoint_at,
+    )
 
 
 def with_restart(run: RunOverview) -> RunOverview:

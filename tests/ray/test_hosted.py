@@ -212,6 +212,7 @@ def test_a_detached_start_returns_when_the_driver_leads_the_run_or_with_its_refu
     for name in ("driven", url):  # by its driver actor, which stays for a minute, and by its storage
         status, out, _ = command("attach", name)
         assert (status, refusal in out.splitlines()[-1]) == (1, True), out
+        assert out.splitlines()[-1].startswith("run driven failed at step 1 of ")
         assert refusal in json.loads(command("wait", name, "--json")[1])["error"]
     told = json.loads(command("status", "driven", "--json")[1])
     assert (told["state"], refusal in told["error"]) == ("failed", True)

@@ -111,7 +111,7 @@ def test_the_reason_of_a_refused_start_is_told_until_the_next_start(tmp_path: Pa
         run.wait_until_begun(WAIT_S)
     with pytest.raises(ConfigError, match=REFUSAL):
         run.wait(WAIT_S)
-    assert (run.status().state, run.status().driver) == ("failed", "")
+    assert (run.status().state, run.status().driver, run.status().step) == ("failed", "", 1)
     assert REFUSAL in run.status().error
     told = json.loads(succeed("status", url, "--json"))
     assert (told["state"], told["step"]) == ("failed", 1)

@@ -33,6 +33,7 @@ from raysharded.run.hosted.registry import About
 from raysharded.run.listeners import shown_elsewhere
 from raysharded.run.local import LocalRun
 from raysharded.run.results import Entry, Result, Status
+from raysharded.run.status import of_failed_start
 
 if TYPE_CHECKING:
     from raysharded.run.spec import RunSpec
@@ -161,7 +162,10 @@ class DriverActor:
         (phase, state), order = ("over", "failed") if self._ended.is_set() else ("starting", "new"), self._order
         error = str(self._error) if self._error is not None else ""
         found = Status(phase=phase, state=state, step=0, max_steps=0, workers=(), error=error)
-        return replace(found, max_steps=order.max_steps, name=order.name, url=order.url) if order else found
+        if order is None:
+            return found
+        found = replace(found, max_steps=order.max_steps, name=order.name, url=order.url)
+        return of_failed_start(found, order.url) if self._error is not None else found
 
     def entries(self, after: int, timeout_s: float) -> list[Entry]:
         until = time.monotonic() + timeout_s
