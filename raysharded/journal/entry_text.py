@@ -8,12 +8,18 @@ from typing import Any
 from raysharded.display.quantities import count, duration, listing, moment, size
 
 _BROKEN_STEP = ("worker_lost", "stuck")
-"""Kinds of entries about the step in progress; their field `step` is the newest finished one."""
+"""Kinds of entries about the step in progress. The field `step` of a loss is the newest finished one, that of `stuck`
+the one in progress."""
 
 
 def step_of(kind: str, step: int) -> int:
     """The step that an event of this kind hits, with `step` the newest finished one: for a loss the one in progress."""
     return step + (kind in _BROKEN_STEP)
+
+
+def _broken_step(kind: str, fields: Mapping[str, Any]) -> int:
+    """The step in progress at an entry of this kind about a loss."""
+    return int(fields["step"]) + (kind == "worker_lost")
 
 
 def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
@@ -141,7 +147,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
 
 
 def _step(kind: str, fields: Mapping[str, Any]) -> str:
-    return f"step {step_of(kind, int(fields['step']))}"
+    return f"step {_broken_step(kind, fields)}"
 
 
 def _changes_text(fields: Mapping[str, Any]) -> str:

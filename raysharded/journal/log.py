@@ -200,6 +200,11 @@ def segment_numbers(storage: Storage) -> list[int]:
     return sorted(int(match[1]) for match in map(_SEGMENT.fullmatch, storage.list(FOLDER)) if match)
 
 
+def is_segment(key: str) -> bool:
+    """Whether a storage key is a segment's."""
+    return _SEGMENT.fullmatch(key) is not None
+
+
 def segment_keys(storage: Storage) -> list[str]:
     """Keys of all segments, in order. Raises StorageError."""
     return [segment_key(number) for number in segment_numbers(storage)]

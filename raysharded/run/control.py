@@ -76,9 +76,9 @@ class RunControl:
         """The driver; None before it has acquired the run."""
         return self._driver
 
-    def wait_until_begun(self) -> None:
-        """Return when the driver is ready, or never will be."""
-        self._begun.wait()
+    def wait_until_begun(self, timeout_s: float | None = None) -> bool:
+        """Return when the driver is ready, or never will be: True; after `timeout_s`: False."""
+        return self._begun.wait(timeout_s)
 
     def is_stopped(self) -> bool:
         """Whether a stop was requested before the driver was ready."""

@@ -72,6 +72,7 @@ class StoredRun(Run):
             result = finished(_newest(self._storage), self._storage, self.name, self.url, found.max_steps or 0)
             return result or self._without_last_checkpoint(found)
         what = {"failed": "failed", "stopped": "was stopped"}.get(found.state, "ended without a final journal entry")
+        what = "failed to start" if found.before_start is not None else what
         why = f": {found.error}" if found.error else ""
         start = start_in_words(found.checkpoint_step)
         raise RunFailed(f"Run {self.name!r} {what} at step {found.step or 0}{why}. Started again, it resumes {start}.")

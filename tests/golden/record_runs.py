@@ -753,7 +753,8 @@ def orphaned(stage: Stage) -> None:
 def _followed(stage: Stage, *, workers: int, orphan_wait_s: float) -> None:
     import ray
 
-    from raysharded.ray_backend.cluster import quiet_raylet, start_local
+    from raysharded.display.raylet_output import quiet_raylet
+    from raysharded.ray_backend.cluster import start_local
     from tests.ray.driving import DriverProcess, trainer
 
     stays = orphan_wait_s > 10
