@@ -218,7 +218,7 @@ class CheckpointConfig:
     keep_best: tuple[str, BestOf, int] | None = None
     """Also keep the checkpoints with the best value of a metric: (its name, "min" or "max", how many). The metric is
     `loss`, a metric of the task, or one of the evaluation: `evaluation.loss`. A step without that metric is never among
-    the best."""
+    the best. `Result.best_checkpoint` names the best of all."""
     at_end: bool = True
     """Write a checkpoint of the last step, whether or not `every_steps` falls on it. A failed write is retried; then
     the run fails, and can be resumed."""

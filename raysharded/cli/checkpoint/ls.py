@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from raysharded.cli.checkpoint.target import (
     AsJson,
     BesidePlace,
+    BestOne,
     FolderPlace,
     Place,
     Run,
     RunPlace,
     Step,
+    choice,
     find_place,
     open_chosen,
 )
@@ -26,7 +28,10 @@ if TYPE_CHECKING:
 
 
 def list_(run: Run, as_json: AsJson = False) -> None:
-    """List the checkpoints, oldest first, and a run's saves that are not checkpoints, with the reason."""
+    """List the checkpoints, oldest first, and a run's saves that are not checkpoints, with the reason.
+
+    If the run keeps the best by a number, each checkpoint is shown with that number, and the best is marked.
+    """
     place = find_place(run)
     rows = _rows(place)
     if as_json:
@@ -41,12 +46,17 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     table.add_column("data files", right=True, rank=1)
     table.add_column("state")
     table.add_column("committed")
+    metric = next((row["metric"] for row in rows if row["metric"] is not None), None)
+    if metric is not None:
+        table.add_column(one_line(metric))
     table.add_column("pins", long="shorten")
     for row in rows:
         committed = moment(row["committed_at"]) if row["committed_at"] is not None else ""
         state = "never committed" if row["state"] in ("unclaimed", "unfinished") else row["state"]
         step, files = ("" if row[name] is None else str(row[name]) for name in ("step", "files"))
-        table.add_row(step, row["prefix"], files, state, committed, ", ".join(row["pins"]))
+        value = "" if row["value"] is None else f"{row['value']:.6g}{', the best' if row['best'] else ''}"
+        numbers = [] if metric is None else [value]
+        table.add_row(step, row["prefix"], files, state, committed, *numbers, ", ".join(row["pins"]))
     echo(place.storage.url)
     with console() as out:
         out.print(table)
@@ -55,17 +65,18 @@ def list_(run: Run, as_json: AsJson = False) -> None:
                 out.print(one_line(row["reason"]))
 
 
-def show(run: Run, step: Step = None, as_json: AsJson = False) -> None:
+def show(run: Run, step: Step = None, best: BestOne = False, as_json: AsJson = False) -> None:
     """Show the contents of a checkpoint: when and how it was written, its fingerprint, its tensors.
 
     Of a fork's reference, only the reference is shown. The parent that it names is not opened.
     """
     place = find_place(run)
-    chosen = place.choose(step) if isinstance(place, RunPlace) else None
+    at = choice(step, best)
+    chosen = place.choose(at) if isinstance(place, RunPlace) else None
     if chosen is not None and chosen.state == "reference":
         _show_reference(place.storage, chosen, as_json)
         return
-    found = _facts(open_chosen(place, step))
+    found = _facts(open_chosen(place, at))
     if as_json:
         print_json(found)
         return
@@ -127,7 +138,16 @@ def _rows(place: Place) -> list[dict[str, Any]]:
     tags: dict[str, list[str]] = {}
     for pin in list_pins(place.storage):
         tags.setdefault(pin.prefix, []).append(pin.tag)
-    return [_row(place, ref, tags.get(ref.prefix, [])) for ref in place.refs]
+    scored = place.scored()
+    values = {one.ref.prefix: {"metric": one.metric, "value": one.value} for one in scored}
+    best = scored[0].ref.prefix if scored else None
+    return [
+        {**_row(place, ref, tags.get(ref.prefix, [])), **values.get(ref.prefix, {}), "best": ref.prefix == best}
+        for ref in place.refs
+    ]
+
+
+_UNSCORED = {"best": False, "metric": None, "value": None}
 
 
 def _row(place: RunPlace, ref: CheckpointRef, pins: list[str]) -> dict[str, Any]:
@@ -143,6 +163,7 @@ def _row(place: RunPlace, ref: CheckpointRef, pins: list[str]) -> dict[str, Any]
         "committed_at": ref.claim.created_at if ref.claim else None,
         "pins": pins,
         "files": sum(key.endswith(".safetensors") for key in ref.keys),  # as `show` counts: only data files
+        **_UNSCORED,
     }
 
 
@@ -163,7 +184,7 @@ def _row_beside(place: BesidePlace, prefix: str) -> dict[str, Any]:
     except CheckpointError as error:
         nothing = dict.fromkeys(("step", "save_id", "generation", "digest", "committed_at", "files"))
         told = {"prefix": prefix, "complete": False, "state": "damaged", "reason": str(error), "pins": []}
-        return {**nothing, **told}
+        return {**nothing, **told, **_UNSCORED}
 
 
 def _opened_row(found: Checkpoint) -> dict[str, Any]:
@@ -179,6 +200,7 @@ def _opened_row(found: Checkpoint) -> dict[str, Any]:
         "committed_at": found.manifest.created_at,
         "pins": [],
         "files": len(found.manifest.files),
+        **_UNSCORED,
     }
 
 
