@@ -365,8 +365,9 @@ class RunConfig:
     """The number of optimizer steps after which the run is finished."""
     start_from: str | os.PathLike[str] | None = None
     """Source of a new run's first weights: the folder or URL of a run, of one checkpoint, or of one imported from
-    Hugging Face or `torch.distributed.checkpoint`. Optimizer and data start fresh. The source is resolved once: a run
-    keeps the checkpoint that it began with. A fork begins with its own. None: the task draws the weights."""
+    Hugging Face or `torch.distributed.checkpoint`. Optimizer, steps and data start fresh; a line of a worker's log
+    names what is taken and what is left out. The source is resolved once: a run keeps the checkpoint that it began
+    with. A fork begins with its own. None: the task draws the weights."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When checkpoints are written, and how many are kept."""
     failure: FailureConfig = field(default_factory=FailureConfig)
