@@ -1,4 +1,4 @@
-"""Models of `from_pretrained` in a task, as tasks.md shows them: how often they are built, with which bits; generation."""
+"""Models of `from_pretrained` as tasks.md shows them: how often they are built, with which bits; generation."""
 
 from __future__ import annotations
 
