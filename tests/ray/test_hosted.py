@@ -20,6 +20,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import raysharded as rs
+from raysharded import checkpoint
 from raysharded.checkpoint import open_storage
 from raysharded.cli import app
 from raysharded.errors import CheckpointError, ConfigError, RunFailed, RunOwnedElsewhere, StorageError, TaskError
@@ -167,9 +168,13 @@ def test_a_run_is_stopped_forked_and_queried_in_vain_when_it_is_over(tmp_path: P
     fork = rs.attach("other")
     run.stop(checkpoint=True)
     with pytest.raises(
-        RunFailed, match=r"Stopped\. Run 'driven' was at step \d+ of 12; the next fit\(\) resumes from its"
-    ):
+        rs.RunStopped, match=r"Stopped\. Run 'driven' was at step \d+ of 12; the next fit\(\) resumes from its"
+    ) as stopped:
         run.wait(240)
+    found = stopped.value.result  # it came from the driver actor
+    assert (found.name, found.url) == ("driven", run.url)
+    assert found.steps >= written.step
+    assert checkpoint.open(found.checkpoint).step == found.steps
     with pytest.raises(RunFailed, match="is over"):
         run.checkpoint()
     run.stop()  # it is
