@@ -112,9 +112,11 @@ def trainer(
 
 
 def export(result: rs.Result, task: FineTune, out: str) -> None:
-    """Write what `from_pretrained` loads. Raises CheckpointError if something exists there already."""
+    """Write the best checkpoint, or else the last, as `from_pretrained` loads it. Raises CheckpointError if something
+    exists there already."""
     config = json.dumps(task.config.to_dict(), default=str).encode()
-    export_huggingface(open_checkpoint(*place_of(result.checkpoint)), place_of(out), config=config)
+    chosen = result.best_checkpoint.url if result.best_checkpoint else result.checkpoint
+    export_huggingface(open_checkpoint(*place_of(chosen)), place_of(out), config=config)
 
 
 if __name__ == "__main__":
@@ -129,6 +131,8 @@ if __name__ == "__main__":
     result = made.fit()
     assert isinstance(made.task, FineTune)
     export(result, made.task, given.out)
+    if result.best_checkpoint:
+        print(f"the best of its checkpoints: step {result.best_checkpoint.step}, {result.best_checkpoint.value:.4f}")
     print(
         f'{result.steps} steps, fingerprint {result.fingerprint}; AutoModelForCausalLM.from_pretrained("{given.out}")'
     )

@@ -28,6 +28,7 @@ _EXPORTS = {
     "ElasticTrainer": "raysharded.trainer",
     "Result": "raysharded.run.results",
     "Run": "raysharded.run.handle",
+    "RunStopped": "raysharded.run.results",
     "Status": "raysharded.run.results",
     "attach": "raysharded.run.attach",
     "remove_run": "raysharded.run.removal.execution",
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from raysharded.run.attach import attach as attach
     from raysharded.run.handle import Run as Run
     from raysharded.run.removal.execution import remove_run as remove_run
-    from raysharded.run.results import Result as Result, Status as Status
+    from raysharded.run.results import Result as Result, RunStopped as RunStopped, Status as Status
     from raysharded.task import Loss as Loss, Task as Task, warmup_cosine as warmup_cosine
     from raysharded.trainer import ElasticTrainer as ElasticTrainer
 

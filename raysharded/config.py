@@ -218,7 +218,7 @@ class CheckpointConfig:
     keep_best: tuple[str, BestOf, int] | None = None
     """Also keep the checkpoints with the best value of a metric: (its name, "min" or "max", how many). The metric is
     `loss`, a metric of the task, or one of the evaluation: `evaluation.loss`. A step without that metric is never among
-    the best."""
+    the best. `Result.best_checkpoint` names the best of all."""
     at_end: bool = True
     """Write a checkpoint of the last step, whether or not `every_steps` falls on it. A failed write is retried; then
     the run fails, and can be resumed."""
@@ -369,8 +369,9 @@ class RunConfig:
     """The number of optimizer steps after which the run is finished."""
     start_from: str | os.PathLike[str] | None = None
     """Source of a new run's first weights: the folder or URL of a run, of one checkpoint, or of one imported from
-    Hugging Face or `torch.distributed.checkpoint`. Optimizer and data start fresh. The source is resolved once: a run
-    keeps the checkpoint that it began with. A fork begins with its own. None: the task draws the weights."""
+    Hugging Face or `torch.distributed.checkpoint`. Optimizer, steps and data start fresh; a line of a worker's log
+    names what is taken and what is left out. The source is resolved once: a run keeps the checkpoint that it began
+    with. A fork begins with its own. None: the task draws the weights."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When checkpoints are written, and how many are kept."""
     failure: FailureConfig = field(default_factory=FailureConfig)

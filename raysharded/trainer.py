@@ -129,7 +129,7 @@ class ElasticTrainer:
     ) -> Result:
         """Train to the end and block meanwhile; resumes from the newest checkpoint if there is one. Ctrl-C ends it.
 
-        SIGTERM ends it after one more checkpoint, within `CheckpointConfig.grace_s`; RunFailed then states where the
+        SIGTERM ends it after one more checkpoint, within `CheckpointConfig.grace_s`; RunStopped then states where the
         next `fit()` resumes. A second SIGTERM ends it at once. `listen` is called with every journal entry; `progress`
         shows a live line (default: unless `listen` is given).
 

@@ -48,6 +48,8 @@ _EXPORTS = {
     "Claims": "raysharded.checkpoint.claims",
     "NotOwner": "raysharded.checkpoint.claims",
     "commit_claimed": "raysharded.checkpoint.claims",
+    "BestCheckpoint": "raysharded.checkpoint.retention.best",
+    "best_checkpoint": "raysharded.checkpoint.retention.best",
     "CheckpointRef": "raysharded.checkpoint.retention.catalog",
     "Newest": "raysharded.checkpoint.retention.catalog",
     "list_checkpoints": "raysharded.checkpoint.retention.catalog",
@@ -89,6 +91,10 @@ if TYPE_CHECKING:
         signing_key_from_environment as signing_key_from_environment,
     )
     from raysharded.checkpoint.reader import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
+    from raysharded.checkpoint.retention.best import (
+        BestCheckpoint as BestCheckpoint,
+        best_checkpoint as best_checkpoint,
+    )
     from raysharded.checkpoint.retention.catalog import (
         CheckpointRef as CheckpointRef,
         Newest as Newest,

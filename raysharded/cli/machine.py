@@ -13,6 +13,7 @@ EXTRAS: dict[str, tuple[str, str]] = {
     "jobs": ("aiohttp_cors", "`ray job submit`, the dashboard"),
     "s3": ("s3fs", "training data at s3://"),
     "tokenizers": ("tokenizers", "`raysharded data pack --tokenizer`"),
+    "huggingface": ("transformers", "models of `from_pretrained`, examples/finetune_hf.py"),
     "tensorboard": ("tensorboard", "raysharded.metrics.TensorBoard"),
     "parity": ("zfec", "Redundancy(parity=(k, m)) with m of 2 or more"),
 }

@@ -13,6 +13,7 @@ from types import FunctionType
 
 import ray
 from ray._private import ray_constants
+from ray.exceptions import RayError
 
 from raysharded.checkpoint.format.signing import ENVIRONMENT_KEY
 from raysharded.display.quantities import count
@@ -27,6 +28,11 @@ _NEWEST = "auto"
 """Ray's keyword in place of an address: the cluster last started on this machine."""
 _ANSWER_S = 10.0
 """Time in which a cluster at a given address must begin to listen there."""
+_TOKEN = (
+    "A cluster with token authentication (Ray 2.60 enables it in `ray start`) refuses everyone else: set "
+    "RAY_AUTH_MODE=token here, and have the token of ~/.ray/auth_token on the machine that ran `ray start` in the same "
+    "file here, or in RAY_AUTH_TOKEN."
+)
 _GONE_S = 20.0
 """Longest absence of a cluster's head, for example during a restart.
 
@@ -116,9 +122,10 @@ def _connect(given: str, address: str | None, *, log_to_driver: bool) -> None:
     try:
         with _node_address(clusters=not _is_on_loopback_alone(given)):
             ray.init(address=given, logging_level=logging.WARNING, log_to_driver=log_to_driver)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        text = " ".join(str(error).split())[:300]
-        raise ClusterError(f"{type(error).__name__}: {text}. {remedy}") from None
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        text = " ".join(str(error).split())[:300].rstrip(".")
+        token = f" {_TOKEN}" if isinstance(error, ConnectionError | RayError) else ""
+        raise ClusterError(f"{type(error).__name__}: {text}. {remedy}{token}") from None
 
 
 def _is_on_loopback_alone(address: str) -> bool:

@@ -65,7 +65,10 @@ class Run(ABC):
 
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> Result:
-        """The result, when the run is over. Raises the error that the run failed with, or TimeoutError."""
+        """The result, when the run is over. Raises the error that the run failed with, or TimeoutError.
+
+        A run that was stopped raises RunStopped, whose `result` has what it reached.
+        """
 
     def wait_until_begun(self, timeout_s: float | None = None) -> None:
         """Return when a driver leads the run: until then its start may be refused, for another batch size for example.
@@ -188,7 +191,7 @@ class Run(ABC):
         self._ask("reshard", given=given)
 
     def stop(self, *, checkpoint: bool = False, within_s: float | None = None) -> None:
-        """End the run; `wait` then raises RunFailed. Started again, it resumes. No effect if the run is over.
+        """End the run; `wait` then raises RunStopped. Started again, it resumes. No effect if the run is over.
 
         It ends now, without a checkpoint; or, with `checkpoint=True`, after one more checkpoint. After `within_s`
         (default: no limit) it ends without that checkpoint. A second request ends it at once.

@@ -17,20 +17,23 @@ from raysharded.clock import SystemClock
 from raysharded.display import uncaught_errors
 from raysharded.display.quantities import count
 from raysharded.display.raylet_output import quiet_raylet
-from raysharded.errors import ConfigError, RayshardedError, RunFailed
+from raysharded.errors import CheckpointError, ConfigError, RayshardedError, StorageError
 from raysharded.ownership.start_mark import StartMark
 from raysharded.run.control import RunControl
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Ask, Run
 from raysharded.run.listeners import announce, listening, measuring, untested_versions, versions
+from raysharded.run.outcome import of_checkpoint, of_finished, of_stopped, with_best
 from raysharded.run.process_hooks import on_notice
-from raysharded.run.results import Entry, Listener, Result, Status, last_numbers, start_in_words
+from raysharded.run.results import Entry, Listener, Result, RunStopped, Status, start_in_words
 from raysharded.run.spec import RunSpec, require_same_settings
 from raysharded.run.start_from import with_initial_weights
 from raysharded.run.status import of_failed_start, with_driver
 from raysharded.run.translation import files_of, job_of, limits_of
 
 if TYPE_CHECKING:
+    from raysharded.checkpoint import Checkpoint
+    from raysharded.driver.checkpoints.committer import RunFiles
     from raysharded.driver.state.state import State
     from raysharded.protocol.job import Job
     from raysharded.protocol.worker_launcher import Launcher
@@ -83,6 +86,12 @@ class EntryBuffer:
             new = min(self._next - 1 - number, len(self._kept))
             newest = list(itertools.islice(reversed(self._kept), max(0, new)))
             return newest[::-1][: self._at_once]
+
+
+def _newest(files: RunFiles) -> Checkpoint | None:
+    from raysharded.driver.startup.resume_point import newest_of
+
+    return newest_of(files).checkpoint
 
 
 class LocalRun(Run):
@@ -238,27 +247,26 @@ class LocalRun(Run):
 
     def _finished_before(self) -> Result | None:
         """The result of a run whose final checkpoint exists already."""
-        from raysharded.driver.startup.resume_point import newest_of
-        from raysharded.run.offline import finished
-
-        newest = newest_of(self._files).checkpoint
-        return finished(newest, self._storage, self.name, self._spec.url, self._spec.run.max_steps)
+        newest = _newest(self._files)
+        if newest is None or newest.step < self._spec.run.max_steps:
+            return None
+        return self._with_best(of_checkpoint(newest, self._storage, self.name, self._spec.url))
 
     def _result_of(self, state: State) -> Result:
-        from raysharded.run.offline import folder_of
+        place = (self._storage, self.name, self._spec.url)
+        if state.result_fingerprint is not None:
+            return self._now(of_finished(state, *place))
+        newest = None
+        with contextlib.suppress(CheckpointError, StorageError):
+            newest = _newest(self._files)
+        raise RunStopped(f"Stopped. {self.how_to_go_on()}", self._now(of_stopped(newest, state, *place)))
 
-        if state.result_fingerprint is None:
-            raise RunFailed(f"Stopped. {self.how_to_go_on()}")
-        found, numbers = state.checkpoint, last_numbers(state.measured)
-        return Result(
-            name=self.name,
-            url=self._spec.url,
-            steps=state.step,
-            fingerprint=state.result_fingerprint,
-            checkpoint=folder_of(self._storage, self._spec.url, found.prefix, found.url) if found else "",
-            **{**numbers, "evaluation": numbers["evaluation"] or self._evaluation},
-            wall_s=time.time() - self._began_at,
-        )
+    def _now(self, result: Result) -> Result:
+        evaluation, wall_s = result.evaluation or self._evaluation, time.time() - self._began_at
+        return self._with_best(replace(result, evaluation=evaluation, wall_s=wall_s))
+
+    def _with_best(self, result: Result) -> Result:
+        return with_best(result, self._storage, self._spec.best, key=self._files.key) if self._spec.best else result
 
     def how_to_go_on(self) -> str:
         """Message for a person about a run that ended before its last step."""

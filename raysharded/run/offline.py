@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from raysharded.errors import ClusterError, RunFailed
+from raysharded.errors import CheckpointError, ClusterError, RunFailed, StorageError
 from raysharded.run.handle import Ask, Run
-from raysharded.run.results import Entry, Result, Status, last_numbers, start_in_words
+from raysharded.run.outcome import folder_of, newest_of, of_checkpoint, with_best
+from raysharded.run.results import Entry, Result, RunStopped, Status, start_in_words
 
 if TYPE_CHECKING:
-    from raysharded.checkpoint import Checkpoint, Storage
+    from raysharded.checkpoint import Checkpoint
     from raysharded.report.overview import RunOverview
     from raysharded.report.recent import RecentReader
 
@@ -66,18 +68,34 @@ class StoredRun(Run):
         return wait_for(self, lambda: self.outcome() if self.is_over() else None, timeout_s)
 
     def outcome(self) -> Result:
-        """The result of a finished run. Raises RunFailed, with the final entry's error, for any other."""
+        """The result of a finished run. Raises RunStopped for a stopped one; for any other RunFailed, with the final
+        entry's error."""
         found = self._look()
         if found.state == "finished":
-            result = finished(_newest(self._storage), self._storage, self.name, self.url, found.max_steps or 0)
-            return result or self._without_last_checkpoint(found)
+            newest = newest_of(self._storage)
+            if newest is not None and newest.step >= (found.max_steps or 0):
+                return self._with_best(of_checkpoint(newest, self._storage, self.name, self.url))
+            return self._with_best(self._without_last_checkpoint(found, newest))
         what = {"failed": "failed", "stopped": "was stopped"}.get(found.state, "ended without a final journal entry")
         what = "failed to start" if found.before_start is not None else what
         why = f": {found.error}" if found.error else ""
         start = start_in_words(found.checkpoint_step)
-        raise RunFailed(f"Run {self.name!r} {what} at step {found.step or 0}{why}. Started again, it resumes {start}.")
+        message = f"Run {self.name!r} {what} at step {found.step or 0}{why}. Started again, it resumes {start}."
+        if found.state != "stopped":
+            raise RunFailed(message)
+        reached = Result(name=self.name, url=self.url, steps=0, fingerprint="", checkpoint="")
+        with suppress(CheckpointError, StorageError):
+            newest = newest_of(self._storage)
+            reached = reached if newest is None else of_checkpoint(newest, self._storage, self.name, self.url)
+            reached = self._with_best(reached)
+        raise RunStopped(message, reached)
 
-    def _without_last_checkpoint(self, found: RunOverview) -> Result:
+    def _with_best(self, result: Result) -> Result:
+        from raysharded.checkpoint import signing_key_from_environment
+
+        return with_best(result, self._storage, key=signing_key_from_environment())
+
+    def _without_last_checkpoint(self, found: RunOverview, newest: Checkpoint | None) -> Result:
         steps = found.step or 0
         words = [fields for _, kind, fields in self._newest() if kind == "finished"]
         return Result(
@@ -85,7 +103,7 @@ class StoredRun(Run):
             url=self.url,
             steps=steps,
             fingerprint=str(words[-1].get("fingerprint") or "") if words else "",
-            checkpoint=newest_folder(self._storage, self.url),
+            checkpoint=folder_of(self._storage, self.url, newest.prefix, newest.storage.url) if newest else "",
         )
 
     def _ask(self, what: Ask, **arguments: Any) -> Any:
@@ -153,37 +171,3 @@ def wait_for(run: Run, outcome: Callable[[], Result | None], timeout_s: float | 
         if left_s <= 0:
             raise TimeoutError(f"run {run.name!r} is still {run.status().phase} after {timeout_s} s")
         time.sleep(min(_LOOK_UP_S, left_s))
-
-
-def finished(newest: Checkpoint | None, storage: Storage, name: str, url: str, max_steps: int) -> Result | None:
-    """The result of a run whose newest checkpoint is its final one; None if it is not."""
-    if newest is None or newest.step < max_steps:
-        return None
-    return Result(
-        name=name,
-        url=url,
-        steps=newest.step,
-        fingerprint=str(newest.manifest.metadata.get("fingerprint", "")),
-        checkpoint=folder_of(storage, url, newest.prefix, newest.storage.url),
-        **last_numbers(newest.manifest.metadata.get("metrics") or {}),
-    )
-
-
-def newest_folder(storage: Storage, url: str) -> str:
-    """Folder of the newest checkpoint; empty if there is none."""
-    newest = _newest(storage)
-    return folder_of(storage, url, newest.prefix, newest.storage.url) if newest else ""
-
-
-def _newest(storage: Storage) -> Checkpoint | None:
-    """The newest checkpoint, with the environment's signing key; None if there is none."""
-    from raysharded.checkpoint import newest_complete, signing_key_from_environment
-
-    return newest_complete(storage, skip_damaged=True, key=signing_key_from_environment()).checkpoint
-
-
-def folder_of(storage: Storage, url: str, prefix: str, elsewhere: str = "") -> str:
-    """URL of a checkpoint: below the run's own, or in the storage `elsewhere` that a fork began with."""
-    from raysharded.locations import join_url
-
-    return join_url(elsewhere if elsewhere not in ("", storage.url) else url, prefix)

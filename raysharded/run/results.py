@@ -1,11 +1,13 @@
-"""A run's status, checkpoints and result. Frozen values."""
+"""A run's status, checkpoints and result, which are frozen values; and the error of a run that was stopped."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from raysharded.errors import RunFailed
 
 if TYPE_CHECKING:
     from raysharded.report import RunReport
@@ -17,8 +19,20 @@ Entry = tuple[int, str, dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredCheckpoint:
+    """A committed checkpoint with its value of a metric."""
+
+    step: int
+    url: str
+    """Folder of the checkpoint."""
+    metric: str
+    """Name of the metric, as in `CheckpointConfig.keep_best`."""
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """A finished run."""
+    """A finished run; in `RunStopped`, one that was stopped."""
 
     name: str
     url: str
@@ -36,6 +50,9 @@ class Result:
     """The newest evaluation's loss and metrics; empty if there was none since the run was last started."""
     wall_s: float | None = field(default=None, compare=False)
     """Seconds that this `fit()` or `start()` took; None if the run was finished before."""
+    best_checkpoint: ScoredCheckpoint | None = None
+    """The best of the checkpoints that exist, by `CheckpointConfig.keep_best`; None without that, or if none has its
+    metric."""
 
     def report(self) -> RunReport:
         """Report of the journal: losses, recoveries, the ledger of samples."""
@@ -44,14 +61,17 @@ class Result:
         return load(self.url)
 
 
-def last_numbers(measured: Mapping[str, float]) -> dict[str, Any]:
-    """The fields `loss`, `metrics` and `evaluation` of a `Result`, from a step's numbers as checkpoints keep them."""
-    prefix = "evaluation."
-    return {
-        "loss": measured.get("loss"),
-        "metrics": {k: v for k, v in measured.items() if k != "loss" and not k.startswith(prefix)},
-        "evaluation": {k.removeprefix(prefix): v for k, v in measured.items() if k.startswith(prefix)},
-    }
+class RunStopped(RunFailed):
+    """The run was ended by a request, such as `Run.stop` or SIGTERM, before its last step."""
+
+    def __init__(self, message: str, result: Result) -> None:
+        super().__init__(message, result)
+        self.result = result
+        """Result of the newest checkpoint, from which the next `fit()` resumes. `steps` is that
+        checkpoint's; 0 and empty texts if there is none."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +136,8 @@ class Status:
     """The error that the run failed with, or the damage of its journal."""
     incidents: tuple[tuple[float, str], ...] = ()
     """The newest few incidents, oldest first: seconds since 1970, and one sentence."""
+    best_checkpoint: ScoredCheckpoint | None = None
+    """The run's best checkpoint, by `CheckpointConfig.keep_best`. Only `raysharded status` and the report read it."""
 
     @property
     def left_s(self) -> float | None:
@@ -159,6 +181,7 @@ class Status:
                 "started_at": self.started_at,
                 "checkpoint_step": self.checkpoint_step,
                 "checkpoint_at": self.checkpoint_at,
+                "best_checkpoint": None if self.best_checkpoint is None else asdict(self.best_checkpoint),
                 "newest_entry_at": self.newest_entry_at,
                 "age_s": age_s,
                 "num_segments": self.num_segments,

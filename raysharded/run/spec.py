@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from raysharded.errors import ConfigError
 
 if TYPE_CHECKING:
+    from raysharded.checkpoint import Best
     from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
     from raysharded.protocol.job import InitialWeights
     from raysharded.task import Task
@@ -53,6 +54,16 @@ class RunSpec:
         seq_len = getattr(self.data, "seq_len", None)
         return seq_len * self.batch.global_batch_size if isinstance(seq_len, int) else None
 
+    @property
+    def best(self) -> Best | None:
+        """The rule of `CheckpointConfig.keep_best`."""
+        from raysharded.checkpoint.retention.policy import Best
+
+        if self.run.checkpoint.keep_best is None:
+            return None
+        metric, mode, count = self.run.checkpoint.keep_best
+        return Best(metric=metric, mode=mode, count=count)
+
     def user_objects(self) -> list[object]:
         """The parts whose classes may be defined in the user's own modules."""
         evaluation = [self.evaluation.data] if self.evaluation else []
@@ -72,11 +83,15 @@ class RunSpec:
 
     def settings(self) -> dict[str, Any]:
         """The settings that the journal and every checkpoint record. A resumed run has the same, except for
-        `max_steps` and `scaling`."""
+        `max_steps`, `scaling` and `keep_best`."""
+        from raysharded.checkpoint.retention.best import recorded
+
         weights = self.initial_weights
         started = {} if weights is None else {"start_from": dataclasses.asdict(weights)}
+        best = self.best
         return {
             **started,
+            **(recorded(best) if best is not None else {}),
             "batch": {
                 "global_batch_size": self.batch.global_batch_size,
                 "microbatch_size": self.batch.microbatch_size,

@@ -14,6 +14,7 @@ from raysharded.errors import ClusterError, StorageError
 from raysharded.run.results import Status
 
 if TYPE_CHECKING:
+    from raysharded.checkpoint import Storage
     from raysharded.driver.state.state import State
     from raysharded.report.overview import RunOverview
     from raysharded.report.recent import Recent
@@ -59,15 +60,22 @@ def stored_status(run: RunOverview, recent: Recent | None = None) -> Status:
 
 
 def status_at(url: str) -> Status:
-    """The status of the run at a URL. Raises StorageError if there is none."""
+    """The status of the run at a URL, with its best checkpoint. Raises StorageError if there is none."""
     from raysharded.report.loader import open_run
     from raysharded.report.overview import look
     from raysharded.report.recent import read_recent
-    from raysharded.run.status import with_restart
 
     storage = open_run(url)
     (found,) = look([storage])
-    return stored_status(with_restart(found), read_recent(storage))
+    return with_stored_best(stored_status(with_restart(found), read_recent(storage)), storage)
+
+
+def with_stored_best(status: Status, storage: Storage) -> Status:
+    """The status with the run's best checkpoint; reads the manifests of the checkpoints, if the run keeps the best."""
+    from raysharded.checkpoint import signing_key_from_environment
+    from raysharded.run.outcome import best_of
+
+    return replace(status, best_checkpoint=best_of(storage, status.url, key=signing_key_from_environment()))
 
 
 def of_failed_start(status: Status, url: str) -> Status:

@@ -60,18 +60,14 @@ def limits_of(spec: RunSpec, grouping: Grouping | None) -> DriverConfig:
 
 def files_of(spec: RunSpec, storage: Storage, versions: Mapping[str, str]) -> RunFiles:
     """The run's checkpoints and journal. Raises CheckpointError if the key that signs checkpoints cannot be read."""
-    from raysharded.checkpoint.retention.policy import Best, Keep
+    from raysharded.checkpoint.retention.policy import Keep
     from raysharded.driver.checkpoints.committer import RunFiles
 
     config = spec.run.checkpoint
-    best = None
-    if config.keep_best is not None:
-        metric, mode, count = config.keep_best
-        best = Best(metric=metric, mode=mode, count=count)
     return RunFiles(
         name=spec.run.name,
         storage=storage,
-        keep=Keep(last=config.keep_last, every_steps=config.keep_every, best=best),
+        keep=Keep(last=config.keep_last, every_steps=config.keep_every, best=spec.best),
         metadata={**spec.settings(), "versions": dict(versions)},
         global_batch_size=spec.batch.global_batch_size,
         key=key_of(config),

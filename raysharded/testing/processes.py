@@ -164,6 +164,12 @@ def _serve_pickled(worker: WorkerId, job: bytes, pipe: Connection, prepare: Call
     serve(worker, pickle.loads(job), pipe, prepare)  # noqa: S301 - from the process that started this one
 
 
+def _send(pipe: Connection, reply: Reply) -> None:
+    """Send a reply; dropped if the launcher has closed the pipe, because this process is about to be killed."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        pipe.send(reply)
+
+
 def serve(worker: WorkerId, job: Job, pipe: Connection, prepare: Callable[[], None] | None = None) -> None:
     """A worker process: executes calls, each in a separate thread, until the launcher has exited."""
     if prepare is not None:
@@ -171,6 +177,9 @@ def serve(worker: WorkerId, job: Job, pipe: Connection, prepare: Callable[[], No
     from raysharded.actors.worker import Worker
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # As in Ray's workers. With forkserver, the parent's method, each lock (tqdm has one) stays named until it is freed,
+    # which does not happen in a killed process: Python would warn of leaked semaphores at the end of the run.
+    multiprocessing.set_start_method(None, force=True)
     sending = threading.Lock()
     served: Worker | None = None
 
@@ -183,7 +192,7 @@ def serve(worker: WorkerId, job: Job, pipe: Connection, prepare: Callable[[], No
             reply = Reply(worker=worker, method=method, error=error.with_traceback(None))
         if not network.is_cut_off():
             with sending:
-                pipe.send(reply)
+                _send(pipe, reply)
 
     while True:
         try:

@@ -217,7 +217,7 @@ def test_doctor_finds_storage_that_cannot_be_written_to(tmp_path: Path, monkeypa
 def test_doctor_names_extras_that_are_missing_and_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda name: None if name in ("zfec", "aiohttp_cors") else name)
     found = machine.extras()
-    assert (found.ok, found.found) == (True, "s3, tokenizers, tensorboard")
+    assert (found.ok, found.found) == (True, "s3, tokenizers, huggingface, tensorboard")
     assert found.advice == (
         "Missing, if you need them: jobs (`ray job submit`, the dashboard); parity (Redundancy(parity=(k, m)) with m "
         "of 2 or more): `pip install 'raysharded[NAME]'`."

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from raysharded import BatchConfig, ScalingConfig
+from raysharded import BatchConfig, Result, ScalingConfig
 from raysharded.checkpoint import list_checkpoints, open_storage
 from raysharded.data.pack import pack
 from raysharded.ids import WorkerId
+from raysharded.locations import join_url
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import fit
 from tests.paths import ROOT
@@ -135,6 +136,20 @@ def test_a_transformers_model_is_fine_tuned_from_a_folder_with_the_same_bits_at_
     moved = torch.cat([(a - b).abs().flatten() for a, b in zip(tuned.parameters(), start.parameters(), strict=True)])
     assert 0 < moved.max() < 2 * 3 * 2e-5  # two steps of AdamW from the weights of the folder
     assert evaluated == [1, 2]
+    best = two.best_checkpoint
+    assert best is not None
+    assert (best.step, best.value) == (2, two.evaluation["loss"])
+
+    worse = replace(two, best_checkpoint=replace(best, step=1, url=first_checkpoint(two)))
+    finetune_hf.export(worse, made("two", 2, tmp_path / "start").task, str(tmp_path / "best"))
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "best")
+    assert not all(torch.equal(a, b) for a, b in zip(exported.parameters(), tuned.parameters(), strict=True))
+
+
+def first_checkpoint(result: Result) -> str:
+    """The folder of a run's oldest checkpoint."""
+    storage = open_storage(result.url)
+    return join_url(result.url, list_checkpoints(storage)[0].prefix)
 
 
 def use(environment: dict[str, str]) -> None:

@@ -27,7 +27,7 @@ from tests.paths import ROOT
 FOLDER = ROOT / ".venv-compat"
 RESULTS = FOLDER / "results.txt"
 """A line for everything that was tried."""
-EXTRAS = ("parity", "tensorboard")
+EXTRAS = ("parity", "tensorboard", "huggingface")
 """Extras whose code the tests run; tokenizers come with transformers."""
 PINNED_EXTRAS = ("parity",)
 """The lower bounds of the others fit neither transformers nor what `wandb` and `mlflow-skinny` have in common."""

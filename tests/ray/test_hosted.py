@@ -21,6 +21,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import raysharded as rs
+from raysharded import checkpoint
 from raysharded.checkpoint import open_storage
 from raysharded.cli import app
 from raysharded.errors import CheckpointError, ConfigError, RunFailed, RunOwnedElsewhere, StorageError, TaskError
@@ -168,9 +169,13 @@ def test_a_run_is_stopped_forked_and_queried_in_vain_when_it_is_over(tmp_path: P
     fork = rs.attach("other")
     run.stop(checkpoint=True)
     with pytest.raises(
-        RunFailed, match=r"Stopped\. Run 'driven' was at step \d+ of 12; the next fit\(\) resumes from its"
-    ):
+        rs.RunStopped, match=r"Stopped\. Run 'driven' was at step \d+ of 12; the next fit\(\) resumes from its"
+    ) as stopped:
         run.wait(240)
+    found = stopped.value.result  # it came from the driver actor
+    assert (found.name, found.url) == ("driven", run.url)
+    assert found.steps >= written.step
+    assert checkpoint.open(found.checkpoint).step == found.steps
     with pytest.raises(RunFailed, match="is over"):
         run.checkpoint()
     run.stop()  # it is
@@ -256,7 +261,7 @@ def test_wrong_names_end_with_one_sentence_and_what_was_meant(tmp_path: Path, mo
 
 @pytest.mark.long
 def test_the_lines_of_the_guide_work_as_described(tmp_path: Path) -> None:
-    (shown,) = blocks(page("running.md"), "python")
+    (shown,) = (block for block in blocks(page("running.md"), "python") if "run.resize(4)" in block)
     driven = trainer(tmp_path, (2, 4), name="gpt-5m")
     names: dict[str, Any] = {"raysharded": rs, "trainer": driven}
     started, resized, stopped = shown.partition("run.resize(4)")

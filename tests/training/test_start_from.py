@@ -48,6 +48,11 @@ class Still(GptTask):
         return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
+class Scaling(GptTask):
+    def build_model(self) -> nn.Module:
+        return Scaled()
+
+
 class StillScaled(Still):
     def build_model(self) -> nn.Module:
         return Scaled()
@@ -139,6 +144,34 @@ def test_the_same_bits_at_every_size_and_after_a_kill(tmp_path: Path, workers: i
     assert fitted(made).fingerprint == alone.fingerprint
     assert not kill or plan.fired(plan.faults[0])
     assert fitted(trainer(tmp_path / "runs", "drawn", 1)).fingerprint != alone.fingerprint
+
+
+def begun_with(result: rs.Result) -> str:
+    """The remark about its weights with which the run began."""
+    steps = [entry for entry in read(checkpoint.open_storage(result.url)) if entry["kind"] == "step"]
+    (told,) = (text for text in steps[0]["remarks"] if "start_from" in text)
+    assert not any("start_from" in text for entry in steps[1:] for text in entry.get("remarks", ()))
+    return str(told)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_line_says_at_the_start_what_is_taken_and_what_is_left_out(tmp_path: Path, workers: int) -> None:
+    runs = tmp_path / "runs"
+    parent = fitted(trainer(runs, "scaled", 1, task=Scaling()))
+    tensors = checkpoint.open(parent.checkpoint).tensors
+    shared = sum(name.startswith(("model.", "buffer.")) for name in tensors) - 1
+    others = sorted(name for name in tensors if not name.startswith(("model.", "buffer.")))
+    told = begun_with(fitted(trainer(runs, "plain", workers, parent.url)))
+    assert told == (
+        f"RunConfig.start_from: {shared} of {shared} parameters and buffers are those of {parent.url}. Left out: 1 of "
+        f"it that the model lacks, first 'model.scale'. Left out: {len(others)} other tensors (of an optimizer, or "
+        f"values), first {others[0]!r}. The optimizer, the count of steps and the data begin anew."
+    )
+    plain = checkpoint.open_storage(str(runs / "plain")).url
+    assert begun_with(fitted(trainer(runs, "again", workers, plain, Scaling()))).startswith(
+        f"RunConfig.start_from: {shared} of {shared + 1} parameters and buffers are those of {plain}. As in a new run: "
+        "1 that are not in it, first 'model.scale'. Left out: "
+    )
 
 
 def test_what_the_checkpoint_lacks_begins_as_in_a_new_run(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ An invalid rate is found before the step is applied. Every worker finds it, sinc
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,18 @@ from raysharded.errors import RayshardedError, TaskError, is_ctrl_c, text_of, us
 from raysharded.task import Task
 
 _WANTED = "give a finite number, 0 or more"
+
+
+def require_rates(task: Task, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise TaskError if a parameter group has no learning rate that a schedule can multiply."""
+    for place, group in enumerate(groups):
+        rate = group.get("lr")
+        if number_of(rate) is None:
+            raise TaskError(
+                f"{type(task).__name__}.build_optimizer: parameter group {place} of {type(optimizer).__name__} has "
+                f"lr={rate!r:.80}. Give it a number, which Task.lr_scale multiplies; an optimizer that computes its "
+                "learning rate itself (Adafactor with relative_step=True) is not supported."
+            )
 
 
 def scale_of(task: Task, step: int) -> Any:

@@ -19,8 +19,9 @@ def cannot_be_kept(optimizer: torch.optim.Optimizer, found: Finding) -> str:
     if found.kind == "shape":
         return (
             f"{name} keeps {found.what}: it cannot be handed on when the number of workers changes, in exact mode "
-            "or in fast mode. Use one whose state has the shapes of the parameters: SGD, Adam or AdamW; in fast "
-            'mode (EngineConfig(reduction="fast")) Muon, too.'
+            "or in fast mode. Use one whose state has the shapes of the parameters: AdamW, whose 8 bytes for each "
+            "parameter are divided among the workers, or SGD with momentum, which keeps half of that; in fast mode "
+            '(EngineConfig(reduction="fast")) Muon, too.'
         )
     what = (
         f"makes {found.what!r} of its state after its first step"

@@ -19,7 +19,7 @@ from raysharded.actors.model.param_layout import ParamLayout, Replication
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.optimizer.inner_optimizers import OptimizerParts
 from raysharded.actors.optimizer.kept_state import KeptState
-from raysharded.actors.optimizer.learning_rate import rate_of, scale_of
+from raysharded.actors.optimizer.learning_rate import rate_of, require_rates, scale_of
 from raysharded.actors.optimizer.loaded_state import (
     LoadedState,
     OptimizerKind,
@@ -71,6 +71,7 @@ class ShardOptimizer:
         self._params: dict[str, torch.Tensor] = {}
         self._elementwise = exact or self._is_elementwise()
         self._sharded: dict[str, nn.Parameter] = {}
+        require_rates(task, self._optimizer, self._parts.groups)
         for group in self._parts.groups:
             group["initial_lr"] = float(group.get("initial_lr", group["lr"]))  # a tensor would be changed with "lr"
         own: dict[str, nn.Parameter] = {}

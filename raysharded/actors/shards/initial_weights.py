@@ -14,6 +14,7 @@ import torch
 from raysharded.actors.model.param_layout import BUFFER, MODEL
 from raysharded.actors.shards.store import ShardBuffer, torch_dtype
 from raysharded.checkpoint import Checkpoint, open_checkpoint, open_storage
+from raysharded.display.quantities import count
 from raysharded.errors import ConfigError
 from raysharded.layout import Piece, StateSpec, TensorSpec
 from raysharded.protocol.job import InitialWeights
@@ -30,6 +31,25 @@ class Source:
     """Name of a tensor of the run's state -> its name in the checkpoint."""
     missing: frozenset[str]
     """Names of tensors of the state that the checkpoint lacks: they keep the values of a run's start."""
+    uri: str
+    """`RunConfig.start_from`, for messages."""
+
+    def sentence(self) -> str:
+        """The tensors that the run begins with, and those that it leaves out: their numbers, and the first of each."""
+        unused = sorted(self.checkpoint.tensors.keys() - set(self.names.values()))
+        foreign = [name for name in unused if name.startswith((MODEL, BUFFER))]
+        others = [name for name in unused if not name.startswith((MODEL, BUFFER))]
+        of_all = len(self.names) + len(self.missing)
+        told = f"RunConfig.start_from: {len(self.names)} of {of_all} parameters and buffers are those of {self.uri}."
+        if self.missing:
+            told += f" As in a new run: {len(self.missing)} that are not in it, first {min(self.missing)!r}."
+        if foreign:
+            told += f" Left out: {len(foreign)} of it that the model lacks, first {foreign[0]!r}."
+        if others:
+            told += (
+                f" Left out: {count(len(others), 'other tensor')} (of an optimizer, or values), first {others[0]!r}."
+            )
+        return f"{told} The optimizer, the count of steps and the data begin anew."
 
 
 def find(weights: InitialWeights, state: StateSpec) -> Source:
@@ -51,7 +71,7 @@ def find(weights: InitialWeights, state: StateSpec) -> Source:
         if tensor.name in names:
             _require_same(checkpoint, names[tensor.name], tensor, weights.uri)
     missing = frozenset(tensor.name for tensor in wanted if tensor.name not in names)
-    return Source(checkpoint=checkpoint, names=names, missing=missing)
+    return Source(checkpoint=checkpoint, names=names, missing=missing, uri=weights.uri)
 
 
 def _name_in(checkpoint: Checkpoint, name: str) -> str | None:

@@ -19,6 +19,7 @@ from raysharded.actors.model.drawn_constants import drawn_first, refuse_drawn
 from raysharded.actors.model.init_weights import FirstBuild, first_build
 from raysharded.actors.model.inventory import Item, first_value
 from raysharded.actors.model.param_layout import CONSTANT, ParamLayout, Replication
+from raysharded.actors.optimizer.loaded_state import remark_added
 from raysharded.actors.shards import initial_weights
 from raysharded.actors.shards.device_state import DeviceState, dtype_name, fill_initial, state_spec
 from raysharded.actors.shards.mirror import SnapshotReplicator
@@ -26,6 +27,7 @@ from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.rebuild import rebuild
 from raysharded.actors.shards.store import ShardBuffer, ShardStore
 from raysharded.actors.shards.transfer import broadcast, exchange, pass_on
+from raysharded.actors.task_calls.remarks import Say
 from raysharded.checkpoint import Checkpoint, Storage, open_checkpoint, open_storage
 from raysharded.errors import CheckpointError
 from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Missing, Piece, StateSpec, Target, make_plan
@@ -42,6 +44,15 @@ class Restored:
     bytes_read: int
     added: frozenset[str] = frozenset()
     """Names in the state of tensors that the checkpoint lacks: they have the values of a run's start."""
+    given: initial_weights.Source | None = None
+    """The weights that a run begins with, at its start."""
+
+    def remark(self, say: Say) -> None:
+        """Report differences between the checkpoint and the model."""
+        if self.given is not None:
+            say("start_from", self.given.sentence())
+        else:
+            remark_added(self.added, say)
 
 
 def restore(
@@ -62,6 +73,7 @@ def restore(
     """
     members, build_seed = place.spec.members, place.spec.build_seed
     missing: Collection[str] = ()
+    given: initial_weights.Source | None = None
     match place.spec.source:
         case FromMemory(step=step, spec=state, copies=copies, rebuilds=rebuilds):
             live.carry(_constants_in(state))
@@ -115,7 +127,13 @@ def restore(
     if MIRROR_BUFFER not in targets:
         keeper.start(targets[SNAPSHOT_BUFFER])
         received += keeper.join()
-    return Restored(own=targets[SNAPSHOT_BUFFER], bytes_received=received, bytes_read=read, added=frozenset(missing))
+    return Restored(
+        own=targets[SNAPSHOT_BUFFER],
+        bytes_received=received,
+        bytes_read=read,
+        added=frozenset(missing),
+        given=given,
+    )
 
 
 def spec_of(

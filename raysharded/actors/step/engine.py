@@ -29,7 +29,7 @@ from raysharded.actors.model.param_layout import Replication
 from raysharded.actors.numerics.bit_digest import flip_bit
 from raysharded.actors.numerics.grad_norm import NORM_WORDS, square_sum_words
 from raysharded.actors.numerics.step_consensus import Agreed, Contribution, Flags, agree
-from raysharded.actors.optimizer.loaded_state import TriedOptimizer, remark_added
+from raysharded.actors.optimizer.loaded_state import TriedOptimizer
 from raysharded.actors.shards.parity import keeper_of
 from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.restore import Restored, restore
@@ -182,7 +182,7 @@ class Engine:
             )
         with self._in_phase("load"):
             left_out = self._live.load_from(restored.own)
-            remark_added(restored.added, self._say)
+            restored.remark(self._say)
             if isinstance(self._place.spec.source, FromCheckpoint):
                 self._optimizer.remark_changes(left_out, None)
             else:  # a worker that joins does not know the previous optimizer

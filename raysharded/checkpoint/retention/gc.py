@@ -9,6 +9,7 @@ from typing import Any
 from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.reader import Checkpoint
+from raysharded.checkpoint.retention.best import numbers_of
 from raysharded.checkpoint.retention.catalog import CheckpointRef, Survey, open_ref, survey
 from raysharded.checkpoint.retention.forks.fork import drop_reference
 from raysharded.checkpoint.retention.orphan_saves import LINKED, Left, find_debris, writes_of
@@ -156,8 +157,7 @@ class _Opened:
 
     def metrics(self, prefix: str) -> Mapping[str, Any]:
         checkpoint = self._open(prefix)
-        metrics = checkpoint.manifest.metadata.get("metrics") if checkpoint is not None else None
-        return metrics if isinstance(metrics, dict) else {}
+        return numbers_of(checkpoint) if checkpoint is not None else {}
 
     def _open(self, prefix: str) -> Checkpoint | None:
         if prefix not in self._found:

@@ -76,7 +76,8 @@ def to_delete(
             break
     else:
         return []
-    stay = {*pinned, *_last_of_stretches(candidates, keep), *_best(candidates, keep, metrics)}
+    best = ranked(candidates, keep.best, metrics)[: keep.best.count] if keep.best is not None else []
+    stay = {*pinned, *_last_of_stretches(candidates, keep), *(candidate.prefix for candidate, _ in best)}
     return [candidate for candidate in candidates[:at] if candidate.prefix not in stay]
 
 
@@ -87,17 +88,21 @@ def _last_of_stretches(candidates: Sequence[Candidate], keep: Keep) -> list[str]
     return list(last.values())
 
 
-def _best(candidates: Sequence[Candidate], keep: Keep, metrics: Callable[[str], Mapping[str, Any]]) -> list[str]:
-    """Prefixes of the best, of equal ones the newest; a metric that is missing or not finite is never among them."""
-    if keep.best is None:
-        return []
-    sign = 1 if keep.best.mode == "max" else -1
+def ranked(
+    candidates: Sequence[Candidate], best: Best, metrics: Callable[[str], Mapping[str, Any]]
+) -> list[tuple[Candidate, float]]:
+    """The candidates (oldest first) with their values of the metric, best first; of equal ones the newest first.
+
+    Those whose metric is missing or not finite are omitted.
+    """
+    sign = 1 if best.mode == "max" else -1
     scored = []
     for at, candidate in enumerate(candidates):
-        value = metrics(candidate.prefix).get(keep.best.metric)
+        value = metrics(candidate.prefix).get(best.metric)
         if isinstance(value, (int, float)) and _is_comparable(value):
-            scored.append((sign * value, at, candidate.prefix))
-    return [prefix for _, _, prefix in sorted(scored, reverse=True)[: keep.best.count]]
+            scored.append((sign * value, at, candidate))
+    scored.sort(key=lambda one: one[:2], reverse=True)
+    return [(candidate, sign * value) for value, _, candidate in scored]
 
 
 def _is_comparable(value: float) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raysharded.cli.checkpoint.target import AsJson, Run, Step, find_place, key, open_chosen
+from raysharded.cli.checkpoint.target import AsJson, BestOne, Run, Step, choice, find_place, key, open_chosen
 from raysharded.cli.errors import print_json
 from raysharded.cli.output import byte_progress, echo
 from raysharded.errors import CheckpointError
@@ -73,6 +73,7 @@ def export(
         To, typer.Option("--format", help="torch.distributed.checkpoint, Hugging Face, an adapter, or a copy.")
     ],
     step: Step = None,
+    best: BestOne = False,
     names: Names = None,
     name_map: Map = None,
     dtype: Annotated[
@@ -88,7 +89,7 @@ def export(
     to_hugging_face = to in (To.SAFETENSORS, To.PEFT)
     if not to_hugging_face and (name_map or dtype or config):
         raise typer.BadParameter("--map, --dtype and --config are for --format safetensors or peft.")
-    checkpoint = open_chosen(find_place(run), step)
+    checkpoint = open_chosen(find_place(run), choice(step, best))
     whole = not (names or name_map or to is To.PEFT)
     total = sum(info.size_bytes for info in checkpoint.manifest.tensors.values()) if whole else None
     with byte_progress(f"export to {dest}", total, quiet=as_json) as progress:

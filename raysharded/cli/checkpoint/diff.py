@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raysharded.cli.checkpoint.convert import Names
-from raysharded.cli.checkpoint.target import AsJson, find_place, open_chosen
+from raysharded.cli.checkpoint.target import AsJson, choice, find_place, open_chosen
 from raysharded.cli.errors import print_json
 from raysharded.cli.output import byte_progress, console, echo
 from raysharded.display.quantities import count
@@ -23,13 +23,17 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="The other one.", show_default=False)],
     step_a: Annotated[int | None, typer.Option(metavar="N", help="A's step. By default the newest.")] = None,
     step_b: Annotated[int | None, typer.Option(metavar="N", help="B's step. By default the newest.")] = None,
+    best_a: Annotated[bool, typer.Option("--best-a", help="A's best checkpoint, by its keep_best.")] = False,
+    best_b: Annotated[bool, typer.Option("--best-b", help="B's best checkpoint, by its keep_best.")] = False,
     names: Names = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the tensors that differ between two checkpoints, and by how much. Exits with 1 if any do."""
     from raysharded.checkpoint.interop.diff import diff as compare
 
-    left, right = open_chosen(find_place(a), step_a), open_chosen(find_place(b), step_b)
+    chosen_a = choice(step_a, best_a, "--best-a, --step-a")
+    chosen_b = choice(step_b, best_b, "--best-b, --step-b")
+    left, right = open_chosen(find_place(a), chosen_a), open_chosen(find_place(b), chosen_b)
     both = left.manifest.tensors.keys() & right.manifest.tensors.keys()
     total = None if names else sum(left.manifest.tensors[name].size_bytes for name in both)
     with byte_progress("diff", total, quiet=as_json) as progress:

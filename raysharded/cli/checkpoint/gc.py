@@ -89,12 +89,12 @@ def _left_without_manifests(url: str) -> Pruned:
 def _require_metric(place: RunPlace, metric: str) -> None:
     """Raise CheckpointError if no checkpoint has the metric: the rule would silently keep nothing."""
     from raysharded.checkpoint import open_ref
+    from raysharded.checkpoint.retention.best import numbers_of
 
     there: set[str] = set()
     for ref in reversed(place.committed):
         with suppress(CheckpointError):
-            found = open_ref(place.storage, ref, key=key(), check_files=False).manifest.metadata.get("metrics")
-            numbers = found if isinstance(found, dict) else {}
+            numbers = numbers_of(open_ref(place.storage, ref, key=key(), check_files=False))
             there |= {name for name, value in numbers.items() if _is_number(value)}
             if metric in there:
                 return

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from raysharded.cli.checkpoint.target import (
     AsJson,
     BesidePlace,
+    BestOne,
     FolderPlace,
     Place,
     Run,
     RunPlace,
     Step,
+    choice,
     find_place,
     key,
     open_chosen,
@@ -35,6 +37,7 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     """List the checkpoints, oldest first, and a run's saves that are not checkpoints, with the reason.
 
     It shows which are signed; `raysharded checkpoint verify` checks the signatures.
+    If the run keeps the best by a number, each checkpoint is shown with that number, and the best is marked.
     """
     place = find_place(run)
     rows = _rows(place)
@@ -51,13 +54,18 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     table.add_column("state")
     table.add_column("signed", rank=2)
     table.add_column("committed")
+    metric = next((row["metric"] for row in rows if row["metric"] is not None), None)
+    if metric is not None:
+        table.add_column(one_line(metric))
     table.add_column("pins", long="shorten")
     for row in rows:
         committed = moment(row["committed_at"]) if row["committed_at"] is not None else ""
         state = "never committed" if row["state"] in ("unclaimed", "unfinished") else row["state"]
         step, files = ("" if row[name] is None else str(row[name]) for name in ("step", "files"))
         signed = "" if row["signed"] is None else "yes" if row["signed"] else "no"
-        table.add_row(step, row["prefix"], files, state, signed, committed, ", ".join(row["pins"]))
+        value = "" if row["value"] is None else f"{row['value']:.6g}{', the best' if row['best'] else ''}"
+        numbers = [] if metric is None else [value]
+        table.add_row(step, row["prefix"], files, state, signed, committed, *numbers, ", ".join(row["pins"]))
     echo(place.storage.url)
     with console() as out:
         out.print(table)
@@ -66,17 +74,18 @@ def list_(run: Run, as_json: AsJson = False) -> None:
                 out.print(one_line(row["reason"]))
 
 
-def show(run: Run, step: Step = None, as_json: AsJson = False) -> None:
+def show(run: Run, step: Step = None, best: BestOne = False, as_json: AsJson = False) -> None:
     """Show the contents of a checkpoint: when and how it was written, its fingerprint, its tensors.
 
     Of a fork's reference, only the reference is shown. The parent that it names is not opened.
     """
     place = find_place(run)
-    chosen = place.choose(step) if isinstance(place, RunPlace) else None
+    at = choice(step, best)
+    chosen = place.choose(at) if isinstance(place, RunPlace) else None
     if chosen is not None and chosen.state == "reference":
         _show_reference(place.storage, chosen, as_json)
         return
-    found = _facts(open_chosen(place, step))
+    found = _facts(open_chosen(place, at))
     if as_json:
         print_json(found)
         return
@@ -140,8 +149,21 @@ def _rows(place: Place) -> list[dict[str, Any]]:
     for pin in list_pins(place.storage):
         tags.setdefault(pin.prefix, []).append(pin.tag)
     with ThreadPoolExecutor(_AT_ONCE, "raysharded-manifests") as pool:
-        signed = pool.map(lambda ref: _is_signed(place.storage, ref), place.refs)
-        return [_row(place, ref, tags.get(ref.prefix, []), one) for ref, one in zip(place.refs, signed, strict=True)]
+        signed = list(pool.map(lambda ref: _is_signed(place.storage, ref), place.refs))
+    scored = place.scored()
+    values = {one.ref.prefix: {"metric": one.metric, "value": one.value} for one in scored}
+    best = scored[0].ref.prefix if scored else None
+    return [
+        {
+            **_row(place, ref, tags.get(ref.prefix, []), one),
+            **values.get(ref.prefix, {}),
+            "best": ref.prefix == best,
+        }
+        for ref, one in zip(place.refs, signed, strict=True)
+    ]
+
+
+_UNSCORED = {"best": False, "metric": None, "value": None}
 
 
 def _is_signed(storage: Storage, ref: CheckpointRef) -> bool | None:
@@ -173,6 +195,7 @@ def _row(place: RunPlace, ref: CheckpointRef, pins: list[str], signed: bool | No
         "committed_at": ref.claim.created_at if ref.claim else None,
         "pins": pins,
         "files": sum(key.endswith(".safetensors") for key in ref.keys),  # as `show` counts: only data files
+        **_UNSCORED,
     }
 
 
@@ -193,7 +216,7 @@ def _row_beside(place: BesidePlace, prefix: str) -> dict[str, Any]:
     except CheckpointError as error:
         nothing = dict.fromkeys(("step", "save_id", "generation", "digest", "signed", "committed_at", "files"))
         told = {"prefix": prefix, "complete": False, "state": "damaged", "reason": str(error), "pins": []}
-        return {**nothing, **told}
+        return {**nothing, **told, **_UNSCORED}
 
 
 def _opened_row(found: Checkpoint) -> dict[str, Any]:
@@ -210,6 +233,7 @@ def _opened_row(found: Checkpoint) -> dict[str, Any]:
         "committed_at": found.manifest.created_at,
         "pins": [],
         "files": len(found.manifest.files),
+        **_UNSCORED,
     }
 
 

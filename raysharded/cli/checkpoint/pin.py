@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from raysharded.cli.checkpoint.target import AsJson, RunOnly, Step, find_run, key
+from raysharded.cli.checkpoint.target import AsJson, BestOne, RunOnly, Step, choice, find_run, key
 from raysharded.cli.errors import print_json
 from raysharded.cli.output import echo
 from raysharded.errors import ConfigError
@@ -17,12 +17,12 @@ from raysharded.locations import join_url, scheme_of, split_url
 Tag = Annotated[str, typer.Argument(metavar="TAG", help="A name: letters, digits, '.', '_' or '-'.")]
 
 
-def pin(run: RunOnly, tag: Tag, step: Step = None, as_json: AsJson = False) -> None:
+def pin(run: RunOnly, tag: Tag, step: Step = None, best: BestOne = False, as_json: AsJson = False) -> None:
     """Keep a checkpoint under a name, regardless of the retention rules, until it is unpinned."""
     from raysharded.checkpoint import pin as make_pin
 
     place = find_run(run)
-    made = make_pin(place.storage, tag, place.choose(step), key=key())
+    made = make_pin(place.storage, tag, place.choose(choice(step, best)), key=key())
     if as_json:
         print_json(asdict(made))
     else:
@@ -49,6 +49,7 @@ def fork(
         ),
     ],
     step: Step = None,
+    best: BestOne = False,
     as_json: AsJson = False,
 ) -> None:
     """Prepare a new run that begins with a checkpoint of this one; `fit()` starts it, with any trainer.
@@ -60,7 +61,7 @@ def fork(
 
     place = find_run(run)
     new = open_storage(_beside(place.storage.url, new_run))
-    made = make_fork(place.storage, place.choose(step), new, key=key())
+    made = make_fork(place.storage, place.choose(choice(step, best)), new, key=key())
     if as_json:
         print_json({"url": new.url, **asdict(made)})
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
@@ -12,7 +12,7 @@ from raysharded.cli.errors import AsJson as AsJson
 from raysharded.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from raysharded.checkpoint import Checkpoint, CheckpointRef, SigningKey, Storage
+    from raysharded.checkpoint import BestCheckpoint, Checkpoint, CheckpointRef, SigningKey, Storage
 
 Run = Annotated[
     str,
@@ -24,6 +24,19 @@ Run = Annotated[
 RunOnly = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder or URL: <storage_path>/<name>.")]
 _NO_KEY = "the key is not set (RAYSHARDED_CHECKPOINT_KEY_FILE)"
 Step = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint's step. By default the newest.")]
+BestOne = Annotated[
+    bool, typer.Option("--best", help="The best checkpoint of the run, by its CheckpointConfig.keep_best.")
+]
+Choice: TypeAlias = int | Literal["best"] | None
+"""A step, the best of a run, or None: the newest."""
+
+
+def choice(step: int | None, best: bool, names: str = "--best, --step") -> Choice:
+    """The choice that the two options `names` make."""
+    if best and step is not None:
+        first, _, second = names.partition(", ")
+        raise typer.BadParameter(f"{first} is one checkpoint and {second} another: give one of the two.")
+    return "best" if best else step
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +50,32 @@ class RunPlace:
     def committed(self) -> list[CheckpointRef]:
         return [ref for ref in self.refs if ref.complete]
 
-    def choose(self, step: int | None) -> CheckpointRef:
-        """The committed checkpoint of a step, or the newest one. If a step has several, its newest save."""
+    def choose(self, step: Choice) -> CheckpointRef:
+        """The committed checkpoint of a step, the best, or the newest one. If a step has several, its newest save."""
+        if step == "best":
+            return self._best()
         found = [ref for ref in self.committed if step in (None, ref.step)]
         if not found:
             steps = ", ".join(str(number) for number in sorted({ref.step for ref in self.committed})) or "none"
             what = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
             raise CheckpointError(f"{self.storage.url} has {what}; there are: {steps}.")
         return found[-1]
+
+    def scored(self) -> list[BestCheckpoint]:
+        """The checkpoints with their values of the metric that `keep_best` names, best first; empty without one."""
+        from raysharded.checkpoint.retention.best import by_value
+
+        return by_value(self.storage, self.refs, key=key())
+
+    def _best(self) -> CheckpointRef:
+        scored = self.scored()
+        if not scored:
+            raise CheckpointError(
+                f"--best: no checkpoint of {self.storage.url} is known as the best. The newest one records no "
+                "CheckpointConfig.keep_best, or none has its number. `raysharded checkpoint show` shows the numbers "
+                "of one checkpoint; choose it with --step."
+            )
+        return scored[0].ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +93,10 @@ class BesidePlace:
     storage: Storage
     prefixes: list[str]
 
-    def choose(self, step: int | None) -> Checkpoint:
+    def choose(self, step: Choice) -> Checkpoint:
         """The newest checkpoint, as `load` chooses it; or the newest of a step: those that cannot be opened are
         skipped."""
+        _refuse_best(self.storage.url, step)
         if step is None:
             from raysharded.checkpoint.retention.flat_folder import newest_beside
 
@@ -139,14 +171,20 @@ def find_run(url: str) -> RunPlace:
     return place
 
 
-def open_chosen(place: Place, step: int | None) -> Checkpoint:
-    """The checkpoint of a step, the newest, or the only one; opened with the key in the environment, if set."""
+def _refuse_best(url: str, step: Choice) -> None:
+    if step == "best":
+        raise CheckpointError(f"--best is for runs: {url} has single checkpoints. Name one by its folder or --step.")
+
+
+def open_chosen(place: Place, step: Choice) -> Checkpoint:
+    """The checkpoint of a step, the best, the newest, or the only one; opened with the environment's key, if set."""
     from raysharded.checkpoint import open_ref
 
     if isinstance(place, RunPlace):
         return open_ref(place.storage, place.choose(step), key=key(), check_files=False)
     if isinstance(place, BesidePlace):
         return place.choose(step)
+    _refuse_best(place.storage.url, step)
     found = _open(place.storage, place.prefix)
     if step not in (None, found.step):
         raise CheckpointError(f"the checkpoint in {place.storage.url}, {place.prefix}, is of step {found.step}.")

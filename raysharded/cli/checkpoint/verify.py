@@ -11,11 +11,14 @@ import typer
 from raysharded.cli.checkpoint.target import (
     AsJson,
     BesidePlace,
+    BestOne,
+    Choice,
     FolderPlace,
     Place,
     Run,
     RunPlace,
     Step,
+    choice,
     find_place,
     key,
     open_chosen,
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 def verify(
     run: Run,
     step: Step = None,
+    best: BestOne = False,
     everything: Annotated[
         bool, typer.Option("--all", help="Every committed checkpoint, not the newest alone.")
     ] = False,
@@ -46,10 +50,13 @@ def verify(
     Signatures are checked if RAYSHARDED_CHECKPOINT_KEY_FILE names the key; the output states whether they were. Exits
     with 1 if anything is damaged.
     """
-    if everything and step is not None:
-        raise typer.BadParameter("--all is every checkpoint and --step one: give one of the two.")
+    chosen = choice(step, best)
+    if everything and chosen is not None:
+        raise typer.BadParameter(
+            f"--all is every checkpoint and {'--best' if best else '--step'} one: give one of the two."
+        )
     place = find_place(run)
-    suspects = _suspects(place, step, everything)
+    suspects = _suspects(place, chosen, everything)
     found = [_read(name, prefix, open_it) for name, prefix, open_it in suspects]
     has_key = key() is not None
     if as_json:
@@ -62,7 +69,7 @@ def verify(
                 echo(f"  its signature: {signature(one.signed)}")
             for error in one.damage:
                 echo(f"  {error}")
-        others = 0 if everything or step is not None else _number_in(place) - 1
+        others = 0 if everything or chosen is not None else _number_in(place) - 1
         if others > 0:
             echo(f"only the newest was read: {count(others, 'other')} with --all, one with --step N")
     if any(one.damage for one in found):
@@ -80,7 +87,7 @@ def _of_run(place: RunPlace) -> list[CheckpointRef]:
     return [ref for ref in place.refs if ref.complete or ref.state in ("damaged", "lost")]
 
 
-def _suspects(place: Place, step: int | None, everything: bool) -> Iterator[_Suspect]:
+def _suspects(place: Place, step: Choice, everything: bool) -> Iterator[_Suspect]:
     """Every checkpoint to read. A run's newest one may be a committed checkpoint that was lost."""
     if isinstance(place, FolderPlace):
         opened = open_chosen(place, step)
@@ -90,12 +97,12 @@ def _suspects(place: Place, step: int | None, everything: bool) -> Iterator[_Sus
             yield None, prefix, lambda prefix=prefix: open_chosen(FolderPlace(place.storage, prefix), None)  # type: ignore[misc]  # bound now
     else:
         chosen = _of_run(place)
-        newest = [ref for ref in chosen if step in (None, ref.step)][-1:] or [place.choose(step)]
+        newest = [ref for ref in chosen if step in (None, ref.step)][-1:] or [place.choose(step)]  # may be damaged
         for ref in chosen if everything else newest:
             yield ref.step, ref.prefix, lambda ref=ref: _open_ref(place, ref)  # type: ignore[misc]  # bound now
 
 
-def _chosen_beside(place: BesidePlace, step: int | None) -> str:
+def _chosen_beside(place: BesidePlace, step: Choice) -> str:
     return place.prefixes[-1] if step is None else place.choose(step).prefix
 
 

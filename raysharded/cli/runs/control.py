@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from raysharded.cli.checkpoint.target import BestOne, choice, find_run
 from raysharded.cli.errors import AsJson, print_json
 from raysharded.cli.output import echo
 from raysharded.cli.runs.status import Address, RunName
@@ -142,6 +143,7 @@ def fork(
     step: Annotated[
         int | None, typer.Option(metavar="STEP", min=0, help="The checkpoint's step; by default the newest.")
     ] = None,
+    best: BestOne = False,
     storage: Annotated[
         str | None, typer.Option(metavar="URL", help="The new run's storage; by default this one's.")
     ] = None,
@@ -156,8 +158,9 @@ def fork(
     from raysharded.cli.runs.wait import wait_until_begun
     from raysharded.report.overview import begins_with
 
-    parent = _attached(run, address)
-    made = parent.fork(name, step, storage_path=storage)
+    chosen, parent = choice(step, best), _attached(run, address)
+    at = find_run(parent.url).choose(chosen).step if chosen == "best" else chosen
+    made = parent.fork(name, at, storage_path=storage)
     wait_until_begun(made)
     if as_json:
         print_json(made.status().as_dict())

@@ -58,12 +58,12 @@ def status(
     from raysharded.report.loader import open_run
     from raysharded.report.overview import look
     from raysharded.report.recent import read_recent
-    from raysharded.run.status import stored_status, with_restart
+    from raysharded.run.status import stored_status, with_restart, with_stored_best
 
     storage = open_run(url_of(run))
     (glance,) = map(with_restart, look([storage]))
     recent = read_recent(storage)
-    found = stored_status(glance, recent)
+    found = with_stored_best(stored_status(glance, recent), storage)
     if as_json:
         (print_json_line if follow else print_json)(found.as_dict())
     else:
@@ -117,6 +117,9 @@ def _show(run: RunOverview, found: Status) -> None:
     if run.checkpoint_at is not None:
         checkpoint += f", committed {moment(run.checkpoint_at)}"
     table.add_row("newest checkpoint", checkpoint or "none")
+    if found.best_checkpoint is not None:
+        best = found.best_checkpoint
+        table.add_row("best checkpoint", Text(f"step {best.step}: {best.metric} {best.value:.6g}"))
     table.add_row("newest entry", f"{age}, of {count(run.num_segments, 'segment')}" if age else "none")
     incidents = facts_table()
     for at, text in found.incidents:

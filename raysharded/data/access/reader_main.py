@@ -7,6 +7,7 @@ import faulthandler
 import fcntl
 import io
 import mmap
+import multiprocessing
 import os
 import pickle
 import select
@@ -92,6 +93,7 @@ def serve(connection: Connection, alive: Connection, stacks: Connection) -> None
     faulthandler.register(SHOW_STACKS, file=stacks.fileno(), all_threads=True, chain=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # signals to a whole group are for the worker
     signal.signal(signal.SIGTERM, lambda *_: None)
+    multiprocessing.set_start_method(None, force=True)  # not that of the server it was forked from
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # keeps the dataset's prints when this process is killed

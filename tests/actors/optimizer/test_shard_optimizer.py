@@ -102,6 +102,17 @@ def test_optimizers_that_see_whole_tensors_are_refused(make: Make) -> None:
         optimizer.try_out()
 
 
+@pytest.mark.parametrize("rate", [None, "fast"])
+def test_an_optimizer_without_a_learning_rate_is_refused_before_its_first_step(rate: Any) -> None:
+    def make(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        optimizer.param_groups[0]["lr"] = rate  # as Adafactor of transformers has with relative_step
+        return optimizer
+
+    with pytest.raises(TaskError, match=r"build_optimizer: parameter group 0 of SGD has lr=.*\. Give it a number"):
+        shard_optimizer(Line(make))
+
+
 class Remembers(torch.optim.SGD):
     """Divides its learning rate by the number of its steps, which it keeps somewhere."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class Run:
     """One driver's run; another `Run` over the same storage is the next driver."""
 
     storage: Storage
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Metadata of every checkpoint, besides its metrics."""
 
     def __post_init__(self) -> None:
         self.claims = Claims(self.storage, "driver")
@@ -71,7 +73,7 @@ class Run:
             step=step,
             save_id=f"g{self.generation:06d}",
             num_writers=2,
-            metadata={"metrics": dict(metrics)} if metrics else None,
+            metadata={**self.metadata, **({"metrics": dict(metrics)} if metrics else {})} or None,
             generation=self.generation,
             claims=claims,
         )

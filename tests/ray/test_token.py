@@ -1,0 +1,42 @@
+"""A process without the token of a cluster is refused, and its error names the token that it needs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ray.job_server import JobServer
+from tests.ray.test_whose_ray import listener
+
+ATTACH = "import sys, raysharded; raysharded.attach('gpt', sys.argv[1])"
+
+
+def refused(address: str, home: Path, **settings: str) -> str:
+    """The message that ends a script which attaches to the cluster with these settings of Ray."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment = {**inherited, "HOME": str(home), **settings}
+    command = [sys.executable, "-c", ATTACH, address]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=home)
+    assert ended.returncode == 1
+    (last,) = (line for line in ended.stderr.splitlines() if line.startswith("ClusterError: "))
+    return last
+
+
+@pytest.mark.ray
+def test_a_process_that_should_have_a_token_and_has_none_is_told_where_it_is(tmp_path: Path) -> None:
+    with listener() as (_, address):
+        message = refused(address, tmp_path, RAY_AUTH_MODE="token")
+    assert "Token authentication is enabled but no authentication token was found" in message
+    assert "have the token of ~/.ray/auth_token on the machine that ran `ray start`" in message
+
+
+@pytest.mark.ray
+@pytest.mark.clusters
+def test_a_process_that_a_cluster_refuses_is_told_how_to_name_the_token(tmp_path: Path) -> None:
+    with JobServer(num_cpus=1) as server:
+        message = refused(server.address, tmp_path)
+    assert "set RAY_AUTH_MODE=token here, and have the token of ~/.ray/auth_token" in message

@@ -1,0 +1,69 @@
+"""Workers as plain processes end silently, with everything that the task has made in them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raysharded.ids import WorkerId
+from raysharded.protocol.worker_launcher import Reply
+from raysharded.testing.processes import _send
+from tests.paths import ROOT
+
+LOCKED = """
+import multiprocessing
+import raysharded as rs
+from raysharded.testing.processes import fit
+from tests.training.harness import GptTask, Tokens
+
+class Locked(GptTask):
+    def build_model(self):
+        self.lock = multiprocessing.RLock()  # as the bars of tqdm have
+        print("method", multiprocessing.get_start_method())
+        return super().build_model()
+
+class LockedTokens(Tokens):
+    lock = None
+    def __getitem__(self, index):
+        self.lock = self.lock or multiprocessing.RLock()
+        return super().__getitem__(index)
+
+if __name__ == "__main__":
+    trainer = rs.ElasticTrainer(
+        task=Locked(), data=LockedTokens(),
+        batch=rs.BatchConfig(global_batch_size=4, microbatch_size=2),
+        scaling=rs.ScalingConfig(num_workers=2),
+        run=rs.RunConfig(name="locked", storage_path="runs", max_steps=1),
+    )
+    print("steps", fit(trainer).steps)
+"""
+
+
+@pytest.mark.procs
+def test_locks_of_a_task_are_no_leaked_semaphores_at_the_end_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "locked.py").write_text(LOCKED, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, "locked.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert "steps 1" in ran.stdout
+    assert "leaked" not in ran.stderr
+
+
+def test_a_reply_to_a_launcher_that_has_closed_is_dropped() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with theirs:
+        ours.close()
+        _send(theirs, Reply(worker=WorkerId(0), method="ready"))

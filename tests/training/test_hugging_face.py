@@ -1,0 +1,131 @@
+"""Models of `from_pretrained` as tasks.md shows them: how often they are built, with which bits; generation."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import raysharded as rs
+from raysharded.checkpoint.interop import import_huggingface, place_of
+from raysharded.errors import InexactError
+from raysharded.testing.processes import fit
+from tests.docs.blocks import blocks, page
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.procs
+
+CODE = """
+import os
+import torch
+import torch.nn.functional as F
+from torch import nn
+import raysharded as rs
+
+{shown}
+
+
+class Counted(FromFolder):
+    def build_model(self):
+        model = super().build_model()
+        where = "meta" if next(model.parameters()).is_meta else "whole"
+        with open(self.folder + "-builds", "a") as log:
+            print(os.getpid(), where, file=log)
+        return model
+
+
+class FromConfig(FromFolder):
+    def build_model(self):
+        from transformers import AutoConfig
+        config = AutoConfig.from_pretrained(self.folder)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+class EndsEarly(FromFolder):
+    def evaluate(self, model, batch):
+        ends = list(range(20))  # so many tokens that some texts end soon
+        model.generate(batch[:, :4], max_new_tokens=20, do_sample=True, eos_token_id=ends, pad_token_id=0)
+        return self.loss(model, batch)
+"""
+VOCABULARY = 67
+
+
+class Text:
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return np.random.default_rng(index).integers(0, VOCABULARY, 9)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The tasks of the guide, and others made of them."""
+    shown = [block for block in blocks(page("tasks.md"), "python") if "FromFolder" in block]
+    assert len(shown) == 2
+    (tmp_path / "tasks_of_hugging_face.py").write_text(CODE.format(shown="\n\n".join(shown)), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("tasks_of_hugging_face")
+    del sys.modules["tasks_of_hugging_face"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A folder as `save_pretrained` writes it, in several files."""
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model", max_shard_size="5KB")
+    return str(tmp_path / "model")
+
+
+def trained(task: rs.Task, folder: Path, name: str, workers: int, *, evaluates: bool = False, **run: Any) -> rs.Result:
+    return fit(
+        rs.ElasticTrainer(
+            task=task,
+            data=Text(),
+            batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2),
+            scaling=rs.ScalingConfig(num_workers=workers),
+            run=rs.RunConfig(name=name, storage_path=str(folder / "runs"), max_steps=2, **run),
+            evaluation=rs.EvalConfig(data=Text(), every_steps=1, num_samples=8) if evaluates else None,
+        )
+    )
+
+
+def test_from_pretrained_begins_with_its_weights_at_every_size_as_an_import_does(
+    tmp_path: Path, module: ModuleType, model: str
+) -> None:
+    one, two = (trained(module.Counted(model), tmp_path, f"on-{workers}", workers) for workers in (1, 2))
+    import_huggingface(place_of(model), place_of(str(tmp_path / "base")))
+    given = trained(module.FromConfig(model), tmp_path, "imported", 2, start_from=str(tmp_path / "base"))
+    drawn = trained(module.FromConfig(model), tmp_path, "drawn", 1)
+    assert one.fingerprint == two.fingerprint == given.fingerprint != drawn.fingerprint
+    builds: dict[str, list[str]] = {}
+    for line in Path(f"{model}-builds").read_text().splitlines():
+        builds.setdefault(line.split()[0], []).append(line.split()[1])
+    assert str(os.getpid()) not in builds
+    assert list(builds.values()) == [["meta", "meta", "whole"]] * 3  # one worker, then two
+
+
+def test_an_evaluation_samples_the_same_text_at_every_size(tmp_path: Path, module: ModuleType, model: str) -> None:
+    one, two = (
+        trained(module.Generating(model), tmp_path, f"sampled-{workers}", workers, evaluates=True) for workers in (1, 2)
+    )
+    assert one.evaluation == two.evaluation
+    assert one.evaluation.keys() == {"loss", "as_in_the_data"}
+    assert one.fingerprint == two.fingerprint
+
+
+def test_a_text_that_ends_before_others_is_refused(tmp_path: Path, module: ModuleType, model: str) -> None:
+    with pytest.raises(InexactError, match=r"forward of the evaluation after step 1, microbatch \d comes to"):
+        trained(module.EndsEarly(model), tmp_path, "early", 2, evaluates=True)
