@@ -19,12 +19,13 @@ from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER, MANIFEST_NAME
 from raysharded.checkpoint.removal_mark import is_marked, refuse_removed
 from raysharded.checkpoint.retention.fork_reference import REFERENCE_NAME
 from raysharded.checkpoint.storage import NotAFile
-from raysharded.checkpoint.storage.optional_operations import last_part, list_folders
+from raysharded.checkpoint.storage.optional_operations import last_part, list_folders, list_times
 from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER, Claim, list_numbers, read_claim
+from raysharded.display.quantities import duration
 from raysharded.errors import CorruptCheckpoint, StorageError
 from raysharded.journal import log
 from raysharded.locations import join_url
-from raysharded.ownership.lease import BEATS_PER_LEASE, FOLDER as LEASE_FOLDER, Seen, has_changed, read_lease
+from raysharded.ownership.lease import BEATS_PER_LEASE, FOLDER as LEASE_FOLDER, Seen, has_changed, lease_key, read_lease
 from raysharded.ownership.process_identity import is_gone, this_process
 from raysharded.ownership.start_mark import is_starting, read_start
 from raysharded.report.newest_step import Tail, read_tail
@@ -35,6 +36,8 @@ JUST_NOW_S = 20.0
 """A driver counts as at work for this long after its newest entry, by this machine's clock."""
 _AT_ONCE = 16
 _LONGEST_WAIT_S = 30.0
+_OVERDUE = 4
+"""A lease that was not renewed for so many times its duration shows that its driver cannot write."""
 """Longest wait for drivers that seem silent, regardless of their leases."""
 
 
@@ -205,7 +208,9 @@ def _look(storage: Storage, now: float) -> _Found:
         name=tail.name or _folder(storage),
         state=state,
         driver=str(holder) if holder else "",
-        error=damage or refusal or (tail.error if state == "failed" else ""),
+        error=damage
+        or refusal
+        or (tail.error if state == "failed" else _why_unwritten(storage, state, tail, lease, now)),
         step=tail.step,
         max_steps=tail.max_steps,
         loss=tail.loss,
@@ -223,6 +228,22 @@ def _look(storage: Storage, now: float) -> _Found:
         lost_actor=state == "ended" and _is_lost_actor(lease),
     )
     return _Found(storage=storage, glance=glance, owner=owner, lease=lease, paused=tail.paused)
+
+
+def _why_unwritten(storage: Storage, state: State, tail: Tail, lease: Seen | None, now: float) -> str:
+    """The text about a driver that is alive here and does not renew its lease; empty for any other."""
+    holder = lease.holder if lease is not None and state == "running" else None
+    if holder is None or tail.at is None or now - tail.at <= JUST_NOW_S:
+        return ""
+    key = lease_key(holder.driver)
+    with suppress(StorageError):
+        written_at = list_times(storage, last_part(key), LEASE_FOLDER).get(key)
+        if written_at is not None and now - written_at > _OVERDUE * holder.lease_s:
+            return (
+                f"its driver's process has not renewed its lease for {duration(now - written_at)}: it cannot write to "
+                "the run's storage, or it stands still"
+            )
+    return ""
 
 
 def _claims(storage: Storage) -> tuple[Claim | None, Claim | None]:

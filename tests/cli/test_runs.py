@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import os
 import subprocess
 import sys
 import time
@@ -209,6 +210,23 @@ def test_a_driver_whose_process_has_exited_has_ended(tmp_path: Path) -> None:
     journal_now(tmp_path, at_work())
     own(tmp_path, "driver0", process=gone)
     assert state_of(tmp_path) == "ended"
+
+
+def test_a_driver_here_that_does_not_renew_its_lease_cannot_write(tmp_path: Path) -> None:
+    """As on a full disk: its process is alive, and neither its entries nor its lease reach storage."""
+    write_run(tmp_path, at_work())  # entries of long ago
+    own(tmp_path, "driver0", process=this_process(), lease_s=15.0)
+    (found,) = look([open_storage(str(tmp_path))])
+    assert (found.state, found.error) == ("running", "")
+    path = tmp_path / lease_key("driver0")
+    os.utime(path, (path.stat().st_mtime - 300, path.stat().st_mtime - 300))
+    (found,) = look([open_storage(str(tmp_path))])
+    assert found.state == "running"
+    assert found.error.startswith(
+        "its driver's process has not renewed its lease for 5 min 0 s: it cannot write to the"
+    )
+    assert found.error in json.loads(succeed("status", tmp_path, "--json"))["error"].replace("1 s", "0 s")
+    assert "it cannot write to the" in succeed("status", tmp_path)
 
 
 def test_a_driver_elsewhere_is_at_work_if_its_lease_changes_between_two_looks(tmp_path: Path) -> None:
