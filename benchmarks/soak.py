@@ -36,8 +36,9 @@ from raysharded.actors.comm.sockets import listening_ports, open_sockets
 from raysharded.checkpoint import open_storage
 from raysharded.checkpoint.retention.catalog import list_checkpoints
 from raysharded.demo.model import ByteGPT
+from raysharded.display.raylet_output import quiet_raylet
 from raysharded.errors import RunFailed
-from raysharded.ray_backend.cluster import quiet_raylet, start_local
+from raysharded.ray_backend.cluster import start_local
 from raysharded.run import Result
 from raysharded.testing import Chaos, FaultPlan
 from raysharded.testing.faults import Kind

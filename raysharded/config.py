@@ -310,6 +310,9 @@ class FailureConfig:
     return to the newest checkpoint and continue from there past the data of the steps since."""
     max_skipped_steps: int = 10
     """Steps in a row that `on_non_finite="skip"` may omit; one more ends the run."""
+    storage_patience_s: float = 3600.0
+    """Seconds for which storage may take no entries of the journal before the run ends with `StorageError`. The run
+    trains on meanwhile, and keeps the entries in memory: less than 1 KB for each step. A pause does not count."""
     orphan_wait_s: float = 300.0
     """Seconds that workers without a driver wait for another one, before they write a last checkpoint and end. Applies
     on a cluster that existed before the run."""
@@ -345,6 +348,7 @@ class FailureConfig:
             f"FailureConfig.preemption_notices={notices!r}: give a tuple of 'aws', 'gcp' or functions that return the "
             "seconds left, or None.",
         )
+        require_number("FailureConfig", "storage_patience_s", self.storage_patience_s, 0, above=True)
         require_number("FailureConfig", "orphan_wait_s", self.orphan_wait_s, 0)
 
 

@@ -170,6 +170,8 @@ class ElasticTrainer:
         `raysharded.attach(name)` returns the handle anywhere on the cluster. If no cluster is found, one is started
         here; then everything ends with this process.
 
+        The driver may still refuse the start, for another batch size for example: see `Run.wait_until_begun`.
+
         Raises RunOwnedElsewhere if such a driver already leads the run. With `take_over` that driver is ended instead,
         and the run continues from its workers' memory. Raises ConfigError for a trainer that cannot be pickled.
         """

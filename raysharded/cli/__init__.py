@@ -15,7 +15,7 @@ import typer
 from raysharded.cli import check, checkpoint, completion, data, doctor, plan, streams
 from raysharded.cli.errors import AsJson, Commands, print_json
 from raysharded.cli.output import console, echo, require_writable
-from raysharded.cli.runs import attach, control, kill, ls, rm, status
+from raysharded.cli.runs import attach, control, kill, ls, rm, status, wait
 from raysharded.cli.runs.status import RunStorage, url_of
 from raysharded.cli.usage import App
 from raysharded.display.quantities import count
@@ -43,6 +43,7 @@ app.command("check")(check.check)
 app.command("runs")(ls.runs)
 app.command("status")(status.status)
 app.command("attach")(attach.attach)
+app.command("wait")(wait.wait)
 app.command("kill")(kill.kill)
 app.command("rm")(rm.rm)
 for _name, _command in control.COMMANDS.items():
@@ -50,7 +51,10 @@ for _name, _command in control.COMMANDS.items():
 
 
 def main() -> None:
-    """The `raysharded` command. Ends the process: 0, 1 after an error, 2 for wrong usage, 130 after Ctrl-C."""
+    """The `raysharded` command. Ends the process: 0, 1 after an error, 2 for wrong usage, 130 after Ctrl-C.
+
+    `attach` and `wait` have more exit statuses, for the end of a run.
+    """
     streams.secure()
     if completion.VARIABLE in os.environ:
         completion.enable()
@@ -161,7 +165,8 @@ def run(
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of --chaos: it determines the times.")] = 0,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Start it with a driver actor on a Ray cluster, and return.")
+        bool,
+        typer.Option("--detach", help="Start it with a driver actor on a Ray cluster, and return when that leads it."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -200,10 +205,14 @@ def _start(trainer: ElasticTrainer, *, take_over: bool, chaos: str | None, as_js
             f"raysharded run --detach: {why} Start one (`ray start --head`), set RAY_ADDRESS, or leave out --detach."
         )
     started = trainer.start(take_over=take_over)
+    wait.wait_until_begun(started)
     if as_json:
         print_json({"name": started.name, "url": started.url})
         return
-    echo(f"run {started.name} has begun: raysharded attach {started.name}")
+    if started.status().state == "finished":
+        echo(f"run {started.name} is finished: nothing is left to do")
+    else:
+        echo(f"run {started.name} has begun: raysharded attach {started.name}")
     echo(f"its folder: {started.url}")
 
 

@@ -14,6 +14,7 @@ from raysharded.cli.option_names import Wording
 from raysharded.cli.output import echo
 from raysharded.cli.suggestions import Suggesting
 from raysharded.display.plain_text import indented, masked_in
+from raysharded.display.raylet_output import quiet_raylet
 from raysharded.errors import RayshardedError, TaskError
 
 INTERRUPTED = 130
@@ -27,7 +28,8 @@ class Commands(Suggesting):
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # typer's own class of contexts, or click's
         try:
-            return super().invoke(ctx)
+            with quiet_raylet():
+                return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
             told = str(interrupt) or "interrupted"  # `fit`'s message states how to resume
             echo(indented(told), err=True, lines=True)

@@ -106,7 +106,8 @@ def _ray(workers: int) -> Iterator[None]:
     """A small private Ray: two cores are enough for all workers, each computes with one thread."""
     import ray
 
-    from raysharded.ray_backend.cluster import quiet_raylet, start_local
+    from raysharded.display.raylet_output import quiet_raylet
+    from raysharded.ray_backend.cluster import start_local
 
     with quiet_raylet():
         start_local(num_cpus=workers)

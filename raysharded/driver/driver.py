@@ -22,6 +22,7 @@ from raysharded.driver.checkpoints.requests import Promise, Requests, SaveCallTh
 from raysharded.driver.handlers.run_changes import asked_mesh
 from raysharded.driver.replay.recorder import Machine, Transcript
 from raysharded.driver.replies import ReplyTranslator
+from raysharded.driver.shortages import Shortages
 from raysharded.driver.startup import other_versions
 from raysharded.driver.startup.run_startup import RunStartup
 from raysharded.driver.state.arithmetic import build_seed_of
@@ -59,12 +60,12 @@ from raysharded.driver.state.events import (
     Tick,
 )
 from raysharded.driver.state.mesh_choice import Grouping
-from raysharded.driver.state.state import Phase, State
+from raysharded.driver.state.state import State
 from raysharded.errors import ClusterError, RayshardedError, RunOwnedElsewhere, StorageError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.entry_text import incident_text
 from raysharded.journal.log import Journal, refusing_damage
-from raysharded.journal.writer import PATIENCE_S, Recorder
+from raysharded.journal.writer import Recorder
 from raysharded.ownership.leadership import LeaseTerms, RunLeadership
 from raysharded.protocol.worker_launcher import Launcher
 
@@ -74,6 +75,7 @@ EVENTS_LOG = "raysharded.driver.events"
 _events_log = logging.getLogger(EVENTS_LOG)
 _LOUD = {"checkpoint_late": logging.WARNING, "checkpoint_failed": logging.WARNING, "checkpoints_failing": logging.ERROR}
 _LOUD |= {"waiting_for_owner": logging.WARNING, "waiting_for_workers": logging.WARNING}
+_LOUD |= {"storage_failing": logging.ERROR, "storage_back": logging.WARNING}
 _LOUD |= {"taken_over": logging.WARNING, "reshard_refused": logging.WARNING}
 _LOUD |= {"learning_rate_refused": logging.WARNING, "rewind_refused": logging.WARNING, "arithmetic": logging.WARNING}
 _LOUD |= dict.fromkeys(("checkpoint_skipped", "pause_refused", "resize_refused", "drain_refused"), logging.WARNING)
@@ -82,10 +84,8 @@ _LAST_WORDS_S = 1.0
 """Time limit for the journal's last entries when the run must end at once."""
 _STOPPED_LAST_WORDS_S = 10.0
 """Time limit for the journal's last entries after a stop request without a deadline."""
-_LOOK_FOR_SHORTAGE_S = 10.0
-"""Interval at which a run that waits for workers looks for what is missing, and reports it."""
-_SLOW_START_S = 30.0
-"""Workers that are not ready after this time are reported although nothing is missing."""
+_FINISHED_LAST_WORDS_S = 300.0
+"""Time limit for the journal's last entries of a run that has done its steps."""
 _CLEANING_PATIENCE_S = 10.0
 """Longest wait of a finished run for the deletion of its old checkpoints."""
 
@@ -114,6 +114,9 @@ class Driver:
         self._committer = Committer(files, name, clock, self._inbox.put, lambda: protected_checkpoints(self.state))
         journal = Journal(files.storage, clock, name, still_owns=self._committer.owns, key=files.key)
         self._recorder = Recorder(journal, clock)
+        self._shortages = Shortages(
+            launcher, self._recorder, clock, self._tell, self._record, storage_patience_s=files.patience_s
+        )
         self._machine: Machine = Transcript(self._recorder) if record_events else machine
         self._throttle = SaveCallThrottle(self._collect)
         self._translator = ReplyTranslator(launcher, self._throttle, self._record)
@@ -153,7 +156,7 @@ class Driver:
         self._requests = Requests()
         self._error: BaseException | None = None
         self._ended = False
-        self._looked_for_shortage_at = self._ticked_at = 0.0
+        self._ticked_at = 0.0
         self.state = State(
             limits=limits, driver=name, numerics=numerics.newest(), build_seed=build_seed_of(files.metadata)
         )
@@ -267,7 +270,7 @@ class Driver:
             self._ownership.check_awake()
             for event in events:
                 self._do(self._machine.step(self.state, event, self._clock.monotonic()))
-            self._say_what_is_missing()
+            self._shortages.report(self.state)
         if self._error is not None:
             raise self._error
         self._write_last_words()
@@ -298,20 +301,10 @@ class Driver:
         """Time limit for the end of the journal; a stop request's deadline bounds it."""
         state = self.state
         if not state.stop_requested:
-            return PATIENCE_S
+            return _FINISHED_LAST_WORDS_S
         by = state.stop_by
         left = by - self._clock.monotonic() if by is not None and math.isfinite(by) else _STOPPED_LAST_WORDS_S
         return max(_LAST_WORDS_S, left)
-
-    def _say_what_is_missing(self) -> None:
-        state, now = self.state, self._clock.monotonic()
-        waiting = state.phase is Phase.GATHERING and len(state.ready) < state.limits.min_workers
-        if waiting and now - max(state.since, self._looked_for_shortage_at) >= _LOOK_FOR_SHORTAGE_S:
-            self._looked_for_shortage_at = now
-            missing = self._launcher.describe_shortage()
-            if missing or state.start_failures or now - state.since >= _SLOW_START_S:
-                fields = {"ready": len(state.ready), "needed": state.limits.min_workers, "missing": missing}
-                self._record("waiting", fields)
 
     # -- in --
 

@@ -8,12 +8,18 @@ from typing import Any
 from raysharded.display.quantities import count, duration, listing, moment, size
 
 _BROKEN_STEP = ("worker_lost", "stuck")
-"""Kinds of entries about the step in progress; their field `step` is the newest finished one."""
+"""Kinds of entries about the step in progress. The field `step` of a loss is the newest finished one, that of `stuck`
+the one in progress."""
 
 
 def step_of(kind: str, step: int) -> int:
     """The step that an event of this kind hits, with `step` the newest finished one: for a loss the one in progress."""
     return step + (kind in _BROKEN_STEP)
+
+
+def _broken_step(kind: str, fields: Mapping[str, Any]) -> int:
+    """The step in progress at an entry of this kind about a loss."""
+    return int(fields["step"]) + (kind == "worker_lost")
 
 
 def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
@@ -65,7 +71,9 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return f"worker {fields['worker']} did not start: {brief(fields['reason'])}"
         case "waiting":
             ready = f"{count(fields['ready'], 'worker')} ready, at least {fields['needed']} needed"
-            return f"{ready}. {fields['missing']}" if get("missing") else f"{ready}; the others take long to start"
+            if get("missing"):
+                return f"{ready}. {fields['missing']}"
+            return f"{ready}; {'the others' if fields['ready'] else 'they'} take long to start"
         case "waiting_for_owner":
             return f"{fields['owner']} may hold the run: waiting {duration(fields['lease_s'])} for a sign of life"
         case "waiting_for_workers":
@@ -111,6 +119,14 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return _checkpoint_text(fields)
         case "checkpoint_late":
             return _late_text(fields)
+        case "storage_failing":
+            ends = "" if get("left_s") is None else f"; in {duration(fields['left_s'])} the run ends"
+            return (
+                f"step {fields['step']}: storage has taken no entries of the journal for {duration(fields['for_s'])}"
+                f"{ends}: {brief(fields['error'])}"
+            )
+        case "storage_back":
+            return f"storage takes entries again, after {duration(fields['after_s'])} without"
         case "checkpoints_failing":
             newest = f"NO CHECKPOINT SINCE STEP {fields['newest']}" if get("newest") else "NO CHECKPOINT AT ALL"
             return f"step {fields['step']}: {fields['failed']} checkpoints in a row could not be written: {newest}"
@@ -131,7 +147,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
 
 
 def _step(kind: str, fields: Mapping[str, Any]) -> str:
-    return f"step {step_of(kind, int(fields['step']))}"
+    return f"step {_broken_step(kind, fields)}"
 
 
 def _changes_text(fields: Mapping[str, Any]) -> str:

@@ -25,9 +25,10 @@ from raysharded.clock import Clock
 from raysharded.display.plain_text import masked
 from raysharded.display.quantities import count
 from raysharded.errors import CorruptCheckpoint, RayshardedError, RunOwnedElsewhere, StorageError
-from raysharded.journal.signed_segments import Link, check, encode_signed, head_of, link_after
+from raysharded.journal.signed_segments import Link, check, encode_signed, head_of, is_signed, link_after
 from raysharded.locations import join_url
 
+_log = logging.getLogger("raysharded.driver")
 FOLDER = "journal"
 MAX_SEGMENT_BYTES = 1 << 26
 """Maximum size of a segment that is read."""
@@ -199,6 +200,11 @@ def segment_numbers(storage: Storage) -> list[int]:
     return sorted(int(match[1]) for match in map(_SEGMENT.fullmatch, storage.list(FOLDER)) if match)
 
 
+def is_segment(key: str) -> bool:
+    """Whether a storage key is a segment's."""
+    return _SEGMENT.fullmatch(key) is not None
+
+
 def segment_keys(storage: Storage) -> list[str]:
     """Keys of all segments, in order. Raises StorageError."""
     return [segment_key(number) for number in segment_numbers(storage)]
@@ -291,9 +297,6 @@ def newest_generation(entries: Iterable[Mapping[str, Any]]) -> int:
     return max((int(entry["generation"]) for entry in entries if entry["kind"] == "generation"), default=0)
 
 
-_log = logging.getLogger("raysharded.driver")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifiedJournal:
     """A run's journal, as far as it counts."""
@@ -304,6 +307,8 @@ class VerifiedJournal:
     """Predecessor of the next signed segment."""
     is_unsigned: bool = False
     """Whether there is a key, it signed none of the entries, and nobody has accepted them."""
+    lacks_key: bool = False
+    """Whether there is no key, and segments are signed."""
 
 
 def read_verified(storage: Storage, key: SigningKey | None, *, accept_unsigned: bool = False) -> VerifiedJournal:
@@ -313,7 +318,11 @@ def read_verified(storage: Storage, key: SigningKey | None, *, accept_unsigned: 
     counts. Raises RefusedCheckpoint if signed segments were removed or replaced, or are signed with another key.
     """
     if key is None:
-        return VerifiedJournal(entries=list(read(storage)))
+        entries, lacks_key = list[dict[str, Any]](), False
+        for segment in read_segments(storage):
+            lacks_key = lacks_key or is_signed(segment[1])
+            entries += (placed.entry for placed in placed_of([segment], storage.url))
+        return VerifiedJournal(entries=entries, lacks_key=lacks_key)
     found = check(read_segments(storage), key, storage.url, accept_unsigned=accept_unsigned)
     if found.ignored:
         _log.warning(

@@ -15,8 +15,6 @@ from raysharded.errors import StorageError
 from raysharded.journal.log import Journal
 
 _log = logging.getLogger("raysharded.driver")
-PATIENCE_S = 300.0
-"""Seconds for which writes of the journal may fail before the run ends."""
 BACK_OFF_S = 5.0
 """Seconds without writes after a failure, whichever entries arrive meanwhile."""
 
@@ -26,6 +24,16 @@ _LEAST_WAIT_S = 0.05
 
 Fields: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 """Fields of an entry, or a function that returns them, called in the journal's thread."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Writes of the journal have been failing."""
+
+    since: float
+    """Time of the first of these failures, by the monotonic clock."""
+    error: StorageError
+    """The newest one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +64,8 @@ class Recorder:
         self._durable_waits = False
         self._to_tell: list[Callable[[], None]] = []
         """Callbacks to run when the journal is written next."""
-        self._failing_since: float | None = None
-        self._last_failure: StorageError | None = None
+        self.failure: Failure | None = None
+        """The failure of the newest write; None after a success."""
         self._resume_at = float("-inf")
         self._error: Exception | None = None
         self._closed = threading.Event()
@@ -72,7 +80,7 @@ class Recorder:
         self._put(_Entry(kind=kind, fields=fields, at=self._clock.wall(), durable=durable, written=written))
 
     def raise_error(self) -> None:
-        """Raise the error that ended the journal: RunOwnedElsewhere, or StorageError after PATIENCE_S of failures."""
+        """Raise the error that ended the journal, such as RunOwnedElsewhere."""
         if self._error is not None:
             raise self._error
 
@@ -101,8 +109,8 @@ class Recorder:
         self._put(flush)
         written = flush.done.wait(timeout_s)
         self.raise_error()
-        if self._last_failure is not None:
-            raise self._last_failure
+        if self.failure is not None:
+            raise self.failure.error
         if not written:
             raise StorageError(f"the last entries of the journal could not be written within {timeout_s:.0f} s")
 
@@ -168,15 +176,12 @@ class Recorder:
         try:
             self._journal.flush()
         except StorageError as error:  # the entries are kept, and written with the next
-            self._last_failure = error
             now = self._clock.monotonic()
-            since = self._failing_since = now if self._failing_since is None else self._failing_since
+            self.failure = Failure(since=now if self.failure is None else self.failure.since, error=error)
             self._resume_at = now + BACK_OFF_S
-            if now - since > PATIENCE_S:
-                raise
-            _log.warning("the journal could not be written; retrying: %s", error)
+            _log.info("the journal could not be written; retrying: %s", error)
         else:
-            self._durable_waits, self._failing_since, self._last_failure = False, None, None
+            self._durable_waits, self.failure = False, None
             told, self._to_tell = self._to_tell, []
             for tell in told:
                 tell()

@@ -15,11 +15,16 @@ _EXPORTS = {
     "StepMetrics": "raysharded.metrics_writer",
     "TensorBoard": "raysharded.metrics.tensorboard",
     "RayMetrics": "raysharded.metrics.ray_metrics",
+    "alert_rules": "raysharded.metrics.ray_metrics",
     "grafana_dashboard": "raysharded.metrics.ray_metrics",
 }
 
 if TYPE_CHECKING:
-    from raysharded.metrics.ray_metrics import RayMetrics as RayMetrics, grafana_dashboard as grafana_dashboard
+    from raysharded.metrics.ray_metrics import (
+        RayMetrics as RayMetrics,
+        alert_rules as alert_rules,
+        grafana_dashboard as grafana_dashboard,
+    )
     from raysharded.metrics.tensorboard import TensorBoard as TensorBoard
     from raysharded.metrics_writer import (
         Beginning as Beginning,
@@ -35,6 +40,7 @@ __all__ = [
     "RunEvent",
     "StepMetrics",
     "TensorBoard",
+    "alert_rules",
     "grafana_dashboard",
 ]
 

@@ -1,4 +1,4 @@
-"""A run's numbers as Ray metrics, which each node exports for Prometheus; and a Grafana dashboard for them."""
+"""A run's numbers as Ray metrics, which each node exports for Prometheus; with a Grafana dashboard and alerts."""
 
 from __future__ import annotations
 
@@ -37,12 +37,20 @@ METRICS = {
     "raysharded_step_seconds": Shape("histogram", "Seconds that steps took"),
     "raysharded_recovery_seconds": Shape("histogram", "Seconds from a loss to the first step without it"),
     "raysharded_checkpoint_step": Shape("gauge", "The step of the newest committed checkpoint"),
+    "raysharded_checkpoint_timestamp_seconds": Shape("gauge", "When it was committed, in seconds since 1970"),
+    "raysharded_checkpoints_failing": Shape("gauge", "Checkpoints in a row that could not be written"),
+    "raysharded_storage_failing_seconds": Shape(
+        "gauge", "Seconds for which storage has taken no journal entries; or 0"
+    ),
+    "raysharded_state": Shape("gauge", "1 for the state that the run is in, 0 for the others", ("state",)),
     "raysharded_steps_total": Shape("counter", "Steps done, those that were done again included"),
     "raysharded_recoveries_total": Shape("counter", "Losses that the run went on after"),
     "raysharded_steps_redone_total": Shape("counter", "Steps that were done again after losses"),
     "raysharded_events_total": Shape("counter", "What happened to the run, by kind of journal entry", ("kind",)),
 }
 """Metrics by the name passed to Ray; Ray exports each with the prefix `ray_`."""
+STATES = ("starting", "training", "paused", "finished", "stopped", "failed")
+"""States of a run, as tags of `raysharded_state`."""
 _PLAIN = ("loss", "gradient_norm", "lr", "workers", "samples_per_second", "tokens_per_second")
 _GROUPS = {
     "metrics": ("raysharded_metric", "name"),
@@ -60,7 +68,9 @@ class RayMetrics:
     """
 
     def __init__(self) -> None:
-        self._run = ""
+        self._run = self._state = ""
+        self._failing = 0
+        """Checkpoints in a row that could not be written."""
         self._metrics: dict[str, Any] = {}  # of Ray's three classes
 
     def begin(self, beginning: Beginning) -> None:
@@ -69,9 +79,13 @@ class RayMetrics:
             _log.warning("RayMetrics: this Ray exports no metrics. Run `pip install 'ray[default]'`.")
         self._metrics = self._metrics or {name: _made(name, shape) for name, shape in METRICS.items()}
         self._set("raysharded_step", beginning.after_step)
+        self._set("raysharded_storage_failing_seconds", 0)
+        self._set_failing(0)
+        self._set_state("starting")
 
     def step(self, step: StepMetrics) -> None:
         self._set("raysharded_step", step.step)
+        self._set_state("training")
         self._count("raysharded_steps_total", 1)
         for name, value in step.values.items():
             group, _, rest = name.partition("/")
@@ -92,9 +106,29 @@ class RayMetrics:
                 self._observe("raysharded_recovery_seconds", event.fields["total_s"])
             case "checkpoint":
                 self._set("raysharded_checkpoint_step", event.fields["step"])
+                self._set("raysharded_checkpoint_timestamp_seconds", event.at)
+                self._set_failing(0)
+            case "checkpoint_failed":
+                self._set_failing(self._failing + 1)
+            case "storage_failing":
+                self._set("raysharded_storage_failing_seconds", event.fields["for_s"])
+            case "storage_back":
+                self._set("raysharded_storage_failing_seconds", 0)
+            case "paused" | "finished" | "stopped" | "failed":
+                self._set_state(event.kind)
 
     def close(self) -> None:
         """Nothing to do: Ray exports the newest values until the driver's process ends."""
+
+    def _set_state(self, state: str) -> None:
+        if state != self._state:
+            self._state = state
+            for one in STATES:
+                self._set("raysharded_state", one == state, state=one)
+
+    def _set_failing(self, checkpoints: int) -> None:
+        self._failing = checkpoints
+        self._set("raysharded_checkpoints_failing", checkpoints)
 
     def _set(self, name: str, value: float, /, **tags: str) -> None:
         self._metrics[name].set(value, tags={"run": self._run, **tags})
@@ -118,6 +152,11 @@ def _made(name: str, shape: Shape) -> Any:
             return metrics.Counter(name, description=shape.says, tag_keys=tags)
         case "histogram":
             return metrics.Histogram(name, description=shape.says, boundaries=_BUCKETS_S, tag_keys=tags)
+
+
+def alert_rules() -> str:
+    """Alerting rules for the metrics of `RayMetrics` as YAML, a file of Prometheus's `rule_files`."""
+    return (files("raysharded.metrics") / "alerts.yaml").read_text(encoding="utf-8")
 
 
 def grafana_dashboard() -> str:

@@ -290,17 +290,17 @@ class RunLeadership:
         self._loop.set()
         if stood_still_s <= self._terms.lease_s / BEATS_PER_LEASE:
             return
-        _log.warning("run %s: the driver stood still for %.1f s; does it still own the run?", self._run, stood_still_s)
         asking = Stopwatch()
         with self._news:  # the lease's thread queries storage, which may be slow
             self._asked.set()
-            self._news.wait_for(
+            answered = self._news.wait_for(
                 lambda: self._rival is not None or self._confirmed.seconds() <= asking.seconds(),
                 self._terms.lease_s / BEATS_PER_LEASE,
             )
         self._loop.set()
         if self._rival is not None:
             raise RunOwnedElsewhere(_taken_over(self._run, self._storage, self._holder, self._rival))
+        _log_standstill(self._run, stood_still_s, leads=answered)
 
     def is_sure(self) -> bool:
         """Whether it is known, without a query, that no other driver can lead the run now."""
@@ -340,3 +340,14 @@ def _taken_over(run: str, storage: Storage, own: Holder, rival: Claim) -> str:
         f"driver {rival.writer} has taken over run {run!r} under {storage.url}; this one ({own.driver}) ends, and "
         "leaves the workers to it. Start each run name from one place at a time."
     )
+
+
+def _log_standstill(run: str, seconds: float, *, leads: bool) -> None:
+    if leads:
+        _log.info("run %s: the driver stood still for %.1f s, and still leads the run", run, seconds)
+    else:
+        _log.warning(
+            "run %s: the driver stood still for %.1f s; storage has not confirmed yet that it leads the run",
+            run,
+            seconds,
+        )

@@ -28,7 +28,7 @@ from raysharded.locations import join_url
 FOLDER = "lease"
 BEATS_PER_LEASE = 3
 """Number of times that the holder rewrites the lease within the lease's time."""
-_FORMAT = "raysharded-lease"
+FORMAT = "raysharded-lease"
 ACTOR = "actor"
 """First word of `Holder.job` for a driver in a Ray actor."""
 _MAX_BYTES = 1 << 16
@@ -121,7 +121,7 @@ def lease_key(driver: str) -> str:
 
 def encode(holder: Holder, *, key: SigningKey | None = None, place: str = "") -> bytes:
     """The lease as it is stored, signed if a key is given. `place`: as in `signed_json`."""
-    return signed_json.seal(asdict(holder), _FORMAT, key=key, place=place)
+    return signed_json.seal(asdict(holder), FORMAT, key=key, place=place)
 
 
 def read_lease(storage: Storage, driver: str, *, key: SigningKey | None = None) -> Seen:
@@ -140,12 +140,13 @@ def read_lease(storage: Storage, driver: str, *, key: SigningKey | None = None) 
 def decode(data: bytes, where: str, *, key: SigningKey | None = None, place: str = "") -> Seen:
     """The stored lease; a torn or damaged one, and one that the key did not sign for this place, has no holder."""
     try:
-        return Seen(data=data, holder=_holder(signed_json.unseal(data, _FORMAT, where, key=key, place=place), where))
+        return Seen(data=data, holder=holder_of(signed_json.unseal(data, FORMAT, where, key=key, place=place), where))
     except CorruptCheckpoint:
         return Seen(data=data, holder=None)
 
 
-def _holder(body: Mapping[str, Any], where: str) -> Holder:
+def holder_of(body: Mapping[str, Any], where: str) -> Holder:
+    """The holder in an unsealed lease, or in a mark of a start. Raises CorruptCheckpoint."""
     process = body.get("process")
     if not isinstance(process, dict):
         raise CorruptCheckpoint(f"{where}: process={process!r}. What wrote it does not follow the format.")

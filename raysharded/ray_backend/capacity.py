@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -74,14 +74,24 @@ def needs_of(scaling: ScalingConfig) -> dict[str, float]:
 
 
 def shortage_text(
-    needs: Mapping[str, float], min_workers: int, have: Mapping[str, float], free: Mapping[str, float]
+    needs: Mapping[str, float],
+    min_workers: int,
+    have: Mapping[str, float],
+    free: Mapping[str, float],
+    avoided: Sequence[str] = (),
 ) -> str:
-    """Sentences about what a cluster lacks for a run: resources that it has not, or that others use now."""
+    """Sentences about what a cluster lacks for a run: resources that it has not, or that others use now.
+
+    `avoided`: ids of nodes that get no workers, which the resources include.
+    """
     parts = [
         f"{amount:g} {name} (the cluster has {have.get(name, 0):g}, {free.get(name, 0):g} free)"
         for name, amount in needs.items()
     ]
     text = f"Each worker needs {' and '.join(parts)}."
+    if avoided:
+        nodes = ", ".join(node_id[:8] for node_id in avoided)
+        return f"{text} No worker is placed on {nodes}: drained by request, or failed too often."
     if any(have.get(name, 0) < amount * min_workers for name, amount in needs.items()):
         return text
     return f"{text} That is enough for the run: it starts when what others use now is free."

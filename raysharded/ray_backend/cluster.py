@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
-from typing import Any, TextIO, cast
 
 import ray
 from ray._private import ray_constants
@@ -40,7 +39,6 @@ _GONE_S = 20.0
 Ray itself ends the processes of a cluster whose head is away for a minute.
 """
 _PAUSE_S = 0.2
-_RAYLET_PREFIX = "(raylet)"
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _OWN_RAY = {
     # Workers have their parent's priority. With Ray's default, 15, everything else on the machine precedes training.
@@ -263,37 +261,3 @@ def carry_user_code(*objects: object) -> None:
             continue
         if "site-packages" not in Path(file).parts:
             ray.cloudpickle.register_pickle_by_value(module)
-
-
-@contextlib.contextmanager
-def quiet_raylet() -> Iterator[None]:
-    """Suppress Ray's own paragraphs about dead workers: raysharded reports a lost worker itself.
-
-    Ray prints them from a thread of the driver, to `sys.stdout`, regardless of its logging settings.
-    """
-    outside = sys.stdout
-    sys.stdout = cast("TextIO", _WithoutRaylet(outside))
-    try:
-        yield
-    finally:
-        sys.stdout = outside
-
-
-class _WithoutRaylet:
-    """A text stream that drops Ray's output under the name of its raylet."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._dropping = False
-
-    def write(self, text: str) -> int:
-        if _RAYLET_PREFIX in text[:40]:
-            self._dropping = not text.endswith("\n")
-            return len(text)
-        if self._dropping:
-            self._dropping = "\n" not in text
-            return len(text)
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

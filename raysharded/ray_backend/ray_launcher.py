@@ -245,12 +245,8 @@ class RayLauncher:
     def describe_shortage(self) -> str:
         if not self._is_short():
             return ""
-        avoided = ", ".join(node_id[:8] for node_id in self._avoided)
-        besides = f" No worker is placed on {avoided}, which failed too often." if avoided else ""
-        text = shortage_text(
-            needs_of(self._scaling), self._scaling.min_workers, ray.cluster_resources(), ray.available_resources()
-        )
-        return f"{text}{besides}"
+        have, free = ray.cluster_resources(), ray.available_resources()
+        return shortage_text(needs_of(self._scaling), self._scaling.min_workers, have, free, self._avoided)
 
     def _is_short(self) -> bool:
         """False if enough workers for the run are ready, or have their resources, or can have them at once."""

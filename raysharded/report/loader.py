@@ -25,6 +25,7 @@ from raysharded.report.history.run_summary import RunSummary
 from raysharded.report.history.step_table import Columns
 from raysharded.report.history.summary import Fold
 from raysharded.report.nearby import advice
+from raysharded.report.overview import is_run
 from raysharded.report.run_report import RunReport
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def open_run(run_url: str) -> Storage:
     """The storage of a run. Raises StorageError, with runs that may be meant, if there is none, or none any more."""
     storage = open_storage(run_url)
     refuse_removed(storage, StorageError)
-    if not storage.list(log.FOLDER) and not storage.list(CLAIMS_FOLDER) and not is_starting(storage):
+    if not is_run(storage):
         raise StorageError(_no_run(storage))
     return storage
 

@@ -108,8 +108,13 @@ def meant(storage: Storage) -> str:
 
 
 def _is_run_at(folder: str) -> bool:
-    removed = os.path.exists(os.path.join(folder, *REMOVAL_KEY.split("/")))
-    return os.path.isdir(os.path.join(folder, log.FOLDER)) and not removed
+    """True for a folder of this machine that has a run's journal, and is not being removed. Lists at most that."""
+    try:
+        with os.scandir(os.path.join(folder, log.FOLDER)) as found:
+            is_run = any(log.is_segment(f"{log.FOLDER}/{entry.name}") for entry in found)
+    except OSError:
+        return False
+    return is_run and not os.path.exists(os.path.join(folder, *REMOVAL_KEY.split("/")))
 
 
 def _is_here(url: str) -> bool:

@@ -52,7 +52,7 @@ class Tail:
     loss: float | None = None
     """Loss of the newest finished step."""
     workers: int | None = None
-    """Number of workers that did the newest step, or that have met since."""
+    """Number of workers that did the newest step, or that have met since; not those of an earlier driver."""
     paused: bool = False
     """True while the workers are paused."""
     at: float | None = None
@@ -93,6 +93,8 @@ class _Seen:
         self._done: dict[str, Any] | None = None
         self._members: int | None = None
         self._paused: bool | None = None
+        self._has_begun = False
+        """Whether the newest driver has begun, and neither a generation nor a step of it was found."""
 
     @property
     def is_enough(self) -> bool:
@@ -122,6 +124,7 @@ class _Seen:
                 self._goes_on_after(entry["step"])
             case "started":
                 self.started = self.started or entry
+                self._has_begun = self._has_begun or (self._members is None and self._done is None)
                 self._goes_on_after(entry["resumed_after_step"])
             case "rewind":
                 self._goes_on_after(entry["to_step"])
@@ -144,7 +147,7 @@ class _Seen:
             step=self._step,
             max_steps=None if started.get("max_steps") is None else int(started["max_steps"]),
             loss=float(done["loss"]) if done else None,  # "nan" and "inf" are written as text
-            workers=self._members or (int(done["workers"]) if done else None),
+            workers=None if self._has_begun else self._members or (int(done["workers"]) if done else None),
             paused=bool(self._paused),
             at=self._at,
         )

@@ -26,7 +26,7 @@ from raysharded.journal import log
 from raysharded.locations import join_url
 from raysharded.ownership.lease import BEATS_PER_LEASE, FOLDER as LEASE_FOLDER, Seen, has_changed, read_lease
 from raysharded.ownership.process_identity import is_gone, this_process
-from raysharded.ownership.start_mark import is_starting
+from raysharded.ownership.start_mark import is_starting, read_start
 from raysharded.report.newest_step import Tail, read_tail
 
 State = Literal["new", "running", "paused", "silent", "restarting", "ended", "finished", "stopped", "failed", "damaged"]
@@ -69,6 +69,11 @@ class RunOverview:
     """For a run that is over without its own checkpoint: step of the parent's checkpoint that it begins with."""
     interrupted: bool = False
     """Whether Ctrl-C stopped it."""
+    before_start: State | None = None
+    """Its state apart from its newest start, which failed before a driver led the run; None: there was no such start.
+
+    `error` is then that start's, and `state` is `failed`, unless the run is finished.
+    """
     lost_actor: bool = False
     """Whether it ended because its driver actor's process has exited: Ray may restart the actor."""
 
@@ -90,7 +95,10 @@ def is_run(storage: Storage) -> bool:
 
 
 def _is_of_run(storage: Storage, folders: Sequence[str]) -> bool:
-    if {log.FOLDER, CLAIMS_FOLDER} & set(folders):
+    """True for numbered claims, or segments, or a start: a source tree may have folders of these names, too."""
+    if CLAIMS_FOLDER in folders and list_numbers(storage):
+        return True
+    if log.FOLDER in folders and log.segment_numbers(storage):
         return True
     return LEASE_FOLDER in folders and is_starting(storage)
 
@@ -183,20 +191,25 @@ def _look(storage: Storage, now: float) -> _Found:
         tail, damage = read_tail(storage), ""
     except (*log.DAMAGE, log.DamagedJournal) as error:
         tail, damage = Tail(num_segments=0), f"its journal cannot be read ({type(error).__name__}: {error})"
-    state = "damaged" if damage else _state(tail, owner, lease, now)
-    if state in _OVER and state != "finished" and is_starting(storage):
+    found: State = "damaged" if damage else _state(tail, owner, lease, now)
+    start = read_start(storage) if found in _OVER else None
+    refusal = start.error if start is not None and tail.num_segments <= start.num_segments else ""
+    state = found
+    if found != "finished" and start is not None and start.under_way:
         state = "new"
+    elif found != "finished" and refusal:
+        state = "failed"
     holder = lease.holder if lease and state in ("new", "running", "silent") else None
     glance = RunOverview(
         url=storage.url,
         name=tail.name or _folder(storage),
         state=state,
         driver=str(holder) if holder else "",
-        error=damage or (tail.error if state == "failed" else ""),
+        error=damage or refusal or (tail.error if state == "failed" else ""),
         step=tail.step,
         max_steps=tail.max_steps,
         loss=tail.loss,
-        workers=tail.workers,
+        workers=None if state == "new" else tail.workers,
         checkpoint_step=commit.step if commit else None,
         checkpoint_at=commit.created_at if commit else None,
         newest_entry_at=tail.at,
@@ -206,6 +219,7 @@ def _look(storage: Storage, now: float) -> _Found:
         driver_since=holder.since if holder else None,
         fork_step=_fork_step(storage) if state in _OVER and commit is None else None,
         interrupted=tail.interrupted,
+        before_start=found if refusal else None,
         lost_actor=state == "ended" and _is_lost_actor(lease),
     )
     return _Found(storage=storage, glance=glance, owner=owner, lease=lease, paused=tail.paused)

@@ -26,11 +26,24 @@ _OLDER = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Starting:
+    """The workers of a driver before its first generation."""
+
+    ready: int
+    """Number of workers that are ready."""
+    needed: int | None
+    """Least number of workers of the run; None: unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Recent:
     """The content of the newest segments."""
 
     members: tuple[int, ...]
-    """Workers of the newest generation, by rank; empty if it is far older than the segments read."""
+    """Workers of the newest generation, by rank; empty if it is far older than the segments read. While `starting`, it
+    is an earlier driver's."""
+    starting: Starting | None
+    """The workers of a driver that has decided no generation yet; None: the newest driver has."""
     generation: int | None
     pids: Mapping[int, int]
     """Member -> process id on its node, as far as known."""
@@ -59,10 +72,7 @@ class RecentReader:
         self._window: deque[list[dict[str, Any]]] = deque(maxlen=_SEGMENTS)
         """Entries of the newest segments."""
         self._last_key = ""
-        self._generation: tuple[int, tuple[int, ...]] | None = None
-        """The newest generation, and its members."""
-        self._ready: dict[int, tuple[int, str, float]] = {}
-        """Worker -> its process id, its node, and the time when it was ready last."""
+        self._workers = _Workers()
 
     def read(self) -> Recent:
         """The recent history now, as `read_recent`."""
@@ -71,7 +81,7 @@ class RecentReader:
         for part in self._read([key for key in keys if key > self._last_key][-_SEGMENTS:]):
             self._window.append(entries_of(part))
             for entry in self._window[-1]:
-                self._add(entry)
+                self._workers.add(entry)
         self._last_key = keys[-1] if keys else ""
         if is_first:
             self._look_back(keys[:-_SEGMENTS])
@@ -80,10 +90,12 @@ class RecentReader:
     def _recent(self) -> Recent:
         found = [entry for entries in self._window for entry in entries]
         happened = [(float(entry["at"]), text) for entry in found if (text := incident_line(entry)) is not None]
-        generation, members = self._generation or (None, ())
-        known = {member: self._ready[member] for member in members if member in self._ready}
+        workers = self._workers
+        generation, members = workers.generation or (None, ())
+        known = {member: workers.ready[member] for member in members if member in workers.ready}
         return Recent(
             members=members,
+            starting=workers.starting(),
             generation=generation,
             pids={member: pid for member, (pid, _, _) in known.items()},
             nodes={member: node for member, (_, node, _) in known.items()},
@@ -93,27 +105,15 @@ class RecentReader:
             last_segment=int(self._last_key.rpartition("/")[2].split(".")[0]) if self._last_key else 0,
         )
 
-    def _add(self, entry: Mapping[str, Any]) -> None:
-        with suppress(*log.DAMAGE):
-            if entry["kind"] == "generation":
-                self._generation = int(entry["generation"]), tuple(map(int, entry["members"]))
-            elif entry["kind"] == "worker_ready":
-                self._ready[int(entry["worker"])] = int(entry["pid"]), str(entry["node"]), float(entry["at"])
-
     def _look_back(self, keys: Sequence[str]) -> None:
         """Find the members and their processes in older segments, if they are not known."""
         for last in range(len(keys), max(0, len(keys) - _OLDER), -_SEGMENTS):
-            if self._generation is not None and self._ready.keys() >= set(self._generation[1]):
+            generation = self._workers.generation
+            if generation is not None and self._workers.ready.keys() >= set(generation[1]):
                 return
             for part in reversed(self._read(keys[max(0, last - _SEGMENTS) : last])):
-                if b'"generation"' in part or b'"worker_ready"' in part:
-                    self._add_older(entries_of(part))
-
-    def _add_older(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        generation, ready = self._generation, dict(self._ready)
-        for entry in entries:
-            self._add(entry)
-        self._generation, self._ready = generation or self._generation, {**self._ready, **ready}
+                if any(kind in part for kind in (b'"generation"', b'"worker_ready"', b'"started"')):
+                    self._workers = self._workers.after(entries_of(part))
 
     def _read(self, keys: Sequence[str]) -> list[bytes]:
         with ThreadPoolExecutor(_AT_ONCE, "raysharded-journal") as pool:
@@ -124,6 +124,64 @@ class RecentReader:
             return log.read_segment(self._storage, key)
         except log.DamagedJournal:
             return b""
+
+
+class _Workers:
+    """The workers of a part of the journal: the newest generation, the processes, and who is ready without one."""
+
+    def __init__(self) -> None:
+        self.generation: tuple[int, tuple[int, ...]] | None = None
+        """The newest generation, and its members."""
+        self.ready: dict[int, tuple[int, str, float]] = {}
+        """Worker -> its process id, its node, and the time when it was ready last."""
+        self._is_starting: bool | None = None
+        """Whether the newest driver has decided no generation; None: its start is not in this part."""
+        self._needed: int | None = None
+        self._joined: set[int] = set()
+        """Workers that became ready since the newest driver began, and have not left."""
+        self._left: set[int] = set()
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Add an entry that is newer than all others."""
+        with suppress(*log.DAMAGE):
+            match entry["kind"]:
+                case "started":
+                    self._is_starting, self._needed, self._joined, self._left = True, _needed(entry), set(), set()
+                case "taken_over":
+                    self._joined |= set(map(int, entry["workers"]))
+                case "worker_ready":
+                    worker = int(entry["worker"])
+                    self.ready[worker] = int(entry["pid"]), str(entry["node"]), float(entry["at"])
+                    self._joined.add(worker)
+                case "worker_lost" | "worker_left" | "worker_refused":
+                    self._joined.discard(int(entry["worker"]))
+                    self._left.add(int(entry["worker"]))
+                case "generation":
+                    self.generation = int(entry["generation"]), tuple(map(int, entry["members"]))
+                    self._is_starting = False
+
+    def after(self, entries: Sequence[Mapping[str, Any]]) -> _Workers:
+        """These workers, after older entries."""
+        whole = _Workers()
+        for entry in entries:
+            whole.add(entry)
+        whole.generation = self.generation or whole.generation
+        whole.ready |= self.ready
+        if self._is_starting is None:
+            whole._joined = (whole._joined - self._left) | self._joined
+        else:
+            whole._is_starting, whole._needed, whole._joined = self._is_starting, self._needed, self._joined
+        whole._left |= self._left
+        return whole
+
+    def starting(self) -> Starting | None:
+        return Starting(ready=len(self._joined), needed=self._needed) if self._is_starting else None
+
+
+def _needed(entry: Mapping[str, Any]) -> int | None:
+    """The least number of workers, from a driver's first entry."""
+    scaling = entry.get("scaling")
+    return int(scaling["num_workers"][0]) if isinstance(scaling, dict) and "num_workers" in scaling else None
 
 
 def entries_of(segment: bytes) -> list[dict[str, Any]]:

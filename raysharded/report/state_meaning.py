@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raysharded.report.overview import RunOverview, State
 
 _ALWAYS: dict[State, str] = {
@@ -17,6 +19,9 @@ _ALWAYS: dict[State, str] = {
 
 def meaning(run: RunOverview) -> str:
     """The meaning of a run's state; for one that is over, also the place where the next start resumes it."""
+    if run.before_start is not None:
+        before = replace(run, state=run.before_start, before_start=None)
+        return f"its newest start failed before a driver led it. Before that: {meaning(before)}"
     if (always := _ALWAYS.get(run.state)) is not None:
         return always
     if never_began(run):
@@ -33,6 +38,12 @@ def meaning(run: RunOverview) -> str:
             f"the process of its driver actor has exited. Ray restarts it if its cluster is up; otherwise it ended {at}"
         )
     return f"its driver exited without a final entry {at}"
+
+
+def label(run: RunOverview) -> str:
+    """The state as tables name it."""
+    failed_to_start = run.state == "failed" and (run.before_start is not None or never_began(run))
+    return "failed to start" if failed_to_start else run.state
 
 
 def never_began(run: RunOverview) -> bool:

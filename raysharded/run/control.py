@@ -76,9 +76,9 @@ class RunControl:
         """The driver; None before it has acquired the run."""
         return self._driver
 
-    def wait_until_begun(self) -> None:
-        """Return when the driver is ready, or never will be."""
-        self._begun.wait()
+    def wait_until_begun(self, timeout_s: float | None = None) -> bool:
+        """Return when the driver is ready, or never will be: True; after `timeout_s`: False."""
+        return self._begun.wait(timeout_s)
 
     def is_stopped(self) -> bool:
         """Whether a stop was requested before the driver was ready."""
@@ -119,8 +119,10 @@ class RunControl:
         self._willing("resize", lambda state: user_requests.resize_refusal(state, workers)).resize(workers)
 
     def drain(self, node: str, within_s: float) -> None:
-        willing = self._willing("drain", lambda state: user_requests.drain_refusal(state, node, within_s))
-        willing.drain(node, within_s)
+        def refusal(state: State) -> str:
+            return user_requests.drain_refusal(state, node, within_s) or user_requests.ambiguity(state, node)
+
+        self._willing("drain", refusal).drain(node, within_s)
 
     def set_learning_rate(self, factor: float) -> None:
         willing = self._willing("set_learning_rate", lambda state: run_changes.rate_refusal(state, factor))

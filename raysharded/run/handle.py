@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from types import EllipsisType
@@ -28,6 +29,8 @@ Ask = Literal[
 ]
 """Requests to a run; `raysharded.run.control.RunControl` answers them."""
 _FOLLOW_S = 5.0
+_BEGIN_S = 0.2
+"""Interval at which a start is checked."""
 
 
 class Run(ABC):
@@ -66,6 +69,27 @@ class Run(ABC):
 
         A run that was stopped raises RunStopped, whose `result` has what it reached.
         """
+
+    def wait_until_begun(self, timeout_s: float | None = None) -> None:
+        """Return when a driver leads the run: until then its start may be refused, for another batch size for example.
+
+        Also returns if the run is finished already. Raises the error of a start that failed, or that the run ended with
+        since, and TimeoutError.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while not self.status().driver:
+                if self.is_over():
+                    self.wait()
+                    return
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(f"run {self.name!r} has not begun after {timeout_s} s")
+                time.sleep(_BEGIN_S)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"Interrupted. The start of run {self.name!r} goes on: raysharded.attach({self.name!r}) returns its "
+                "handle."
+            ) from None
 
     @abstractmethod
     def _ask(self, what: Ask, **arguments: Any) -> Any:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from raysharded.clock import SystemClock
 from raysharded.display import uncaught_errors
 from raysharded.display.quantities import count
+from raysharded.display.raylet_output import quiet_raylet
 from raysharded.errors import CheckpointError, ConfigError, RayshardedError, StorageError
-from raysharded.ownership.start_mark import mark_start
+from raysharded.ownership.start_mark import StartMark
 from raysharded.run.control import RunControl
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Ask, Run
@@ -27,7 +28,7 @@ from raysharded.run.process_hooks import on_notice
 from raysharded.run.results import Entry, Listener, Result, RunStopped, Status, start_in_words
 from raysharded.run.spec import RunSpec, require_same_settings
 from raysharded.run.start_from import with_initial_weights
-from raysharded.run.status import with_driver
+from raysharded.run.status import of_failed_start, with_driver
 from raysharded.run.translation import files_of, job_of, limits_of
 
 if TYPE_CHECKING:
@@ -123,8 +124,7 @@ class LocalRun(Run):
         self._evaluation: Mapping[str, float] = {}
         """The newest evaluation."""
         self._thread: threading.Thread | None = None
-        self._unmark: Callable[[], None] = lambda: None
-        """Removes the mark of the start."""
+        self._mark = StartMark(storage)
         self._result: Result | None = None
         self._error: BaseException | None = None
         self._ended = threading.Event()
@@ -147,7 +147,7 @@ class LocalRun(Run):
 
     def drive(self) -> Result:
         """Drive the run to its end in the calling thread."""
-        self._unmark = mark_start(self._storage, driver_is_here=True)
+        self._mark.put(driver_is_here=True)
         try:
             self._result = self._drive()
             return self._result
@@ -156,7 +156,7 @@ class LocalRun(Run):
             raise
         finally:
             if self._steering.driver is None:
-                self._unmark()
+                self._mark.end(None if self._steering.is_stopped() else self._error)
             self._steering.end()
             self._ended.set()
             self._entries.close()
@@ -191,7 +191,7 @@ class LocalRun(Run):
         )
         uncaught_errors.install(RayshardedError)  # Ray has set its own since `fit` did
         cluster.carry_user_code(*self._spec.user_objects())
-        with cluster.quiet_raylet() if owns_cluster else contextlib.nullcontext():
+        with quiet_raylet() if owns_cluster else contextlib.nullcontext():
             try:
                 job = job_of(self._spec)
                 return self._drive_with(ray_launcher.RayLauncher(job, self._spec.scaling, owns_cluster=owns_cluster))
@@ -232,7 +232,7 @@ class LocalRun(Run):
                     record_events=spec.run.record_events,
                 )
                 driver.restore()
-                self._unmark()
+                self._mark.remove()
                 self._steering.begin(driver)
                 with self._on_notice():
                     state = driver.run()
@@ -290,9 +290,9 @@ class LocalRun(Run):
             name=self.name,
             url=self.url,
         )
-        if driver is None:
-            return found
         error = str(self._error) if self._error is not None and self._state() == "failed" else ""
+        if driver is None:
+            return of_failed_start(replace(found, error=error), self.url) if is_over and self._error else found
         return with_driver(found, driver.state, is_over=is_over, started_at=self._began_at, error=error)
 
     def _state(self) -> str:
@@ -311,9 +311,11 @@ class LocalRun(Run):
     def is_over(self) -> bool:
         return self._ended.is_set()
 
-    def wait_until_begun(self) -> None:
-        """Return when the driver is ready, or never will be."""
-        self._steering.wait_until_begun()
+    def wait_until_begun(self, timeout_s: float | None = None) -> None:
+        if not self._steering.wait_until_begun(timeout_s):
+            raise TimeoutError(f"run {self.name!r} has not begun after {timeout_s} s")
+        if self._steering.driver is None and self._error is not None:
+            raise self._error
 
     def answer(self, what: Ask, arguments: Mapping[str, Any]) -> Any:
         """Carry out a request from a handle in another process."""

@@ -77,6 +77,7 @@ class StoredRun(Run):
                 return self._with_best(of_checkpoint(newest, self._storage, self.name, self.url))
             return self._with_best(self._without_last_checkpoint(found, newest))
         what = {"failed": "failed", "stopped": "was stopped"}.get(found.state, "ended without a final journal entry")
+        what = "failed to start" if found.before_start is not None else what
         why = f": {found.error}" if found.error else ""
         start = start_in_words(found.checkpoint_step)
         message = f"Run {self.name!r} {what} at step {found.step or 0}{why}. Started again, it resumes {start}."

@@ -117,6 +117,10 @@ class Status:
     """The state that `raysharded status` shows: `running`, `paused`, `finished`, ..."""
     num_workers: int | None = None
     """Number of members, also where they are not known one by one; None: unknown."""
+    num_ready: int | None = None
+    """Number of workers that are ready while the driver has no generation yet; None: it has one, or unknown."""
+    num_needed: int | None = None
+    """The least number of workers for its first generation, at that time."""
     generation: int | None = None
     driver_pid: int | None = None
     """Process id of the driver on its node."""
@@ -163,6 +167,8 @@ class Status:
                 "step_s": self.step_s,
                 "left_s": self.left_s,
                 "workers": count,
+                "workers_ready": self.num_ready,
+                "workers_needed": self.num_needed,
                 "members": self.workers,
                 "pids": self.pids,
                 "nodes": self.nodes,

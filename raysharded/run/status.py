@@ -10,7 +10,7 @@ import platform
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from raysharded.errors import ClusterError
+from raysharded.errors import ClusterError, StorageError
 from raysharded.run.results import Status
 
 if TYPE_CHECKING:
@@ -23,13 +23,19 @@ if TYPE_CHECKING:
 
 def stored_status(run: RunOverview, recent: Recent | None = None) -> Status:
     """The status of a run of which an overview was made; without `recent`, its members and incidents stay unknown."""
+    from raysharded.report.live.follow import OVER
+
+    starting = recent.starting if recent else None
+    members = None if run.state == "new" or starting else recent  # they are an earlier driver's
+    if run.state in ("new", *OVER):
+        starting = None
     return Status(
         phase=run.state,
         step=run.step or 0,
         max_steps=run.max_steps or 0,
-        workers=recent.members if recent else (),
-        pids=recent.pids if recent else {},
-        nodes=recent.nodes if recent else {},
+        workers=members.members if members else (),
+        pids=members.pids if members else {},
+        nodes=members.nodes if members else {},
         name=run.name,
         url=run.url,
         driver=run.driver,
@@ -39,7 +45,9 @@ def stored_status(run: RunOverview, recent: Recent | None = None) -> Status:
         checkpoint_step=run.checkpoint_step,
         state=run.state,
         num_workers=run.workers,
-        generation=recent.generation if recent else None,
+        num_ready=starting.ready if starting else None,
+        num_needed=starting.needed if starting else None,
+        generation=members.generation if members else None,
         driver_pid=run.driver_pid,
         driver_node=run.driver_node,
         checkpoint_at=run.checkpoint_at,
@@ -68,6 +76,28 @@ def with_stored_best(status: Status, storage: Storage) -> Status:
     from raysharded.run.outcome import best_of
 
     return replace(status, best_checkpoint=best_of(storage, status.url, key=signing_key_from_environment()))
+
+
+def of_failed_start(status: Status, url: str) -> Status:
+    """The status of a start that ended before a driver led the run, with the progress of the run that is there.
+
+    Unchanged if there is none, or if it cannot be read.
+    """
+    from raysharded.report.loader import open_run
+    from raysharded.report.overview import look
+
+    try:
+        (found,) = look([open_run(url)], pause=lambda _: None)
+    except StorageError:
+        return status
+    return replace(
+        status,
+        step=found.step or 0,
+        max_steps=found.max_steps or status.max_steps,
+        loss=found.loss,
+        checkpoint_step=found.checkpoint_step,
+        checkpoint_at=found.checkpoint_at,
+    )
 
 
 def with_restart(run: RunOverview) -> RunOverview:
@@ -103,6 +133,8 @@ def with_driver(status: Status, state: State, *, is_over: bool, started_at: floa
         step=state.step,
         workers=tuple(map(int, state.members)),
         num_workers=len(state.members),
+        num_ready=None if state.members or is_over else len(state.ready),
+        num_needed=None if state.members or is_over else state.limits.min_workers,
         generation=int(state.generation) if state.members else None,
         pids={worker: facts.pid for worker, facts in ready.items()},
         nodes={worker: facts.node for worker, facts in ready.items()},

@@ -73,6 +73,7 @@ def files_of(spec: RunSpec, storage: Storage, versions: Mapping[str, str]) -> Ru
         key=key_of(config),
         accept_unsigned=spec.run.accept_unsigned,
         at_least_step=spec.run.at_least_step or 0,
+        patience_s=spec.run.failure.storage_patience_s,
     )
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-from dataclasses import asdict
+import secrets
+import string
+import sys
+import threading
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from ray._private.worker import print_to_stdstream
 from typer.testing import CliRunner
 
 import raysharded
 from raysharded.cli import app
 from raysharded.cli.runs.attach import _until_next
+from raysharded.display.raylet_output import quiet_raylet
 from raysharded.run import Status
 from tests.report.entries import run_with_a_loss, with_times
 from tests.report.standing import Stands
@@ -20,7 +28,10 @@ from tests.report.standing import Stands
 class Handle:
     """Gives some entries per call, as a run that continues does."""
 
-    def __init__(self, interrupted: bool = False) -> None:
+    name = "tiny"
+
+    def __init__(self, interrupted: bool = False, state: str = "finished", error: str = "") -> None:
+        self._state, self._error = state, error
         self._all = [(number, entry["kind"], entry) for number, entry in enumerate(with_times(run_with_a_loss()), 1)]
         self._interrupted = interrupted
 
@@ -33,7 +44,7 @@ class Handle:
         return True
 
     def status(self) -> Status:
-        return Status(**asdict(Stands()))
+        return replace(Status(**asdict(Stands())), state=self._state, error=self._error)
 
 
 def attached(monkeypatch: pytest.MonkeyPatch, handle: Handle, *arguments: str) -> Any:
@@ -55,7 +66,8 @@ def test_every_entry_is_a_value_after_where_the_run_stands(monkeypatch: pytest.M
         {"0": 4711, "2": 4713},
         "trainer-2",
     )
-    assert values[1:] == with_times(run_with_a_loss())
+    assert values[1:-1] == with_times(run_with_a_loss())
+    assert (values[-1]["kind"], values[-1]["state"]) == ("status", "finished")
 
 
 def test_where_there_is_no_terminal_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +75,64 @@ def test_where_there_is_no_terminal_there_are_lines(monkeypatch: pytest.MonkeyPa
     assert found.exit_code == 0
     assert "step 4: worker 1 lost: the process died" in found.stdout
     assert f"step 6: finished, fingerprint {'f' * 32}" in found.stdout
+    assert found.stdout.splitlines()[-1] == "run tiny finished at step 5 of 6"
+
+
+@pytest.mark.parametrize(("state", "status"), [("failed", 1), ("damaged", 1), ("stopped", 3), ("ended", 4)])
+def test_the_end_of_a_run_is_told_with_its_error_and_an_exit_status(
+    monkeypatch: pytest.MonkeyPatch, state: str, status: int
+) -> None:
+    found = attached(monkeypatch, Handle(state=state, error="RunFailed: 4 workers lost"))
+    assert found.exit_code == status
+    last = found.stdout.splitlines()[-1]
+    assert last.startswith("run tiny ")
+    assert last.endswith(": RunFailed: 4 workers lost; started again, it resumes from its checkpoint of step 3")
+    as_json = attached(monkeypatch, Handle(state=state, error="RunFailed: 4 workers lost"), "--json")
+    told = json.loads(as_json.stdout.splitlines()[-1])
+    assert (as_json.exit_code, told["state"], told["error"]) == (status, state, "RunFailed: 4 workers lost")
+
+
+class OfALostNode(Handle):
+    """A handle during whose calls Ray prints, in its own thread and form, what it prints about a lost node."""
+
+    def entries(self, after: int, timeout_s: float) -> list[tuple[int, str, dict[str, Any]]]:
+        name = "".join(secrets.choice(string.ascii_letters) for _ in range(20))  # Ray omits what it printed just now
+        line = {"lines": [f"Raylet {name} is terminated.\n [state-dump]\n"], "pid": "raylet", "is_err": False}
+        printing = threading.Thread(target=print_to_stdstream, args=(line, False))
+        printing.start()
+        printing.join()
+        return super().entries(after, timeout_s)
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_ray_s_own_lines_about_a_lost_node_are_not_among_those_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    found = attached(monkeypatch, OfALostNode(), *options)
+    assert (found.exit_code, found.stdout) == (0, attached(monkeypatch, Handle(), *options).stdout)
+    OfALostNode().entries(0, 0.0)
+    assert "state-dump" in capsys.readouterr().out, "Ray does print it"
+
+
+def test_a_thread_that_prints_for_ray_does_not_swallow_the_lines_of_another() -> None:
+    outside = io.StringIO()
+    with contextlib.redirect_stdout(outside), quiet_raylet():
+        began, go_on = threading.Event(), threading.Event()
+
+        def print_as_ray() -> None:
+            sys.stdout.write("\x1b[33m(raylet, ip=10.0.0.7)\x1b[0m a worker died\n[state-dump] more")
+            began.set()
+            assert go_on.wait(30)
+            sys.stdout.write("\n")
+
+        printing = threading.Thread(target=print_as_ray)
+        printing.start()
+        assert began.wait(30)
+        sys.stdout.write("a line of the run\n")
+        go_on.set()
+        printing.join()
+        sys.stdout.writelines(["(raylet) again\n", "and another\n"])
+    assert outside.getvalue() == "a line of the run\nand another\n"
 
 
 def test_ctrl_c_leaves_the_view_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from raysharded.locations import join_url
 from raysharded.testing.storages import save_rows
 from tests.canary import connections
 from tests.checkpoint.retention.runs import Run, save_v1, states
+from tests.checkpoint.test_signed_objects import KEY, Run as SignedRun
 from tests.cli.test_commands import fail, invoke, succeed
 
 
@@ -133,6 +134,38 @@ def test_unsigned_checkpoints_are_refused_when_a_key_is_set(storage: Storage, mo
         result = invoke("checkpoint", command, storage.url)
         assert result.exit_code == 1
         assert "not signed" in result.output
+
+
+def test_every_command_says_whether_a_checkpoint_is_signed_and_whether_that_was_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SignedRun(tmp_path)
+    run.begin()
+    run.save(10)
+    url = run.storage.url
+    (listed,) = json.loads(succeed("checkpoint", "ls", url, "--json"))
+    assert listed["signed"] is True
+    row = next(line for line in succeed("checkpoint", "ls", url).splitlines() if listed["prefix"] in line)
+    assert row.split()[3:5] == ["committed", "yes"]
+    assert "  its signature: not checked: the key is not set" in succeed("checkpoint", "verify", url)
+    assert "not checked: the key is not set" in succeed("checkpoint", "show", url)
+    found = [json.loads(succeed("checkpoint", command, url, "--json")) for command in ("show", "verify")]
+    assert [(one["signed"], one["signature_checked"]) for one in (found[0], *found[1])] == [(True, False)] * 2
+    monkeypatch.setenv("RAYSHARDED_CHECKPOINT_KEY", KEY.secret.decode())
+    identity = KEY.identity
+    assert f"  its signature: checked with the key {identity}" in succeed("checkpoint", "verify", url)
+    assert f"checked with the key {identity}" in succeed("checkpoint", "show", url)
+    (verified,) = json.loads(succeed("checkpoint", "verify", url, "--json"))
+    assert (verified["signed"], verified["signature_checked"]) == (True, True)
+
+
+def test_a_checkpoint_that_nobody_signed_is_shown_as_such(storage: Storage, folder: str) -> None:
+    rows = json.loads(succeed("checkpoint", "ls", storage.url, "--json"))
+    assert [row["signed"] for row in rows] == [False, False, None, False]  # of the third there is no manifest
+    assert [row["signed"] for row in json.loads(succeed("checkpoint", "ls", folder, "--json"))] == [False]
+    assert "signature" not in succeed("checkpoint", "verify", storage.url)
+    shown = next(line for line in succeed("checkpoint", "show", storage.url).splitlines() if "signature" in line)
+    assert shown.split() == ["signature", "none"]
 
 
 # -- verify --

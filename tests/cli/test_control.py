@@ -75,7 +75,7 @@ def test_a_cluster_that_does_not_answer_is_no_cluster(tmp_path: Path, monkeypatc
 def test_a_run_that_is_over_is_not_changed_and_may_be_stopped(tmp_path: Path) -> None:
     url = write_run(tmp_path, run_with_a_loss())
     assert "is over (finished, step 6). Start it again with its trainer to resume it." in fail("rewind", url, "2")
-    assert "it is at step 6 of 6 (finished)" in succeed("stop", url)
+    assert succeed("stop", url) == f"nothing is stopped: run {tmp_path.name} finished at step 6 of 6\n"
     status = json.loads(succeed("stop", url, "--json"))
     assert (status["phase"], status["state"], status["step"], status["members"]) == (
         "finished",
@@ -83,6 +83,29 @@ def test_a_run_that_is_over_is_not_changed_and_may_be_stopped(tmp_path: Path) ->
         6,
         [0, 2, 3],
     )
+
+
+def test_stop_of_a_run_that_failed_says_with_what(tmp_path: Path) -> None:
+    failed = ("failed", {"step": 0, "error": "TaskError: no such column"})
+    url = write_run(tmp_path / "tiny", [*run_with_a_loss()[:3], failed])
+    assert succeed("stop", url) == (
+        "nothing is stopped: run tiny failed at step 0 of 6: TaskError: no such column; started again, it resumes from "
+        "the start: it has no checkpoint\n"
+    )
+
+
+def test_a_source_tree_whose_folders_are_named_as_a_run_s_is_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("journal", "claims", "checkpoints", "lease"):
+        (tmp_path / "prod" / name).mkdir(parents=True)
+        (tmp_path / "prod" / name / "__init__.py").touch()
+    write_run(tmp_path / "gpt", run_with_a_loss())
+    monkeypatch.chdir(tmp_path)
+    assert " Runs here: ./gpt. " in fail("status", "zzzz")
+    assert [run["name"] for run in json.loads(succeed("runs", ".", "--json"))] == ["tiny"]
+    assert fail("status", "./prod").startswith(f"there is no run at {tmp_path}/prod")
+    assert fail("attach", "./prod").startswith(f"there is no run at {tmp_path}/prod")
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from raysharded.ownership.process_identity import this_process
 from raysharded.report import overview
 from raysharded.report.live.follow import follow
 from raysharded.report.overview import find_runs, look
-from raysharded.report.recent import RecentReader, read_recent
+from raysharded.report.recent import RecentReader, Starting, read_recent
 from raysharded.report.state_meaning import meaning
 from raysharded.run import Status
 from raysharded.run.offline import StoredRun
@@ -306,6 +306,62 @@ def test_a_status_has_one_shape_wherever_it_is_printed_as_json(tmp_path: Path) -
         assert part in out
     journal_now(folder, [("stopped", {"step": 3, "fingerprint": "0" * 32})])
     assert "is process" not in succeed("status", folder)
+
+
+def test_a_new_driver_s_workers_are_starting_and_those_of_the_one_before_are_gone(tmp_path: Path) -> None:
+    folder, needs = tmp_path / "x", {"scaling": {"num_workers": [2, 4]}}
+    before = [started(run="x"), ready(0, 11, "node-a"), ready(1, 12, "node-b"), *at_work()[1:]]
+    journal_now(folder, [*before, ("stopped", {"step": 2, "fingerprint": None})])
+
+    def seen() -> tuple[str, dict[str, Any]]:
+        out, found = succeed("status", folder), json.loads(succeed("status", folder, "--json"))
+        (listed,) = json.loads(succeed("runs", tmp_path, "--json"))
+        assert listed["workers"] == found["workers"]
+        return next(line for line in out.splitlines() if line.startswith("workers")).split(maxsplit=1)[1], found
+
+    own(folder, "driver1", process=this_process(), lease_s=15.0)
+    assert seen()[0] == "starting"
+    told: list[tuple[Entry, str, int]] = [
+        (started(2, run="x", **needs), "starting: 0 ready, at least 2 needed", 0),
+        (ready(0, 21, "node-c"), "starting: 1 ready, at least 2 needed", 1),
+        (ready(1, 22, "node-c"), "starting: 2 ready, at least 2 needed", 2),
+        (("worker_lost", {"worker": 1, "step": 2, "reason": "died"}), "starting: 1 ready, at least 2 needed", 1),
+        (ready(2, 23, "node-c"), "starting: 2 ready, at least 2 needed", 2),
+    ]
+    for entry, text, number in told:
+        journal_now(folder, [entry], "driver1")
+        line, found = seen()
+        assert (line, found["workers_ready"], found["workers_needed"]) == (text, number, 2)
+        assert (found["workers"], found["members"], found["pids"], found["generation"]) == (None, [], {}, None)
+        assert (found["step"], found["loss"]) == (2, 2.5)
+    journal_now(folder, generation(2, [0, 2], 2), "driver1")
+    line, found = seen()
+    assert (line, found["pids"]) == ("2: 0, 2", {"0": 21, "2": 23})
+    assert (found["workers"], found["workers_ready"], found["workers_needed"]) == (2, None, None)
+
+
+def test_workers_that_a_driver_took_over_are_ready_and_keep_their_processes(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    journal_now(folder, [started(run="x"), ready(0, 11, "a"), ready(1, 12, "b"), *at_work()[1:]])
+    own(folder, "driver1", process=this_process(), lease_s=15.0)
+    taken = ("taken_over", {"workers": [1], "step": 2, "ended": 1, "before": "driver0"})
+    journal_now(folder, [started(2, run="x"), taken], "driver1")
+    out = succeed("status", folder)
+    assert "running: its driver is at work, and its workers are starting\n" in out
+    assert "starting: 1 ready\n" in out
+    journal_now(folder, generation(2, [1], 2), "driver1")
+    assert json.loads(succeed("status", folder, "--json"))["pids"] == {"1": 12}
+
+
+def test_a_start_that_takes_long_is_seen_beyond_the_newest_segments(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    waits: list[Entry] = [("waiting", {"ready": 1, "needed": 2, "missing": "no GPU"})] * 300
+    resumed = started(2, run="x", scaling={"num_workers": [2, 2]})
+    entries = [started(), ready(0, 11, "a"), ready(1, 12, "b"), *generation(1, [0, 1], 0), resumed, ready(0, 21, "c")]
+    for number, (kind, fields) in enumerate([*entries, *waits, ready(1, 22, "c")], 1):
+        lines = [{"kind": "segment", "writer": "w"}, {"kind": kind, "at": float(number), **fields}]
+        storage.write(segment_key(number), ["".join(json.dumps(line) + "\n" for line in lines).encode()])
+    assert read_recent(storage).starting == Starting(ready=2, needed=2)
 
 
 NOTHING: dict[str, Any] = {"phase": "starting", "step": 0, "max_steps": 0, "workers": ()}

@@ -41,6 +41,7 @@ HERE: dict[str, dict[str, str]] = {
         "examples/": f"{ROOT}/examples/"
     },
     "raysharded report runs/gpt --html report.html": {"runs/gpt": "runs/bytes"},
+    "raysharded wait runs/gpt --timeout 86400": {"runs/gpt": "runs/bytes"},
     "raysharded status s3://bucket/runs/gpt --follow": {"s3://bucket/runs/gpt": "runs/bytes"},
     "raysharded plan config.json --global-batch-size 512 --seq-len 4096 --workers 64 --device-memory 80GiB": {},
     "raysharded run train.py:trainer batch.global_batch_size=32 run.max_steps=2000": {"=2000": "=2"},
@@ -65,6 +66,8 @@ ELSEWHERE = {
     "tensorboard --logdir curves": "tests/metrics/test_tensorboard.py::test_the_events_that_were_written_are_read_back",
     "raysharded check train.py": "tests/preflight/test_checks.py::"
     "test_a_task_that_keeps_the_promise_holds_with_everything_and_ends_with_0",
+    "raysharded run train.py --detach": "tests/ray/test_hosted.py::"
+    "test_a_detached_start_returns_when_the_driver_leads_the_run_or_with_its_refusal",
     "raysharded doctor": "tests/cli/test_commands.py::test_doctor_tries_what_a_run_needs_and_reports_what_it_found",
     "python examples/quickstart.py": f"{EXAMPLES}::test_the_quickstart_shows_a_loss_and_the_same_weights",
     "python examples/train_gpt.py examples/train_gpt.yaml data.paths=corpus/ run.storage_path=runs/": f"{EXAMPLES}::"

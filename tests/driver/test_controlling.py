@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raysharded.driver.handlers.user_requests import drain_refusal, pause_refusal, resize_refusal
+from raysharded.driver.handlers.user_requests import ambiguity, drain_refusal, pause_refusal, resize_refusal
 from raysharded.driver.startup import persisted_requests
 from raysharded.driver.startup.adopted_workers import as_decided, resized
 from raysharded.driver.state.commands import (
@@ -340,6 +340,17 @@ def test_a_node_without_workers_is_refused_with_those_that_have_some() -> None:
     assert run.records("drain_refused")[0]["reason"] == reason
     assert drain_refusal(run.state, "node1", math.nan)
     assert not drain_refusal(run.state, "node1", 0.0)
+
+
+def test_a_host_name_of_several_nodes_means_none_of_them() -> None:
+    run = training(3, step=2)
+    facts = {worker: replace(facts, node="host") for worker, facts in run.state.facts.items()}
+    state = replace(run.state, facts=facts)
+    assert ambiguity(state, "host") == (
+        "'host' means 3 nodes with workers of the run: node0, node1 and node2. Give the id of one"
+    )
+    assert not ambiguity(state, "node1")
+    assert not ambiguity(run.state, "node1")
 
 
 # -- later drivers --

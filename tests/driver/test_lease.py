@@ -267,7 +267,23 @@ def test_a_driver_that_writes_a_last_checkpoint_is_waited_for(tmp_path: Path) ->
     assert acquired[0].because == "it ended, or never held a lease"
 
 
-def test_a_driver_that_wakes_up_does_not_wait_for_storage_that_hangs(tmp_path: Path) -> None:
+def test_a_driver_that_stood_still_is_reported_only_if_storage_does_not_confirm_that_it_leads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each start stands still while Ray starts workers."""
+    driver = Driver(open_storage(str(tmp_path)), "driver", lease_s=30.0)
+    with drivers(driver), caplog.at_level("INFO", "raysharded.driver"):
+        driver.ownership.acquire()
+        driver.ownership._loop._set = (float("-inf"), float("-inf"))
+        driver.ownership.check_awake()
+    told = [(one.levelname, one.getMessage()) for one in caplog.records if "stood still" in one.getMessage()]
+    assert [level for level, _ in told] == ["INFO"]
+    assert told[0][1].endswith("and still leads the run")
+
+
+def test_a_driver_that_wakes_up_does_not_wait_for_storage_that_hangs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     storage = open_storage(str(tmp_path))
     hanging = Hangs(storage)
     driver = Driver(hanging, "driver")  # type: ignore[arg-type]  # has all methods
@@ -279,6 +295,7 @@ def test_a_driver_that_wakes_up_does_not_wait_for_storage_that_hangs(tmp_path: P
         driver.ownership.check_awake()
         assert not driver.ownership.is_sure()
         assert time.monotonic() - began < 0.6
+        assert "storage has not confirmed yet that it leads the run" in caplog.text
         hanging.now.set()
 
 

@@ -12,7 +12,7 @@ from raysharded.checkpoint import Storage, open_storage
 from raysharded.clock import SystemClock
 from raysharded.errors import RunOwnedElsewhere, StorageError
 from raysharded.journal.log import Journal, read
-from raysharded.journal.writer import BACK_OFF_S, PATIENCE_S, Recorder
+from raysharded.journal.writer import BACK_OFF_S, Recorder
 from tests.driver.test_journal import SetClock
 from tests.ray.leftovers import wait_until
 
@@ -122,15 +122,23 @@ def test_however_many_wait_for_a_slow_storage_one_segment_serves_them_all(storag
     assert storage.tries == 2
 
 
-def test_a_storage_that_fails_for_too_long_ends_the_run(storage: Unreliable, clock: SetClock) -> None:
+def test_a_failure_is_known_with_its_beginning_until_a_write_succeeds(storage: Unreliable, clock: SetClock) -> None:
     storage.fails = True
     record = recorder(storage, clock)
-    for _ in range(2):
+    for seconds in range(3):
+        clock.now = 1000.0 + 100 * seconds
         record.record("step", {"step": 1}, durable=True)
         record.flush()
-        clock.now += PATIENCE_S + 1
-    with pytest.raises(StorageError, match="does not answer"):
-        record.raise_error()
+    assert storage.tries == 3
+    failure = record.failure
+    assert failure is not None
+    assert failure.since == 1000.0
+    assert "does not answer" in str(failure.error)
+    record.raise_error()
+    storage.fails = False
+    clock.now += BACK_OFF_S
+    record.flush()
+    assert record.failure is None
 
 
 def test_the_end_waits_no_longer_than_its_limit(storage: Unreliable, clock: SetClock) -> None:

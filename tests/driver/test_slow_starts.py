@@ -115,3 +115,6 @@ def test_a_shortage_that_ends_when_others_free_what_they_use_is_told_from_one_th
         f"{short} That is enough for the run: it starts when what others use now is free."
     )
     assert shortage_text(needs, 5, have, free) == short
+    assert shortage_text(needs, 4, have, free, ["a" * 56, "b" * 56]) == (
+        f"{short} No worker is placed on aaaaaaaa, bbbbbbbb: drained by request, or failed too often."
+    )

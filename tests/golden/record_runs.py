@@ -42,6 +42,7 @@ from raysharded.journal.log import FOLDER as JOURNAL
 from raysharded.protocol.messages import StopReason
 from raysharded.testing import Chaos, Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
+from raysharded.testing.storages import StorageAround
 from tests import patches
 from tests.driver.recorded import recorded
 from tests.driver.scripted import Run, training
@@ -422,6 +423,38 @@ def saves_that_fail(stage: Stage) -> None:
     require(found, "checkpoint", "checkpoint_late", "checkpoint_failed", "checkpoints_failing")
 
 
+class TakesNoEntries(StorageAround):
+    """The storage of a driver that takes no journal entries while it is told so."""
+
+    is_full = False
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        if self.is_full and key.startswith(f"{JOURNAL}/"):
+            raise StorageError("no space left on device")
+        return super().put_if_absent(key, data)
+
+
+def storage_that_takes_no_entries(stage: Stage) -> None:
+    storage = TakesNoEntries(open_storage(stage.url))
+
+    def fill(driver: Driver) -> None:
+        storage.is_full = True
+
+    def free(driver: Driver) -> None:
+        storage.is_full = False
+
+    found = stage.run(
+        2,
+        (after("step", step=2), fill),
+        (after("storage_failing"), free),
+        storage=storage,
+        steps=200,
+        save_every=10,
+        data=Slow(0.02),
+    )
+    require(found, "storage_failing", "storage_back")
+
+
 class FailsToCommit:
     """The storage of a driver that cannot claim its first commit."""
 
@@ -720,7 +753,8 @@ def orphaned(stage: Stage) -> None:
 def _followed(stage: Stage, *, workers: int, orphan_wait_s: float) -> None:
     import ray
 
-    from raysharded.ray_backend.cluster import quiet_raylet, start_local
+    from raysharded.display.raylet_output import quiet_raylet
+    from raysharded.ray_backend.cluster import start_local
     from tests.ray.driving import DriverProcess, trainer
 
     stays = orphan_wait_s > 10
@@ -757,6 +791,7 @@ RUNS: dict[str, Callable[[Stage], None]] = {
         steps_left_out,
         asked_for,
         saves_that_fail,
+        storage_that_takes_no_entries,
         without_a_last_checkpoint,
         parity,
         shard_groups,

@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 
 from raysharded.metrics import Beginning, RayMetrics, RunEvent, StepMetrics, grafana_dashboard
-from raysharded.metrics.ray_metrics import METRICS
+from raysharded.metrics.ray_metrics import METRICS, STATES
 
 WAIT_S = 240.0
 VALUES = {
@@ -37,6 +37,10 @@ def tell(metrics: RayMetrics) -> None:
     metrics.event(RunEvent(kind="recovery", step=2, text="recovered", fields=recovery, at=3.0))
     metrics.event(RunEvent(kind="recovery", step=2, text="recovered", fields={**recovery, "steps_redone": 0}, at=4.0))
     metrics.event(RunEvent(kind="checkpoint", step=2, text="committed", fields={"step": 2}, at=5.0))
+    for step in (3, 4):
+        metrics.event(RunEvent(kind="checkpoint_failed", step=step, text="full", fields={"step": step}, at=6.0))
+    metrics.event(RunEvent(kind="storage_failing", step=4, text="full", fields={"for_s": 42.0}, at=7.0))
+    metrics.event(RunEvent(kind="paused", step=4, text="paused", fields={"step": 4}, at=8.0))
     metrics.close()
 
 
@@ -75,6 +79,11 @@ def test_ray_exports_every_metric_by_the_name_that_the_dashboard_requests() -> N
     assert value(lines, "ray_raysharded_recoveries_total") == 2
     assert value(lines, "ray_raysharded_loss") == 0.5
     assert value(lines, "ray_raysharded_metric", 'name="accuracy"') == 0.75
+    assert value(lines, "ray_raysharded_checkpoint_timestamp_seconds") == 5
+    assert value(lines, "ray_raysharded_checkpoints_failing") == 2
+    assert value(lines, "ray_raysharded_storage_failing_seconds") == 42
+    states = {state: value(lines, "ray_raysharded_state", f'state="{state}"') for state in STATES}
+    assert states == {**dict.fromkeys(STATES, 0), "paused": 1}
 
 
 def value(lines: list[str], name: str, tag: str = "") -> float:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from raysharded.ray_backend.cluster import quiet_raylet, start_local
+from raysharded.display.raylet_output import quiet_raylet
+from raysharded.ray_backend.cluster import start_local
 from tests.ray.clusters import own_cluster as own_cluster
 from tests.ray.leftovers import NUM_SLOTS
 

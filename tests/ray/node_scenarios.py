@@ -16,10 +16,10 @@ from typing import Any
 
 import raysharded as rs
 from raysharded.actors.process.os_processes import start_ticks
+from raysharded.display.raylet_output import quiet_raylet
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.worker_launcher import LeaveNotice, Reply, WorkerLost
-from raysharded.ray_backend.cluster import quiet_raylet
 from raysharded.ray_backend.placement import has_process
 from raysharded.ray_backend.ray_launcher import RayLauncher
 from raysharded.testing.ray_nodes import RayNodes

@@ -112,6 +112,8 @@ def test_a_driver_actor_signs_with_the_key_in_the_file_that_its_order_names(
     assert not [key for key, value in stored().items() if SECRET.encode() in value]
     with pytest.raises(CheckpointError, match=r"its driver's process has no .*Put the key in a file"):
         run.wait(120)
+    assert "its driver's process has no" in run.status().error
+    assert not (tmp_path / "driven").exists(), "a refused start makes no run"
     monkeypatch.delenv("RAYSHARDED_CHECKPOINT_KEY")
     (tmp_path / "key").touch(mode=0o600)
     (tmp_path / "key").write_text(SECRET)

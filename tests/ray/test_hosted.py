@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from raysharded.run.offline import StoredRun
 from tests.docs.blocks import blocks, page
 from tests.ray.driving import STEPS, hurry, trainer, undisturbed
 from tests.ray.leftovers import assert_no_slot_is_leaked, wait_until
-from tests.report.entries import run_with_a_loss, write_run
+from tests.report.entries import data, generation, run_with_a_loss, started, step, write_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("no_host_stays")]
 
@@ -188,6 +189,46 @@ def test_a_run_is_stopped_forked_and_queried_in_vain_when_it_is_over(tmp_path: P
     ray.kill(host_of(next(name for name, run in hosts().items() if run == "driven")), no_restart=True)
     wait_until(lambda: "driven" not in hosts().values(), "its host's end")
     assert rs.attach("driven").wait(240) == again.wait(240)
+    assert_no_slot_is_leaked()
+
+
+DETACHED = """
+from pathlib import Path
+
+from tests.ray.driving import trainer as made
+
+def trainer():
+    return made(Path({folder!r}), 1)
+"""
+
+
+def test_a_detached_start_returns_when_the_driver_leads_the_run_or_with_its_refusal(tmp_path: Path) -> None:
+    def command(*arguments: str) -> tuple[int, str, str]:
+        done = CliRunner().invoke(app, list(arguments))
+        return done.exit_code, done.stdout, done.stderr
+
+    program = tmp_path / "detached_program.py"
+    program.write_text(DETACHED.format(folder=str(tmp_path)))
+    url = write_run(tmp_path / "driven", [started(run="driven"), data(), *generation(1, [0, 1], 0), step(1)])
+    refusal = "was started with batch="
+    status, out, error = command("run", str(program), "--detach")
+    assert (status, out) == (1, "")
+    assert error.startswith("error: run 'driven' was started with batch=")
+    for name in ("driven", url):  # by its driver actor, which stays for a minute, and by its storage
+        status, out, _ = command("attach", name)
+        assert (status, refusal in out.splitlines()[-1]) == (1, True), out
+        assert out.splitlines()[-1].startswith("run driven failed at step 1 of ")
+        assert refusal in json.loads(command("wait", name, "--json")[1])["error"]
+    told = json.loads(command("status", "driven", "--json")[1])
+    assert (told["state"], refusal in told["error"]) == ("failed", True)
+    shutil.rmtree(url)
+    status, out, error = command("run", str(program), "--detach")
+    assert (status, out.splitlines()[0]) == (0, "run driven has begun: raysharded attach driven"), error
+    assert rs.attach("driven").status().driver
+    assert command("wait", "driven", "--timeout", "0")[0] == 124
+    rs.attach("driven").stop()
+    assert command("wait", "driven")[0] == 3
+    assert "nothing is stopped: run driven was stopped at step" in command("stop", "driven")[1]
     assert_no_slot_is_leaked()
 
 

@@ -74,6 +74,14 @@ def test_a_loss_has_one_step_number_in_the_line_the_incident_and_the_table() -> 
     assert loss.step == event.step == 4
 
 
+def test_what_is_stuck_and_then_lost_has_the_step_of_its_own_reason() -> None:
+    lines = map(json.loads, (JOURNALS / "losses.jsonl").read_text(encoding="utf-8").splitlines())
+    stuck, gone = (entry for entry in lines if entry.get("worker") == 2 and entry["kind"] in ("stuck", "worker_lost"))
+    reason = "did not answer while training, 2.2 s into step 4: stopped or cut off"
+    assert incident_text("stuck", stuck) == f"step 4: worker 2 on vm: {reason}"
+    assert incident_text("worker_lost", gone) == f"step 4: worker 2 lost: {reason}"
+
+
 def test_the_losses_of_a_run_that_took_place() -> None:
     kill, stop, save, broken = recorded("losses")
     assert kill.text == (

@@ -103,7 +103,7 @@ def test_the_line_shows_what_is_done_instead_of_training() -> None:
         ),
         (
             ("waiting", {"ready": 0, "needed": 1, "missing": ""}),
-            "0 workers ready, at least 1 needed; the others take long to start",
+            "0 workers ready, at least 1 needed; they take long to start",
         ),
         (("something new", {}), None),
     ],

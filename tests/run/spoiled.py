@@ -126,7 +126,8 @@ def _other_journal(data: bytes, chance: random.Random) -> bytes:
         lines[at] = chance.choice(['{"kind":"step"}', "[]", "7", "null", "[" * 5000, '{"a":' * 900 + "1" + "}" * 900])
     else:
         entry = json.loads(lines[at])
-        change(entry, chance)
+        if isinstance(entry, dict | list):  # the file may have been spoiled before
+            change(entry, chance)
         lines[at] = json.dumps(entry)
     return "\n".join(lines).encode()
 

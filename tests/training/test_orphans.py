@@ -32,6 +32,8 @@ from tests.training.harness import make_job
 
 STEPS = 3
 LEASE_S = 0.5
+WITHIN_S = 60.0
+"""Only a hang reaches it."""
 TERMS = DriverSession(
     driver="first",
     epoch=1,
@@ -123,7 +125,7 @@ def driver_that_died(storage: Storage, name: str, generation: int) -> Claims:
 
 
 def wait_for_the_lease_to_end(tenant: LeasedWorker) -> None:
-    deadline = time.monotonic() + 10 * LEASE_S
+    deadline = time.monotonic() + WITHIN_S
     while not tenant.is_orphan():
         assert time.monotonic() < deadline
         time.sleep(LEASE_S / 10)
@@ -191,11 +193,14 @@ def test_the_next_worker_leads_when_those_before_it_do_not_answer() -> None:
 
 
 def test_every_query_gets_the_protocol_in_plain_data_and_is_no_sign_of_a_driver(tenant: LeasedWorker) -> None:
-    first = tenant.hello()
+    first, deadline = {"orphan": True}, time.monotonic() + WITHIN_S
+    while first["orphan"]:  # a machine may stand still for a lease's time
+        assert time.monotonic() < deadline
+        tenant.renew(1)
+        first = tenant.hello()
     assert {type(value) for value in first.values()} <= {int, float, str, bool}
-    assert (first["protocol"], first["orphan"]) == (PROTOCOL, False)
+    assert first["protocol"] == PROTOCOL
     assert 0 < first["wait_s"] <= TERMS.lease_s + TERMS.orphan_wait_s
-    deadline = time.monotonic() + 20 * LEASE_S
     while not tenant.hello()["orphan"]:  # this query does not renew the lease
         assert time.monotonic() < deadline
         time.sleep(LEASE_S / 10)

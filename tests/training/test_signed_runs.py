@@ -301,3 +301,14 @@ def test_what_an_older_version_added_to_a_signed_run_counts_when_a_user_accepts_
         assert list(fitted(stored, key_file, STEPS + 2, accept_unsigned=True)) == [STEPS + 2]
     assert f"goes on from its checkpoint of step {STEPS + 1}, which is not signed or not claimed" in caplog.text
     assert list(fitted(stored, key_file, STEPS + 3)) == [STEPS + 3]
+
+
+def test_a_signed_run_without_any_checkpoint_does_not_go_on_without_its_key(stored: Path, key_file: Path) -> None:
+    for name in ("checkpoints", "claims"):
+        shutil.rmtree(stored / NAME / name)
+    before = [path.read_bytes() for path in segments(stored)]
+    with pytest.raises(RefusedCheckpoint, match=r"the journal of the run at .* is signed, and the run has no signing"):
+        fitted(stored, None, STEPS)
+    after = [path.read_bytes() for path in segments(stored)]
+    assert after[: len(before)] == before
+    assert [data for data in after[len(before) :] if data.count(b"\n") > 1] == [], "no entry was added"

@@ -40,6 +40,8 @@ class ForeignManifest(CorruptCheckpoint):
 _OWN_FIELDS = {"digest", "hmac", "format", "run", "generation", "save_id", "writer", "created_at", "tensors", "files"}
 _HEAD = b'{"digest":"'
 _DIGEST_END = len(_HEAD) + 64
+HEAD_BYTES = _DIGEST_END + 16
+"""Bytes of an encoded manifest that show whether it is signed."""
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -193,8 +195,8 @@ def digest_of(data: bytes) -> str:
 
 
 def is_signed(data: bytes) -> bool:
-    """Whether an encoded manifest carries a signature, with any key."""
-    return signing.is_signed(data[_DIGEST_END : _DIGEST_END + 16])
+    """Whether an encoded manifest carries a signature, with any key. Its first `HEAD_BYTES` are enough."""
+    return signing.is_signed(data[_DIGEST_END:HEAD_BYTES])
 
 
 def _check_digest(data: bytes, where: str) -> None:

@@ -225,7 +225,11 @@ class LocalStorage:
     def _replace(self, operation: str, key: str, parts: Iterable[BytesLike]) -> None:
         """Replace the key's file by a new one that holds `parts`, in one step."""
         path = self._path(key)
-        temporary = write_temporary(path, parts)
+        try:
+            temporary = write_temporary(path, parts)
+        except OSError:  # a full disk takes folders, and no files
+            self._remove_empty_folders(os.path.dirname(path))
+            raise
         try:
             with self._still_there(operation, key, temporary):
                 os.replace(temporary, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,9 @@ from raysharded.cli.checkpoint.target import (
     Step,
     choice,
     find_place,
+    key,
     open_chosen,
+    signature,
 )
 from raysharded.cli.errors import print_json
 from raysharded.cli.output import console, echo
@@ -27,9 +30,13 @@ if TYPE_CHECKING:
     from raysharded.checkpoint import Checkpoint, CheckpointRef, Storage
 
 
+_AT_ONCE = 16
+
+
 def list_(run: Run, as_json: AsJson = False) -> None:
     """List the checkpoints, oldest first, and a run's saves that are not checkpoints, with the reason.
 
+    It shows which are signed; `raysharded checkpoint verify` checks the signatures.
     If the run keeps the best by a number, each checkpoint is shown with that number, and the best is marked.
     """
     place = find_place(run)
@@ -45,6 +52,7 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     table.add_column("folder", long="shorten")
     table.add_column("data files", right=True, rank=1)
     table.add_column("state")
+    table.add_column("signed", rank=2)
     table.add_column("committed")
     metric = next((row["metric"] for row in rows if row["metric"] is not None), None)
     if metric is not None:
@@ -54,9 +62,10 @@ def list_(run: Run, as_json: AsJson = False) -> None:
         committed = moment(row["committed_at"]) if row["committed_at"] is not None else ""
         state = "never committed" if row["state"] in ("unclaimed", "unfinished") else row["state"]
         step, files = ("" if row[name] is None else str(row[name]) for name in ("step", "files"))
+        signed = "" if row["signed"] is None else "yes" if row["signed"] else "no"
         value = "" if row["value"] is None else f"{row['value']:.6g}{', the best' if row['best'] else ''}"
         numbers = [] if metric is None else [value]
-        table.add_row(step, row["prefix"], files, state, committed, *numbers, ", ".join(row["pins"]))
+        table.add_row(step, row["prefix"], files, state, signed, committed, *numbers, ", ".join(row["pins"]))
     echo(place.storage.url)
     with console() as out:
         out.print(table)
@@ -93,6 +102,7 @@ def show(run: Run, step: Step = None, best: BestOne = False, as_json: AsJson = F
         f"{count(len(found['tensors']), 'tensor')}",
     )
     table.add_row("manifest", found["digest"])
+    table.add_row("signature", signature(found["signed"]))
     for name, value in (("data", found["data"]), *found["metadata"].items()):
         if value not in ({}, None):
             parts = isinstance(value, dict) and ", ".join(f"{k} {v}" for k, v in value.items())
@@ -138,19 +148,40 @@ def _rows(place: Place) -> list[dict[str, Any]]:
     tags: dict[str, list[str]] = {}
     for pin in list_pins(place.storage):
         tags.setdefault(pin.prefix, []).append(pin.tag)
+    with ThreadPoolExecutor(_AT_ONCE, "raysharded-manifests") as pool:
+        signed = list(pool.map(lambda ref: _is_signed(place.storage, ref), place.refs))
     scored = place.scored()
     values = {one.ref.prefix: {"metric": one.metric, "value": one.value} for one in scored}
     best = scored[0].ref.prefix if scored else None
     return [
-        {**_row(place, ref, tags.get(ref.prefix, [])), **values.get(ref.prefix, {}), "best": ref.prefix == best}
-        for ref in place.refs
+        {
+            **_row(place, ref, tags.get(ref.prefix, []), one),
+            **values.get(ref.prefix, {}),
+            "best": ref.prefix == best,
+        }
+        for ref, one in zip(place.refs, signed, strict=True)
     ]
 
 
 _UNSCORED = {"best": False, "metric": None, "value": None}
 
 
-def _row(place: RunPlace, ref: CheckpointRef, pins: list[str]) -> dict[str, Any]:
+def _is_signed(storage: Storage, ref: CheckpointRef) -> bool | None:
+    """Whether a save's manifest carries a signature, by its first bytes; None without a manifest."""
+    from raysharded.checkpoint.format.encoding import HEAD_BYTES, is_signed
+    from raysharded.checkpoint.format.paths import MANIFEST_NAME
+    from raysharded.checkpoint.storage import NoSuchKey, NotAFile
+
+    at = f"{ref.prefix}/{MANIFEST_NAME}"
+    if at not in ref.keys:
+        return None
+    try:
+        return is_signed(storage.read(at, 0, HEAD_BYTES))
+    except (NoSuchKey, NotAFile):
+        return None
+
+
+def _row(place: RunPlace, ref: CheckpointRef, pins: list[str], signed: bool | None) -> dict[str, Any]:
     return {
         "step": ref.step,
         "save_id": ref.save_id,
@@ -160,6 +191,7 @@ def _row(place: RunPlace, ref: CheckpointRef, pins: list[str]) -> dict[str, Any]
         "reason": _parent(place, ref) if ref.state == "reference" else ref.reason,
         "generation": ref.generation,
         "digest": ref.digest,
+        "signed": signed,
         "committed_at": ref.claim.created_at if ref.claim else None,
         "pins": pins,
         "files": sum(key.endswith(".safetensors") for key in ref.keys),  # as `show` counts: only data files
@@ -182,7 +214,7 @@ def _row_beside(place: BesidePlace, prefix: str) -> dict[str, Any]:
     try:
         return _opened_row(open_chosen(FolderPlace(place.storage, prefix), None))
     except CheckpointError as error:
-        nothing = dict.fromkeys(("step", "save_id", "generation", "digest", "committed_at", "files"))
+        nothing = dict.fromkeys(("step", "save_id", "generation", "digest", "signed", "committed_at", "files"))
         told = {"prefix": prefix, "complete": False, "state": "damaged", "reason": str(error), "pins": []}
         return {**nothing, **told, **_UNSCORED}
 
@@ -197,6 +229,7 @@ def _opened_row(found: Checkpoint) -> dict[str, Any]:
         "reason": "",
         "generation": found.manifest.generation,
         "digest": found.digest,
+        "signed": found.signed,
         "committed_at": found.manifest.created_at,
         "pins": [],
         "files": len(found.manifest.files),
@@ -211,6 +244,8 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
     return {
         "url": join_url(found.storage.url, found.prefix),
         "digest": found.digest,
+        "signed": found.signed,
+        "signature_checked": found.signed and key() is not None,
         "version": manifest.version,
         "run": manifest.run,
         "step": manifest.step,

@@ -22,6 +22,7 @@ Run = Annotated[
     ),
 ]
 RunOnly = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder or URL: <storage_path>/<name>.")]
+_NO_KEY = "the key is not set (RAYSHARDED_CHECKPOINT_KEY_FILE)"
 Step = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint's step. By default the newest.")]
 BestOne = Annotated[
     bool, typer.Option("--best", help="The best checkpoint of the run, by its CheckpointConfig.keep_best.")
@@ -194,6 +195,19 @@ def _open(storage: Storage, prefix: str) -> Checkpoint:
     from raysharded.checkpoint import open_checkpoint
 
     return open_checkpoint(storage, prefix, key=key())
+
+
+def signature(signed: bool | None) -> str:
+    """The state of an opened checkpoint's signature: opening it checks it if there is a key.
+
+    `signed`: whether it carries one; None: it cannot be opened.
+    """
+    if signed is None:
+        return "unknown"
+    if not signed:
+        return "none"
+    found = key()
+    return f"checked with the key {found.identity}" if found is not None else f"not checked: {_NO_KEY}"
 
 
 def key() -> SigningKey | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +22,7 @@ from raysharded.cli.checkpoint.target import (
     find_place,
     key,
     open_chosen,
+    signature,
 )
 from raysharded.cli.errors import print_json
 from raysharded.cli.output import byte_progress, echo
@@ -45,7 +47,8 @@ def verify(
 ) -> None:
     """Read every byte of a checkpoint and compare it with its digests: of the newest, of one step, or of all.
 
-    Exits with 1 if anything is damaged.
+    Signatures are checked if RAYSHARDED_CHECKPOINT_KEY_FILE names the key; the output states whether they were. Exits
+    with 1 if anything is damaged.
     """
     chosen = choice(step, best)
     if everything and chosen is not None:
@@ -55,18 +58,21 @@ def verify(
     place = find_place(run)
     suspects = _suspects(place, chosen, everything)
     found = [_read(name, prefix, open_it) for name, prefix, open_it in suspects]
+    has_key = key() is not None
     if as_json:
-        print_json([{"step": at, "prefix": prefix, "ok": not bad, "damage": bad} for at, prefix, bad in found])
+        print_json([one.as_dict(has_key) for one in found])
     else:
-        for at, prefix, bad in found:
-            what = "whole" if not bad else count(len(bad), "damaged part")
-            echo(f"{f'step {at}' if at is not None else 'no step'}: {what} ({prefix})")
-            for error in bad:
+        for one in found:
+            what = "whole" if not one.damage else count(len(one.damage), "damaged part")
+            echo(f"{f'step {one.step}' if one.step is not None else 'no step'}: {what} ({one.prefix})")
+            if one.signed:
+                echo(f"  its signature: {signature(one.signed)}")
+            for error in one.damage:
                 echo(f"  {error}")
         others = 0 if everything or chosen is not None else _number_in(place) - 1
         if others > 0:
             echo(f"only the newest was read: {count(others, 'other')} with --all, one with --step N")
-    if any(bad for *_, bad in found):
+    if any(one.damage for one in found):
         raise typer.Exit(1)
 
 
@@ -108,12 +114,28 @@ def _open_ref(place: RunPlace, ref: CheckpointRef) -> Checkpoint:
     return open_ref(place.storage, ref, key=key(), check_files=False)
 
 
-def _read(step: int | None, prefix: str, open_it: Callable[[], Checkpoint]) -> tuple[int | None, str, list[str]]:
-    """(step, folder, damage)."""
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """A checkpoint that was read."""
+
+    step: int | None
+    prefix: str
+    signed: bool | None
+    """Whether it carries a signature, which a wrong key would have rejected; None: it cannot be opened."""
+    damage: list[str]
+
+    def as_dict(self, has_key: bool) -> dict[str, Any]:
+        checked = None if self.signed is None else self.signed and has_key
+        found = {"step": self.step, "prefix": self.prefix, "ok": not self.damage, "damage": self.damage}
+        return {**found, "signed": self.signed, "signature_checked": checked}
+
+
+def _read(step: int | None, prefix: str, open_it: Callable[[], Checkpoint]) -> _Verdict:
     try:
         checkpoint = open_it()
         total = sum(file.size_bytes for file in checkpoint.manifest.files)
         with byte_progress(f"step {checkpoint.step}", total) as advance:
-            return checkpoint.step, prefix, [str(error) for error in checkpoint.find_damage(advance)]
+            damage = [str(error) for error in checkpoint.find_damage(advance)]
+            return _Verdict(checkpoint.step, prefix, checkpoint.signed, damage)
     except CheckpointError as error:
-        return step, prefix, [str(error)]
+        return _Verdict(step, prefix, None, [str(error)])

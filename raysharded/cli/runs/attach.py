@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from raysharded.cli.errors import AsJson, print_json_line
 from raysharded.cli.output import echo, screen
+from raysharded.cli.runs.status import Address, RunName
 from raysharded.cli.streams import leave_if_unread
 
 _WAIT_S = 2.0
@@ -19,21 +20,19 @@ _LEAST_S, _MOST_S = 0.5, 5.0
 
 
 def attach(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="The run's name, or its folder or URL: <storage_path>/<name>.")
-    ],
-    address: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Address of the Ray cluster; by default the one that is found."),
-    ] = None,
+    run: RunName,
+    address: Address = None,
     as_json: AsJson = False,
 ) -> None:
     """Watch a run while it trains: progress, loss, workers, incidents, checkpoints, and requests.
 
     Ctrl-C leaves the view, not the run. Without a terminal it prints a line per event; with --json one value per line:
-    the run's status, then every journal entry.
+    the run's status, then every journal entry, and the status at the end.
+
+    At the run's end it reports how the run ended, with the exit statuses of `raysharded wait`.
     """
     import raysharded
+    from raysharded.cli.runs.wait import ending, exit_status, final_status
 
     handle = raysharded.attach(run, address=address)
     try:
@@ -41,8 +40,15 @@ def attach(
             _as_json(handle)
         else:
             _show(handle)
+        found = final_status(handle)
     except KeyboardInterrupt:
         echo("left the view; the run continues", err=True)
+        return
+    if as_json:
+        print_json_line({"kind": "status", **found.as_dict()})
+    else:
+        echo(ending(found))
+    raise typer.Exit(exit_status(found))
 
 
 def _show(handle: Any) -> None:

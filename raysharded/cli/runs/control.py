@@ -11,18 +11,11 @@ import typer
 from raysharded.cli.checkpoint.target import BestOne, choice, find_run
 from raysharded.cli.errors import AsJson, print_json
 from raysharded.cli.output import echo
+from raysharded.cli.runs.status import Address, RunName
 from raysharded.display.quantities import count
 
 if TYPE_CHECKING:
     from raysharded.run import Run
-
-RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="The run's name, or its folder or URL: <storage_path>/<name>.")
-]
-Address = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="The Ray cluster: by default RAY_ADDRESS, or the one on this machine."),
-]
 
 
 def pause(run: RunName, address: Address = None, as_json: AsJson = False) -> None:
@@ -126,8 +119,20 @@ def stop(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """End a run after one more checkpoint. Started again, it resumes from there. A second call ends it at once."""
+    """End a run after one more checkpoint. Started again, it resumes from there. A second call ends it at once.
+
+    A run that is over stays as it is: the command reports how it ended.
+    """
+    from raysharded.cli.runs.wait import ending
+
     found = _attached(run, address)
+    if found.is_over():
+        over = found.status()
+        if as_json:
+            print_json(over.as_dict())
+        else:
+            echo(f"nothing is stopped: {ending(over)}")
+        return
     found.stop(checkpoint=not now, within_s=within_s)
     _say(found, "ends at once" if now else "ends after a checkpoint", as_json)
 
@@ -150,11 +155,13 @@ def fork(
     The new run's folder is beside the run's, or in --storage. To prepare a new run for another trainer, without
     starting it: `raysharded checkpoint fork`.
     """
+    from raysharded.cli.runs.wait import wait_until_begun
     from raysharded.report.overview import begins_with
 
     chosen, parent = choice(step, best), _attached(run, address)
     at = find_run(parent.url).choose(chosen).step if chosen == "best" else chosen
     made = parent.fork(name, at, storage_path=storage)
+    wait_until_begun(made)
     if as_json:
         print_json(made.status().as_dict())
         return

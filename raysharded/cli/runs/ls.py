@@ -62,12 +62,12 @@ def state_text(run: RunOverview) -> Any:  # rich's
     from rich.text import Text
 
     from raysharded.report.history.tables import BAD, DIM, GOOD
-    from raysharded.report.state_meaning import never_began
+    from raysharded.report.state_meaning import label
 
     style = {"failed": BAD, "damaged": BAD, "silent": BAD, "running": GOOD, "paused": GOOD, "finished": GOOD}.get(
         run.state, DIM
     )
-    return Text("failed to start" if run.state == "failed" and never_began(run) else run.state, style=style)
+    return Text(label(run), style=style)
 
 
 def cells(run: RunOverview) -> tuple[str, str, str, str, str]:

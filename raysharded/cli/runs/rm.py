@@ -10,7 +10,7 @@ import typer
 
 from raysharded.cli.errors import AsJson, print_json
 from raysharded.cli.output import echo
-from raysharded.cli.runs.control import Address
+from raysharded.cli.runs.status import Address
 from raysharded.display.quantities import count
 
 if TYPE_CHECKING:

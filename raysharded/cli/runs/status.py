@@ -20,6 +20,14 @@ RunStorage = Annotated[
     str, typer.Argument(metavar="RUN", help="The run's folder or URL, <storage_path>/<name>; or its name on a cluster.")
 ]
 
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="The run's name, or its folder or URL: <storage_path>/<name>.")
+]
+Address = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="The Ray cluster: by default RAY_ADDRESS, or the one on this machine."),
+]
+
 
 def url_of(run: str) -> str:
     """The URL of a run's storage. A string that may be a path is used as one; a plain name is looked up on the cluster.
@@ -92,7 +100,8 @@ def _show(run: RunOverview, found: Status) -> None:
     step, loss, workers, checkpoint, age = cells(run)
     table = facts_table()
     table.add_row("run", Text(f"{run.name}, at {run.url}"))
-    table.add_row("state", Text.assemble(state_text(run), f": {meaning(run)}"))
+    starting = ", and its workers are starting" if run.state == "running" and found.num_ready is not None else ""
+    table.add_row("state", Text.assemble(state_text(run), f": {meaning(run)}{starting}"))
     if run.driver:
         table.add_row("driver", Text(run.driver))
     if run.error:
@@ -102,8 +111,7 @@ def _show(run: RunOverview, found: Status) -> None:
         rest = f"; {duration(found.left_s)} left" if found.left_s else ""
         table.add_row("a step takes", f"{duration(found.step_s)}{rest}")
     table.add_row("loss", loss or "none")
-    members = "" if not found.workers else f": {', '.join(map(str, found.workers))}"
-    table.add_row("workers", f"{workers or 'none'}{members}")
+    table.add_row("workers", _workers(run, found, workers))
     for node, processes in _processes(found) if run.state not in OVER else []:
         table.add_row("", Text(f"on {node}: {processes}"))
     if run.checkpoint_at is not None:
@@ -120,6 +128,15 @@ def _show(run: RunOverview, found: Status) -> None:
         out.print(table)
         if found.incidents:
             out.print(incidents)
+
+
+def _workers(run: RunOverview, found: Status, count: str) -> str:
+    """The members' number and numbers; before the first generation, how many workers are ready of how many needed."""
+    if run.state == "new" or found.num_ready is not None:
+        needed = "" if found.num_needed is None else f", at least {found.num_needed} needed"
+        return "starting" if found.num_ready is None else f"starting: {found.num_ready} ready{needed}"
+    members = "" if not found.workers else f": {', '.join(map(str, found.workers))}"
+    return f"{count or 'none'}{members}"
 
 
 def _processes(found: Status) -> list[tuple[str, str]]:

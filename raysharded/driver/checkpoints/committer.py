@@ -48,6 +48,8 @@ class RunFiles:
     """Whether a user accepts what the key did not sign, as it is now."""
     at_least_step: int = 0
     """The newest checkpoint must be of this step or a later one."""
+    patience_s: float = 3600.0
+    """Time for which storage may take no entries of the journal before the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

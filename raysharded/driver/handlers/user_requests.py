@@ -68,6 +68,14 @@ def drain_refusal(state: State, node: str, within_s: float) -> str:
     )
 
 
+def ambiguity(state: State, node: str) -> str:
+    """Reason why a request does not mean one node: a host name of several, or the beginning of several ids."""
+    meant = sorted(nodes_named(state, node))
+    if len(meant) < 2:
+        return ""
+    return f"{node!r} means {len(meant)} nodes with workers of the run: {listing(meant)}. Give the id of one"
+
+
 def nodes_named(state: State, node: str) -> frozenset[str]:
     """Ids of the nodes with workers that `node` means: an id, its beginning, or a host name."""
     found = set()

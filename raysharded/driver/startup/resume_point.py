@@ -92,13 +92,19 @@ def _found(files: RunFiles, without: Collection[str]) -> ResumePoint:
         return found
     if newest.checkpoint.signed and files.key is None:
         raise RefusedCheckpoint(
-            f"the newest checkpoint of the run at {files.storage.url}, of step {newest.checkpoint.step}, is signed, "
-            "and the run has no signing key: it would go on unsigned. Give CheckpointConfig(signing_key_file=...), or "
-            "set RAYSHARDED_CHECKPOINT_KEY, as its writers did."
+            keyless(f"the newest checkpoint of the run at {files.storage.url}, of step {newest.checkpoint.step},")
         )
     refs = [ref for ref in list_checkpoints(files.storage, key=files.key) if ref.complete and ref.prefix not in without]
     older = [ref for ref in refs if ref.step < newest.checkpoint.step]
     return ResumePoint(newest=newest, older=tuple(_usable(files, older)))
+
+
+def keyless(signed: str) -> str:
+    """The message about a signed part of a run without a key."""
+    return (
+        f"{signed} is signed, and the run has no signing key: it would go on unsigned. Give "
+        "CheckpointConfig(signing_key_file=...), or set RAYSHARDED_CHECKPOINT_KEY, as its writers did."
+    )
 
 
 def newest_of(files: RunFiles, without: Collection[str] = ()) -> Newest:

@@ -20,11 +20,12 @@ from raysharded.driver.startup.adopted_workers import (
     taken_over,
     without_differing,
 )
-from raysharded.driver.startup.resume_point import ResumePoint, distrusted, find, resumed, with_missing
+from raysharded.driver.startup.resume_point import ResumePoint, distrusted, find, keyless, resumed, with_missing
 from raysharded.driver.startup.unsigned_journal import require_confirmed
 from raysharded.driver.state import arithmetic
 from raysharded.driver.state.commands import Command, Record
 from raysharded.driver.state.state import State
+from raysharded.errors import RefusedCheckpoint
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal, newest_generation, read_verified, refusing_damage
 from raysharded.ownership.leadership import AcquiredLease, Leadership
@@ -63,6 +64,8 @@ class RunStartup:
         """The run's journal at the time when the run was acquired, as far as it counts."""
         self._is_unsigned = False
         """Whether the run has a key, and the key signed no entry."""
+        self._lacks_key = False
+        """Whether the run's journal is signed, and there is no key."""
 
     def own(self, state: State) -> State:
         """Acquire the run: no earlier driver can commit from here on. A second call does nothing."""
@@ -89,19 +92,23 @@ class RunStartup:
         except BaseException:
             self.let_go()
             raise
-        self.entries, self._is_unsigned = list(found.entries), found.is_unsigned
+        self.entries, self._is_unsigned, self._lacks_key = list(found.entries), found.is_unsigned, found.lacks_key
         self._journal.follow(found.link)
 
     def resume(self, state: State) -> tuple[State, ResumePoint]:
         """The state that resumes from the newest checkpoint, if one exists. Releases the run on failure.
 
         Raises InexactError if this version has dropped a rule that the run uses, unless that is accepted. Raises
-        RefusedCheckpoint if the run has a key, and decisions about its next steps are not signed.
+        RefusedCheckpoint if the run has a key, and decisions about its next steps are not signed, and if it is signed
+        and there is no key.
         """
         files, gone = self._files, distrusted(self.entries)
         try:
             with refusing_damage(files.storage):
                 gone = distrusted(self.entries)
+            if self._lacks_key:
+                find(files)  # a signed checkpoint is named first
+                raise RefusedCheckpoint(keyless(f"the journal of the run at {files.storage.url}"))
             if self._is_unsigned:
                 found = find(files)
                 with refusing_damage(files.storage):

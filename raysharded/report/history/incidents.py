@@ -52,6 +52,8 @@ KINDS = {
     "checkpoint_failed": "checkpoint",
     "checkpoint_skipped": "checkpoint",
     "checkpoints_failing": "checkpoint",
+    "storage_failing": "storage",
+    "storage_back": "storage",
     "chaos": "injected",
     "failed": "failed",
 }
@@ -70,6 +72,7 @@ LETTERS = {
     "numbers": "!",
     "asked": "A",
     "checkpoint": "C",
+    "storage": "T",
     "injected": "X",
     "failed": "F",
 }
@@ -87,6 +90,7 @@ NAMES = {
     "numbers": "wrong or non-finite numbers",
     "asked": "requested",
     "checkpoint": "checkpoint",
+    "storage": "storage",
     "injected": "injected by chaos",
     "failed": "the run failed",
 }

@@ -196,7 +196,9 @@ class Watched:
             case "checkpoints_failing":
                 newest = fields.get("newest")
                 self._warning = f"NO CHECKPOINT SINCE STEP {newest}" if newest else "NO CHECKPOINT"
-            case "checkpoint":
+            case "storage_failing":
+                self._warning = "STORAGE FAILS"
+            case "checkpoint" | "storage_back":
                 self._warning = ""
             case "finished" | "failed" | "stopped":
                 self._doing = kind

@@ -33,7 +33,7 @@ def view(
 ) -> None:
     """Show a run until there are no more batches; an empty one marks the passage of time. Errors of `status` end it."""
     watched, standing, drawn_at, asked_at = Watched(status().max_steps), status(), 0.0, now()
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop", redirect_stdout=False) as live:
         for batch in batches:
             for entry in batch:
                 watched.take(entry["kind"], entry, float(entry["at"]))

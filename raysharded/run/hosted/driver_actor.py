@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from raysharded.errors import RayshardedError, RunFailed
+from raysharded.ownership.start_mark import StartMark
 from raysharded.ray_backend.adoption import num_restarts
 from raysharded.run.handle import Ask, Run
 from raysharded.run.hosted import submission
@@ -32,6 +33,7 @@ from raysharded.run.hosted.registry import About
 from raysharded.run.listeners import shown_elsewhere
 from raysharded.run.local import LocalRun
 from raysharded.run.results import Entry, Result, Status
+from raysharded.run.status import of_failed_start
 
 if TYPE_CHECKING:
     from raysharded.run.spec import RunSpec
@@ -92,19 +94,30 @@ class DriverActor:
     def _drive(self, order: submission.RunSubmission) -> None:
         with contextlib.suppress(OSError):  # another machine may not have it
             os.chdir(order.folder)
-        take_environment(order)
-        self._run = LocalRun(
-            submission.spec_of(order),
-            take_over=order.take_over and self._restarts == 0,
-            first_entry=self._restarts * _ENTRIES_OF_ONE + 1,
-            start=partial(self._start_fork, order),
-        )
+        self._run = self._made_run(order)
         self._made.set()
         stop = submission.read_stop(self._key)
         if stop is not None:
             threading.Thread(target=self._stop_when_begun, args=(self._run, stop), daemon=True).start()
         with shown_elsewhere():
             self._run.drive()
+
+    def _made_run(self, order: submission.RunSubmission) -> LocalRun:
+        """The order's run. If it cannot be made, the mark that the starter put gets the reason."""
+        try:
+            take_environment(order)
+            return LocalRun(
+                submission.spec_of(order),
+                take_over=order.take_over and self._restarts == 0,
+                first_entry=self._restarts * _ENTRIES_OF_ONE + 1,
+                start=partial(self._start_fork, order),
+            )
+        except Exception as error:
+            from raysharded.checkpoint import open_storage
+
+            with contextlib.suppress(RayshardedError):  # the error itself matters more
+                StartMark(open_storage(order.url)).end(error)
+            raise
 
     def _start_fork(self, order: submission.RunSubmission, spec: RunSpec) -> Run:
         """Start a fork with the order's own objects: those of the live run may hold open files and threads by now."""
@@ -114,8 +127,9 @@ class DriverActor:
 
     def _stop_when_begun(self, run: LocalRun, stop: dict[str, Any]) -> None:
         """Repeat a stop request that the host before had received but not carried out."""
-        run.wait_until_begun()
-        run.stop(**stop)
+        with contextlib.suppress(Exception):  # a start that failed has nothing to stop
+            run.wait_until_begun()
+            run.stop(**stop)
 
     def leave(self) -> None:
         """End the process permanently."""
@@ -146,8 +160,12 @@ class DriverActor:
         if self._run is not None:
             return self._run.status()
         (phase, state), order = ("over", "failed") if self._ended.is_set() else ("starting", "new"), self._order
-        found = Status(phase=phase, state=state, step=0, max_steps=0, workers=())
-        return replace(found, max_steps=order.max_steps, name=order.name, url=order.url) if order else found
+        error = str(self._error) if self._error is not None else ""
+        found = Status(phase=phase, state=state, step=0, max_steps=0, workers=(), error=error)
+        if order is None:
+            return found
+        found = replace(found, max_steps=order.max_steps, name=order.name, url=order.url)
+        return of_failed_start(found, order.url) if self._error is not None else found
 
     def entries(self, after: int, timeout_s: float) -> list[Entry]:
         until = time.monotonic() + timeout_s

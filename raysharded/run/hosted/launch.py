@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 
 from raysharded.errors import ClusterError, ConfigError, RunOwnedElsewhere
-from raysharded.ownership.start_mark import mark_start
+from raysharded.ownership.start_mark import StartMark
 from raysharded.protocol.session import run_digest
 from raysharded.ray_backend import capacity, cluster
 from raysharded.ray_backend.peers import NAMESPACE
@@ -63,18 +63,18 @@ def start_hosted(spec: RunSpec, *, take_over: bool = False) -> AttachedRun:
 
     is_ours = cluster.connect(check=check)
     (capacity.refuse_the_impossible if is_ours else capacity.warn_of_too_few)(spec.scaling)
-    name = host_name(order.name, order.url)
+    name, mark = host_name(order.name, order.url), StartMark(storage)
     while True:
         _wait_for_another_version(order.name, order.url)
         _make_room(name, take_over=take_over)
-        unmark = mark_start(storage, driver_is_here=False)
+        mark.put(driver_is_here=False)
         key = submission.put_order(run_digest(order.url), order)
         try:
             host = _host_class().options(**_OPTIONS, **_on_the_head(), name=name).remote(key, start_hosted)
         except ValueError:
             submission.forget(key)
             if host_of(name) is None:
-                unmark()
+                mark.remove()
                 raise
             continue  # another process was faster
         submission.put_greeting(host._actor_id.hex())

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from raysharded.display.raylet_output import quiet_raylet
 from raysharded.errors import RayshardedError, RunFailed, RunOwnedElsewhere
-from raysharded.ray_backend.cluster import find_cluster, quiet_raylet
+from raysharded.ray_backend.cluster import find_cluster
 from raysharded.run.handle import Run
 from raysharded.run.hosted import launch, registry, submission
 from raysharded.run.hosted.remote import AttachedRun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import time
@@ -81,6 +82,11 @@ class AttachedRun(Run):
             raise KeyboardInterrupt(
                 f"Interrupted. Run {self.name!r} continues: raysharded.attach({self.name!r}) returns its handle."
             ) from None
+
+    def wait_until_begun(self, timeout_s: float | None = None) -> None:
+        with contextlib.suppress(_NoHost):
+            self._call("status", takes_s=_PATIENCE_S)  # its process may have to start first
+        super().wait_until_begun(timeout_s)
 
     def _outcome(self, timeout_s: float) -> tuple[bool, Result | None, BaseException | None]:
         try:

@@ -1,0 +1,74 @@
+"""Reports of shortages for as long as they last: of workers, and of storage that takes the journal's entries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from raysharded.clock import Clock
+from raysharded.driver.state.state import Phase, State
+from raysharded.journal.writer import Recorder
+from raysharded.protocol.worker_launcher import Launcher
+
+Say = Callable[[str, dict[str, Any]], None]
+"""Called with the kind and the fields of an entry."""
+_LOOK_FOR_WORKERS_S = 10.0
+"""Interval at which a run that waits for workers looks for what is missing, and reports it."""
+_SLOW_START_S = 30.0
+"""Workers that are not ready after this time are reported although nothing is missing."""
+_STORAGE_FAILS_S = 30.0
+"""Interval of the reports that storage takes no entries."""
+
+
+class Shortages:
+    """Looks for shortages in each round of the driver's loop."""
+
+    def __init__(
+        self, launcher: Launcher, recorder: Recorder, clock: Clock, tell: Say, record: Say, *, storage_patience_s: float
+    ) -> None:
+        """`tell` reports an entry to those who follow the run; `record` writes it into the journal, too.
+
+        `storage_patience_s`: time for which storage may take no entries before the run ends; a pause does not count.
+        """
+        self._launcher, self._recorder, self._clock, self._tell, self._record = launcher, recorder, clock, tell, record
+        self._patience_s = storage_patience_s
+        self._looked_at = 0.0
+        self._told_at = -math.inf
+        self._failing_since: float | None = None
+        """Since when storage has been failing, once that was reported."""
+        self._paused_at = -math.inf
+        """The last round in which the run was paused."""
+
+    def report(self, state: State) -> None:
+        """Report what is missing. Raises StorageError if storage has failed for too long."""
+        now = self._clock.monotonic()
+        self._report_workers(state, now)
+        self._report_storage(state, now)
+
+    def _report_workers(self, state: State, now: float) -> None:
+        waiting = state.phase is Phase.GATHERING and len(state.ready) < state.limits.min_workers
+        if not waiting or now - max(state.since, self._looked_at) < _LOOK_FOR_WORKERS_S:
+            return
+        self._looked_at = now
+        missing = self._launcher.describe_shortage()
+        if missing or state.start_failures or now - state.since >= _SLOW_START_S:
+            self._record("waiting", {"ready": len(state.ready), "needed": state.limits.min_workers, "missing": missing})
+
+    def _report_storage(self, state: State, now: float) -> None:
+        if state.phase is Phase.PAUSED:
+            self._paused_at = now
+        failure = self._recorder.failure
+        if failure is None:
+            if self._failing_since is not None:
+                self._record("storage_back", {"after_s": now - self._failing_since})
+            self._failing_since, self._told_at = None, -math.inf
+            return
+        counted_s = now - max(failure.since, self._paused_at)
+        if counted_s > self._patience_s:
+            raise failure.error
+        if now - self._told_at >= _STORAGE_FAILS_S:
+            self._told_at, self._failing_since = now, failure.since
+            left_s = None if state.phase is Phase.PAUSED else self._patience_s - counted_s
+            fields = {"step": state.step, "for_s": now - failure.since, "left_s": left_s, "error": str(failure.error)}
+            self._tell("storage_failing", fields)
