@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +62,58 @@ def test_locks_of_a_task_are_no_leaked_semaphores_at_the_end_of_a_run(tmp_path: 
     assert ran.returncode == 0, ran.stderr[-4000:]
     assert "steps 1" in ran.stdout
     assert "leaked" not in ran.stderr
+
+
+STOPPED = """
+import time
+import raysharded as rs
+from raysharded.testing.processes import fit
+from tests.training.harness import GptTask, Tokens
+
+class Slow(Tokens):
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return super().__getitem__(index)
+
+if __name__ == "__main__":
+    trainer = rs.ElasticTrainer(
+        task=GptTask(), data=Slow(),
+        batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2),
+        scaling=rs.ScalingConfig(num_workers=2),
+        run=rs.RunConfig(name="stopped", storage_path="runs", max_steps=100_000),
+    )
+    fit(trainer, lambda kind, fields: print(kind, flush=True))
+"""
+
+
+@pytest.mark.procs
+def test_sigterm_to_a_scripts_whole_group_ends_it_after_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "stopped.py").write_text(STOPPED, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with (tmp_path / "stderr").open("w") as stderr:
+        script = subprocess.Popen(
+            [sys.executable, "stopped.py"],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+        assert script.stdout is not None
+        try:
+            assert "step\n" in script.stdout  # reads up to the first step
+            os.killpg(script.pid, signal.SIGTERM)
+            rest = script.stdout.read()
+            assert script.wait(60) == 1
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
+    told = (tmp_path / "stderr").read_text()
+    assert "RunStopped: Stopped. Run 'stopped' was at step" in told, told
+    assert "Traceback" not in told
+    assert rest.splitlines()[-1] == "stopped"
+    assert "checkpoint\n" in rest
 
 
 def test_a_reply_to_a_launcher_that_has_closed_is_dropped() -> None:

@@ -23,11 +23,13 @@ class ScoredCheckpoint:
     """A committed checkpoint with its value of a metric."""
 
     step: int
+    """Optimizer step of the checkpoint."""
     url: str
     """Folder of the checkpoint."""
     metric: str
     """Name of the metric, as in `CheckpointConfig.keep_best`."""
     value: float
+    """Value of the metric in that step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

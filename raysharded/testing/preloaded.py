@@ -2,6 +2,8 @@
 and the driver, which modules of tasks often import."""
 
 import gc
+import os
+import signal
 
 import torch._dynamo  # noqa: F401 - every optimizer's constructor imports it: more than a second
 
@@ -12,3 +14,14 @@ import raysharded.driver.driver
 import raysharded.testing.processes  # noqa: F401
 
 gc.freeze()  # imported objects live as long as the process: collections need not scan them again
+
+
+def _end_by_sigterm() -> None:
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+# SIGTERM to a script's whole process group is for the run and its workers. The server, which ends with the script, is
+# still needed: the driver may start a worker before it stops.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.register_at_fork(after_in_child=_end_by_sigterm)

@@ -28,9 +28,13 @@ class BestCheckpoint:
     """A committed checkpoint with its value of a metric."""
 
     ref: CheckpointRef
+    """Save, as it is listed."""
     checkpoint: Checkpoint
+    """Checkpoint, opened."""
     metric: str
+    """Name of the metric."""
     value: float
+    """Value of the metric."""
 
 
 def recorded(best: Best) -> dict[str, list[str | int]]:
