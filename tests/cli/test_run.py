@@ -147,7 +147,7 @@ def test_what_the_users_own_code_raises_is_shown_from_there_on(
 def test_a_finished_run_is_printed_as_json(tmp_path: Path) -> None:
     ran = raysharded_run(str(write(tmp_path)), tmp_path, "--json")
     told = {"name": "tiny", "url": "/runs/tiny", "steps": 6, "fingerprint": "f" * 32, "checkpoint": ""}
-    told |= {"loss": None, "metrics": {}, "evaluation": {}, "wall_s": None}
+    told |= {"loss": None, "metrics": {}, "evaluation": {}, "wall_s": None, "best_checkpoint": None}
     assert (ran.returncode, json.loads(ran.stdout)) == (0, told)
 
 
