@@ -59,6 +59,16 @@ def test_every_module_and_package_on_the_page_is_there() -> None:
         assert named == {path.parent.name for path in (ROOT / "raysharded" / folder).glob("*/__init__.py")}
 
 
+def test_every_module_that_any_page_names_by_its_folder_is_there() -> None:
+    pages = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    named = {
+        name for page in pages for name in re.findall(r"`([\w/]+/\w+\.py)(?:::\w+)?`", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 50
+    bases = [ROOT / "raysharded", ROOT, ROOT / "tests", ROOT / "benchmarks"]
+    assert sorted(name for name in named if not any((base / name).exists() for base in bases)) == []
+
+
 def test_the_table_has_every_package_and_module_at_the_top_and_no_other() -> None:
     table = PAGE.split("| package or module |")[1].split("\n\n")[0]
     rows = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
