@@ -61,6 +61,7 @@ def test_locks_of_a_task_are_no_leaked_semaphores_at_the_end_of_a_run(tmp_path: 
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     assert "steps 1" in ran.stdout
+    assert f"method {multiprocessing.get_context().get_start_method()}" in ran.stdout, "the task made its lock"
     assert "leaked" not in ran.stderr
 
 

@@ -123,7 +123,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             ends = "" if get("left_s") is None else f"; in {duration(fields['left_s'])} the run ends"
             return (
                 f"step {fields['step']}: storage has taken no entries of the journal for {duration(fields['for_s'])}"
-                f"{ends}: {brief(fields['error'])}"
+                f"{ends}: {brief(fields['error'], 400)}"
             )
         case "storage_back":
             return f"storage takes entries again, after {duration(fields['after_s'])} without"

@@ -55,6 +55,8 @@ class Tail:
     """Number of workers that did the newest step, or that have met since; not those of an earlier driver."""
     paused: bool = False
     """True while the workers are paused."""
+    keeps_best: bool = False
+    """Whether the newest driver began with `CheckpointConfig.keep_best`."""
     at: float | None = None
     """Wall clock of the newest entry."""
 
@@ -149,6 +151,7 @@ class _Seen:
             loss=float(done["loss"]) if done else None,  # "nan" and "inf" are written as text
             workers=None if self._has_begun else self._members or (int(done["workers"]) if done else None),
             paused=bool(self._paused),
+            keeps_best="keep_best" in started,
             at=self._at,
         )
 

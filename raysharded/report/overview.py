@@ -36,9 +36,9 @@ JUST_NOW_S = 20.0
 """A driver counts as at work for this long after its newest entry, by this machine's clock."""
 _AT_ONCE = 16
 _LONGEST_WAIT_S = 30.0
+"""Longest wait for drivers that seem silent, regardless of their leases."""
 _OVERDUE = 4
 """A lease that was not renewed for so many times its duration shows that its driver cannot write."""
-"""Longest wait for drivers that seem silent, regardless of their leases."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +77,8 @@ class RunOverview:
 
     `error` is then that start's, and `state` is `failed`, unless the run is finished.
     """
+    keeps_best: bool = False
+    """Whether its newest driver began with `CheckpointConfig.keep_best`."""
     lost_actor: bool = False
     """Whether it ended because its driver actor's process has exited: Ray may restart the actor."""
 
@@ -225,6 +227,7 @@ def _look(storage: Storage, now: float) -> _Found:
         fork_step=_fork_step(storage) if state in _OVER and commit is None else None,
         interrupted=tail.interrupted,
         before_start=found if refusal else None,
+        keeps_best=tail.keeps_best,
         lost_actor=state == "ended" and _is_lost_actor(lease),
     )
     return _Found(storage=storage, glance=glance, owner=owner, lease=lease, paused=tail.paused)

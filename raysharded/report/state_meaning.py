@@ -22,6 +22,8 @@ def meaning(run: RunOverview) -> str:
     if run.before_start is not None:
         before = replace(run, state=run.before_start, before_start=None)
         return f"its newest start failed before a driver led it. Before that: {meaning(before)}"
+    if run.state == "new" and run.step:
+        return "a driver resumes it, or takes it over, and has written nothing yet"
     if (always := _ALWAYS.get(run.state)) is not None:
         return always
     if never_began(run):

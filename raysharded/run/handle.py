@@ -87,7 +87,7 @@ class Run(ABC):
                 time.sleep(_BEGIN_S)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
-                f"Interrupted. The start of run {self.name!r} goes on: raysharded.attach({self.name!r}) returns its "
+                f"Interrupted. The start of run {self.name!r} continues: raysharded.attach({self.name!r}) returns its "
                 "handle."
             ) from None
 

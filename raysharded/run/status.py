@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from raysharded.driver.state.state import State
     from raysharded.report.overview import RunOverview
     from raysharded.report.recent import Recent
-    from raysharded.run.results import Status
 
 
 def stored_status(run: RunOverview, recent: Recent | None = None) -> Status:
@@ -67,11 +66,13 @@ def status_at(url: str) -> Status:
 
     storage = open_run(url)
     (found,) = look([storage])
-    return with_stored_best(stored_status(with_restart(found), read_recent(storage)), storage)
+    return with_stored_best(stored_status(with_restart(found), read_recent(storage)), found, storage)
 
 
-def with_stored_best(status: Status, storage: Storage) -> Status:
-    """The status with the run's best checkpoint; reads the manifests of the checkpoints, if the run keeps the best."""
+def with_stored_best(status: Status, run: RunOverview, storage: Storage) -> Status:
+    """The status with the run's best checkpoint. Unless the run keeps the best, nothing is read."""
+    if not run.keeps_best:
+        return status
     from raysharded.checkpoint import signing_key_from_environment
     from raysharded.run.outcome import best_of
 

@@ -26,7 +26,8 @@ from raysharded.report.recent import RecentReader, Starting, read_recent
 from raysharded.report.state_meaning import meaning
 from raysharded.run import Status
 from raysharded.run.offline import StoredRun
-from raysharded.testing.storages import CountingStorage
+from raysharded.run.status import stored_status, with_stored_best
+from raysharded.testing.storages import CountingStorage, FailingStorage
 from tests.cli.test_commands import fail, invoke, succeed
 from tests.report.entries import Entry, data, generation, run_with_a_loss, started, step, write_run
 
@@ -201,6 +202,26 @@ def test_a_new_driver_has_the_run_after_any_last_message_of_the_one_before(tmp_p
     journal_now(tmp_path, [started(resumed_after_step=1)], "driver1")
     (found,) = look([open_storage(str(tmp_path))])
     assert (found.state, found.step, found.loss, found.error) == ("running", 1, 2.5, "")
+
+
+def test_a_run_that_another_driver_resumes_is_not_said_to_have_written_nothing(tmp_path: Path) -> None:
+    journal_now(tmp_path, at_work())
+    own(tmp_path, "driver1", process=this_process())
+    (found,) = look([open_storage(str(tmp_path))])
+    assert (found.state, found.step) == ("new", 2)
+    assert meaning(found) == "a driver resumes it, or takes it over, and has written nothing yet"
+
+
+def test_a_status_reads_checkpoints_only_of_a_run_that_keeps_the_best(tmp_path: Path) -> None:
+    journal_now(tmp_path / "plain", at_work())
+    first, *others = at_work()
+    journal_now(tmp_path / "best", [(first[0], {**first[1], "keep_best": ["loss", "min", 1]}), *others])
+    for name, reads in (("plain", False), ("best", True)):
+        counting = FailingStorage(open_storage(str(tmp_path / name)), fail_at=1 << 30)
+        (found,) = look([counting])
+        before = counting.operations
+        with_stored_best(stored_status(found), found, counting)
+        assert (counting.operations > before) == reads
 
 
 def test_a_driver_whose_process_has_exited_has_ended(tmp_path: Path) -> None:

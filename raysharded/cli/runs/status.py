@@ -63,7 +63,7 @@ def status(
     storage = open_run(url_of(run))
     (glance,) = map(with_restart, look([storage]))
     recent = read_recent(storage)
-    found = with_stored_best(stored_status(glance, recent), storage)
+    found = with_stored_best(stored_status(glance, recent), glance, storage)
     if as_json:
         (print_json_line if follow else print_json)(found.as_dict())
     else:
