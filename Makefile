@@ -75,7 +75,7 @@ install: $(DEV) $(COMPILER) $(BROWSER) $(S3FS)
 demo: $(PACKAGE)
 	@$(BIN)/python -m raysharded demo $(DEMO_ARGS)
 
-test: $(DEV) $(COMPILER) $(BROWSER)
+test: $(DEV) $(COMPILER) $(BROWSER) $(S3FS)
 	@$(call timed,two-at-a-time) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SECOND_TRY) $(SLOWEST) -m "$(TWO_AT_A_TIME)" \
 		$(PYTEST_ARGS)
 	@$(call timed,one-by-one) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "$(ONE_BY_ONE)" \
@@ -108,7 +108,7 @@ test-s3: $(DEV) $(S3FS)
 	@$(call timed,s3) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "s3 and not gpu" \
 		$(call files_with,mark\.s3) $(PYTEST_ARGS)
 
-check: lint
+check: lint $(S3FS)
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(QUICK)" $(PYTEST_ARGS)
 
 lint: $(DEV)
