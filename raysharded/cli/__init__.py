@@ -238,7 +238,7 @@ def report(
 
         write_page(html, found.as_html())
     if as_json:
-        from raysharded.run.status import status_at
+        from raysharded.run.hosted.cluster_status import status_at
 
         print_json({**found.as_dict(), "run_status": status_at(found.url).as_dict()})
     elif html is None:

@@ -16,6 +16,7 @@ from typing import Any
 from raysharded import numerics
 from raysharded.clock import Clock
 from raysharded.driver import machine
+from raysharded.driver.checkpoints import saves
 from raysharded.driver.checkpoints.committer import Committer, ManifestContext, RunFiles, fingerprint_of
 from raysharded.driver.checkpoints.protected import protected_checkpoints
 from raysharded.driver.checkpoints.requests import Promise, Requests, SaveCallThrottle
@@ -83,7 +84,7 @@ _TICK_S = 0.25
 _LAST_WORDS_S = 1.0
 """Time limit for the journal's last entries when the run must end at once."""
 _STOPPED_LAST_WORDS_S = 10.0
-"""Time limit for the journal's last entries after a stop request without a deadline."""
+"""Time limit for them after a stop request without a deadline, and for repeating them after an error."""
 _FINISHED_LAST_WORDS_S = 300.0
 """Time limit for the journal's last entries of a run that has done its steps."""
 _CLEANING_PATIENCE_S = 10.0
@@ -155,7 +156,7 @@ class Driver:
         )
         self._requests = Requests()
         self._error: BaseException | None = None
-        self._ended = False
+        self._ended, self._unwritten = False, ""
         self._ticked_at = 0.0
         self.state = State(
             limits=limits, driver=name, numerics=numerics.newest(), build_seed=build_seed_of(files.metadata)
@@ -237,6 +238,11 @@ class Driver:
         """Write a journal entry about something that the driver cannot observe itself. Any thread."""
         self._inbox.put(Annotation(kind=kind, fields=fields))
 
+    def notices(self) -> tuple[str, ...]:
+        """The conditions that a person should know now, one sentence each. Any thread."""
+        now = (self._shortages.storage_failing(self.state), saves.notice(self.state))
+        return tuple(filter(None, (self._unwritten,) if self._ended else now))
+
     def run(self) -> State:
         """Drive the run until it is over. Raises the error that the run failed with.
 
@@ -254,7 +260,8 @@ class Driver:
                     "stopped", {"step": self.state.step, "fingerprint": None, "interrupted": True}, durable=True
                 )
             with contextlib.suppress(RayshardedError):  # the error of the run matters more
-                self._recorder.close(self._last_words_s() if isinstance(error, Exception) else _LAST_WORDS_S)
+                words_s = self._last_words_s() if isinstance(error, Exception) else _LAST_WORDS_S
+                self._recorder.close(words_s, repeat_s=_STOPPED_LAST_WORDS_S)
             raise
         finally:
             self._requests.end(f"Run {self._files.name!r} ended before the checkpoint was committed.")
@@ -295,7 +302,8 @@ class Driver:
         except StorageError as error:
             if not self.state.stop_requested:
                 raise
-            _log.warning("the run ends, and the end of its journal is not written: %s", error)
+            self._unwritten = f"the end of the run's journal could not be written: {error}"
+            _log.warning("run %s: %s", self._files.name, self._unwritten)
 
     def _last_words_s(self) -> float:
         """Time limit for the end of the journal; a stop request's deadline bounds it."""

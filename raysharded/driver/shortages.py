@@ -8,7 +8,8 @@ from typing import Any
 
 from raysharded.clock import Clock
 from raysharded.driver.state.state import Phase, State
-from raysharded.journal.writer import Recorder
+from raysharded.journal.entry_text import incident_text
+from raysharded.journal.writer import Failure, Recorder
 from raysharded.protocol.worker_launcher import Launcher
 
 Say = Callable[[str, dict[str, Any]], None]
@@ -46,6 +47,11 @@ class Shortages:
         self._report_workers(state, now)
         self._report_storage(state, now)
 
+    def storage_failing(self, state: State) -> str:
+        """A sentence about storage that takes no entries now; empty if it takes them. Any thread."""
+        failure, now = self._recorder.failure, self._clock.monotonic()
+        return "" if failure is None else incident_text("storage_failing", self._failing(failure, state, now)) or ""
+
     def _report_workers(self, state: State, now: float) -> None:
         waiting = state.phase is Phase.GATHERING and len(state.ready) < state.limits.min_workers
         if not waiting or now - max(state.since, self._looked_at) < _LOOK_FOR_WORKERS_S:
@@ -64,11 +70,16 @@ class Shortages:
                 self._record("storage_back", {"after_s": now - self._failing_since})
             self._failing_since, self._told_at = None, -math.inf
             return
-        counted_s = now - max(failure.since, self._paused_at)
-        if counted_s > self._patience_s:
+        if self._counted_s(failure, now) > self._patience_s:
             raise failure.error
         if now - self._told_at >= _STORAGE_FAILS_S:
             self._told_at, self._failing_since = now, failure.since
-            left_s = None if state.phase is Phase.PAUSED else self._patience_s - counted_s
-            fields = {"step": state.step, "for_s": now - failure.since, "left_s": left_s, "error": str(failure.error)}
-            self._tell("storage_failing", fields)
+            self._tell("storage_failing", self._failing(failure, state, now))
+
+    def _counted_s(self, failure: Failure, now: float) -> float:
+        return now - max(failure.since, self._paused_at)
+
+    def _failing(self, failure: Failure, state: State, now: float) -> dict[str, Any]:
+        """Fields of the entry `storage_failing`."""
+        left_s = None if state.phase is Phase.PAUSED else max(0.0, self._patience_s - self._counted_s(failure, now))
+        return {"step": state.step, "for_s": now - failure.since, "left_s": left_s, "error": str(failure.error)}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -17,6 +19,8 @@ from raysharded.journal.log import Journal
 _log = logging.getLogger("raysharded.driver")
 BACK_OFF_S = 5.0
 """Seconds without writes after a failure, whichever entries arrive meanwhile."""
+_LAST_WORDS_EVERY_S = 0.5
+"""Interval at which the write of the last entries is repeated."""
 
 _LOOK_UP_S = 0.25
 _LEAST_WAIT_S = 0.05
@@ -52,6 +56,8 @@ class _Flush:
 
     last: bool = False
     """Write them in any case, and end."""
+    until: float = -math.inf
+    """The time, by the monotonic clock, until which a failed write is retried."""
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -99,13 +105,13 @@ class Recorder:
         """Return when all entries so far are written, or cannot be now. Thread-safe."""
         self.mark()()
 
-    def close(self, timeout_s: float) -> None:
-        """Write the remaining entries and end.
+    def close(self, timeout_s: float, repeat_s: float = math.inf) -> None:
+        """Write the remaining entries and end. A failed write is repeated within the time, at most for `repeat_s`.
 
         Raises the error that ended the journal, or StorageError if the entries cannot be written within the time. They
         may then still be written, or not.
         """
-        flush = _Flush(last=True)
+        flush = _Flush(last=True, until=self._clock.monotonic() + min(timeout_s, repeat_s))
         self._put(flush)
         written = flush.done.wait(timeout_s)
         self.raise_error()
@@ -136,6 +142,7 @@ class Recorder:
             try:
                 if self._error is None and not self._abandoned:
                     self._take([item for item in items if isinstance(item, _Entry)], bool(flushes), last)
+                    self._repeat(max((flush.until for flush in flushes), default=-math.inf))
             except Exception as error:  # noqa: BLE001 - the boundary of the thread: raised in the driver's
                 self._error = error
             for flush in flushes:
@@ -170,6 +177,12 @@ class Recorder:
                 self._to_tell.append(entry.written)
         due = wanted or self._durable_waits or self._journal.is_due
         if due and (last or self._clock.monotonic() >= self._resume_at):
+            self._write()
+
+    def _repeat(self, until: float) -> None:
+        """Repeat a failed write of the last entries, up to this time."""
+        while self.failure is not None and not self._abandoned and self._clock.monotonic() < until:
+            time.sleep(_LAST_WORDS_EVERY_S)
             self._write()
 
     def _write(self) -> None:

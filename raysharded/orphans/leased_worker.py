@@ -141,7 +141,7 @@ class LeasedWorker:
 
     def _watch(self) -> None:
         """Detect, in a thread, that no driver calls any more."""
-        told: float | None = None
+        told = False
         while True:
             pause_s, before = self._lease.terms.lease_s / _LOOKS_PER_LEASE, time.monotonic()
             time.sleep(pause_s)
@@ -153,9 +153,12 @@ class LeasedWorker:
                 self._end()
             elif lease.is_orphaned(now):
                 self._worker.request_boundary(self._worker.generation)
-                if told != lease.heard_at:
-                    told = lease.heard_at
-                    _log.warning("worker %s: no driver for %.1f s; it stops after this step", self._id, now - told)
+                if not told:
+                    silent_s = now - lease.heard_at
+                    _log.warning("worker %s: no driver for %.1f s; it stops after this step", self._id, silent_s)
+                told = True
+            else:
+                told = False
 
     def is_orphan(self) -> bool:
         """Whether the worker has no driver."""

@@ -13,12 +13,14 @@ from ray.exceptions import RayError
 
 from raysharded.ids import WorkerId
 from raysharded.protocol.session import run_digest
+from raysharded.protocol.version import ASK
 
 NAMESPACE = "raysharded"
 _NAME = re.compile(r"([0-9a-f]+)-e([0-9]+)-w([0-9]+)")
 GROUP = "lease"
 """Concurrency group of calls that a worker must always be able to answer."""
 GROUP_SIZE = 4
+_GREETING_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +93,16 @@ class RayPeers:
             if actor is not None:
                 with contextlib.suppress(RayError):
                     ray.kill(actor, no_restart=True)
+
+
+def waiting_workers(url: str) -> tuple[int, float] | None:
+    """The number of the run's workers without a driver, and the seconds that they wait; None if there are none."""
+    try:
+        greetings = RayPeers(run_digest(url), "").ask(None, ASK, timeout_s=_GREETING_S).values()
+    except (RayError, AttributeError):  # workers of raysharded 0.1 have no such method
+        return None
+    waits = [float(greeting["wait_s"]) for greeting in greetings if greeting.get("orphan")]
+    return (len(waits), max(waits)) if waits else None
 
 
 def host_name(name: str, url: str) -> str:

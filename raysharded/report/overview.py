@@ -25,7 +25,15 @@ from raysharded.display.quantities import duration
 from raysharded.errors import CorruptCheckpoint, StorageError
 from raysharded.journal import log
 from raysharded.locations import join_url
-from raysharded.ownership.lease import BEATS_PER_LEASE, FOLDER as LEASE_FOLDER, Seen, has_changed, lease_key, read_lease
+from raysharded.ownership.lease import (
+    BEATS_PER_LEASE,
+    FOLDER as LEASE_FOLDER,
+    Holder,
+    Seen,
+    has_changed,
+    lease_key,
+    read_lease,
+)
 from raysharded.ownership.process_identity import is_gone, this_process
 from raysharded.ownership.start_mark import is_starting, read_start
 from raysharded.report.newest_step import Tail, read_tail
@@ -79,6 +87,12 @@ class RunOverview:
     """
     keeps_best: bool = False
     """Whether its newest driver began with `CheckpointConfig.keep_best`."""
+    driver_is_actor: bool = False
+    """Whether its newest driver, which has not released the run, is an actor on a Ray cluster."""
+    cluster: str = ""
+    """That driver's Ray cluster, on which workers can outlive it; empty: unknown, or none."""
+    waiting: tuple[int, float] | None = None
+    """Number of workers that wait there for another driver, and for how many seconds; None: unknown, or none."""
     lost_actor: bool = False
     """Whether it ended because its driver actor's process has exited: Ray may restart the actor."""
 
@@ -205,6 +219,7 @@ def _look(storage: Storage, now: float) -> _Found:
     elif found != "finished" and refusal:
         state = "failed"
     holder = lease.holder if lease and state in ("new", "running", "silent") else None
+    newest = _unreleased(lease)
     glance = RunOverview(
         url=storage.url,
         name=tail.name or _folder(storage),
@@ -228,7 +243,9 @@ def _look(storage: Storage, now: float) -> _Found:
         interrupted=tail.interrupted,
         before_start=found if refusal else None,
         keeps_best=tail.keeps_best,
-        lost_actor=state == "ended" and _is_lost_actor(lease),
+        driver_is_actor=newest is not None and newest.is_actor,
+        cluster=newest.cluster if newest else "",
+        lost_actor=state == "ended" and newest is not None and newest.is_actor,
     )
     return _Found(storage=storage, glance=glance, owner=owner, lease=lease, paused=tail.paused)
 
@@ -310,9 +327,10 @@ def _lease(storage: Storage, owner: Claim | None) -> Seen | None:
         return None
 
 
-def _is_lost_actor(lease: Seen | None) -> bool:
+def _unreleased(lease: Seen | None) -> Holder | None:
+    """The newest driver, unless it has released the run."""
     holder = lease.holder if lease else None
-    return holder is not None and holder.is_actor and not holder.ended
+    return holder if holder is not None and not holder.ended else None
 
 
 def _shows_itself(run: _Found) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raysharded.display.quantities import count, duration
 from raysharded.report.overview import RunOverview, State
 
 _ALWAYS: dict[State, str] = {
@@ -26,6 +27,8 @@ def meaning(run: RunOverview) -> str:
         return "a driver resumes it, or takes it over, and has written nothing yet"
     if (always := _ALWAYS.get(run.state)) is not None:
         return always
+    if run.waiting is not None:
+        return f"its driver exited without a final entry after step {run.step or 0}; its workers wait for another one"
     if never_began(run):
         why = {"failed": "it failed", "stopped": "it was stopped"}.get(run.state, "its driver ended")
         return f"{why} before its first step, so nothing of it was trained. Started again, it begins {_begin(run)}"
@@ -40,6 +43,15 @@ def meaning(run: RunOverview) -> str:
             f"the process of its driver actor has exited. Ray restarts it if its cluster is up; otherwise it ended {at}"
         )
     return f"its driver exited without a final entry {at}"
+
+
+def waiting_text(waiting: tuple[int, float]) -> str:
+    """The sentence about workers that wait for a driver."""
+    workers, wait_s = waiting
+    return (
+        f"{count(workers, 'worker')} {'keeps' if workers == 1 else 'keep'} the newest state in memory for another "
+        f"{duration(wait_s)}: a start within that time continues from it. After that they write a checkpoint of it"
+    )
 
 
 def label(run: RunOverview) -> str:

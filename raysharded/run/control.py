@@ -76,6 +76,10 @@ class RunControl:
         """The driver; None before it has acquired the run."""
         return self._driver
 
+    def notices(self) -> tuple[str, ...]:
+        """The driver's notices; none before it has acquired the run."""
+        return self._driver.notices() if self._driver is not None else ()
+
     def wait_until_begun(self, timeout_s: float | None = None) -> bool:
         """Return when the driver is ready, or never will be: True; after `timeout_s`: False."""
         return self._begun.wait(timeout_s)

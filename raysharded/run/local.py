@@ -259,7 +259,8 @@ class LocalRun(Run):
         newest = None
         with contextlib.suppress(CheckpointError, StorageError):
             newest = _newest(self._files)
-        raise RunStopped(f"Stopped. {self.how_to_go_on()}", self._now(of_stopped(newest, state, *place)))
+        said = " However, ".join((self.how_to_go_on(), *self._steering.notices()))
+        raise RunStopped(f"Stopped. {said}", self._now(of_stopped(newest, state, *place)))
 
     def _now(self, result: Result) -> Result:
         evaluation, wall_s = result.evaluation or self._evaluation, time.time() - self._began_at
@@ -293,7 +294,7 @@ class LocalRun(Run):
         error = str(self._error) if self._error is not None and self._state() == "failed" else ""
         if driver is None:
             return of_failed_start(replace(found, error=error), self.url) if is_over and self._error else found
-        return with_driver(found, driver.state, is_over=is_over, started_at=self._began_at, error=error)
+        return with_driver(found, driver, is_over=is_over, started_at=self._began_at, error=error)
 
     def _state(self) -> str:
         """The state that `raysharded status` shows."""

@@ -138,6 +138,10 @@ class Status:
     """The error that the run failed with, or the damage of its journal."""
     incidents: tuple[tuple[float, str], ...] = ()
     """The newest few incidents, oldest first: seconds since 1970, and one sentence."""
+    stop_requested: bool = False
+    """Whether a stop was requested, and the driver has not ended yet. Only the driver knows."""
+    notices: tuple[str, ...] = ()
+    """The conditions that a person should know now, one sentence each, such as storage that takes no entries."""
     best_checkpoint: ScoredCheckpoint | None = None
     """The run's best checkpoint, by `CheckpointConfig.keep_best`. Only `raysharded status` and the report read it."""
 
@@ -161,6 +165,8 @@ class Status:
                 "state": self.state,
                 "phase": self.phase,
                 "error": self.error,
+                "notices": self.notices,
+                "stop_requested": self.stop_requested,
                 "step": self.step,
                 "max_steps": self.max_steps or None,
                 "loss": self.loss,

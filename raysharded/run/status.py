@@ -1,4 +1,4 @@
-"""A run's status: from its storage, from the state of its driver in the driver's process, and from Ray.
+"""A run's status: from its storage, and from its driver in the driver's process.
 
 No file shows that Ray restarts a run's driver.
 """
@@ -15,7 +15,7 @@ from raysharded.run.results import Status
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import Storage
-    from raysharded.driver.state.state import State
+    from raysharded.driver.driver import Driver
     from raysharded.report.overview import RunOverview
     from raysharded.report.recent import Recent
 
@@ -58,17 +58,6 @@ def stored_status(run: RunOverview, recent: Recent | None = None) -> Status:
     )
 
 
-def status_at(url: str) -> Status:
-    """The status of the run at a URL, with its best checkpoint. Raises StorageError if there is none."""
-    from raysharded.report.loader import open_run
-    from raysharded.report.overview import look
-    from raysharded.report.recent import read_recent
-
-    storage = open_run(url)
-    (found,) = look([storage])
-    return with_stored_best(stored_status(with_restart(found), read_recent(storage)), found, storage)
-
-
 def with_stored_best(status: Status, run: RunOverview, storage: Storage) -> Status:
     """The status with the run's best checkpoint. Unless the run keeps the best, nothing is read."""
     if not run.keeps_best:
@@ -106,24 +95,32 @@ def with_restart(run: RunOverview) -> RunOverview:
 
     Queries the Ray cluster that is found, and only if the run lost such a driver; otherwise it loads no Ray.
     """
-    if not run.lost_actor:
+    if not run.lost_actor or not has_cluster():
         return run
-    from raysharded.ray_backend import cluster
+    from raysharded.ray_backend.adoption import where
     from raysharded.ray_backend.peers import host_name, host_of
 
+    if host_of(host_name(run.name, run.url)) is not None:
+        return replace(run, state="restarting", lost_actor=False)
+    return replace(run, lost_actor=run.cluster != where()[0])  # its own cluster no longer has it
+
+
+def has_cluster() -> bool:
+    """Whether a Ray cluster answers, in the places where a run would find one."""
+    from raysharded.ray_backend import cluster
+
     try:
-        if not cluster.find_cluster(log_to_driver=False) or host_of(host_name(run.name, run.url)) is None:
-            return run
+        return cluster.find_cluster(log_to_driver=False)
     except ClusterError:
-        return run
-    return replace(run, state="restarting", lost_actor=False)
+        return False
 
 
-def with_driver(status: Status, state: State, *, is_over: bool, started_at: float, error: str) -> Status:
+def with_driver(status: Status, driver: Driver, *, is_over: bool, started_at: float, error: str) -> Status:
     """The status with all that the driver knows.
 
     `started_at`: start time of the driver, in seconds since 1970. `error`: the one that the run failed with, or empty.
     """
+    state = driver.state
     ready = {int(worker): facts for worker, facts in state.facts.items() if worker in state.ready}
     seen = {int(worker): one for worker, one in state.step_times.newest.items() if worker in state.members}
     loss = state.measured.get("loss")
@@ -131,6 +128,8 @@ def with_driver(status: Status, state: State, *, is_over: bool, started_at: floa
         status,
         phase="over" if is_over else state.phase.value,
         error=error,
+        notices=driver.notices(),
+        stop_requested=state.stop_requested and not is_over,
         step=state.step,
         workers=tuple(map(int, state.members)),
         num_workers=len(state.members),

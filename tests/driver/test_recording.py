@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raysharded.checkpoint import Storage, open_storage
-from raysharded.clock import SystemClock
+from raysharded.clock import Clock, SystemClock
 from raysharded.errors import RunOwnedElsewhere, StorageError
 from raysharded.journal.log import Journal, read
 from raysharded.journal.writer import BACK_OFF_S, Recorder
@@ -53,7 +53,7 @@ def storage(tmp_path: Path) -> Iterator[Unreliable]:
     unreliable.may_go.set()
 
 
-def recorder(storage: Unreliable, clock: SetClock, writer: str = "me") -> Recorder:
+def recorder(storage: Unreliable, clock: Clock, writer: str = "me") -> Recorder:
     return Recorder(Journal(storage, clock, writer), clock)  # type: ignore[arg-type]  # forwards the rest
 
 
@@ -158,6 +158,26 @@ def test_the_end_is_tried_once_more_though_storage_just_failed(storage: Unreliab
     record.close(WAIT_S)
     assert steps(storage) == [1]
     record.flush()  # nobody writes any more, and nobody waits
+
+
+def test_the_end_is_tried_again_until_its_limit(storage: Unreliable) -> None:
+    storage.fails = True
+    record = recorder(storage, SystemClock())
+    record.record("step", {"step": 1}, durable=True)
+    record.flush()
+    tries = storage.tries
+    threading.Timer(1.0, lambda: setattr(storage, "fails", False)).start()
+    record.close(WAIT_S)
+    assert storage.tries > tries + 1
+    assert steps(storage) == [1]
+
+
+def test_the_end_of_a_failed_run_is_not_tried_for_long(storage: Unreliable) -> None:
+    storage.fails = True
+    record = recorder(storage, SystemClock())
+    record.record("step", {"step": 1}, durable=True)
+    with pytest.raises(StorageError, match="does not answer"):
+        record.close(WAIT_S, repeat_s=0.0)
 
 
 def test_another_driver_of_the_run_is_reported(storage: Unreliable, clock: SetClock) -> None:

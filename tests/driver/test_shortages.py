@@ -15,6 +15,7 @@ import pytest
 import raysharded as rs
 from raysharded.checkpoint import open_storage
 from raysharded.checkpoint.storage.local import LocalStorage
+from raysharded.driver.checkpoints import saves
 from raysharded.driver.shortages import Shortages
 from raysharded.driver.state.state import Phase, State
 from raysharded.errors import StorageError
@@ -57,7 +58,7 @@ class Bench:
         self.clock, self.told = SetClock(), list[tuple[str, dict[str, Any]]]()
         self.recorder = Recorder(Journal(open_storage(str(folder)), self.clock, "me"), self.clock)
         launcher: Any = None  # no worker is waited for
-        self._shortages = Shortages(
+        self.shortages = Shortages(
             launcher, self.recorder, self.clock, self._tell, self._tell, storage_patience_s=600.0
         )
 
@@ -70,7 +71,7 @@ class Bench:
         self.recorder.record("step", {"step": state.step}, durable=True)
         self.recorder.flush()
         self.told.clear()
-        self._shortages.report(state)
+        self.shortages.report(state)
         return [incident_text(kind, fields) or "" for kind, fields in self.told]
 
 
@@ -97,6 +98,29 @@ def test_storage_that_takes_no_entries_is_reported_with_its_error_and_what_follo
     disk.on = False
     assert bench.look(TRAINING, 10.0) == ["storage takes entries again, after 40 s without"]
     assert bench.look(TRAINING, 10.0) == []
+
+
+def test_what_fails_now_can_be_asked_for_at_any_time(bench: Bench, disk: DiskFull) -> None:
+    assert bench.shortages.storage_failing(TRAINING) == ""
+    disk.on = True
+    bench.look(TRAINING)
+    bench.clock.now += 20.0
+    assert "for 20 s; in 9 min 40 s the run ends: put_if_absent" in bench.shortages.storage_failing(TRAINING)
+    assert "the run ends" not in bench.shortages.storage_failing(PAUSED)
+    disk.on = False
+    bench.look(TRAINING)
+    assert bench.shortages.storage_failing(TRAINING) == ""
+
+
+def test_a_stop_that_waits_for_its_checkpoint_is_noted() -> None:
+    stopping = replace(TRAINING, stop_requested=True)
+    assert saves.notice(TRAINING) == ""
+    assert saves.notice(replace(stopping, phase=Phase.OVER)) == ""
+    assert saves.notice(stopping) == (
+        "a stop was requested: it ends when a checkpoint of a step after 0 is committed; another stop ends it without "
+        "one"
+    )
+    assert "is committed (2 attempts failed); another" in saves.notice(replace(stopping, failed_saves=2))
 
 
 def test_the_run_ends_when_storage_has_failed_for_too_long(bench: Bench, disk: DiskFull) -> None:

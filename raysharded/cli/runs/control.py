@@ -133,8 +133,10 @@ def stop(
         else:
             echo(f"nothing is stopped: {ending(over)}")
         return
+    again = found.status().stop_requested
     found.stop(checkpoint=not now, within_s=within_s)
-    _say(found, "ends at once" if now else "ends after a checkpoint", as_json)
+    without = "ends at once, without the requested checkpoint" if again else "ends at once"
+    _say(found, without if now or again else "ends after a checkpoint", as_json)
 
 
 def fork(
@@ -200,3 +202,5 @@ def _say(run: Run, what: str, as_json: bool) -> None:
         return
     of = f" of {status.max_steps}" if status.max_steps else ""
     echo(f"run {run.name} {what}; it is at step {status.step}{of} ({status.phase})")
+    for notice in status.notices:
+        echo(f"note: {notice}")

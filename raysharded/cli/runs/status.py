@@ -51,19 +51,20 @@ def status(
 ) -> None:
     """Show a run: its state, its driver, its workers, and its latest incidents.
 
-    Reads only the run's storage, after a query of the Ray cluster if RUN is a name, or if its driver actor was lost. It
-    works on any machine with access
-    to the storage, and cannot disturb the run. With --follow and --json: one line of JSON per change.
+    Reads the run's storage, from any machine with access to it, and cannot disturb the run. If RUN is a name, or if
+    storage does not show that the driver is at work, the Ray cluster that is found is queried, too: the driver knows
+    more than a storage that it cannot write to. With --follow and --json: one line of JSON per change.
     """
     from raysharded.report.loader import open_run
     from raysharded.report.overview import look
     from raysharded.report.recent import read_recent
+    from raysharded.run.hosted.cluster_status import complete
     from raysharded.run.status import stored_status, with_restart, with_stored_best
 
-    storage = open_run(url_of(run))
-    (glance,) = map(with_restart, look([storage]))
-    recent = read_recent(storage)
-    found = with_stored_best(stored_status(glance, recent), glance, storage)
+    storage = open_run(url := url_of(run))
+    (glance,), recent = look([storage]), read_recent(storage)
+    glance, found = complete(glance, stored_status(glance, recent), ask=url != run)
+    found = with_stored_best(found, glance, storage)
     if as_json:
         (print_json_line if follow else print_json)(found.as_dict())
     else:
@@ -106,6 +107,8 @@ def _show(run: RunOverview, found: Status) -> None:
         table.add_row("driver", Text(run.driver))
     if run.error:
         table.add_row("error", Text(run.error))
+    for notice in found.notices:
+        table.add_row("note", Text(notice))
     table.add_row("step", step or "none")
     if found.step_s is not None:
         rest = f"; {duration(found.left_s)} left" if found.left_s else ""

@@ -93,7 +93,8 @@ def ending(found: Status) -> str:
         case _:
             what = f"is {found.state} {at}"
     rest = f"started again, it resumes {start_in_words(found.checkpoint_step)}"
-    return f"run {found.name} {what}{f': {found.error}' if found.error else ''}; {rest}"
+    said = "; ".join((rest, *found.notices))
+    return f"run {found.name} {what}{f': {found.error}' if found.error else ''}; {said}"
 
 
 def wait_until_begun(run: Run) -> None:

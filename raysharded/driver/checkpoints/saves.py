@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raysharded.display.quantities import count
 from raysharded.driver.checkpoints import save_timer
 from raysharded.driver.state.commands import (
     Answer,
@@ -303,6 +304,18 @@ def stop(state: State, event: StopRequested, at: float) -> Outcome:
         return finish(state)
     state = replace(state, stop_by=at + event.checkpoint_within_s)
     return (state, []) if state.phase is Phase.CLOSING else ask(state, NOBODY)
+
+
+def notice(state: State) -> str:
+    """A sentence about a stop that waits for its checkpoint; empty without one."""
+    if not state.stop_requested or state.phase is Phase.OVER:
+        return ""
+    newest = state.checkpoint.step if state.checkpoint else 0
+    failed = f" ({count(state.failed_saves, 'attempt')} failed)" if state.failed_saves else ""
+    return (
+        f"a stop was requested: it ends when a checkpoint of a step after {newest} is committed{failed}; another stop "
+        "ends it without one"
+    )
 
 
 # -- the last one --

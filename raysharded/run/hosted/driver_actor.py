@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raysharded.errors import RayshardedError, RunFailed
+from raysharded.display.quantities import duration
+from raysharded.errors import RayshardedError, RunFailed, StorageError
 from raysharded.ownership.start_mark import StartMark
 from raysharded.ray_backend.adoption import num_restarts
 from raysharded.run.handle import Ask, Run
@@ -42,6 +43,8 @@ _log = logging.getLogger("raysharded.host")
 LINGER_S = 60.0
 _ENTRIES_OF_ONE = 1 << 40
 """Entry numbers reserved for one host: the next one's are above them."""
+_STORAGE_EVERY_S = 5.0
+"""Interval at which a restarted host tries storage that cannot be written to."""
 _ANSWERS = 256
 """Answers that are kept, for requests that are repeated because the answer was lost."""
 
@@ -65,6 +68,8 @@ class DriverActor:
         self._run: LocalRun | None = None
         self._made, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
+        self._waits_for = ""
+        """A sentence about what the start waits for; empty: nothing."""
         self._answers: OrderedDict[str, Future[Any]] = OrderedDict()
         self._answering = threading.Lock()
         threading.Thread(target=self._live, name="raysharded host").start()
@@ -106,8 +111,11 @@ class DriverActor:
         """The order's run. If it cannot be made, the mark that the starter put gets the reason."""
         try:
             take_environment(order)
+            spec = submission.spec_of(order)
+            if self._restarts:
+                self._wait_for_storage(spec)
             return LocalRun(
-                submission.spec_of(order),
+                spec,
                 take_over=order.take_over and self._restarts == 0,
                 first_entry=self._restarts * _ENTRIES_OF_ONE + 1,
                 start=partial(self._start_fork, order),
@@ -118,6 +126,25 @@ class DriverActor:
             with contextlib.suppress(RayshardedError):  # the error itself matters more
                 StartMark(open_storage(order.url)).end(error)
             raise
+
+    def _wait_for_storage(self, spec: RunSpec) -> None:
+        """Return when the run's storage can be written to, or after the run's patience, or a stop request.
+
+        The run has begun already, and its workers wait for this host.
+        """
+        from raysharded.checkpoint import check_writable, open_storage
+
+        patience_s, since = spec.run.failure.storage_patience_s, time.monotonic()
+        while (waited_s := time.monotonic() - since) < patience_s and submission.read_stop(self._key) is None:
+            try:
+                check_writable(open_storage(spec.url))
+                break
+            except StorageError as error:
+                left = duration(patience_s - waited_s)
+                self._waits_for = f"its restarted driver cannot begin, and retries for {left}: {error}"
+                _log.warning("run %s: %s", spec.run.name, self._waits_for)
+            time.sleep(_STORAGE_EVERY_S)
+        self._waits_for = ""
 
     def _start_fork(self, order: submission.RunSubmission, spec: RunSpec) -> Run:
         """Start a fork with the order's own objects: those of the live run may hold open files and threads by now."""
@@ -161,7 +188,8 @@ class DriverActor:
             return self._run.status()
         (phase, state), order = ("over", "failed") if self._ended.is_set() else ("starting", "new"), self._order
         error = str(self._error) if self._error is not None else ""
-        found = Status(phase=phase, state=state, step=0, max_steps=0, workers=(), error=error)
+        notices = tuple(filter(None, [self._waits_for]))
+        found = Status(phase=phase, state=state, step=0, max_steps=0, workers=(), error=error, notices=notices)
         if order is None:
             return found
         found = replace(found, max_steps=order.max_steps, name=order.name, url=order.url)

@@ -15,6 +15,7 @@ from raysharded.errors import ClusterError
 from raysharded.protocol.version import other_version
 from raysharded.ray_backend.peers import NAMESPACE, host_name as host_name, host_of as host_of
 from raysharded.run.hosted import submission
+from raysharded.run.results import Status
 
 _NAME = re.compile(r"driver-([0-9a-f]{16})-(.+)")
 FOLLOW, ASK = "follow", "ask"
@@ -75,6 +76,15 @@ def of_another_version(name: str, url: str) -> str:
 def _is_of_the_first(host: Any) -> bool:
     """Whether raysharded 0.1 made the host, which stored no greeting."""
     return bool(host._ray_actor_creation_function_descriptor.module_name == _MODULE_OF_THE_FIRST)
+
+
+def status_of(host: Any, timeout_s: float) -> Status | None:
+    """The status that a host reports; None without an answer within the time."""
+    try:
+        found: Status = ray.get(host.status.remote(), timeout=timeout_s)
+        return found
+    except RayError:
+        return None
 
 
 def about(host: Any) -> About | None:

@@ -1,0 +1,129 @@
+"""A detached run whose disk fills up, and what its status, a stop and a lost driver are like meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from typer.testing import CliRunner
+
+from raysharded.checkpoint import open_storage
+from raysharded.cli import app
+from raysharded.errors import RunFailed
+from raysharded.journal.log import read
+from raysharded.ray_backend.peers import host_name, host_of
+from tests.ray.driving import hurry, trainer, undisturbed
+from tests.ray.leftovers import assert_no_slot_is_leaked, wait_until
+from tests.ray.test_hosted import host_pid, no_host_stays as no_host_stays
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("no_host_stays")]
+
+
+class Disk:
+    """A small file system, which a file can fill."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._ballast = folder, folder / "ballast"
+
+    def fill(self) -> None:
+        with self._ballast.open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass
+
+    def free(self) -> None:
+        self._ballast.unlink()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "raysharded-test", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("a small tmpfs cannot be mounted here: that takes root")
+    yield Disk(tmp_path)
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, list(arguments))
+    return done.exit_code, done.stdout
+
+
+def status(run: str) -> dict[str, Any]:
+    code, out = command("status", run, "--json")
+    assert code == 0, out
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def has_notice(run: str, *words: str) -> bool:
+    return any(all(word in notice for word in words) for notice in status(run)["notices"])
+
+
+def test_a_restarted_driver_waits_for_its_full_disk_and_the_run_loses_nothing(disk: Disk) -> None:
+    run = trainer(disk.folder, 1).start()
+    wait_until(lambda: run.status().step >= 2, "two steps")
+    disk.fill()
+    wait_until(lambda: has_notice("driven", "storage has taken no entries", "No space left"), "the driver's word")
+    assert status("driven")["state"] == "running"
+    os.kill(host_pid(run), signal.SIGKILL)
+    wait_until(lambda: has_notice(run.url, "its restarted driver cannot begin", "No space left"), "the next one's word")
+    assert status(run.url)["state"] == "restarting"
+    disk.free()
+    hurry(disk.folder)
+    assert run.wait(240).fingerprint == undisturbed().fingerprint
+    steps = [entry["step"] for entry in read(open_storage(run.url)) if entry["kind"] == "step"]
+    assert steps == sorted(set(steps))  # the workers kept what they had
+    assert_no_slot_is_leaked()
+
+
+def test_a_stop_on_a_full_disk_says_what_it_waits_for_and_a_second_one_ends_the_run(disk: Disk) -> None:
+    run = trainer(disk.folder, 1).start()
+    wait_until(lambda: run.status().step >= 1, "a step")
+    run.checkpoint(60)
+    disk.fill()
+    wait_until(lambda: has_notice("driven", "storage has taken no entries"), "the driver's word")
+    code, out = command("stop", "driven")
+    assert (code, "ends after a checkpoint" in out) == (0, True)
+    assert "storage has taken no entries" in out
+    wait_until(lambda: has_notice("driven", "it ends when a checkpoint of a step after"), "the driver's answer")
+    assert status("driven")["stop_requested"]
+    assert not run.is_over()
+    code, out = command("stop", "driven")
+    assert (code, "ends at once, without the requested checkpoint" in out) == (0, True)
+    code, out = command("wait", "driven")
+    assert (code, "the end of the run's journal could not be written" in out) == (3, True), out
+    with pytest.raises(RunFailed, match="However, the end of the run's journal could not be written"):
+        run.wait(60)
+    found = status("driven")
+    assert (found["state"], found["stop_requested"]) == ("stopped", False)
+    disk.free()
+    hurry(disk.folder)
+    assert trainer(disk.folder, 1).start().wait(240).fingerprint == undisturbed().fingerprint
+    assert_no_slot_is_leaked()
+
+
+def test_a_run_without_a_driver_says_how_long_its_workers_keep_the_newest_state(tmp_path: Path) -> None:
+    run = trainer(tmp_path, 1).start()
+    wait_until(lambda: (status(run.url)["step"] or 0) >= 1, "a step in storage")
+    pid = host_pid(run)
+    ray.kill(host_of(host_name(run.name, run.url)), no_restart=True)
+    wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "the driver's end")
+    wait_until(lambda: has_notice(run.url, "1 worker keeps the newest state in memory for another"), "orphans")
+    code, out = command("status", run.url)
+    assert (code, "its workers wait for another one" in " ".join(out.split())) == (0, True), out
+    (worker,) = status(run.url)["pids"].values()
+    node: Any = ray._private.worker._global_node
+    (log,) = Path(node.get_logs_dir_path()).glob(f"worker-*-{worker}.err")
+    assert log.read_text().count("worker 0: no driver for") == 1
+    hurry(tmp_path)
+    assert trainer(tmp_path, 1).start().wait(240).fingerprint == undisturbed().fingerprint
