@@ -132,6 +132,8 @@ class CheckpointRecord:
     """Number of retried storage operations."""
     late: bool = False
     """True if it was left out because storage was slower than the interval."""
+    deleted: bool = False
+    """True if it was committed and its folder was gone when the report was made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,9 +6,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raysharded.checkpoint import Storage, open_storage
+from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER
 from raysharded.checkpoint.removal_mark import refuse_removed
 from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER
 from raysharded.config import BatchConfig
@@ -101,7 +103,7 @@ def load(run_url: str) -> RunReport:
             ledger = check_ledger(summary)
         except log.DAMAGE as error:
             ledger, damage = None, damage or f"its samples cannot be checked ({type(error).__name__}: {error})"
-        return RunReport(url=storage.url, summary=summary, ledger=ledger, damage=damage)
+        return RunReport(url=storage.url, summary=_with_deletions(summary, storage), ledger=ledger, damage=damage)
     if damage:
         raise StorageError(
             f"the journal of the run at {storage.url} is damaged from its beginning: {damage}. Restore the "
@@ -118,6 +120,20 @@ def load(run_url: str) -> RunReport:
             "write. Retry in a few seconds; `raysharded run`, or the script, starts it again."
         )
     raise StorageError(_no_run(storage))
+
+
+def _with_deletions(summary: RunSummary, storage: Storage) -> RunSummary:
+    """The summary, with the checkpoints marked whose folders are gone.
+
+    Unchanged if storage lists none at all: the journal may have been copied without them.
+    """
+    there = set[str]()
+    with suppress(StorageError):
+        there = {key.rpartition("/")[0] for key in storage.list(CHECKPOINTS_FOLDER)}
+    if not there:
+        return summary
+    found = (replace(one, deleted=bool(one.prefix) and one.prefix not in there) for one in summary.checkpoints)
+    return replace(summary, checkpoints=tuple(found))
 
 
 def summary_of(storage: Storage) -> RunSummary:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from raysharded.checkpoint import open_storage
 from raysharded.errors import StorageError
@@ -13,7 +14,7 @@ from raysharded.journal.log import segment_keys
 from raysharded.report import load
 from raysharded.report.history import parallel_reader
 from tests.cases import tried_each_time
-from tests.report.entries import data, finished, generation, run_with_a_loss, started, step, write_run
+from tests.report.entries import checkpoint, data, finished, generation, run_with_a_loss, started, step, write_run
 
 
 def test_a_name_that_is_nearly_that_of_a_run_is_suggested(tmp_path: Path) -> None:
@@ -47,6 +48,21 @@ def test_a_journal_without_an_entry_is_not_taken_for_no_run(tmp_path: Path, cont
     (tmp_path / "journal" / "00000001.jsonl").write_bytes(content)
     with pytest.raises(StorageError, match=f"the journal of the run at {tmp_path} is empty"):
         load(str(tmp_path))
+
+
+def test_checkpoints_whose_folders_are_gone_are_marked_as_deleted(tmp_path: Path) -> None:
+    entries = [started(), data(), *generation(1, [0, 1], 0), step(1), checkpoint(1), step(2), checkpoint(2)]
+    url = write_run(tmp_path, entries)
+    assert [one.deleted for one in load(url).summary.checkpoints] == [False, False]  # none is there: a copied journal
+    open_storage(url).write(f"{checkpoint(2)[1]['prefix']}/manifest.json", [b"{}"])
+    report = load(url)
+    assert [one.deleted for one in report.summary.checkpoints] == [True, False]
+    assert f"<code>{checkpoint(1)[1]['prefix']}</code> (deleted)" in report.as_html()
+    assert report.as_html().count("(deleted)") == 1
+    assert [one["deleted"] for one in report.as_dict()["checkpoints"]] == [True, False]
+    with (console := Console(width=120)).capture() as out:
+        console.print(report)
+    assert sum("  deleted  " in line for line in out.get().splitlines()) == 1
 
 
 DAMAGE = [b"{not json\n", b'{"kind":"step","at":1.0}\n', b'{"at":1.0}\n', b"\xff\n", b"[]\n"]

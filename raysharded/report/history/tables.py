@@ -38,7 +38,8 @@ def run_table(summary: RunSummary) -> Table:
     table = facts_table()
     state = verdict(good=summary.status != "failed", text=summary.status)
     table.add_row("run", Text(summary.run))
-    table.add_row("state", Text.assemble(state, f", {steps_done(summary.last_step, summary.max_steps)}"))
+    look = "; `raysharded status` shows whether its driver works" if summary.status == "unfinished" else ""
+    table.add_row("state", Text.assemble(state, f", {steps_done(summary.last_step, summary.max_steps)}{look}"))
     if summary.error:
         table.add_row("error", Text(summary.error))
     if summary.steps:
@@ -211,7 +212,7 @@ def checkpoint_table(checkpoints: Sequence[CheckpointRecord]) -> RowTable:
     table.add_column("folder", long="shorten")
     table.add_column("fingerprint", long="shorten")
     for record in checkpoints:
-        where = Text(record.prefix)
+        where = Text("deleted" if record.deleted else record.prefix)
         if not record.prefix:
             where = verdict(good=False, text=record.problem)
             where.no_wrap = False  # a sentence

@@ -182,7 +182,7 @@ def checkpoints(found: Sequence[CheckpointRecord]) -> str:
             text(moment(record.at)),
             text(size(record.size_bytes)) if record.size_bytes is not None else "",
             text(duration(record.seconds)) if math.isfinite(record.seconds) else "",
-            f"<code>{text(record.prefix)}</code>"
+            f"<code>{text(record.prefix)}</code>{' (deleted)' if record.deleted else ''}"
             if record.prefix
             else f'<span class="bad">{text(brief(record.problem, _LONG))}</span>',
         )
