@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ from raysharded.display.quantities import count
 from raysharded.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
+    from raysharded.run import Result
     from raysharded.trainer import ElasticTrainer
 
 _WIDEST = 120
@@ -177,21 +179,26 @@ def run(
     accepted = ["run.accept_arithmetic=true"] if accept_arithmetic else []
     accepted += ["run.accept_unsigned=true"] if accept_unsigned else []
     settings = read_settings(config, [*(overrides or []), *accepted])
-    trainer = apply(load_target(target), settings)
-    if detach:
+    with streams.own_stdout() if as_json else nullcontext():
+        trainer = apply(load_target(target), settings)
+        result = None if detach else _fit(trainer, take_over=take_over, chaos=chaos, seed=seed)
+    if result is None:
         _start(trainer, take_over=take_over, chaos=chaos, as_json=as_json)
         return
-    context = None
-    if chaos is not None:
-        from raysharded.testing import chaos_for
-
-        context = chaos_for(trainer, chaos, seed=seed)
-    result = trainer.fit(take_over=take_over, context=context)
     if as_json:
         print_json(asdict(result))
         return
     echo(f"run {result.name}: {count(result.steps, 'step')}, fingerprint {result.fingerprint}")
     echo(f"report: raysharded report {result.url}")
+
+
+def _fit(trainer: ElasticTrainer, *, take_over: bool, chaos: str | None, seed: int) -> Result:
+    context = None
+    if chaos is not None:
+        from raysharded.testing import chaos_for
+
+        context = chaos_for(trainer, chaos, seed=seed)
+    return trainer.fit(take_over=take_over, context=context)
 
 
 def _start(trainer: ElasticTrainer, *, take_over: bool, chaos: str | None, as_json: bool) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +11,7 @@ import typer
 
 from raysharded.cli.errors import AsJson, print_json, show_error
 from raysharded.cli.output import console, echo
+from raysharded.cli.streams import own_stdout
 from raysharded.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def check(
     """
     if device not in (None, "cpu"):
         raise typer.BadParameter(f"{device!r}: give cpu, or leave it out.", param_hint="--device")
-    with _signals(timeout), _own_stdout() if as_json else contextlib.nullcontext():
+    with _signals(timeout), own_stdout() if as_json else contextlib.nullcontext():
         try:
             trainer = _trainer(target, arguments or [], config)
             report = trainer.check(
@@ -122,20 +121,6 @@ def _signals(timeout_s: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _own_stdout() -> Iterator[None]:
-    """A context in which all output, also of started processes, goes to standard error."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _show(found: Needs | Check) -> None:

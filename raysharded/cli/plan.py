@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ import typer
 
 from raysharded.cli.errors import AsJson, print_json, show_error
 from raysharded.cli.output import console
+from raysharded.cli.streams import own_stdout
 from raysharded.display.quantities import count, listing
 from raysharded.errors import ConfigError
 
@@ -100,7 +102,8 @@ def plan(
     else:
         if seq_len is not None:
             raise ConfigError("--seq-len is for a config.json; a trainer's data has its own.")
-        run = _of_trainer(target, arguments or [], global_batch_size, microbatch_size, workers, tensor)
+        with own_stdout() if as_json else nullcontext():
+            run = _of_trainer(target, arguments or [], global_batch_size, microbatch_size, workers, tensor)
     changes: dict[str, Any] = {
         "param_dtype": param_dtype,
         "activation_checkpointing": activation_checkpointing,
@@ -116,7 +119,9 @@ def plan(
         **_speeds(run.on_gpu, tflops, node_bandwidth, network_bandwidth),
     )
     wanted = _layout(run.workers, shards, run.degree)
-    found = make_plan(run.measure(engine), cluster, run.batch, wanted=wanted, builds_whole=run.builds_whole)
+    with own_stdout() if as_json else nullcontext():
+        setting = run.measure(engine)
+    found = make_plan(setting, cluster, run.batch, wanted=wanted, builds_whole=run.builds_whole)
     if as_json:
         print_json(found.as_dict())
     else:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import errno
 import io
 import os
 import select
 import stat
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 import typer
@@ -67,6 +69,23 @@ def secure() -> None:
     os.close(number)
     codecs.register_error(_ERRORS, _substituted)
     sys.stdout, sys.stderr = _secured(sys.stdout, 1, strict=True), _secured(sys.stderr, 2, strict=False)
+
+
+@contextlib.contextmanager
+def own_stdout() -> Iterator[None]:
+    """A context in which all output goes to standard error, also that of started processes and of the user's code.
+
+    For commands with --json, whose standard output has JSON alone.
+    """
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def leave_if_unread(wait_s: float = 0.0) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import raysharded as rs
 from raysharded.cli import check as check_command
+from raysharded.cli.streams import own_stdout
 from raysharded.errors import ConfigError
 from raysharded.preflight import Check, Report
 from tests.cli.test_commands import invoke
@@ -121,7 +122,7 @@ def test_a_target_that_never_comes_ends_past_the_time_limit(
 
 
 def test_json_has_standard_output_for_itself(capfd: pytest.CaptureFixture[str]) -> None:
-    with check_command._own_stdout():
+    with own_stdout():
         os.write(1, b"of a worker\n")
         print("of the task")  # noqa: T201 - as users do
     print("{}")  # noqa: T201

@@ -151,6 +151,15 @@ def test_a_finished_run_is_printed_as_json(tmp_path: Path) -> None:
     assert (ran.returncode, json.loads(ran.stdout)) == (0, told)
 
 
+def test_what_the_program_and_its_processes_print_is_not_in_the_json(tmp_path: Path) -> None:
+    prints = f"import os; print('mine', flush=True); os.system('echo a child'); {FINISHED}"
+    ran = raysharded_run(str(write(tmp_path, prints)), tmp_path, "--json")
+    assert (ran.returncode, json.loads(ran.stdout)["name"]) == (0, "tiny")
+    assert ran.stderr.splitlines() == ["mine", "a child"]
+    ran = raysharded_run(str(write(tmp_path, prints)), tmp_path)
+    assert ran.stdout.splitlines()[:2] == ["mine", "a child"]
+
+
 def test_an_error_of_the_run_is_one_line(tmp_path: Path) -> None:
     ran = raysharded_run(str(write(tmp_path, 'raise ClusterError("2 of 4 workers. Add nodes.")')), tmp_path)
     assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", "error: 2 of 4 workers. Add nodes.\n")
