@@ -123,7 +123,7 @@ def load(run_url: str) -> RunReport:
 
 
 def _with_deletions(summary: RunSummary, storage: Storage) -> RunSummary:
-    """The summary, with the checkpoints marked whose folders are gone.
+    """The summary, with the checkpoints marked whose folders no longer exist.
 
     Unchanged if storage lists none at all: the journal may have been copied without them.
     """

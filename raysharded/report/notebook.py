@@ -62,8 +62,14 @@ def _head(standing: Standing | None, summary: RunSummary) -> str:
     about = [part for part in (standing.mesh, standing.driver) if part] if standing is not None else []
     said = f'<span style="opacity:.7">{text(brief(" · ".join(about), _LONG))}</span>' if about else ""
     error = f'<div style="color:{_BAD}">{text(brief(summary.error, _LONG))}</div>' if summary.error else ""
-    pill = f'<span style="color:{colour};font-weight:600">● {text(brief(phase, 40))}</span>'
-    return f"<div><strong>{text(brief(name, 80))}</strong> {pill} {said}</div>{error}"
+    pill = f'<span style="color:{colour};font-weight:600">● {text(_cut(phase, 40))}</span>'
+    return f"<div><strong>{text(_cut(name, 80))}</strong> {pill} {said}</div>{error}"
+
+
+def _cut(name: str, limit: int) -> str:
+    """The beginning of a name, on one line."""
+    line = " ".join(name.split())
+    return line if len(line) <= limit else f"{line[: limit - 4].rstrip()} ..."
 
 
 def _progress(standing: Standing | None, summary: RunSummary) -> str:

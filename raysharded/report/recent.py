@@ -89,7 +89,7 @@ class RecentReader:
 
     def _recent(self) -> Recent:
         found = [entry for entries in self._window for entry in entries]
-        happened = [(float(entry["at"]), text) for entry in found if (text := incident_line(entry)) is not None]
+        happened = _happened(found)
         workers = self._workers
         generation, members = workers.generation or (None, ())
         known = {member: workers.ready[member] for member in members if member in workers.ready}
@@ -194,6 +194,23 @@ def entries_of(segment: bytes) -> list[dict[str, Any]]:
             continue
         if isinstance(entry, dict) and _is_kind(entry.get("kind")) and _is_time(entry.get("at")):
             found.append(entry)
+    return found
+
+
+def _happened(entries: Sequence[Mapping[str, Any]]) -> list[tuple[float, str]]:
+    """Times and lines of the incidents, oldest first; checkpoints that failed in a row are one."""
+    found: list[tuple[float, str]] = []
+    failed, is_failure = incidents.FailedInARow(), False
+    for entry in entries:
+        line = incident_line(entry)
+        row = failed.add(entry)
+        if line is not None and row:
+            line = row
+            if is_failure:
+                found.pop()
+        if line is not None:
+            found.append((float(entry["at"]), line))
+            is_failure = entry["kind"] in incidents.FAILURES
     return found
 
 

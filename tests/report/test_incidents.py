@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from raysharded.checkpoint import open_storage
 from raysharded.journal.entry_text import incident_text
 from raysharded.report.history.incidents import Incident, costliest
 from raysharded.report.history.summary import summarise
+from raysharded.report.recent import read_recent
 from tests.report.entries import (
     Entry,
     avoided,
     checkpoint,
     data,
     failed_save,
+    failing,
     generation,
     lost,
     recovery,
@@ -23,6 +26,7 @@ from tests.report.entries import (
     started,
     step,
     with_times,
+    write_run,
 )
 
 JOURNALS = Path(__file__).parent / "journals"
@@ -173,6 +177,18 @@ def test_other_events_are_reported_in_the_words_of_the_live_view() -> None:
     node, save = told(entries)
     assert node.text == "Node trainer-7 (4f6ad2aa) is avoided after 3 failures; the last: died again."
     assert save.text == "Checkpoint not written: disk full."
+
+
+def test_checkpoints_that_fail_in_a_row_are_one_incident_and_the_next_row_another(tmp_path: Path) -> None:
+    entries = [started(), data(), *generation(1, [0, 1], 0), step(1), failed_save(1), step(2), failed_save(2)]
+    entries += [step(3), failed_save(3), failing(3, newest=0), step(4), failed_save(4), failing(4, newest=0, failed=4)]
+    row = "4 checkpoints in a row, of steps 1 to 4, could not be written: NO CHECKPOINT AT ALL; the last: disk full."
+    assert [incident.text for incident in told(entries)] == [row]
+    entries += [step(5), checkpoint(5), step(6), failed_save(6)]
+    texts = [row, "Checkpoint not written: disk full."]
+    assert [(incident.step, incident.text) for incident in told(entries)] == [(4, texts[0]), (6, texts[1])]
+    storage = open_storage(write_run(tmp_path, entries))
+    assert [text for _, text in read_recent(storage).incidents] == [row, "step 6: checkpoint not written: disk full"]
 
 
 def test_an_entry_with_too_few_fields_is_passed_over_and_the_rest_is_reported() -> None:

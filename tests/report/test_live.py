@@ -130,8 +130,20 @@ def test_without_a_terminal_incidents_come_at_once_and_progress_every_ten_second
 
 def test_a_long_message_becomes_one_short_line() -> None:
     assert brief("died:\n  out of\tmemory") == "died: out of memory"
-    assert brief("abcd efgh ijkl", limit=12) == "abcd efg ..."
+    assert brief("abcd efgh ijkl", limit=12) == "abc ... ijkl"
     assert brief("x" * 160) == "x" * 160
+    assert brief("Disk full. Free some space. Then start it again.", limit=40) == "Disk full. Free some space. ..."
+    path = "/mnt/storage/" + "runs-of-the-team/" * 8 + "gpt-5m/journal/00000380.jsonl"
+    error = f"put_if_absent {path} failed: OSError: [Errno 28] No space left on device. Free some space, then retry."
+    assert len(error) > 160
+    assert brief(error) == (
+        "put_if_absent /mnt/storage/run...l/00000380.jsonl failed: OSError: [Errno 28] No space left on device. Free some "
+        "space, then retry."
+    )
+    long = brief(f"the loader failed: {'very ' * 60}late: connection reset by peer")
+    assert len(long) <= 160
+    assert long.startswith("the loader failed: very")
+    assert long.endswith("late: connection reset by peer")
 
 
 def test_no_line_is_wrapped_outside_a_terminal() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from raysharded.journal.entries import whole_or_none
 from raysharded.journal.records import Recovery
 from raysharded.report.history import incidents, wall_time
-from raysharded.report.history.incidents import Change, Incident
+from raysharded.report.history.incidents import FAILURES, Change, FailedInARow, Incident
 from raysharded.report.history.step_table import StepLog
 
 Entry = Mapping[str, Any]
@@ -47,6 +47,9 @@ class Chronicle:
     """True while the workers of this driver are paused."""
     because: str = ""
     """The reason why this driver follows another."""
+    failed: FailedInARow = field(default_factory=FailedInARow)
+    failure: Incident | None = None
+    """The newest incident of checkpoints that failed."""
     undone: list[int] = field(default_factory=list)
     """Indices of the log's steps that were undone on request."""
 
@@ -78,8 +81,14 @@ class Chronicle:
                 self._open()
                 self.sessions[-1].note("found", self.now)
         incident = incidents.of_entry(entry, self.now / wall_time.MICRO, self.step)
+        row = self.failed.add(entry)
+        if incident is not None and row:
+            incident = replace(incident, text=row)
+            if self.incidents and self.incidents[-1] is self.failure:
+                self.incidents.pop()
         if incident is not None and not self._is_told(incident):
             self.incidents.append(incident)
+            self.failure = incident if kind in FAILURES else self.failure
 
     def add_step(self, index: int) -> None:
         """Add the log's next step, which the chronicle has not seen yet."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raysharded.display.quantities import count, listing, size, span
@@ -58,6 +58,9 @@ KINDS = {
     "failed": "failed",
 }
 """Kinds of entries that are incidents by themselves -> kind of the incident."""
+
+FAILURES = ("checkpoint_failed", "checkpoints_failing")
+"""Kinds about checkpoints that could not be written."""
 
 LETTERS = {
     "recovery": "R",
@@ -174,6 +177,44 @@ def of_entry(entry: Entry, at_s: float, step: int) -> Incident | None:
         text=_sentence(re.sub(r"^step \d+: ", "", text)),
         worker=worker if isinstance(worker, int) else None,
     )
+
+
+@dataclass(kw_only=True, slots=True)
+class FailedInARow:
+    """The checkpoints that failed since the newest committed one, as one line."""
+
+    steps: list[int] = field(default_factory=list)
+    newest: int | None = None
+    """Step of the newest committed checkpoint, once the driver has reported that there is none since."""
+
+    def add(self, entry: Entry) -> str:
+        """Add an entry. Returns the line about all failures in a row; empty for one alone, and for other entries."""
+        try:
+            return self._added(entry)
+        except DAMAGE:  # an older version's entry without the needed fields
+            return ""
+
+    def _added(self, entry: Entry) -> str:
+        match entry["kind"]:
+            case "checkpoint" | "started":
+                self.steps.clear()
+                self.newest = None
+                return ""
+            case "checkpoint_failed":
+                self.steps.append(int(entry["step"]))
+            case "checkpoints_failing":
+                self.newest = int(entry["newest"] or 0)
+            case _:
+                return ""
+        if len(self.steps) < 2:
+            return ""
+        none = ""
+        if self.newest is not None:
+            none = f": NO CHECKPOINT SINCE STEP {self.newest}" if self.newest else ": NO CHECKPOINT AT ALL"
+        return _sentence(
+            f"{len(self.steps)} checkpoints in a row, of steps {self.steps[0]} to {self.steps[-1]}, could not be "
+            f"written{none}; the last: {brief(str(entry['error']))}"
+        )
 
 
 def of_recovery(recovery: Recovery, change: Change, *, ended_s: float, lost_s: float) -> Incident:
