@@ -137,8 +137,8 @@ def test_a_long_message_becomes_one_short_line() -> None:
     error = f"put_if_absent {path} failed: OSError: [Errno 28] No space left on device. Free some space, then retry."
     assert len(error) > 160
     assert brief(error) == (
-        "put_if_absent /mnt/storage/run...l/00000380.jsonl failed: OSError: [Errno 28] No space left on device. Free some "
-        "space, then retry."
+        "put_if_absent /mnt/storage/run...l/00000380.jsonl failed: OSError: [Errno 28] No space left on device. "
+        "Free some space, then retry."
     )
     long = brief(f"the loader failed: {'very ' * 60}late: connection reset by peer")
     assert len(long) <= 160
