@@ -49,7 +49,7 @@ def ray() -> Finding:
     address = os.environ.get("RAY_ADDRESS", "")
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon or not port.isdigit():
-        return Finding(name="ray runs", found=f"{found.__version__}, {address or 'no RAY_ADDRESS'}")
+        return Finding(name="ray runs", found=f"{found.__version__}, {address or 'no RAY_ADDRESS'}; none was started")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except OSError as error:

@@ -183,7 +183,10 @@ class LocalRun(Run):
         return self._drive_with(self._launch(job_of(self._spec)))
 
     def _drive_with_ray(self) -> Result:
-        from raysharded.ray_backend import cluster, ray_launcher
+        from raysharded.ray_backend.surroundings import importing_ray
+
+        with importing_ray():
+            from raysharded.ray_backend import cluster
 
         workers = count(self._spec.scaling.max_workers, "worker")
         owns_cluster = cluster.connect(
@@ -193,13 +196,26 @@ class LocalRun(Run):
         cluster.carry_user_code(*self._spec.user_objects())
         with quiet_raylet() if owns_cluster else contextlib.nullcontext():
             try:
-                job = job_of(self._spec)
-                return self._drive_with(ray_launcher.RayLauncher(job, self._spec.scaling, owns_cluster=owns_cluster))
+                return self._drive_with(self._ray_launcher(owns_cluster=owns_cluster))
             finally:
                 if owns_cluster:
                     import ray
 
                     ray.shutdown()
+
+    def _ray_launcher(self, *, owns_cluster: bool) -> Launcher:
+        """Raises ConfigError with the attribute that cannot be sent to workers, if there is one."""
+        from raysharded.ray_backend import cluster, ray_launcher
+
+        try:
+            return ray_launcher.RayLauncher(job_of(self._spec), self._spec.scaling, owns_cluster=owns_cluster)
+        except RayshardedError:
+            raise
+        except Exception:
+            named = self._spec.named_objects()
+            del named["metrics"]  # they stay here
+            cluster.refuse_unsendable(named)
+            raise
 
     def _drive_with(self, launcher: Launcher) -> Result:
         """Drive the run with any launcher; closes it."""
@@ -241,7 +257,7 @@ class LocalRun(Run):
         return self._result_of(state)
 
     def _on_notice(self) -> AbstractContextManager[None]:
-        """Within this context, SIGTERM ends the run after one more checkpoint."""
+        """Within this context, SIGTERM or SIGHUP ends the run after one more checkpoint."""
         grace_s = self._spec.run.checkpoint.grace_s
         return on_notice(lambda: self.stop(checkpoint=True, within_s=grace_s), grace_s)
 
