@@ -128,6 +128,12 @@ def test_the_contents_of_a_recovery_are_not_reported_twice() -> None:
     assert "worker 7" in found[1].text.lower()
 
 
+def test_a_loss_is_told_once_though_a_step_that_was_done_before_is_reported_after_it() -> None:
+    entries = [started(), *generation(1, [0, 1], 0), step(1), lost(1, 1), step(2), *generation(2, [0], 2)]
+    (found,) = told([*entries, step(3, 1, 2), recovery(1, 2, total_s=5.0)])
+    assert (found.kind, found.step) == ("recovery", 3)
+
+
 WAITING: Entry = ("waiting", {"ready": 1, "needed": 2, "missing": "Each worker needs 1 GPU."})
 SLOW: Entry = ("waiting", {"ready": 1, "needed": 2, "missing": ""})
 

@@ -136,6 +136,8 @@ class Change:
 
     since_s: float
     """The time when the last step before the change was done."""
+    opened_s: float
+    """The time of the entry that began the change; steps that ended before it may be reported after it."""
     step: int
     """The last step before the change."""
     before: frozenset[int] | None
