@@ -190,6 +190,10 @@ def test_checkpoints_that_fail_in_a_row_are_one_incident_and_the_next_row_anothe
     entries += [step(3), failed_save(3), failing(3, newest=0), step(4), failed_save(4), failing(4, newest=0, failed=4)]
     row = "4 checkpoints in a row, of steps 1 to 4, could not be written: NO CHECKPOINT AT ALL; the last: disk full."
     assert [incident.text for incident in told(entries)] == [row]
+    twice = [*entries, checkpoint(5), failed_save(6), failed_save(6)]
+    assert (
+        told(twice)[-1].text == "The checkpoint of step 6 could not be written, 2 times in a row; the last: disk full."
+    )
     entries += [step(5), checkpoint(5), step(6), failed_save(6)]
     texts = [row, "Checkpoint not written: disk full."]
     assert [(incident.step, incident.text) for incident in told(entries)] == [(4, texts[0]), (6, texts[1])]
