@@ -251,7 +251,7 @@ def brief(text: str, limit: int = 160) -> str:
 
 
 def _without_middle(sentence: str, limit: int) -> str:
-    """The first and the last words of a sentence, or the ends of a single word."""
+    """The beginning and the end of a sentence, cut between words; or the ends of a single word."""
     tail = (limit - 5) // 2
     head = limit - 5 - tail
     first, last = sentence[:head].rpartition(" ")[0], sentence[-tail:].partition(" ")[2]

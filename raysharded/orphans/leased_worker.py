@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 from raysharded.actors.worker import Worker
-from raysharded.checkpoint import open_storage
 from raysharded.errors import StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.orphans.orphan_checkpoint import Peers, wait_for_turn, write_orphan_checkpoint
+from raysharded.ownership.run_folder import run_storage
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import Saved, WorkerInfo
 from raysharded.protocol.session import AdoptedWorker, DriverSession, FreedWorker, LeaseState, PartOf
@@ -46,8 +46,9 @@ class LeasedWorker:
 
         Without `peers` the worker does not outlive its driver, and has no lease.
         """
-        self._id, self._run_url, self._identity, self._peers = worker, job.run_url, identity, peers
-        self._worker = Worker(worker, job)
+        self._id, self._identity, self._peers = worker, identity, peers
+        self._storage = run_storage(job.run_url, terms.identity)
+        self._worker = Worker(worker, job, self._storage)
         self._facts: WorkerInfo | None = None
         self._started_by = terms.epoch
         self._changing = threading.Lock()
@@ -195,7 +196,7 @@ class LeasedWorker:
         try:
             while self._is_over():
                 wait_for_turn(self._id, peers)
-                if self._is_over() and write_orphan_checkpoint(self._id, terms, open_storage(self._run_url), peers):
+                if self._is_over() and write_orphan_checkpoint(self._id, terms, self._storage, peers):
                     break
                 time.sleep(_LOOK_UP_S)  # a driver may be about to take it over
         except Exception:  # noqa: BLE001 - thread boundary: nothing may keep the process alive

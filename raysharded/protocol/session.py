@@ -39,6 +39,8 @@ class DriverSession:
     """Whether checkpoints are signed: only the driver can sign, so there is no checkpoint without it."""
     lease_s: float
     orphan_wait_s: float
+    identity: str = ""
+    """Identity of the run's folder, without which workers write nothing; empty for other storages."""
     recorded_step: int = 0
     """Newest step in the journal when the driver began: it needs no reports of older ones."""
 

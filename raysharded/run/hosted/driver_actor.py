@@ -133,10 +133,12 @@ class DriverActor:
         The run has begun already, and its workers wait for this host.
         """
         from raysharded.checkpoint import check_writable, open_storage
+        from raysharded.report.loader import open_run
 
         patience_s, since = spec.run.failure.storage_patience_s, time.monotonic()
         while (waited_s := time.monotonic() - since) < patience_s and submission.read_stop(self._key) is None:
             try:
+                open_run(spec.url)  # an unmounted share has no run: it is not to be begun anew
                 check_writable(open_storage(spec.url))
                 break
             except StorageError as error:
