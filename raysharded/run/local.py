@@ -260,7 +260,7 @@ class LocalRun(Run):
         newest = None
         with contextlib.suppress(CheckpointError, StorageError):
             newest = _newest(self._files)
-        said = " However, ".join((self.how_to_go_on(), *self._steering.notices()))
+        said = " However, ".join((self.how_to_go_on(), *self._steering.warnings()))
         raise RunStopped(f"Stopped. {said}", self._now(of_stopped(newest, state, *place)))
 
     def _now(self, result: Result) -> Result:

@@ -190,8 +190,8 @@ class DriverActor:
             return self._run.status()
         (phase, state), order = ("over", "failed") if self._ended.is_set() else ("starting", "new"), self._order
         error = str(self._error) if self._error is not None else ""
-        notices = tuple(filter(None, [self._waits_for]))
-        found = Status(phase=phase, state=state, step=0, max_steps=0, workers=(), error=error, notices=notices)
+        warnings = tuple(filter(None, [self._waits_for]))
+        found = Status(phase=phase, state=state, step=0, max_steps=0, workers=(), error=error, warnings=warnings)
         if order is None:
             return found
         found = replace(found, max_steps=order.max_steps, name=order.name, url=order.url)
