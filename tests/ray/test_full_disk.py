@@ -88,6 +88,21 @@ def test_a_restarted_driver_waits_for_its_full_disk_and_the_run_loses_nothing(di
     assert_no_slot_is_leaked()
 
 
+def test_workers_without_a_driver_keep_their_state_until_the_disk_takes_a_last_checkpoint(disk: Disk) -> None:
+    run = trainer(disk.folder, 1, orphan_wait_s=1.0).start()
+    wait_until(lambda: (status(run.url)["step"] or 0) >= 2, "two steps in storage")
+    disk.fill()
+    pid = next(iter(status("driven")["pids"].values()))
+    node: Any = ray._private.worker._global_node
+    (log,) = Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err")
+    ray.kill(host_of(host_name(run.name, run.url)), no_restart=True)
+    wait_until(lambda: "the last checkpoint is retried: " in log.read_text(), "an attempt", timeout_s=120)
+    disk.free()
+    wait_until(lambda: status(run.url)["checkpoint_step"], "the last checkpoint", timeout_s=120)
+    hurry(disk.folder)
+    assert trainer(disk.folder, 1).start().wait(240).fingerprint == undisturbed().fingerprint
+
+
 def test_a_stop_on_a_full_disk_says_what_it_waits_for_and_a_second_one_ends_the_run(disk: Disk) -> None:
     run = trainer(disk.folder, 1).start()
     wait_until(lambda: run.status().step >= 1, "a step")

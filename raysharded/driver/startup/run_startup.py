@@ -206,6 +206,7 @@ class RunStartup:
             signed=self._files.key is not None,
             lease_s=self._lease_s,
             orphan_wait_s=self._orphan_wait_s,
+            storage_patience_s=self._files.patience_s,
             identity=self._identity,
             recorded_step=last_recorded_step(self.entries),
         )
