@@ -62,8 +62,7 @@ def brief(text: str, limit: int = 160) -> str:
     if len(first) > limit - 4:
         first = _LONG_WORD.sub(lambda word: f"{word[0][:_ENDS]}...{word[0][-_ENDS:]}", first)
     if len(first) > limit - 4:
-        tail = (limit - 4) // 2
-        return f"{first[: limit - 5 - tail].rstrip()} ... {first[-tail:].lstrip()}"
+        return _without_middle(first, limit)
     for sentence in others:
         if len(first) + len(sentence) + 5 > limit:
             return f"{first} ..."
@@ -114,6 +113,14 @@ def _plain(record: logging.LogRecord) -> bool:
     if record.exc_info and record.exc_info[0] is not None and not record.exc_text:
         record.exc_text = printable(masked(logging.Formatter().formatException(record.exc_info)))
     return True
+
+
+def _without_middle(sentence: str, limit: int) -> str:
+    """The beginning and the end of a sentence, cut between words; or the ends of a single word."""
+    tail = (limit - 5) // 2
+    head = limit - 5 - tail
+    first, last = sentence[:head].rpartition(" ")[0], sentence[-tail:].partition(" ")[2]
+    return f"{first or sentence[:head]} ... {last or sentence[-tail:]}"
 
 
 def _without_password(found: re.Match[str]) -> str:
