@@ -37,7 +37,7 @@ with open(folder + "/told", "w") as file:
 """
 
 
-def run(folder: Path, what: str, shell: str = "", **variables: str | None) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, what: str, shell: str = "", /, **variables: str | None) -> subprocess.CompletedProcess[str]:
     """The script with other variables (None: without it), and with a shell's redirections."""
     given = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     environment = {name: value for name, value in {**os.environ, **given}.items() if value is not None}
@@ -63,8 +63,8 @@ def test_fit_needs_no_standard_streams(tmp_path: Path) -> None:
     ],
 )
 def test_what_ray_lacks_in_order_to_start_is_one_sentence(tmp_path: Path, what: str, home: str, told: str) -> None:
-    auth = {"RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": None}
-    done = run(tmp_path, what, HOME=home, **auth)
+    auth: dict[str, str | None] = {"RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": None}
+    done = run(tmp_path, what, **{**auth, "HOME": home})
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ClusterError: Ray cannot be started on this machine: ")
@@ -94,7 +94,7 @@ def test_a_tilde_that_stands_for_nothing_makes_no_folder(
     monkeypatch.chdir(tmp_path)
     if home is None:
         monkeypatch.delenv("HOME")
-        monkeypatch.setattr("pwd.getpwuid", lambda _: {}[0])  # a user without a line
+        monkeypatch.setattr("pwd.getpwuid", dict[int, object]().__getitem__)  # a user without a line
     else:
         monkeypatch.setenv("HOME", home)
     for path in ("~/runs", "~"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -133,12 +133,14 @@ def test_what_is_no_file_is_an_error_and_not_waited_for(tmp_path: Path, kind: st
     for read in (lambda: storage.read("a"), lambda: storage.read_into("a", 0, [memoryview(bytearray(4))])):
         with pytest.raises(StorageError, match=f"read {tmp_path}/a failed"):
             read()
-    for other in (lambda: storage.size("a"), lambda: storage.swap("a", b"x", b"y")):
+    others: list[Callable[[], object]] = [lambda: storage.size("a"), lambda: storage.swap("a", b"x", b"y")]
+    for other in others:
         with pytest.raises(StorageError, match=r"a failed: \w+Error: "):
             other()
     assert storage.put_if_absent("a", b"mine") is False
     if kind == "folder":
-        for other in (lambda: storage.write("a", [b"mine"]), lambda: storage.delete(["a"])):
+        changes: list[Callable[[], object]] = [lambda: storage.write("a", [b"mine"]), lambda: storage.delete(["a"])]
+        for other in changes:
             with pytest.raises(StorageError, match=f"{tmp_path}/a failed: IsADirectoryError"):
                 other()
     else:
