@@ -1,8 +1,8 @@
 """Workers in the bundles of a placement group: of the one that this process is in, if it captures children. Knows Ray.
 
-Ray Tune gives every trial such a group: the trial has one bundle, and what it starts belongs into the others. When the
-trial ends, Ray Tune removes the group, and Ray ends the actors in it. The bundles are fixed: the run has as many workers
-as fit there.
+Ray Tune gives every trial such a group: the trial has one bundle, and what it starts belongs into the others. At the
+trial's end Ray Tune removes the group, and Ray ends the actors in it. The bundles are fixed: the run has as many
+workers as fit there.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class Bundles:
         )
 
     def refuse_the_impossible(self, scaling: ScalingConfig) -> None:
-        """Raise ClusterError if the group has no room for the minimum of workers; warn of less than the maximum."""
+        """Raise ClusterError if the group is too small for the minimum of workers; warn of less than the maximum."""
         limit, needs = self.limit(), " and ".join(f"{amount:g} {name}" for name, amount in self._needs.items())
         if limit < scaling.min_workers:
             example = ", ".join(f'"{name}": {amount:g}' for name, amount in self._needs.items())
             workers = count(scaling.min_workers, "worker")
             raise ClusterError(
                 f"the run needs at least {workers} with {needs} each. This process is in a placement group that "
-                f"captures its children, {self}: it has room for {limit} beside this process. Give the group a bundle "
+                f"captures its children, {self}: it is enough for {limit} beside this process. Give the group a bundle "
                 f"for each worker; with Ray Tune: tune.PlacementGroupFactory([the trial's bundle] + [{{{example}}}] * "
                 f"{scaling.min_workers}). Or call start() in place of fit(): its workers are outside of the group."
             )

@@ -33,18 +33,16 @@ class Choice:
     """The Ray that is used, in words with `str()`."""
 
     address: str = ""
-    """HOST:PORT, or a URL; empty for a Ray of its own, which the run starts and ends."""
+    """HOST:PORT, or a URL; empty for a separate Ray, which the run starts and ends."""
     why: str
     named_by: str = ""
-    """What names the address, in words; empty if nothing does: it was found."""
+    """Source of the address, in words; empty if it was found."""
     foreign: str = ""
     """A sentence about another user's Ray on this machine, which is not used; empty if there is none."""
 
     def __str__(self) -> str:
         return (
-            f"the Ray at {self.address}, {self.why}"
-            if self.address
-            else f"a Ray of its own on this machine ({self.why})"
+            f"the Ray at {self.address}, {self.why}" if self.address else f"a separate Ray on this machine ({self.why})"
         )
 
 
@@ -83,7 +81,7 @@ def _runs_here(file: Path) -> str:
 
 
 def _none(file: Path, found: LocalCluster | None) -> str:
-    """The reason for a Ray of its own."""
+    """The reason for a separate Ray."""
     if found is None:
         where = f" in {_FOLDER}={file.parent.parent}" if os.environ.get(_FOLDER) else ""
         return f"no cluster of yours was found{where}"

@@ -64,9 +64,8 @@ def train(folder: str, workers: int | tuple[int, int], group: str, faults: Fault
     }
 
 
-@ray.remote(num_cpus=1)
 class Trial:
-    """What trains is an actor, as in Ray Tune."""
+    """An actor that trains, as in Ray Tune."""
 
     def train(self, *arguments: Any) -> dict[str, Any]:
         return train(*arguments)
@@ -79,6 +78,7 @@ class Trial:
 
 
 task = ray.remote(num_cpus=1)(train)
+trial_class: Any = ray.remote(num_cpus=1)(Trial)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_workers_of_a_trial_are_in_its_bundles_and_so_is_the_replacement_of_a_lo
 ) -> None:
     kill = Fault(worker=WorkerId(0), step=3, phase="forward", kind="kill")
     faults = FaultPlan(faults=(kill,), folder=str(tmp_path))
-    trial = Trial.options(scheduling_strategy=inside(group)).remote()
+    trial = trial_class.options(scheduling_strategy=inside(group)).remote()
     told = ray.get(trial.train.remote(str(tmp_path), 2, group.id.hex(), faults))
     ray.kill(trial)
     assert told["fingerprint"] == undisturbed().fingerprint
@@ -139,9 +139,9 @@ def test_without_a_group_that_captures_workers_are_anywhere(where: str, group: P
 
 
 def test_a_group_without_room_for_the_workers_is_refused_at_the_start(group: PlacementGroup, tmp_path: Path) -> None:
-    trial = Trial.options(scheduling_strategy=inside(group)).remote()
+    trial = trial_class.options(scheduling_strategy=inside(group)).remote()
     with pytest.raises(
-        ClusterError, match="captures its children, 3 bundles: 1 CPU, 1 CPU, 1 CPU: it has room for 2"
+        ClusterError, match="captures its children, 3 bundles: 1 CPU, 1 CPU, 1 CPU: it is enough for 2"
     ) as no:
         ray.get(trial.train.remote(str(tmp_path), 3, group.id.hex()))
     ray.kill(trial)
@@ -150,7 +150,7 @@ def test_a_group_without_room_for_the_workers_is_refused_at_the_start(group: Pla
 
 
 def test_a_run_that_outlives_its_trial_does_not_take_the_group(group: PlacementGroup, tmp_path: Path) -> None:
-    trial = Trial.options(scheduling_strategy=inside(group)).remote()
+    trial = trial_class.options(scheduling_strategy=inside(group)).remote()
     heard = ray.get(trial.start.remote(str(tmp_path)))
     assert any("run job is outside of the placement group of this process (3 bundles" in message for message in heard)
     ray.kill(trial)

@@ -1,10 +1,11 @@
-"""Which Ray is used, and the reason that is given: Ray's own rules, with real clusters of `ray start`."""
+"""The Ray that is used, and the reason that is given: Ray's own rules, with real clusters of `ray start`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -40,19 +41,19 @@ def test_an_empty_ray_address_is_as_none(folder: Path, monkeypatch: pytest.Monke
     choice = choose(given)
     assert choice.address == ""
     why = f"no cluster of yours was found in RAY_TMPDIR={folder.parent}; RAY_ADDRESS=HOST:PORT names one"
-    assert str(choice) == f"a Ray of its own on this machine ({why})"
+    assert str(choice) == f"a separate Ray on this machine ({why})"
     assert machine.which_ray().found == str(choice), "doctor has the same words"
 
 
 def test_what_names_the_ray_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert str(choose("local")) == "a Ray of its own on this machine (as the given address says)"
+    assert str(choose("local")) == "a separate Ray on this machine (as the given address says)"
     assert str(choose("10.0.0.1:6379")) == "the Ray at 10.0.0.1:6379, as the given address says"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
     assert str(choose()) == "the Ray at 10.0.0.2:6379, as RAY_ADDRESS says"
     assert str(choose("10.0.0.1:6379")) == "the Ray at 10.0.0.1:6379, as the given address says"
     assert str(choose("auto")) == str(choose()), "as in Ray, RAY_ADDRESS precedes the keyword"
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert str(choose()) == "a Ray of its own on this machine (as RAY_ADDRESS=local says)"
+    assert str(choose()) == "a separate Ray on this machine (as RAY_ADDRESS=local says)"
 
 
 def test_the_file_of_a_dead_cluster_names_none(folder: Path) -> None:
@@ -102,7 +103,7 @@ def test_a_look_up_starts_no_ray(address: str, tmp_path: Path) -> None:
     assert (told["children"], told["connected"]) == ([], False)
     why = "as RAY_ADDRESS=local says" if address else "no cluster of yours was found"
     assert f"could know a run named 'gpt' ({why}" in " ".join(told["status"].split())
-    assert told["used"].startswith(f"a Ray of its own on this machine ({why}")
+    assert told["used"].startswith(f"a separate Ray on this machine ({why}")
 
 
 @contextlib.contextmanager
@@ -119,25 +120,22 @@ def started(environment: dict[str, str], *arguments: str) -> Iterator[None]:
     yield
 
 
-FITS = """
-import json, logging, os, subprocess, sys
-import raysharded as rs
+STARTS = """
+import json, logging, sys
+from pathlib import Path
+import ray
 from tests.ray.test_main_job import trainer
 
 said = []
+
 class Heard(logging.Handler):
     def emit(self, record):
         said.append(record.getMessage())
+
 logging.getLogger("raysharded.driver").addHandler(Heard())
 logging.getLogger("raysharded.driver").setLevel("INFO")
-from pathlib import Path
-run = trainer(Path(sys.argv[1]), (1, 1)).start()
-run.wait()
-found = rs.attach(run.name).status().phase
-fitted = trainer(Path(sys.argv[1], "fit"), (1, 1)).fit(lambda kind, fields: None)
-import ray
-print(json.dumps({"said": said, "phase": found, "address": ray.get_runtime_context().gcs_address,
-    "fingerprint": fitted.fingerprint}))
+trainer(Path(sys.argv[1]), 1, steps=2).start().wait()
+print(json.dumps({"said": said, "address": ray.get_runtime_context().gcs_address}))
 """
 
 
@@ -155,14 +153,14 @@ def test_a_cluster_with_a_folder_of_its_own_is_used_and_no_second_ray_is_started
         environment["TMPDIR"] = str(tmp_path)  # nor does Ray's usual folder name a cluster of somebody else
     with started(environment, *([f"--temp-dir={place}"] if how == "--temp-dir" else [])):
         address = (place / "ray_current_cluster").read_text()
-        found: dict[str, Any] = run_script(FITS, str(tmp_path), environment=environment)
+        found: dict[str, Any] = run_script(STARTS, str(tmp_path), environment=environment)
         status = [sys.executable, "-m", "raysharded", "status", "job", "--json"]
         asked = subprocess.run(status, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
         raylets = [line for line in processes_marked(marker) if "/raylet" in line.split()[0]]
     assert found["address"] == address
     told = f"on the Ray at {address}, which runs on this machine ({place})"
-    assert found["said"][0].startswith(told)
-    assert f"{told}: starting 1 worker" in found["said"]
+    others = r"(, the newest of \d+ that do: RAY_ADDRESS=HOST:PORT names one)?"  # of other tests
+    assert re.fullmatch(rf"{re.escape(told)}{others}: starting the driver of run job", found["said"][0])
     assert asked.returncode == 0, asked.stderr
     assert json.loads(asked.stdout)["name"] == "job"
     assert len(raylets) == 1, "no second Ray is beside it"
