@@ -65,18 +65,20 @@ def status(run: str) -> dict[str, Any]:
     return found
 
 
-def has_notice(run: str, *words: str) -> bool:
-    return any(all(word in notice for word in words) for notice in status(run)["notices"])
+def has_warning(run: str, *words: str) -> bool:
+    return any(all(word in warning for word in words) for warning in status(run)["warnings"])
 
 
 def test_a_restarted_driver_waits_for_its_full_disk_and_the_run_loses_nothing(disk: Disk) -> None:
     run = trainer(disk.folder, 1).start()
     wait_until(lambda: run.status().step >= 2, "two steps")
     disk.fill()
-    wait_until(lambda: has_notice("driven", "storage has taken no entries", "No space left"), "the driver's word")
+    wait_until(lambda: has_warning("driven", "storage has taken no entries", "No space left"), "the driver's word")
     assert status("driven")["state"] == "running"
     os.kill(host_pid(run), signal.SIGKILL)
-    wait_until(lambda: has_notice(run.url, "its restarted driver cannot begin", "No space left"), "the next one's word")
+    wait_until(
+        lambda: has_warning(run.url, "its restarted driver cannot begin", "No space left"), "the next one's word"
+    )
     assert status(run.url)["state"] == "restarting"
     disk.free()
     hurry(disk.folder)
@@ -86,16 +88,31 @@ def test_a_restarted_driver_waits_for_its_full_disk_and_the_run_loses_nothing(di
     assert_no_slot_is_leaked()
 
 
+def test_workers_without_a_driver_keep_their_state_until_the_disk_takes_a_last_checkpoint(disk: Disk) -> None:
+    run = trainer(disk.folder, 1, orphan_wait_s=1.0).start()
+    wait_until(lambda: (status(run.url)["step"] or 0) >= 2, "two steps in storage")
+    disk.fill()
+    pid = next(iter(status("driven")["pids"].values()))
+    node: Any = ray._private.worker._global_node
+    (log,) = Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err")
+    ray.kill(host_of(host_name(run.name, run.url)), no_restart=True)
+    wait_until(lambda: "the last checkpoint is retried: " in log.read_text(), "an attempt", timeout_s=120)
+    disk.free()
+    wait_until(lambda: status(run.url)["checkpoint_step"], "the last checkpoint", timeout_s=120)
+    hurry(disk.folder)
+    assert trainer(disk.folder, 1).start().wait(240).fingerprint == undisturbed().fingerprint
+
+
 def test_a_stop_on_a_full_disk_says_what_it_waits_for_and_a_second_one_ends_the_run(disk: Disk) -> None:
     run = trainer(disk.folder, 1).start()
     wait_until(lambda: run.status().step >= 1, "a step")
     run.checkpoint(60)
     disk.fill()
-    wait_until(lambda: has_notice("driven", "storage has taken no entries"), "the driver's word")
+    wait_until(lambda: has_warning("driven", "storage has taken no entries"), "the driver's word")
     code, out = command("stop", "driven")
     assert (code, "ends after a checkpoint" in out) == (0, True)
     assert "storage has taken no entries" in out
-    wait_until(lambda: has_notice("driven", "it ends when a checkpoint of a step after"), "the driver's answer")
+    wait_until(lambda: has_warning("driven", "it ends when a checkpoint of a step after"), "the driver's answer")
     assert status("driven")["stop_requested"]
     assert not run.is_over()
     code, out = command("stop", "driven")
@@ -118,7 +135,7 @@ def test_a_run_without_a_driver_says_how_long_its_workers_keep_the_newest_state(
     pid = host_pid(run)
     ray.kill(host_of(host_name(run.name, run.url)), no_restart=True)
     wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "the driver's end")
-    wait_until(lambda: has_notice(run.url, "1 worker keeps the newest state in memory for another"), "orphans")
+    wait_until(lambda: has_warning(run.url, "1 worker keeps the newest state in memory for another"), "orphans")
     code, out = command("status", run.url)
     assert (code, "its workers wait for another one" in " ".join(out.split())) == (0, True), out
     (worker,) = status(run.url)["pids"].values()
