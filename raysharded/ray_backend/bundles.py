@@ -20,6 +20,8 @@ from raysharded.config import ScalingConfig
 from raysharded.display.quantities import count
 from raysharded.errors import ClusterError
 from raysharded.ids import WorkerId
+from raysharded.ray_backend.capacity import needs_of, refuse_the_impossible, warn_of_too_few
+from raysharded.ray_backend.placement import Placing
 
 _log = logging.getLogger("raysharded.driver")
 
@@ -121,3 +123,18 @@ def captured(needs: Mapping[str, float]) -> Bundles | None:
     worker: Any = ray._private.worker.global_worker
     group = get_current_placement_group() if worker.should_capture_child_tasks_in_placement_group else None
     return None if group is None else Bundles(group, needs)
+
+
+def places(scaling: ScalingConfig, *, owns_cluster: bool) -> Placing | Bundles:
+    """The places of a run's workers: the bundles that capture them, or else all nodes.
+
+    Raises ClusterError if the minimum of workers does not fit there, and nothing can be added: in bundles, and on a
+    cluster that was started here. Elsewhere that is a warning.
+    """
+    needs = needs_of(scaling)
+    bundles = captured(needs)
+    if bundles is not None:
+        bundles.refuse_the_impossible(scaling)
+        return bundles
+    (refuse_the_impossible if owns_cluster else warn_of_too_few)(scaling)
+    return Placing(scaling.shard_group_size or scaling.tensor_parallel_degree, needs)

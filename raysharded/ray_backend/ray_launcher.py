@@ -19,13 +19,13 @@ from raysharded.protocol.session import DriverSession, FoundWorkers, job_identit
 from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost, WorkersOfAnotherVersion
 from raysharded.ray_backend import adoption, other_versions
 from raysharded.ray_backend.agents import Agents, Aside, OwnNode
-from raysharded.ray_backend.bundles import captured
-from raysharded.ray_backend.capacity import needs_of, refuse_the_impossible, shortage_text, warn_of_too_few
+from raysharded.ray_backend.bundles import places
+from raysharded.ray_backend.capacity import needs_of, shortage_text
 from raysharded.ray_backend.death_causes import cause_of_death
 from raysharded.ray_backend.drain_watch import DrainWatch
 from raysharded.ray_backend.node_watch import NodeWatch
 from raysharded.ray_backend.peers import GROUP, GROUP_SIZE, NAMESPACE, RayPeers, name_of
-from raysharded.ray_backend.placement import Placing, has_process, node_of, node_table, not_on
+from raysharded.ray_backend.placement import has_process, node_of, node_table, not_on
 from raysharded.rendezvous.server import RendezvousStore
 
 _CONCURRENT_CALLS = 16
@@ -50,12 +50,7 @@ class RayLauncher:
 
         self._scaling = scaling
         self._owns_cluster = owns_cluster
-        needs = needs_of(scaling)
-        bundles = captured(needs)
-        (refuse_the_impossible if owns_cluster else bundles.refuse_the_impossible if bundles else warn_of_too_few)(
-            scaling
-        )
-        self._placing = bundles or Placing(scaling.shard_group_size or scaling.tensor_parallel_degree, needs)
+        self._placing = places(scaling, owns_cluster=owns_cluster)
         with_groups: Any = ray.remote(concurrency_groups={GROUP: GROUP_SIZE})  # type: ignore[call-overload]  # it has them
         self._actor_class = with_groups(Tenant)
         self._options: dict[str, Any] = {
