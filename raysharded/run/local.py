@@ -18,6 +18,7 @@ from raysharded.display import uncaught_errors
 from raysharded.display.quantities import count
 from raysharded.display.raylet_output import quiet_raylet
 from raysharded.errors import CheckpointError, ConfigError, RayshardedError, StorageError
+from raysharded.ownership.run_folder import run_storage
 from raysharded.ownership.start_mark import StartMark
 from raysharded.run.control import RunControl
 from raysharded.run.group_planner import GroupPlanner
@@ -137,7 +138,6 @@ class LocalRun(Run):
         """With Ray, unless `launch` makes another launcher; `start` starts a fork (None: in this process)."""
         from raysharded.checkpoint import check_writable
         from raysharded.checkpoint.removal_mark import refuse_removed
-        from raysharded.ownership.run_folder import run_storage
 
         storage = run_storage(spec.url)
         refuse_removed(storage, ConfigError)
