@@ -48,7 +48,7 @@ def extras() -> Finding:
 
 def home() -> Finding:
     """Whether Ray and torch can keep their files: in the home, the folder of Ray's sessions, and that of torch's."""
-    from raysharded.ray_backend.surroundings import home_problem, session_problem, working_directory_problem
+    from raysharded.actors.process.surroundings import home_problem, session_problem, working_directory_problem
 
     problem = working_directory_problem() or home_problem() or session_problem() or _temporary_problem()
     if problem:

@@ -16,6 +16,7 @@ import ray
 from ray._private import ray_constants
 from ray.exceptions import RayError
 
+from raysharded.actors.process.surroundings import no_hangup, why_not_started
 from raysharded.checkpoint.format.signing import ENVIRONMENT_KEY
 from raysharded.display.plain_text import brief
 from raysharded.display.quantities import count
@@ -23,7 +24,6 @@ from raysharded.display.raylet_output import open_closed_streams
 from raysharded.errors import ClusterError, ConfigError, text_of
 from raysharded.ray_backend.bundles import captured
 from raysharded.ray_backend.local_cluster import listens, names_of, users_listening
-from raysharded.ray_backend.surroundings import no_hangup, why_not_started
 from raysharded.ray_backend.which_ray import LOCAL, NEWEST, Choice, choose
 
 _log = logging.getLogger("raysharded.cluster")

@@ -97,7 +97,7 @@ def _newest(files: RunFiles) -> Checkpoint | None:
 
 def _connect(spec: RunSpec, *, shown: bool) -> bool:
     """Use a Ray that is there, or start one; returns whether one was started. Raises ClusterError."""
-    from raysharded.ray_backend.surroundings import importing_ray
+    from raysharded.actors.process.surroundings import importing_ray
 
     with importing_ray():
         from raysharded.ray_backend import cluster

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from raysharded.actors.process import surroundings
 from raysharded.cli import machine
 from raysharded.errors import ConfigError
 from raysharded.locations import local_path, with_home
-from raysharded.ray_backend import cluster, surroundings
+from raysharded.ray_backend import cluster
 from tests.paths import ROOT
 
 SCRIPT = """
