@@ -148,11 +148,14 @@ class S3Storage:
         """The bucket for an operation, whose failures become StorageErrors."""
         if key:
             check_key(self.url, key)
+        bucket = None
         try:
-            yield open_bucket(self.url)
+            bucket = open_bucket(self.url)
+            yield bucket
         except _FAILURES as error:
             cause = FileNotFoundError(str(error)) if is_missing(error) else error
-            said, remedy = said_by(error), remedy_for(error)
+            of_keys = bucket.connection.credentials.remedy(error) if bucket is not None else None
+            said, remedy = said_by(error), of_keys or remedy_for(error)
             raise storage_error(self.url, operation, key, cause, said=said, remedy=remedy) from error
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from botocore.exceptions import ClientError
+from botocore.exceptions import BotoCoreError, ClientError
 
 from raysharded.checkpoint.storage.retry import with_retries
-from raysharded.checkpoint.storage.s3.connection import Connection, connect
+from raysharded.checkpoint.storage.s3.connection import Client, Connection, connect
+from raysharded.checkpoint.storage.s3.credentials import may_be_outdated
 from raysharded.checkpoint.storage.s3.deadline import Deadline
 from raysharded.checkpoint.storage.s3.errors import code_of, is_refusal, may_pass, status_of
 from raysharded.checkpoint.storage.s3.location import Location, parse
@@ -35,9 +36,21 @@ class Bucket:
     connection: Connection
 
     def request_once(self, operation: str, **params: Any) -> Answer:
-        """Answer of boto3's `operation` on this bucket, once. All but an object's bytes came within the limit."""
+        """Answer of boto3's `operation` on this bucket, once. All but an object's bytes came within the limit.
+
+        A request whose credentials are refused is repeated with those that are found anew, if they are others.
+        """
+        refused = self.connection.client
+        try:
+            return self._ask(refused, operation, params)
+        except (ClientError, BotoCoreError) as error:
+            if not (may_be_outdated(error) and self.connection.renew(refused)):
+                raise
+        return self._ask(self.connection.client, operation, params)
+
+    def _ask(self, client: Client, operation: str, params: Answer) -> Answer:
         with Deadline(self._limit_s(operation, len(params.get("Body", b"")))):
-            answer: Answer = getattr(self.connection.client, operation)(Bucket=self.location.bucket, **params)
+            answer: Answer = getattr(client, operation)(Bucket=self.location.bucket, **params)
         return answer
 
     def fetch(self, key: str) -> bytes:

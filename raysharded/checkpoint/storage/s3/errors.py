@@ -42,21 +42,24 @@ _IN_CONFLICT = {"ConditionalRequestConflict", "OperationAborted"}  # another wri
 _MAY_PASS = _THROTTLED | _BROKEN_ON_THE_WAY | _IN_CONFLICT
 _WILL_NOT_PASS = (501, 505, 507)  # not implemented, HTTP version, storage full
 
-_DENIED = "Allow these credentials to get, put, list and delete objects there, and to abort multipart uploads."
-_EXPIRED = "The credentials have expired: renew them where boto3 finds them on this machine, then start again."
-_UNKNOWN = "The server does not accept these credentials: check what boto3 finds on this machine (`aws configure list`)"
+EXPIRED_CREDENTIALS = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
+UNKNOWN_CREDENTIALS = frozenset(
+    {
+        "InvalidAccessKeyId",
+        "InvalidClientTokenId",
+        "InvalidSecurity",
+        "InvalidToken",
+        "InvalidTokenId",  # MinIO's
+        "SignatureDoesNotMatch",
+        "UnrecognizedClientException",
+    }
+)
+
 _REGION = "The bucket is in another region: add ?region=... to the URL, or set AWS_REGION."
 _FULL = "Free some space or raise the quota, keep fewer checkpoints, or choose another folder or URL."
 _REMEDIES = {
-    "AccessDenied": _DENIED,
     "AllAccessDisabled": "Allow these credentials to use the bucket.",
     "NoSuchBucket": "Create the bucket, or correct its name.",
-    "ExpiredToken": _EXPIRED,
-    "ExpiredTokenException": _EXPIRED,
-    "TokenRefreshRequired": _EXPIRED,
-    "InvalidAccessKeyId": f"{_UNKNOWN}.",
-    "InvalidToken": f"{_UNKNOWN}.",
-    "SignatureDoesNotMatch": f"{_UNKNOWN}, and that no proxy changes the requests.",
     "AuthorizationHeaderMalformed": _REGION,
     "PermanentRedirect": _REGION,
     "IllegalLocationConstraintException": _REGION,
@@ -67,6 +70,18 @@ _REMEDIES = {
     "InsufficientStorage": _FULL,
     "XMinioStorageFull": _FULL,
 }
+
+
+_RIGHTS = {
+    "ListObjectsV2": "s3:ListBucket",
+    "ListMultipartUploads": "s3:ListBucketMultipartUploads",
+    "AbortMultipartUpload": "s3:AbortMultipartUpload",
+    "GetObject": "s3:GetObject",
+    "HeadObject": "s3:GetObject",
+    "DeleteObject": "s3:DeleteObject",
+    "DeleteObjects": "s3:DeleteObject",
+}
+"""Right of an operation; that of all others is s3:PutObject."""
 
 
 def code_of(error: BaseException) -> str:
@@ -119,7 +134,14 @@ def is_taken(error: BaseException) -> bool:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether the server may refuse something optional in the request, so that it may succeed without."""
-    return status_of(error) in (400, 405, 411, 501) and code_of(error) not in _REMEDIES and not may_pass(error)
+    known = code_of(error) in _REMEDIES or code_of(error) in EXPIRED_CREDENTIALS | UNKNOWN_CREDENTIALS
+    return status_of(error) in (400, 405, 411, 501) and not known and not may_pass(error)
+
+
+def right_of(error: BaseException) -> str:
+    """Right that the refused operation needs."""
+    assert isinstance(error, boto.ClientError), error
+    return _RIGHTS.get(error.operation_name, "s3:PutObject")
 
 
 def said_by(error: BaseException) -> str | None:
@@ -147,5 +169,5 @@ def remedy_for(error: BaseException) -> str | None:
     if status_of(error) == 507:
         return _FULL
     if status_of(error) == 403:
-        return _REMEDIES.get(code_of(error), _DENIED)
+        return _REMEDIES.get(code_of(error), f"Allow these credentials {right_of(error)} there.")
     return _REMEDIES.get(code_of(error))
