@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,17 @@ def new_user(server: S3Server) -> tuple[str, Key]:
     return user, key
 
 
-def allow(server: S3Server, bucket: str, user: str, actions: list[str]) -> None:
-    """Make this the bucket's policy: the user may do these actions, and nothing else."""
+def remove_user(server: S3Server, user: str) -> None:
+    _admin(server, "DELETE", "", {"uid": user, "purge-data": "true"})
+
+
+def allow(server: S3Server, bucket: str, user: str, actions: Sequence[str], denied: Sequence[str]) -> None:
+    """Make this the bucket's policy: the user may do `actions`, except for those that are denied."""
     arn = f"arn:aws:s3:::{bucket}"
-    allowed = {"Effect": "Allow", "Principal": {"AWS": [f"arn:aws:iam:::user/{user}"]}, "Action": actions}
-    policy = {"Version": "2012-10-17", "Statement": [{**allowed, "Resource": [arn, f"{arn}/*"]}]}
+    of_user = {"Principal": {"AWS": [f"arn:aws:iam:::user/{user}"]}, "Resource": [arn, f"{arn}/*"]}
+    rules = [{**of_user, "Effect": "Allow", "Action": [*actions]}]
+    rules += [{**of_user, "Effect": "Deny", "Action": [*denied]}] if denied else []
+    policy = {"Version": "2012-10-17", "Statement": rules}
     _client(server, "s3").put_bucket_policy(Bucket=bucket, Policy=json.dumps(policy))
 
 

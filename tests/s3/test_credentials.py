@@ -1,4 +1,4 @@
-"""Keys are exchanged while they are used: a refused key is looked up again, and the requests go on with the new one."""
+"""Keys are exchanged while they are used: a refused key is looked up again, and the requests continue with the new one."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import pytest
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.checkpoint.storage.s3 import connection
 from raysharded.checkpoint.storage.s3.bucket import open_bucket
+from raysharded.checkpoint.storage.s3.credentials import Found, Session, look_up
 from raysharded.checkpoint.storage.s3.upload import PART_BYTES
 from raysharded.clock import SystemClock
 from raysharded.errors import StorageError
@@ -56,7 +57,7 @@ class Keyring:
 
 @pytest.fixture
 def keyring(s3_server: S3Server, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Keyring]:
-    """A file with a key of its own, which this process and its children use from now on."""
+    """A file with a separate key, which this process and its children use from now on."""
     ring = Keyring(server=s3_server, path=tmp_path / "credentials", key=new_key(s3_server))
     ring.key.write(ring.path)
     with monkeypatch.context() as patch:
@@ -70,7 +71,7 @@ def keyring(s3_server: S3Server, s3_url: str, tmp_path: Path, monkeypatch: pytes
 
 @pytest.fixture
 def storage(keyring: Keyring, s3_url: str) -> Storage:
-    """A storage with a connection of its own, which has used the file's key."""
+    """A storage with a separate connection, which has used the file's key."""
     opened = open_storage(_apart(s3_url))
     opened.write("old", [b"old"])
     return opened
@@ -218,9 +219,8 @@ def test_keys_that_stay_the_same_are_looked_up_at_most_every_so_often(
     storage: Storage, keyring: Keyring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = 0
-    look_up = connection.look_up
 
-    def counted(session: object) -> object:
+    def counted(session: Session) -> Found:
         nonlocal looked
         looked += 1
         return look_up(session)

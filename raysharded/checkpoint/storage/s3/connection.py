@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import boto3
@@ -18,8 +19,10 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, IncompleteReadError
 
 import raysharded
+from raysharded.checkpoint.storage.s3.answers import refuse_foreign
 from raysharded.checkpoint.storage.s3.credentials import Found, Session, look_up, new_session
 from raysharded.checkpoint.storage.s3.deadline import watch_over
+from raysharded.checkpoint.storage.s3.errors import InvalidConfiguration
 from raysharded.checkpoint.storage.s3.location import Endpoint
 from raysharded.checkpoint.threads import Threads
 
@@ -87,13 +90,14 @@ def connect(endpoint: Endpoint) -> Connection:
         return _connections[endpoint]
 
 
-def _client(endpoint: Endpoint, session: Session) -> Client:
+def _client(endpoint: Endpoint, of_botocore: Session) -> Client:
+    session = boto3.session.Session(botocore_session=of_botocore)
     client = _new_client(endpoint, session, {})
     encrypted = client.meta.endpoint_url.startswith("https:")
     if encrypted and (client.meta.config.s3 or {}).get("payload_signing_enabled") is None:
         # boto3 itself leaves a body unsigned if TLS and a checksum protect it, but knows only checksums it computes.
         client = _new_client(endpoint, session, {"payload_signing_enabled": False})
-    client.meta.events.register_first("before-parse.s3", _check_length)
+    client.meta.events.register_first("before-parse.s3", partial(_check, client.meta.endpoint_url))
     watch_over(client)
     return client
 
@@ -111,13 +115,29 @@ def _new_client(endpoint: Endpoint, session: Session, s3: dict[str, Any]) -> Cli
         tcp_keepalive=True,
         user_agent_extra=f"raysharded/{raysharded.__version__}",
     )
-    return boto3.session.Session(botocore_session=session).client(
-        "s3", endpoint_url=endpoint.endpoint_url, region_name=endpoint.region, config=config
-    )
+    try:
+        return session.client("s3", endpoint_url=endpoint.endpoint_url, region_name=endpoint.region, config=config)
+    except ValueError as error:  # not botocore's for an endpoint, or a file, that it cannot use
+        raise InvalidConfiguration(_said_of(error, endpoint)) from error
 
 
-def _check_length(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> None:
-    """Reject a partial answer: boto3 takes an empty body for an empty listing. (Any: botocore has no types.)"""
+def _said_of(error: ValueError, endpoint: Endpoint) -> str:
+    """The error, and the variable that it is about. A URL's own endpoint was checked before."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    given = next((f"{name}={os.environ[name]}" for name in names if os.environ.get(name)), None)
+    if endpoint.endpoint_url is None and given is not None and "endpoint" in str(error).lower():
+        return f"{given} is not an address: it begins with http:// or https://"
+    return str(error)
+
+
+def _check(endpoint_url: str, operation_model: Any, response_dict: dict[str, Any], **_: Any) -> None:
+    """Reject an answer that is not whole, or not S3's. (Any: botocore has no types.)"""
+    _check_length(operation_model, response_dict)
+    refuse_foreign(endpoint_url, operation_model.name, response_dict)
+
+
+def _check_length(operation_model: Any, response_dict: dict[str, Any]) -> None:
+    """Reject a partial answer: boto3 takes an empty body for an empty listing."""
     body, length = response_dict.get("body"), response_dict["headers"].get("content-length")
     if not isinstance(body, bytes) or length is None or operation_model.http.get("method") == "HEAD":
         return

@@ -16,6 +16,7 @@ from raysharded.checkpoint.storage.s3.errors import (
     EXPIRED_CREDENTIALS,
     UNKNOWN_CREDENTIALS,
     code_of,
+    is_denial,
     right_of,
     status_of,
 )
@@ -30,7 +31,6 @@ _NOT_FOUND = (
     boto.SSOError,
 )
 """Failures on this machine, before any request."""
-_DENIED = ("AccessDenied", "403", "Forbidden")  # of a right, or of a key that is disabled
 _OTHER_REASONS = frozenset({"QuotaExceeded", "RequestTimeTooSkewed"})
 
 _KEPT = (
@@ -81,7 +81,7 @@ class Found:
             said = "The credentials have expired"
         elif code in UNKNOWN_CREDENTIALS:
             said = "The server does not accept these credentials"
-        elif status_of(error) == 403 and code in _DENIED:
+        elif is_denial(error):
             return f"Allow these credentials {right_of(error)} there: {self}."
         else:
             return None

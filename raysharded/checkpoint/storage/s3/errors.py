@@ -12,6 +12,7 @@ from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 
 from raysharded.checkpoint.storage.retry import is_transient
+from raysharded.checkpoint.storage.s3.answers import ForeignAnswer
 
 _THROTTLED = {
     "BandwidthLimitExceeded",
@@ -84,6 +85,10 @@ _RIGHTS = {
 """Right of an operation; that of all others is s3:PutObject."""
 
 
+class InvalidConfiguration(OSError):
+    """boto3 cannot make a client with what the environment and its files give."""
+
+
 def code_of(error: BaseException) -> str:
     """The server's error code; "" if the error is not the server's."""
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, boto.ClientError) else ""
@@ -144,13 +149,24 @@ def right_of(error: BaseException) -> str:
     return _RIGHTS.get(error.operation_name, "s3:PutObject")
 
 
+def is_denial(error: BaseException) -> bool:
+    """Whether the credentials lack a right. Some servers answer so to keys that are disabled, too."""
+    return status_of(error) == 403 and code_of(error) in ("AccessDenied", "403", "Forbidden")
+
+
 def said_by(error: BaseException) -> str | None:
     """The server's answer as text, if there was one."""
+    if isinstance(error, (ForeignAnswer, InvalidConfiguration)):
+        return str(error)
+    if isinstance(error, boto.ProxyConnectionError):
+        reason = getattr(error.kwargs["error"], "original_error", error.kwargs["error"])
+        return f"the proxy {error.kwargs['proxy_url']} does not connect ({reason})"
     if not isinstance(error, boto.ClientError):
         return None
     message = error.response.get("Error", {}).get("Message")
-    status = f"{status_of(error)} " if status_of(error) else ""
-    return f"the server answered {error.operation_name} with {status}{code_of(error)}" + (
+    code = code_of(error)
+    status = f"{status_of(error)} " if status_of(error) and str(status_of(error)) != code else ""
+    return f"the server answered {error.operation_name} with {status}{code}" + (
         f" ({message})" if message and message != "None" else ""
     )
 
@@ -162,6 +178,17 @@ def remedy_for(error: BaseException) -> str | None:
             "Give boto3 credentials on the driver and on every worker: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
             "AWS_PROFILE, ~/.aws, or a role of the machine."
         )
+    if isinstance(error, ForeignAnswer):
+        return error.remedy
+    if isinstance(error, InvalidConfiguration):
+        return "Correct it on the driver and on every worker, or leave it out."
+    if isinstance(error, boto.ProxyConnectionError):
+        return (
+            "HTTP_PROXY or HTTPS_PROXY names this proxy: have it let these requests pass, or add the server's host to "
+            "NO_PROXY."
+        )
+    if isinstance(error, boto.SSLError) and _is_no_tls(error):
+        return "What answers there does not speak https: write http:// instead, or correct the port."
     if isinstance(error, (boto.ConnectionError, boto.HTTPClientError)):
         return "Check that the server runs at this address and can be reached from this machine."
     if isinstance(error, TimeoutError):
@@ -171,3 +198,8 @@ def remedy_for(error: BaseException) -> str | None:
     if status_of(error) == 403:
         return _REMEDIES.get(code_of(error), f"Allow these credentials {right_of(error)} there.")
     return _REMEDIES.get(code_of(error))
+
+
+def _is_no_tls(error: BaseException) -> bool:
+    """Whether the other side does not speak TLS, in the words of OpenSSL 3 and its predecessors."""
+    return any(word in str(error).upper() for word in ("WRONG_VERSION_NUMBER", "RECORD LAYER FAILURE", "HTTP_REQUEST"))
