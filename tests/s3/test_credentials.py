@@ -1,7 +1,8 @@
-"""Keys are exchanged while they are used: a refused key is looked up again, and the requests continue with the new one."""
+"""Keys are exchanged while they are used: a refused key is looked up again, and requests continue with the new one."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -11,7 +12,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from random import Random
 
@@ -197,6 +199,36 @@ def test_a_session_token_that_expires_is_replaced_by_the_one_in_the_file(faulty_
     assert any(request.header("x-amz-security-token") == second.token for request in faulty_s3.proxy.requests)
     assert expired.fired == 2
     assert storage.retries == 0
+
+
+def test_a_program_that_gives_keys_is_called_again_for_a_refused_key_and_not_for_a_missing_right(
+    faulty_s3: FaultyS3, keyring: Keyring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys with a time of expiry are renewed by botocore, and those of a role are new at each look-up."""
+    given, config = tmp_path / "given.json", tmp_path / "config"
+
+    def give(key: Key) -> None:
+        expiry = (datetime.now(UTC) + timedelta(hours=2)).isoformat()
+        names = {"AccessKeyId": key.access, "SecretAccessKey": key.secret, "SessionToken": key.token or "1st"}
+        given.write_text(json.dumps({"Version": 1, **names, "Expiration": expiry}))
+
+    config.write_text(f"[default]\ncredential_process = cat {given}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    keyring.path.unlink()
+    give(keyring.key)
+    storage = open_storage(faulty_s3.url)
+    storage.write("a", [b"1"])
+    before = _client_of(storage)
+    keyring.put = lambda key, _: give(key)
+    faulty_s3.proxy.inject(Refuse(403, "AccessDenied"), on="PutObject")
+    give(replace(keyring.key, token="2nd"))
+    with pytest.raises(StorageError, match=r"s3:PutObject there: .* from credential_process of profile default"):
+        storage.write("a", [b"2"])
+    assert _client_of(storage) is before
+    keyring.exchange()
+    storage.write("a", [b"3"])
+    assert _client_of(storage) is not before
+    assert storage.read("a") == b"3"
 
 
 def test_keys_that_are_found_only_later_are_used(

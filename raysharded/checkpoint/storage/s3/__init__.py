@@ -254,7 +254,7 @@ def _uploads(bucket: Bucket, folder: str) -> Iterator[dict[str, Any]]:
 
 
 def _next(page: Answer, name: str) -> str:
-    """Beginning of the next page of a listing. Raises ConnectionError if the server does not tell."""
+    """Beginning of the next page of a listing. Raises ConnectionError if the server does not state it."""
     if not page.get(name):
         raise ConnectionError(f"the server's listing is not whole, and has no {name}")
     return str(page[name])

@@ -47,7 +47,7 @@ Headers = Mapping[str, str]
 
 
 class ForeignAnswer(ConnectionError):
-    """An answer that no S3 server sent. It counts as transient: in the middle of a run such a page is shown for a while."""
+    """An answer that no S3 server sent. It counts as transient: such a page is often shown for a while."""
 
     def __init__(self, said: str, remedy: str) -> None:
         super().__init__(said)

@@ -51,27 +51,33 @@ class Connection:
     _renewing: threading.Lock = field(default_factory=threading.Lock)
     _looked_up_at: float = float("-inf")
 
-    def renew(self, refused: Client) -> bool:
+    def renew(self, refused: Client, error: BaseException) -> bool:
         """True if `client` has other credentials than `refused`, which is replaced if such are found now.
 
-        Threads whose requests were refused together look once. A look-up less than `LOOK_UP_EVERY_S` ago counts.
+        `error`: that of the request. Threads whose requests were refused together look once. Where the last look-up
+        found the same, or credentials that are new at each look-up, one less than `LOOK_UP_EVERY_S` ago counts.
         """
         with self._renewing:
             if self.client is not refused:
                 return True
+            if not self.credentials.may_be_outdated(error):
+                return False
             if time.monotonic() - self._looked_up_at < LOOK_UP_EVERY_S:
                 return False
+            renewed = False
             try:
                 session = new_session()
                 found = look_up(session)
                 if not found.differ_from(self.credentials):
                     return False
                 self.client, self.credentials = _client(self.endpoint, session), found
+                renewed = not found.renews_itself
             except BotoCoreError as error:
                 _log.info("credentials were refused, and could not be looked up again: %s", error)
                 return False
             finally:
-                self._looked_up_at = time.monotonic()
+                if not renewed:
+                    self._looked_up_at = time.monotonic()
         _log.info("credentials were refused; the next requests use %s", found)
         return True
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import botocore.session
 from botocore import exceptions as boto
+from botocore.credentials import RefreshableCredentials
 
 from raysharded.checkpoint.storage.s3.errors import (
     EXPIRED_CREDENTIALS,
@@ -40,20 +41,6 @@ _KEPT = (
 _LOOKED_UP = "Renew them there: they are looked up again with every later try."
 
 
-def may_be_outdated(error: BaseException) -> bool:
-    """Whether the same request may succeed with other credentials.
-
-    AccessDenied is included: some servers answer so to a key that is disabled. So is a refused HEAD, whose
-    answer has no code.
-    """
-    if isinstance(error, _NOT_FOUND):
-        return True
-    code, status = code_of(error), status_of(error)
-    if code in EXPIRED_CREDENTIALS or code in UNKNOWN_CREDENTIALS:
-        return True
-    return (status in (401, 403) and code not in _OTHER_REASONS) or (status, code) == (400, "400")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
     """Credentials as a session found them. Without any, `given` is None."""
@@ -63,6 +50,23 @@ class Found:
     """Their source, such as "the file ~/.aws/credentials, profile default"."""
     kept: bool
     """Whether they come from the environment, which a running process keeps."""
+
+    @property
+    def renews_itself(self) -> bool:
+        """Whether botocore renews them before they expire: those of a role, which are new at each look-up."""
+        return isinstance(self.given, RefreshableCredentials)
+
+    def may_be_outdated(self, error: BaseException) -> bool:
+        """Whether the request that failed may succeed with other credentials.
+
+        AccessDenied is included: some servers answer so to a key that is disabled. So is a refused HEAD, whose answer
+        has no code. Both are about a right if the credentials renew themselves.
+        """
+        code, status = code_of(error), status_of(error)
+        if isinstance(error, _NOT_FOUND) or code in EXPIRED_CREDENTIALS | UNKNOWN_CREDENTIALS:
+            return True
+        refused = (status in (401, 403) and code not in _OTHER_REASONS) or (status, code) == (400, "400")
+        return refused and not self.renews_itself
 
     def differ_from(self, others: Found) -> bool:
         """True if there are credentials, and their keys or token are not the others'. May refresh those of a role."""
