@@ -19,7 +19,7 @@ from random import Random
 
 import pytest
 
-from raysharded.checkpoint import Storage, open_storage
+from raysharded.checkpoint import NoSuchKey, Storage, open_storage
 from raysharded.checkpoint.storage.s3 import connection
 from raysharded.checkpoint.storage.s3.bucket import open_bucket
 from raysharded.checkpoint.storage.s3.credentials import Found, Session, look_up
@@ -220,6 +220,12 @@ def test_a_program_that_gives_keys_is_called_again_for_a_refused_key_and_not_for
     storage.write("a", [b"1"])
     before = _client_of(storage)
     keyring.put = lambda key, _: give(key)
+    config.write_text("[default]\ncredential_process = /no/such/program\n")
+    apart = open_storage(_apart(faulty_s3.direct_url))
+    with pytest.raises(StorageError, match=r"credentials could not be looked up.*no/such/program") as caught:
+        apart.read("a")
+    assert not isinstance(caught.value, NoSuchKey)
+    config.write_text(f"[default]\ncredential_process = cat {given}\n")
     faulty_s3.proxy.inject(Refuse(403, "AccessDenied"), on="PutObject")
     give(replace(keyring.key, token="2nd"))
     with pytest.raises(StorageError, match=r"s3:PutObject there: .* from credential_process of profile default"):

@@ -37,7 +37,7 @@ _NEVER_EMPTY = (401, 403, 404, 407)
 _OF_MANY_SERVERS = (400, 405, 409, 411, 412, 416, 429, 501)
 """Errors that some S3 servers give without a document. They count as S3's unless they are HTML."""
 
-_FIRST_ELEMENT = re.compile(rb"(?:\xef\xbb\xbf)?(?:\s|<\?[^>]*\?>|<!--.*?-->)*<(?:[\w.-]+:)?([\w.-]+)", re.DOTALL)
+_FIRST_ELEMENT = re.compile(rb"(?:\xef\xbb\xbf)?(?>\s+|<\?[^>]*\?>|<!--.*?-->)*+<(?:[\w.-]+:)?([\w.-]+)", re.DOTALL)
 _TITLE = re.compile(rb"<(title|h1)\b[^>]*>(.*?)</\1", re.DOTALL | re.IGNORECASE)
 _TAG = re.compile(rb"<(script|style)\b.*?</\1\s*>|<[^>]*>", re.DOTALL | re.IGNORECASE)
 _SHOWN_BYTES = 4096

@@ -72,8 +72,8 @@ class Connection:
                     return False
                 self.client, self.credentials = _client(self.endpoint, session), found
                 renewed = not found.renews_itself
-            except BotoCoreError as error:
-                _log.info("credentials were refused, and could not be looked up again: %s", error)
+            except (BotoCoreError, InvalidConfiguration) as failure:
+                _log.info("credentials were refused, and could not be looked up again: %s", failure)
                 return False
             finally:
                 if not renewed:

@@ -16,6 +16,7 @@ from botocore.credentials import RefreshableCredentials
 from raysharded.checkpoint.storage.s3.errors import (
     EXPIRED_CREDENTIALS,
     UNKNOWN_CREDENTIALS,
+    InvalidConfiguration,
     code_of,
     is_denial,
     right_of,
@@ -94,8 +95,14 @@ class Found:
 
 
 def look_up(session: Session) -> Found:
-    """The session's credentials. About 10 ms, or as long as a role's server takes. Raises BotoCoreError."""
-    given = session.get_credentials()
+    """The session's credentials. About 10 ms, or as long as a role's server takes.
+
+    Raises BotoCoreError, or InvalidConfiguration where a file or program of the configuration is unusable.
+    """
+    try:
+        given = session.get_credentials()
+    except (OSError, ValueError) as error:
+        raise InvalidConfiguration(f"credentials could not be looked up ({type(error).__name__}: {error})") from error
     method = given.method if given is not None else ""
     return Found(given=given, source=_source(session, method), kept=method == "env")
 

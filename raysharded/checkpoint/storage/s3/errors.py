@@ -181,7 +181,7 @@ def remedy_for(error: BaseException) -> str | None:
     if isinstance(error, ForeignAnswer):
         return error.remedy
     if isinstance(error, InvalidConfiguration):
-        return "Correct it on the driver and on every worker, or leave it out."
+        return "Correct it on the driver and on every worker (boto3's variables and ~/.aws), or leave it out."
     if isinstance(error, boto.ProxyConnectionError):
         return (
             "HTTP_PROXY or HTTPS_PROXY names this proxy: have it let these requests pass, or add the server's host to "
