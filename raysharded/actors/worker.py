@@ -35,7 +35,7 @@ from raysharded.actors.task_calls.remarks import Notes
 from raysharded.actors.task_calls.task_errors import naming
 from raysharded.actors.telemetry.busy_sampler import Sampler
 from raysharded.actors.telemetry.stack_probe import look_at
-from raysharded.checkpoint import open_storage
+from raysharded.checkpoint import Storage, open_storage
 from raysharded.data.sources import Sources
 from raysharded.errors import RayshardedError, StaleGeneration, text_of
 from raysharded.ids import GenerationId, WorkerId
@@ -65,13 +65,14 @@ _log = logging.getLogger("raysharded.worker")
 class Worker:
     """One worker of a run. Either `form` or `train` runs at a time; the other methods may be called meanwhile."""
 
-    def __init__(self, worker: WorkerId, job: Job) -> None:
+    def __init__(self, worker: WorkerId, job: Job, storage: Storage | None = None) -> None:
+        """`storage`: the run's; None: that of the job's URL."""
         prepare_environment(job.use_gpu)
         self._worker = worker
         self._device = prepare_torch(job.engine, job.num_threads, use_gpu=job.use_gpu)
         compiles = job.engine.compile and job.engine.reduction == "exact"
         self._compilation = Compilation(job.engine.max_compiled_shapes, self._device) if compiles else None
-        self._storage = open_storage(job.run_url)
+        self._storage = storage or open_storage(job.run_url)
         self._store = ShardStore(pin_memory=job.use_gpu)
         self._saver = Saver(self._storage)
         self._share = Share()

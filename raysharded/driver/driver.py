@@ -238,9 +238,9 @@ class Driver:
         """Write a journal entry about something that the driver cannot observe itself. Any thread."""
         self._inbox.put(Annotation(kind=kind, fields=fields))
 
-    def notices(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[str, ...]:
         """The conditions that a person should know now, one sentence each. Any thread."""
-        now = (self._shortages.storage_failing(self.state), saves.notice(self.state))
+        now = (self._shortages.storage_failing(self.state), saves.stop_warning(self.state))
         return tuple(filter(None, (self._unwritten,) if self._ended else now))
 
     def run(self) -> State:

@@ -242,13 +242,20 @@ def brief(text: str, limit: int = 160) -> str:
     if len(first) > limit - 4:
         first = _LONG_WORD.sub(lambda word: f"{word[0][:_ENDS]}...{word[0][-_ENDS:]}", first)
     if len(first) > limit - 4:
-        tail = (limit - 4) // 2
-        return f"{first[: limit - 5 - tail].rstrip()} ... {first[-tail:].lstrip()}"
+        return _without_middle(first, limit)
     for sentence in others:
         if len(first) + len(sentence) + 5 > limit:
             return f"{first} ..."
         first = f"{first} {sentence}"
     return first
+
+
+def _without_middle(sentence: str, limit: int) -> str:
+    """The beginning and the end of a sentence, cut between words; or the ends of a single word."""
+    tail = (limit - 5) // 2
+    head = limit - 5 - tail
+    first, last = sentence[:head].rpartition(" ")[0], sentence[-tail:].partition(" ")[2]
+    return f"{first or sentence[:head]} ... {last or sentence[-tail:]}"
 
 
 def _recovery_text(fields: Mapping[str, Any]) -> str:

@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from raysharded.actors.worker import Worker
-from raysharded.checkpoint import open_storage
-from raysharded.errors import StaleGeneration
+from raysharded.errors import StaleGeneration, StorageError
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.journal.log import DamagedJournal
 from raysharded.orphans.orphan_checkpoint import Peers, wait_for_turn, write_orphan_checkpoint
+from raysharded.ownership.run_folder import run_storage
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import Saved, WorkerInfo
 from raysharded.protocol.session import AdoptedWorker, DriverSession, FreedWorker, LeaseState, PartOf
@@ -46,9 +47,12 @@ class LeasedWorker:
 
         Without `peers` the worker does not outlive its driver, and has no lease.
         """
-        self._id, self._run_url, self._identity, self._peers = worker, job.run_url, identity, peers
-        self._worker = Worker(worker, job)
+        self._id, self._identity, self._peers = worker, identity, peers
+        self._storage = run_storage(job.run_url, terms.identity)
+        self._worker = Worker(worker, job, self._storage)
         self._facts: WorkerInfo | None = None
+        self._exit_at = 0.0
+        """The time at which a worker that ends exits in any case."""
         self._started_by = terms.epoch
         self._changing = threading.Lock()
         """Guards the choice of the driver: a call is admitted before another driver takes over, or not at all."""
@@ -185,29 +189,49 @@ class LeasedWorker:
     def _end(self) -> None:
         """Write the orphan checkpoint, led by the lowest-numbered worker; then exit, at the latest after a time limit.
 
-        Returns if a driver takes this worker over.
+        Returns if a driver takes this worker over. While storage takes no writes, all keep what they hold.
         """
         terms, peers, heard_at = self._lease.terms, self._peers, self._lease.heard_at
         assert peers is not None
         _log.warning("worker %s ends: no driver came within %g s", self._id, terms.orphan_wait_s)
-        within_s = _END_WITHIN_S + 2 * terms.lease_s
-        threading.Thread(target=self._exit_after, args=(within_s, heard_at), daemon=True).start()
+        retry_until = time.monotonic() + terms.storage_patience_s
+        self.keep(_END_WITHIN_S + 2 * terms.lease_s)
+        threading.Thread(target=self._exit_when_due, args=(heard_at,), daemon=True).start()
         try:
             while self._is_over():
                 wait_for_turn(self._id, peers)
-                if self._is_over() and write_orphan_checkpoint(self._id, terms, open_storage(self._run_url), peers):
+                if self._is_over() and self._write_orphan_checkpoint(terms, peers, retry_until):
                     break
-                time.sleep(_LOOK_UP_S)  # a driver may be about to take it over
+                time.sleep(_LOOK_UP_S)  # a driver may be about to take it over, or storage to be back
         except Exception:  # noqa: BLE001 - thread boundary: nothing may keep the process alive
             _log.warning("worker %s: the last checkpoint was not written", self._id, exc_info=True)
         self._exit_if_over(0)
+
+    def _write_orphan_checkpoint(self, terms: DriverSession, peers: Peers, retry_until: float) -> bool:
+        """Whether there is nothing left to wait for. Raises StorageError once storage has failed for too long.
+
+        Also for a damaged journal, which no time mends.
+        """
+        try:
+            return write_orphan_checkpoint(self._id, terms, self._storage, peers)
+        except StorageError as error:
+            if time.monotonic() >= retry_until or isinstance(error, DamagedJournal):
+                raise
+            _log.warning("worker %s: the last checkpoint is retried: %s", self._id, error)
+        peers.ask(None, "keep", _END_WITHIN_S + 2 * terms.lease_s, timeout_s=_LOOK_UP_S)
+        return False
+
+    def keep(self, seconds: float) -> None:
+        """Exit no earlier than in this time, unless the orphan checkpoint is written."""
+        self._exit_at = max(self._exit_at, time.monotonic() + seconds)
 
     def _is_over(self) -> bool:
         with self._changing:
             return self._lease.is_over(time.monotonic())
 
-    def _exit_after(self, seconds: float, heard_at: float) -> None:
-        time.sleep(seconds)
+    def _exit_when_due(self, heard_at: float) -> None:
+        while (left_s := self._exit_at - time.monotonic()) > 0:
+            time.sleep(left_s)
         if self._lease.heard_at == heard_at:  # otherwise another driver came meanwhile
             self._exit_if_over(1)
 

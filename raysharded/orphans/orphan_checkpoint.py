@@ -23,7 +23,7 @@ from raysharded.driver.membership.state_source import choose_source
 from raysharded.driver.startup.resume_point import distrusted
 from raysharded.driver.state.arithmetic import build_seed_of, rules_on_record
 from raysharded.driver.state.commands import CommitSave
-from raysharded.errors import CheckpointError, RunOwnedElsewhere
+from raysharded.errors import CheckpointError, RunOwnedElsewhere, StorageError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal, read
 from raysharded.overrides import decided
@@ -97,7 +97,7 @@ def write_orphan_checkpoint(
     """Commit what the workers hold, if it is newer than the newest checkpoint, and end all others.
 
     False if there may be a driver: no worker was ended, since it may take them over. `prepare`, `clock` and `pause`
-    default to those of a process.
+    default to those of a process. Raises StorageError, and ended no worker, if storage takes no writes.
     """
     clock = clock or SystemClock()
     if not _all_are_orphans(peers, terms.lease_s, clock, pause):
@@ -131,6 +131,8 @@ def _write_as_owner(
     heard: dict[WorkerId, FreedWorker] = peers.ask(None, "last_words", epoch, recorded, timeout_s=_ANSWER_S)
     try:
         _commit(terms, storage, claims, journal, clock, epoch, entries, peers, heard)
+    except StorageError:
+        raise
     except Exception:  # noqa: BLE001 - with any error, all must end
         _log.warning("worker %s: no last checkpoint", me, exc_info=True)
     if claims.find_rival() is not None:
@@ -234,7 +236,7 @@ def _saved_step(storage: Storage, without: Collection[str]) -> int:
 def _written(
     source: FromMemory, generation: GenerationId, epoch: GenerationId, writer: str, peers: Peers
 ) -> tuple[Saved, ...]:
-    """Every rank's part of the checkpoint, by rank. Raises CheckpointError if one is missing."""
+    """Every rank's part of the checkpoint, by rank. Raises CheckpointError if one is missing, and StorageError."""
     parts = parts_to_write(source)
     if not parts:
         raise CheckpointError(f"no layout of step {source.step} is whole")
@@ -252,7 +254,8 @@ def _written(
             answer: Saved | None = answers.get(holder)
             if answer is None or answer.error is not None:
                 why = answer.error if answer else "no answer"
-                raise CheckpointError(f"worker {holder} could not write the part of rank {part.rank}: {why}")
+                kind = CheckpointError if answer is None or answer.unknown else StorageError
+                raise kind(f"worker {holder} could not write the part of rank {part.rank}: {why}")
             saved.append(answer)
             waiting.remove(part)
     return tuple(saved)

@@ -39,6 +39,10 @@ class DriverSession:
     """Whether checkpoints are signed: only the driver can sign, so there is no checkpoint without it."""
     lease_s: float
     orphan_wait_s: float
+    storage_patience_s: float = 0.0
+    """Time for which workers without a driver retry their checkpoint while storage takes no writes."""
+    identity: str = ""
+    """Identity of the run's folder, without which workers write nothing; empty for other storages."""
     recorded_step: int = 0
     """Newest step in the journal when the driver began: it needs no reports of older ones."""
 

@@ -76,9 +76,9 @@ class RunControl:
         """The driver; None before it has acquired the run."""
         return self._driver
 
-    def notices(self) -> tuple[str, ...]:
-        """The driver's notices; none before it has acquired the run."""
-        return self._driver.notices() if self._driver is not None else ()
+    def warnings(self) -> tuple[str, ...]:
+        """The driver's warnings; none before it has acquired the run."""
+        return self._driver.warnings() if self._driver is not None else ()
 
     def wait_until_begun(self, timeout_s: float | None = None) -> bool:
         """Return when the driver is ready, or never will be: True; after `timeout_s`: False."""

@@ -109,10 +109,11 @@ class LocalRun(Run):
         start: Callable[[RunSpec], Run] | None = None,
     ) -> None:
         """With Ray, unless `launch` makes another launcher; `start` starts a fork (None: in this process)."""
-        from raysharded.checkpoint import check_writable, open_storage
+        from raysharded.checkpoint import check_writable
         from raysharded.checkpoint.removal_mark import refuse_removed
+        from raysharded.ownership.run_folder import run_storage
 
-        storage = open_storage(spec.url)
+        storage = run_storage(spec.url)
         refuse_removed(storage, ConfigError)
         check_writable(storage)
         self.name, self.url = spec.run.name, storage.url
@@ -259,7 +260,7 @@ class LocalRun(Run):
         newest = None
         with contextlib.suppress(CheckpointError, StorageError):
             newest = _newest(self._files)
-        said = " However, ".join((self.how_to_go_on(), *self._steering.notices()))
+        said = " However, ".join((self.how_to_go_on(), *self._steering.warnings()))
         raise RunStopped(f"Stopped. {said}", self._now(of_stopped(newest, state, *place)))
 
     def _now(self, result: Result) -> Result:

@@ -140,7 +140,7 @@ class Status:
     """The newest few incidents, oldest first: seconds since 1970, and one sentence."""
     stop_requested: bool = False
     """Whether a stop was requested, and the driver has not ended yet. Only the driver knows."""
-    notices: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """The conditions that a person should know now, one sentence each, such as storage that takes no entries."""
     best_checkpoint: ScoredCheckpoint | None = None
     """The run's best checkpoint, by `CheckpointConfig.keep_best`. Only `raysharded status` and the report read it."""
@@ -165,7 +165,7 @@ class Status:
                 "state": self.state,
                 "phase": self.phase,
                 "error": self.error,
-                "notices": self.notices,
+                "warnings": self.warnings,
                 "stop_requested": self.stop_requested,
                 "step": self.step,
                 "max_steps": self.max_steps or None,

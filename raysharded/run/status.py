@@ -128,7 +128,7 @@ def with_driver(status: Status, driver: Driver, *, is_over: bool, started_at: fl
         status,
         phase="over" if is_over else state.phase.value,
         error=error,
-        notices=driver.notices(),
+        warnings=driver.warnings(),
         stop_requested=state.stop_requested and not is_over,
         step=state.step,
         workers=tuple(map(int, state.members)),

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
 from raysharded.ids import WorkerId
+from raysharded.ownership.run_folder import run_storage
 from raysharded.protocol.job import Job
 from raysharded.protocol.session import DriverSession, FoundWorkers
 from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost
@@ -41,6 +42,8 @@ class ProcessLauncher:
         """`host`: the address of this process for the workers. `prepare`: the first action of a worker's process, for
         example to enter a separate network."""
         self._job, self._host, self._prepare = job, host, prepare or {}
+        self._identity = ""
+        """The identity of the run's folder, once the driver has acquired the run."""
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
         self._processes: dict[WorkerId, Any] = {}
@@ -68,6 +71,7 @@ class ProcessLauncher:
         return None
 
     def enter(self, terms: DriverSession, hold: LeadershipCheck) -> FoundWorkers:
+        self._identity = terms.identity
         return FoundWorkers()  # no worker outlives its launcher
 
     def abandon(self) -> None:
@@ -79,7 +83,8 @@ class ProcessLauncher:
         ours, theirs = self._context.Pipe()
         prepare = self._prepare.get(worker)
         job = pickle.dumps(self._job)  # multiprocessing's pickling would share each tensor of the data by a handle
-        process = self._context.Process(target=_serve_pickled, args=(worker, job, theirs, prepare), daemon=True)
+        given = (worker, job, theirs, prepare, self._identity)
+        process = self._context.Process(target=_serve_pickled, args=given, daemon=True)
         process.start()
         theirs.close()
         self._processes[worker], self._pipes[worker] = process, ours
@@ -160,8 +165,10 @@ def fit(trainer: Startable, listen: Listener | None = None) -> Result:
     return run.wait()
 
 
-def _serve_pickled(worker: WorkerId, job: bytes, pipe: Connection, prepare: Callable[[], None] | None) -> None:
-    serve(worker, pickle.loads(job), pipe, prepare)  # noqa: S301 - from the process that started this one
+def _serve_pickled(
+    worker: WorkerId, job: bytes, pipe: Connection, prepare: Callable[[], None] | None, identity: str
+) -> None:
+    serve(worker, pickle.loads(job), pipe, prepare, identity)  # noqa: S301 - from the process that started this one
 
 
 def _send(pipe: Connection, reply: Reply) -> None:
@@ -170,7 +177,9 @@ def _send(pipe: Connection, reply: Reply) -> None:
         pipe.send(reply)
 
 
-def serve(worker: WorkerId, job: Job, pipe: Connection, prepare: Callable[[], None] | None = None) -> None:
+def serve(
+    worker: WorkerId, job: Job, pipe: Connection, prepare: Callable[[], None] | None = None, identity: str = ""
+) -> None:
     """A worker process: executes calls, each in a separate thread, until the launcher has exited."""
     if prepare is not None:
         prepare()
@@ -203,7 +212,7 @@ def serve(worker: WorkerId, job: Job, pipe: Connection, prepare: Callable[[], No
             continue
         if served is None:
             try:
-                served = Worker(worker, job)
+                served = Worker(worker, job, run_storage(job.run_url, identity))
             except Exception as error:  # noqa: BLE001 - as above
                 pipe.send(WorkerLost(worker=worker, reason=f"{type(error).__name__}: {error}", error=error))
                 os._exit(1)

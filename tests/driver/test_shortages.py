@@ -114,13 +114,13 @@ def test_what_fails_now_can_be_asked_for_at_any_time(bench: Bench, disk: DiskFul
 
 def test_a_stop_that_waits_for_its_checkpoint_is_noted() -> None:
     stopping = replace(TRAINING, stop_requested=True)
-    assert saves.notice(TRAINING) == ""
-    assert saves.notice(replace(stopping, phase=Phase.OVER)) == ""
-    assert saves.notice(stopping) == (
+    assert saves.stop_warning(TRAINING) == ""
+    assert saves.stop_warning(replace(stopping, phase=Phase.OVER)) == ""
+    assert saves.stop_warning(stopping) == (
         "a stop was requested: it ends when a checkpoint of a step after 0 is committed; another stop ends it without "
         "one"
     )
-    assert "is committed (2 attempts failed); another" in saves.notice(replace(stopping, failed_saves=2))
+    assert "is committed (2 attempts failed); another" in saves.stop_warning(replace(stopping, failed_saves=2))
 
 
 def test_the_run_ends_when_storage_has_failed_for_too_long(bench: Bench, disk: DiskFull) -> None:

@@ -70,6 +70,7 @@ def trainer(
     name: str = "driven",
     orphan_wait_s: float = 60.0,
     lease_s: float = LEASE_S,
+    max_steps: int = STEPS,
 ) -> rs.ElasticTrainer:
     """The one run that all tests of this folder have in common, in every process that drives it."""
     return rs.ElasticTrainer(
@@ -80,7 +81,7 @@ def trainer(
         run=rs.RunConfig(
             name=name,
             storage_path=str(folder),
-            max_steps=STEPS,
+            max_steps=max_steps,
             lease_s=lease_s,
             record_events=True,
             metrics=[HoldsALock()],

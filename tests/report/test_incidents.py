@@ -128,6 +128,12 @@ def test_the_contents_of_a_recovery_are_not_reported_twice() -> None:
     assert "worker 7" in found[1].text.lower()
 
 
+def test_a_loss_is_told_once_though_a_step_that_was_done_before_is_reported_after_it() -> None:
+    entries = [started(), *generation(1, [0, 1], 0), step(1), lost(1, 1), step(2), *generation(2, [0], 2)]
+    (found,) = told([*entries, step(3, 1, 2), recovery(1, 2, total_s=5.0)])
+    assert (found.kind, found.step) == ("recovery", 3)
+
+
 WAITING: Entry = ("waiting", {"ready": 1, "needed": 2, "missing": "Each worker needs 1 GPU."})
 SLOW: Entry = ("waiting", {"ready": 1, "needed": 2, "missing": ""})
 
@@ -184,6 +190,10 @@ def test_checkpoints_that_fail_in_a_row_are_one_incident_and_the_next_row_anothe
     entries += [step(3), failed_save(3), failing(3, newest=0), step(4), failed_save(4), failing(4, newest=0, failed=4)]
     row = "4 checkpoints in a row, of steps 1 to 4, could not be written: NO CHECKPOINT AT ALL; the last: disk full."
     assert [incident.text for incident in told(entries)] == [row]
+    twice = [*entries, checkpoint(5), failed_save(6), failed_save(6)]
+    assert (
+        told(twice)[-1].text == "The checkpoint of step 6 could not be written, 2 times in a row; the last: disk full."
+    )
     entries += [step(5), checkpoint(5), step(6), failed_save(6)]
     texts = [row, "Checkpoint not written: disk full."]
     assert [(incident.step, incident.text) for incident in told(entries)] == [(4, texts[0]), (6, texts[1])]

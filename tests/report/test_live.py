@@ -130,7 +130,7 @@ def test_without_a_terminal_incidents_come_at_once_and_progress_every_ten_second
 
 def test_a_long_message_becomes_one_short_line() -> None:
     assert brief("died:\n  out of\tmemory") == "died: out of memory"
-    assert brief("abcd efgh ijkl", limit=12) == "abc ... ijkl"
+    assert brief("abcd efgh ijkl mnop", limit=16) == "abcd ... mnop"
     assert brief("x" * 160) == "x" * 160
     assert brief("Disk full. Free some space. Then start it again.", limit=40) == "Disk full. Free some space. ..."
     path = "/mnt/storage/" + "runs-of-the-team/" * 8 + "gpt-5m/journal/00000380.jsonl"

@@ -15,9 +15,10 @@ import torch
 
 from raysharded import numerics
 from raysharded.checkpoint import Claims, Storage, newest_complete, open_storage
+from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.checkpoint.stored_claims import find_newest
 from raysharded.clock import SystemClock
-from raysharded.errors import RunOwnedElsewhere, StaleGeneration
+from raysharded.errors import RunOwnedElsewhere, StaleGeneration, StorageError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal, read
 from raysharded.orphans.leased_worker import LeasedWorker
@@ -160,6 +161,33 @@ def test_the_last_checkpoint_is_written_also_when_a_second_driver_died_before_it
     entries = [entry for entry in read(storage) if entry["kind"] != "started"]
     assert [entry["step"] for entry in entries if entry["kind"] == "step"] == [1, 2, 3]
     assert [entry["kind"] for entry in entries if entry["kind"] != "step"] == ["orphaned", "checkpoint"]
+
+
+def test_the_last_checkpoint_waits_for_storage_that_takes_no_writes(
+    job: Job, tenant: LeasedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(job.run_url)
+    driver_that_died(storage, "first", 1)
+    wait_for_the_lease_to_end(tenant)
+    write, is_full = LocalStorage.write, True
+
+    def refusing(given: LocalStorage, key: str, parts: Any) -> None:
+        if is_full and key.startswith("checkpoints/"):
+            raise StorageError(f"write {given.url}/{key} failed: No space left on device.")
+        write(given, key, parts)
+
+    monkeypatch.setattr(LocalStorage, "write", refusing)
+    peers = InProcess(tenant)
+    for _ in range(2):
+        with pytest.raises(
+            StorageError, match=r"worker 0 could not write the part of rank 0: .*No space left on device"
+        ):
+            write_orphan_checkpoint(WorkerId(0), TERMS, storage, peers)
+        assert not peers.ended_all
+    is_full = False
+    assert write_orphan_checkpoint(WorkerId(0), TERMS, storage, peers)
+    assert peers.ended_all
+    assert saved_step(storage) == STEPS
 
 
 def test_a_driver_that_was_asleep_for_too_long_finds_that_its_run_was_taken(job: Job, tenant: LeasedWorker) -> None:

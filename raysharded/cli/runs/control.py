@@ -202,5 +202,5 @@ def _say(run: Run, what: str, as_json: bool) -> None:
         return
     of = f" of {status.max_steps}" if status.max_steps else ""
     echo(f"run {run.name} {what}; it is at step {status.step}{of} ({status.phase})")
-    for notice in status.notices:
-        echo(f"note: {notice}")
+    for warning in status.warnings:
+        echo(f"warning: {warning}")

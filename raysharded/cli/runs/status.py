@@ -107,8 +107,8 @@ def _show(run: RunOverview, found: Status) -> None:
         table.add_row("driver", Text(run.driver))
     if run.error:
         table.add_row("error", Text(run.error))
-    for notice in found.notices:
-        table.add_row("note", Text(notice))
+    for warning in found.warnings:
+        table.add_row("warning", Text(warning))
     table.add_row("step", step or "none")
     if found.step_s is not None:
         rest = f"; {duration(found.left_s)} left" if found.left_s else ""

@@ -93,7 +93,7 @@ def ending(found: Status) -> str:
         case _:
             what = f"is {found.state} {at}"
     rest = f"started again, it resumes {start_in_words(found.checkpoint_step)}"
-    said = "; ".join((rest, *found.notices))
+    said = "; ".join((rest, *found.warnings))
     return f"run {found.name} {what}{f': {found.error}' if found.error else ''}; {said}"
 
 

@@ -306,7 +306,7 @@ def stop(state: State, event: StopRequested, at: float) -> Outcome:
     return (state, []) if state.phase is Phase.CLOSING else ask(state, NOBODY)
 
 
-def notice(state: State) -> str:
+def stop_warning(state: State) -> str:
     """A sentence about a stop that waits for its checkpoint; empty without one."""
     if not state.stop_requested or state.phase is Phase.OVER:
         return ""

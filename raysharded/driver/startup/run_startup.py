@@ -29,6 +29,7 @@ from raysharded.errors import RefusedCheckpoint
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal, newest_generation, read_verified, refusing_damage
 from raysharded.ownership.leadership import AcquiredLease, Leadership
+from raysharded.ownership.run_folder import identify
 from raysharded.protocol.session import DriverSession, FoundWorkers, last_recorded_step, taken_back, unrecorded
 from raysharded.protocol.worker_launcher import LeadershipCheck
 
@@ -58,6 +59,8 @@ class RunStartup:
         self._clock, self._lease_s, self._orphan_wait_s = clock, lease_s, orphan_wait_s
         self._before = before
         self._acquired: AcquiredLease | None = None
+        self._identity = ""
+        """The identity of the run's folder; empty for other storages."""
         self._dropped: arithmetic.Differing = {}
         """Rules that the run no longer uses, as a user accepted."""
         self.entries: list[Mapping[str, Any]] = []
@@ -74,6 +77,7 @@ class RunStartup:
         self._before()
         self._acquired = self._leadership.acquire()
         try:
+            self._identity = identify(self._files.storage)
             if self._acquired.before:
                 self._journal.fence()
             self._read_journal()  # not earlier: the driver before may have written until now
@@ -202,5 +206,7 @@ class RunStartup:
             signed=self._files.key is not None,
             lease_s=self._lease_s,
             orphan_wait_s=self._orphan_wait_s,
+            storage_patience_s=self._files.patience_s,
+            identity=self._identity,
             recorded_step=last_recorded_step(self.entries),
         )

@@ -134,7 +134,9 @@ class Chronicle:
         self._tell_the_time(recovery.at, "recovery")
         found = max(self.sessions[-1].begin, self.now - round(recovery.total_s * wall_time.MICRO))
         self.sessions[-1].found(found)
-        change = self.closed or Change(since_s=found / wall_time.MICRO, step=recovery.resumed_after_step, before=None)
+        found_s = found / wall_time.MICRO
+        unknown = Change(since_s=found_s, opened_s=found_s, step=recovery.resumed_after_step, before=None)
+        change = self.closed or unknown
         self.incidents = [incident for incident in self.incidents if not _is_part_of(incident, recovery, change)]
         ended_s = self.now / wall_time.MICRO
         lost_s = 0.0 if change.before is None else self.closed_lost_s
@@ -174,7 +176,8 @@ class Chronicle:
 
     def _open(self) -> Change:
         if self.change is None:
-            self.change = Change(since_s=self.trained / wall_time.MICRO, step=self.step, before=self.members)
+            now_s, trained_s = self.now / wall_time.MICRO, self.trained / wall_time.MICRO
+            self.change = Change(since_s=trained_s, opened_s=now_s, step=self.step, before=self.members)
         return self.change
 
     def _resumed(self) -> None:
@@ -223,6 +226,7 @@ def _only_resumes(change: Change) -> bool:
 
 def _is_part_of(incident: Incident, recovery: Recovery, change: Change) -> bool:
     """True if the recovery contains the incident's information."""
-    if incident.at_s < change.since_s:
-        return False
-    return incident.kind == "reshard" or (incident.kind == "worker" and incident.worker in recovery.lost)
+    if incident.kind == "reshard":
+        return incident.at_s >= change.since_s
+    is_lost = incident.kind == "worker" and incident.worker in recovery.lost
+    return is_lost and incident.at_s >= min(change.since_s, change.opened_s)

@@ -136,6 +136,8 @@ class Change:
 
     since_s: float
     """The time when the last step before the change was done."""
+    opened_s: float
+    """The time of the entry that began the change; steps that ended before it may be reported after it."""
     step: int
     """The last step before the change."""
     before: frozenset[int] | None
@@ -211,10 +213,11 @@ class FailedInARow:
         none = ""
         if self.newest is not None:
             none = f": NO CHECKPOINT SINCE STEP {self.newest}" if self.newest else ": NO CHECKPOINT AT ALL"
-        return _sentence(
-            f"{len(self.steps)} checkpoints in a row, of steps {self.steps[0]} to {self.steps[-1]}, could not be "
-            f"written{none}; the last: {brief(str(entry['error']))}"
-        )
+        first, last = self.steps[0], self.steps[-1]
+        what = f"{len(self.steps)} checkpoints in a row, of steps {first} to {last}, could not be written"
+        if first == last:
+            what = f"the checkpoint of step {first} could not be written, {len(self.steps)} times in a row"
+        return _sentence(f"{what}{none}; the last: {brief(str(entry['error']))}")
 
 
 def of_recovery(recovery: Recovery, change: Change, *, ended_s: float, lost_s: float) -> Incident:

@@ -50,7 +50,7 @@ def complete(run: RunOverview, status: Status, *, ask: bool = False) -> tuple[Ru
 
         if (waiting := waiting_workers(run.url)) is not None:
             run = replace(run, waiting=waiting)
-            status = replace(status, notices=(*status.notices, waiting_text(waiting)))
+            status = replace(status, warnings=(*status.warnings, waiting_text(waiting)))
     return run, replace(status, state=run.state, phase=run.state)
 
 
@@ -71,7 +71,7 @@ def _driver_s_answer(run: RunOverview) -> Status | None:
 
 def _with_answer(run: RunOverview, status: Status, answer: Status) -> tuple[RunOverview, Status]:
     if answer.state == "new":  # the actor has been restarted, and does not lead the run yet
-        return run, replace(status, state=run.state, phase=run.state, notices=answer.notices)
+        return run, replace(status, state=run.state, phase=run.state, warnings=answer.warnings)
     run = replace(
         run,
         state=answer.state,  # type: ignore[arg-type]  # a driver reports one of these

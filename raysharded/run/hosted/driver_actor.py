@@ -133,10 +133,12 @@ class DriverActor:
         The run has begun already, and its workers wait for this host.
         """
         from raysharded.checkpoint import check_writable, open_storage
+        from raysharded.report.loader import open_run
 
         patience_s, since = spec.run.failure.storage_patience_s, time.monotonic()
         while (waited_s := time.monotonic() - since) < patience_s and submission.read_stop(self._key) is None:
             try:
+                open_run(spec.url)  # an unmounted share has no run: it is not to be begun anew
                 check_writable(open_storage(spec.url))
                 break
             except StorageError as error:
@@ -188,8 +190,8 @@ class DriverActor:
             return self._run.status()
         (phase, state), order = ("over", "failed") if self._ended.is_set() else ("starting", "new"), self._order
         error = str(self._error) if self._error is not None else ""
-        notices = tuple(filter(None, [self._waits_for]))
-        found = Status(phase=phase, state=state, step=0, max_steps=0, workers=(), error=error, notices=notices)
+        warnings = tuple(filter(None, [self._waits_for]))
+        found = Status(phase=phase, state=state, step=0, max_steps=0, workers=(), error=error, warnings=warnings)
         if order is None:
             return found
         found = replace(found, max_steps=order.max_steps, name=order.name, url=order.url)
