@@ -21,6 +21,9 @@ pytest_plugins = ["tests.second_tries", "tests.resumption"]
 # Several ranks share a few cores, and bits are compared between runs: one thread each, set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A run whose folder of Ray's files is named finds no `ray start --temp-dir` of another test. It is Ray's own default.
+os.environ.setdefault("RAY_TMPDIR", os.environ.get("TMPDIR") or "/tmp")
+
 # Tests in the background of a shell ignore Ctrl-C, which children would inherit: some tests send it to theirs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

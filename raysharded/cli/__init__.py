@@ -202,12 +202,13 @@ def _fit(trainer: ElasticTrainer, *, take_over: bool, chaos: str | None, seed: i
 
 
 def _start(trainer: ElasticTrainer, *, take_over: bool, chaos: str | None, as_json: bool) -> None:
-    from raysharded.ray_backend.cluster import find_cluster, foreign_cluster
+    from raysharded.ray_backend.cluster import find_choice
 
     if chaos is not None:
         raise ConfigError("raysharded run: --chaos needs this process; leave out either --chaos or --detach.")
-    if not find_cluster(log_to_driver=False):
-        why = foreign_cluster() or "there is no Ray cluster here that would outlive this command."
+    choice = find_choice(log_to_driver=False)
+    if not choice.address:
+        why = choice.foreign or f"there is no Ray cluster here that would outlive this command ({choice.why})."
         raise ClusterError(
             f"raysharded run --detach: {why} Start one (`ray start --head`), set RAY_ADDRESS, or leave out --detach."
         )

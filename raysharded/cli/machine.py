@@ -23,23 +23,18 @@ OPEN_FILES = 4096
 
 
 def which_ray() -> Finding:
-    """The Ray that `fit()` would use here, and the reason; of a cluster its nodes, CPUs and GPUs."""
+    """The Ray that `fit()` would use here, in the words of its start; and a cluster's user, nodes, CPUs and GPUs."""
     from raysharded.errors import ClusterError
     from raysharded.ray_backend import cluster
 
-    address = os.environ.get("RAY_ADDRESS", "")
     try:
-        found = cluster.find_cluster(log_to_driver=False)
+        choice = cluster.find_choice(log_to_driver=False)
     except ClusterError as error:
+        address = os.environ.get("RAY_ADDRESS", "")
         return Finding(name="ray used", found=f"RAY_ADDRESS={address}", ok=False, advice=str(error))
-    if not found:
-        foreign = cluster.foreign_cluster()
-        none = "another user's is not used" if foreign else "no Ray of yours runs on this machine"
-        why = "RAY_ADDRESS=local" if address == "local" else f"no RAY_ADDRESS, and {none}"
-        return Finding(name="ray used", found=f"one that `fit()` starts and ends ({why})", advice=foreign)
-    why = "RAY_ADDRESS is set" if address else "it runs on this machine"
-    found_text = f"a cluster ({why}; {cluster.describe_owner()}): {cluster.describe_size()}"
-    return Finding(name="ray used", found=found_text)
+    if not choice.address:
+        return Finding(name="ray used", found=f"{choice}", advice=choice.foreign)
+    return Finding(name="ray used", found=f"{choice}; {cluster.describe_owner()}: {cluster.describe_size()}")
 
 
 def extras() -> Finding:

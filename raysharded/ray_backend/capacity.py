@@ -79,13 +79,15 @@ def shortage_text(
     have: Mapping[str, float],
     free: Mapping[str, float],
     avoided: Sequence[str] = (),
+    *,
+    where: str = "the cluster",
 ) -> str:
-    """Sentences about what a cluster lacks for a run: resources that it has not, or that others use now.
+    """Sentences about what a run lacks: resources that its place has not, or that others use there now.
 
-    `avoided`: ids of nodes that get no workers, which the resources include.
+    `where`: the place. `avoided`: ids of nodes that get no workers, which the resources include.
     """
     parts = [
-        f"{amount:g} {name} (the cluster has {have.get(name, 0):g}, {free.get(name, 0):g} free)"
+        f"{amount:g} {name} ({where} has {have.get(name, 0):g}, {free.get(name, 0):g} free)"
         for name, amount in needs.items()
     ]
     text = f"Each worker needs {' and '.join(parts)}."

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 
@@ -18,14 +19,11 @@ from ray.exceptions import RayError
 from raysharded.checkpoint.format.signing import ENVIRONMENT_KEY
 from raysharded.display.quantities import count
 from raysharded.errors import ClusterError
-from raysharded.ray_backend.local_cluster import LocalCluster, listens, names_of, running_cluster, users_listening
+from raysharded.ray_backend.bundles import captured
+from raysharded.ray_backend.local_cluster import listens, names_of, users_listening
+from raysharded.ray_backend.which_ray import LOCAL, NEWEST, Choice, choose
 
 _log = logging.getLogger("raysharded.cluster")
-_ADDRESS_FILE = Path("/tmp/ray/ray_current_cluster")
-_HERE = "local"
-"""Ray's keyword in place of an address: start a cluster on this machine."""
-_NEWEST = "auto"
-"""Ray's keyword in place of an address: the cluster last started on this machine."""
 _ANSWER_S = 10.0
 """Time in which a cluster at a given address must begin to listen there."""
 _TOKEN = (
@@ -51,72 +49,78 @@ _OWN_RAY = {
 """Ray's settings where it is started only for runs of this process, unless the environment sets others."""
 
 
+_chosen: tuple[str, Choice] | None = None
+"""Address of the cluster to which this module has connected the process, and the choice."""
+
+
 def connect(tell: Callable[[str], None] = lambda _: None, check: Callable[[], None] = lambda: None) -> bool:
     """Use the cluster that this process is connected to, is pointed to, or finds running; else start one here.
 
     Returns whether one was started, which then ends with this process. A cluster of another user that nobody named is
-    not used; a warning names it. Starting Ray and workers takes 10 s and more: `tell` gets a sentence about what begins
-    now, without its end: the number of workers. `check` is called before one is started, and raises if workers of this
-    machine alone could not train.
+    not used; a warning names it. Starting Ray and workers takes 10 s and more: `tell` gets a sentence about which Ray
+    is used, why, and what begins now, without its end: the number of workers. `check` is called before one is started,
+    and raises if workers of this machine alone could not train.
     """
-    if find_cluster():
-        tell(f"on the Ray cluster at {ray.get_runtime_context().gcs_address}: starting")
+    choice = find_choice()
+    if choice.address:
+        group = f", in the placement group of this process ({bundles})" if (bundles := captured({})) else ""
+        tell(f"on {choice}{group}: starting")
         return False
-    if told := foreign_cluster():
-        _log.warning("%s", told)
+    if choice.foreign:
+        _log.warning("%s", choice.foreign)
     check()
-    tell("starting Ray on this machine, then")
+    tell(f"on {choice}: starting it, then")
     start_local()
     return True
 
 
 def find_cluster(address: str | None = None, *, log_to_driver: bool = True) -> bool:
+    """Whether `find_choice` finds a cluster, to which this process is then connected. Raises as it does."""
+    return bool(find_choice(address, log_to_driver=log_to_driver).address)
+
+
+def find_choice(address: str | None = None, *, log_to_driver: bool = True) -> Choice:
     """Use the cluster at `address`, or the one that this process is connected to, is pointed to, or finds running.
 
-    Returns whether there is one; there is none if the address, or RAY_ADDRESS, is "local". A cluster that neither
-    names is used only if it is this user's own: who runs a cluster can run code in the processes that connect to it.
+    Returns it with the reason, or a choice without an address if a Ray would have to be started, which this does not:
+    none is there, or the address, or RAY_ADDRESS, is "local". A cluster that neither names is used only if it is this
+    user's own: who runs a cluster can run code in the processes that connect to it.
 
     Raises ClusterError if no cluster answers at the address, if this process is connected to another cluster, or if
     "auto" finds another user's. `log_to_driver`: whether this process prints its actors' output, if it connects now.
     """
+    global _chosen
     if ray.is_initialized():
         here = ray.get_runtime_context().gcs_address
-        if address not in (None, _NEWEST, here):
+        if address and address not in (NEWEST, here):
             raise ClusterError(
                 f"this process is connected to the cluster at {here}, not to {address}: a process can use one "
                 "cluster. Call ray.shutdown() first, or use another process."
             )
-        return True
-    given = address or os.environ.get("RAY_ADDRESS", "")
-    if given == _HERE:
-        return False
-    if given in ("", _NEWEST):
-        found = running_cluster(_newest_file() if given else _ADDRESS_FILE)
-        if found is None and not given:
-            return False
-        if found is None:
-            raise ClusterError('"auto" names no Ray cluster: none runs on this machine. Start one: `ray start --head`.')
-        if not found.is_ours:
-            if not given:
-                return False
-            raise ClusterError(_not_used(found))
-        given = found.address  # not read again, by Ray: another user may replace the file meanwhile
-        _log.info("using the Ray that runs on this machine: RAY_ADDRESS=%s names it", given)
-    elif others := _users_at(given) - {os.geteuid()}:
+        if _chosen is None or _chosen[0] != here:
+            return Choice(address=here, why="to which this process is connected")
+        return _chosen[1]
+    choice = choose(address)
+    if not choice.address:
+        return choice
+    if choice.named_by and (others := _users_at(choice.address) - {os.geteuid()}):
         _log.warning(
             "the Ray at %s is run by another user, %s, who can run code in this process: used because %s names it",
-            given,
+            choice.address,
             names_of(others),
-            "the address" if address else "RAY_ADDRESS",
+            choice.named_by,
         )
-    _connect(given, address, log_to_driver=log_to_driver)
-    return True
+    _connect(choice, log_to_driver=log_to_driver)
+    here = ray.get_runtime_context().gcs_address
+    _chosen = (here, replace(choice, address=here))
+    return _chosen[1]
 
 
-def _connect(given: str, address: str | None, *, log_to_driver: bool) -> None:
-    """Connect to the cluster at `given`. `address`: the caller's argument, for messages."""
-    named = f"the address {address!r}" if address else f"RAY_ADDRESS={given!r}"
-    remedy = f"Check {named} and that the cluster runs (`ray status`), or leave it out to use a Ray on this machine."
+def _connect(choice: Choice, *, log_to_driver: bool) -> None:
+    given = choice.address
+    named = f"{choice.named_by}, {given!r}," if choice.named_by else f"the Ray at {given}"
+    other = "leave it out to use a Ray on" if choice.named_by else "set RAY_ADDRESS=local to start a Ray on"
+    remedy = f"Check {named} and that the cluster runs (`ray status`), or {other} this machine."
     if not _answers(given, _ANSWER_S):
         raise ClusterError(f"there is no Ray cluster at {given}: nothing answered within {_ANSWER_S:g} s. {remedy}")
     try:
@@ -150,23 +154,10 @@ def _node_address(*, clusters: bool) -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-def foreign_cluster() -> str:
-    """A sentence about another user's Ray on this machine, which is not used; empty if there is none.
-
-    Also empty if this process is connected, or if RAY_ADDRESS names a cluster.
-    """
-    if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
-        return ""
-    found = running_cluster(_ADDRESS_FILE)
-    return "" if found is None or found.is_ours else _not_used(found)
-
-
 def describe_owner() -> str:
-    """The user who runs the cluster that this process is connected to, and its address, which names it."""
-    address = ray.get_runtime_context().gcs_address
-    users = _users_at(address)
-    whose = "yours" if users == {os.geteuid()} else f"run by {names_of(users)}" if users else "on another machine"
-    return f"RAY_ADDRESS={address}, {whose}"
+    """The user who runs the cluster that this process is connected to."""
+    users = _users_at(ray.get_runtime_context().gcs_address)
+    return "yours" if users == {os.geteuid()} else f"run by {names_of(users)}" if users else "on another machine"
 
 
 def _users_at(address: str) -> frozenset[int]:
@@ -179,19 +170,6 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
     """The parts of HOST:PORT or ray://HOST:PORT; None for keywords like `auto`."""
     host, _, port = address.rpartition("://")[2].partition("/")[0].rpartition(":")
     return (host.strip("[]"), int(port)) if host and port.isdecimal() else None
-
-
-def _not_used(found: LocalCluster) -> str:
-    return (
-        f"the Ray at {found.address} on this machine belongs to {names_of(found.users)}, and is not used: its owner "
-        f"could run code in this process. To use it all the same, name it: RAY_ADDRESS={found.address}."
-    )
-
-
-def _newest_file() -> Path:
-    """The address file that "auto" means: in the folder of temporary files that the environment names to Ray."""
-    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR")
-    return Path(folder, "ray", _ADDRESS_FILE.name) if folder else _ADDRESS_FILE
 
 
 def describe_size() -> str:
@@ -240,7 +218,7 @@ def start_local(num_cpus: int | None = None) -> None:
     try:
         with _node_address(clusters=os.environ[_CLUSTERS].lower() in ("1", "true")):
             ray.init(
-                address="local",
+                address=LOCAL,
                 num_cpus=num_cpus,
                 include_dashboard=False,
                 logging_level=logging.ERROR,

@@ -1,7 +1,8 @@
-"""The Ray that was last started on this machine, and its user. Does not import Ray.
+"""The Rays that run on this machine, and their users. Does not import Ray.
 
-Ray writes the address of its newest cluster to a file in a folder that every user of the machine may write to. The user
-who runs a cluster can run code in the processes that connect to it. So the file alone proves nothing.
+`ray start` writes the cluster's address to a file in Ray's folder of temporary files. By default, every user of the
+machine may write there. The user who runs a cluster can run code in the processes that connect to it. So the file alone
+proves nothing, and it stays when the cluster has ended.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 _SOCKETS = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _LISTENS = "0A"
 """State of a socket that accepts connections (TCP_LISTEN of Linux)."""
+_PROCESSES = Path("/proc")
+_RAYLET = "raylet"
 _MAX_BYTES = 256
 _TRY_S = 2.0
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -53,6 +56,38 @@ def running_cluster(file: Path) -> LocalCluster | None:
     if not listens(host, number):
         return None
     return LocalCluster(address=text.strip(), users=frozenset({written_by}) | users_listening(host, number))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Raylet:
+    """The process of a Ray that every machine of its cluster has. Its command line names the cluster."""
+
+    user: int
+    """User id."""
+    address: str
+    """HOST:PORT of the cluster."""
+    folder: Path
+    """Ray's folder of temporary files."""
+
+
+def raylets() -> list[Raylet]:
+    """The raylets of this machine, as far as this process may see them."""
+    return [found for process in _PROCESSES.glob("[0-9]*") if (found := _raylet(process)) is not None]
+
+
+def clusters_elsewhere(file: Path) -> dict[Path, LocalCluster]:
+    """This user's clusters of `ray start` with another folder than the address file's: their own file -> the cluster.
+
+    The newest is first. The Ray of a script, of `ray.init()`, writes no file, and is not among them: it ends with the
+    script.
+    """
+    here = [one for one in raylets() if one.user == os.geteuid()]
+    files = {folder / file.name for folder in {one.folder for one in here}} - {file}
+    found = {other: cluster for other in files if (cluster := running_cluster(other)) is not None and cluster.is_ours}
+    there = {one.address for one in here}
+    return {
+        other: found[other] for other in sorted(found, key=_written_at, reverse=True) if found[other].address in there
+    }
 
 
 def listens(host: str, port: int) -> bool:
@@ -91,6 +126,28 @@ def _read(file: Path) -> tuple[int, str]:
         if not stat.S_ISREG(found.st_mode):
             raise OSError(f"{file} is no regular file")
         return found.st_uid, opened.read(_MAX_BYTES).decode()
+
+
+def _raylet(process: Path) -> Raylet | None:
+    try:
+        words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        if Path(words[0]).name != _RAYLET:
+            return None
+        flags = {
+            name.lstrip("-").replace("_", "-"): value for name, _, value in (word.partition("=") for word in words)
+        }
+        return Raylet(
+            user=process.stat().st_uid, address=flags.get("gcs-address", ""), folder=Path(flags.get("temp-dir", ""))
+        )
+    except OSError:  # it has ended
+        return None
+
+
+def _written_at(file: Path) -> float:
+    try:
+        return file.lstat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _listening(file: Path) -> list[tuple[Address, int, int]]:

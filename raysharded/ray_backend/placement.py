@@ -41,6 +41,8 @@ def choose_node(free: Mapping[str, int], taken: Mapping[str, int], group_size: i
 class Placing:
     """The node that each worker was sent to. Used by one thread."""
 
+    where = "the cluster"
+
     def __init__(self, group_size: int, needs: Mapping[str, float]) -> None:
         self._group_size, self._needs = group_size, needs
         self._sent: dict[WorkerId, str] = {}
@@ -75,6 +77,10 @@ class Placing:
             for node, have in available.items()
             if self._needs
         }
+
+    def resources(self) -> tuple[dict[str, float], dict[str, float]]:
+        """(the cluster's resources, those that are free now)."""
+        return ray.cluster_resources(), ray.available_resources()
 
 
 _NODE_ID_LABEL = "ray.io/node-id"

@@ -19,12 +19,13 @@ from raysharded.protocol.session import DriverSession, FoundWorkers, job_identit
 from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost, WorkersOfAnotherVersion
 from raysharded.ray_backend import adoption, other_versions
 from raysharded.ray_backend.agents import Agents, Aside, OwnNode
-from raysharded.ray_backend.capacity import needs_of, refuse_the_impossible, shortage_text, warn_of_too_few
+from raysharded.ray_backend.bundles import places
+from raysharded.ray_backend.capacity import needs_of, shortage_text
 from raysharded.ray_backend.death_causes import cause_of_death
 from raysharded.ray_backend.drain_watch import DrainWatch
 from raysharded.ray_backend.node_watch import NodeWatch
 from raysharded.ray_backend.peers import GROUP, GROUP_SIZE, NAMESPACE, RayPeers, name_of
-from raysharded.ray_backend.placement import Placing, has_process, node_of, node_table, not_on
+from raysharded.ray_backend.placement import has_process, node_of, node_table, not_on
 from raysharded.rendezvous.server import RendezvousStore
 
 _CONCURRENT_CALLS = 16
@@ -49,7 +50,7 @@ class RayLauncher:
 
         self._scaling = scaling
         self._owns_cluster = owns_cluster
-        (refuse_the_impossible if owns_cluster else warn_of_too_few)(scaling)
+        self._placing = places(scaling, owns_cluster=owns_cluster)
         with_groups: Any = ray.remote(concurrency_groups={GROUP: GROUP_SIZE})  # type: ignore[call-overload]  # it has them
         self._actor_class = with_groups(Tenant)
         self._options: dict[str, Any] = {
@@ -59,7 +60,6 @@ class RayLauncher:
             "max_concurrency": _CONCURRENT_CALLS,
             "max_restarts": 0,
         }
-        self._placing = Placing(scaling.shard_group_size or scaling.tensor_parallel_degree, needs_of(scaling))
         self._run, self._identity = run_digest(job.run_url), job_identity(job)
         self._terms: DriverSession | None = None
         self._leadership: LeadershipCheck | None = None
@@ -245,8 +245,8 @@ class RayLauncher:
     def describe_shortage(self) -> str:
         if not self._is_short():
             return ""
-        have, free = ray.cluster_resources(), ray.available_resources()
-        return shortage_text(needs_of(self._scaling), self._scaling.min_workers, have, free, self._avoided)
+        resources, where = self._placing.resources(), self._placing.where
+        return shortage_text(needs_of(self._scaling), self._scaling.min_workers, *resources, self._avoided, where=where)
 
     def _is_short(self) -> bool:
         """False if enough workers for the run are ready, or have their resources, or can have them at once."""

@@ -55,9 +55,10 @@ def attach(run: str, address: str | None = None) -> Run:
 def _find_cluster(name: str | None, address: str | None) -> bool:
     """Whether there is a cluster. Raises ClusterError if none answers; without any too, for a run given by its name."""
     try:
-        if cluster.find_cluster(address, log_to_driver=False):
+        choice = cluster.find_choice(address, log_to_driver=False)
+        if choice.address:
             return True
-        why = cluster.foreign_cluster() or f"there is no Ray cluster here that could know a run named {name!r}."
+        why = choice.foreign or f"there is no Ray cluster here that could know a run named {name!r} ({choice.why})."
     except ClusterError as error:
         if name is None:
             raise

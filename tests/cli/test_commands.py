@@ -197,7 +197,7 @@ def test_doctor_tries_what_a_run_needs_and_reports_what_it_found(diagnosis: dict
     tried = {check["name"]: check for check in diagnosis["checks"]}
     names = {"ray runs", "ray used", "gloo", "nccl", "shared memory", "extras", "home", "open files", "self-test"}
     assert tried.keys() == names | {"storage", "conditional write", "clock", "unfinished uploads"}
-    assert tried["ray used"]["found"].startswith(("one that `fit()` starts and ends", "a cluster ("))
+    assert tried["ray used"]["found"].startswith(("a separate Ray on this machine (", "the Ray at "))
     assert "a group of two added" in tried["gloo"]["found"]
     assert "the same losses, gradient norms and weights" in tried["self-test"]["found"]
     assert tried["conditional write"]["found"] == "the first of two writers won"
@@ -245,7 +245,7 @@ def test_doctor_names_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyP
     assert (found.ok, found.found) == (False, "RAY_ADDRESS=127.0.0.1:1")
     assert "there is no Ray cluster at 127.0.0.1:1" in found.advice
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert machine.which_ray().found == "one that `fit()` starts and ends (RAY_ADDRESS=local)"
+    assert machine.which_ray().found == "a separate Ray on this machine (as RAY_ADDRESS=local says)"
 
 
 def test_demo_passes_its_options_on_and_ends_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from tests.report.entries import run_with_a_loss, write_run
 def no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide other clusters on this machine."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cluster, "_ADDRESS_FILE", tmp_path / "none")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "none"))
 
 
 def test_a_name_means_nothing_without_a_cluster() -> None:

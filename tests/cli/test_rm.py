@@ -11,7 +11,6 @@ from typer.testing import CliRunner, Result
 from raysharded.checkpoint import fork, list_checkpoints, open_storage, pin
 from raysharded.checkpoint.retention.run_removal import RunRemoval
 from raysharded.cli import app
-from raysharded.ray_backend import cluster
 from tests.checkpoint.retention.runs import Run
 from tests.cli.test_commands import fail, succeed
 from tests.report.entries import run_with_a_loss, write_run
@@ -21,7 +20,7 @@ from tests.report.entries import run_with_a_loss, write_run
 def no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide other clusters of this machine."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cluster, "_ADDRESS_FILE", tmp_path / "none")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "none"))
 
 
 def make_run(folder: Path) -> str:

@@ -118,3 +118,5 @@ def test_a_shortage_that_ends_when_others_free_what_they_use_is_told_from_one_th
     assert shortage_text(needs, 4, have, free, ["a" * 56, "b" * 56]) == (
         f"{short} No worker is placed on aaaaaaaa, bbbbbbbb: drained by request, or failed too often."
     )
+    bundles = shortage_text(needs, 5, have, free, where="the placement group of this process")
+    assert bundles == "Each worker needs 0.5 CPU (the placement group of this process has 2, 0 free)."

@@ -15,7 +15,6 @@ from typing import Any
 
 import raysharded as rs
 from raysharded.errors import RayshardedError
-from raysharded.ray_backend import cluster
 from tests.training.harness import GptTask, Outcome, Tokens, train
 
 STEPS = 12
@@ -98,9 +97,7 @@ class DriverProcess:
         self, folder: Path, workers: int, address: str | None, *, orphan_wait_s: float = 60.0, marker: str = ""
     ) -> None:
         environment = {**os.environ, "RAYSHARDED_TEST": marker}
-        environment.pop("RAY_ADDRESS", None)
-        if address is not None:
-            environment["RAY_ADDRESS"] = address
+        environment["RAY_ADDRESS"] = "local" if address is None else address
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.ray.driving", str(folder), str(workers), str(orphan_wait_s)],
             env=environment,
@@ -147,8 +144,6 @@ def _tell(kind: str, fields: dict[str, Any]) -> None:
 
 def main() -> None:
     folder, workers, orphan_wait_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    if "RAY_ADDRESS" not in os.environ:
-        cluster._ADDRESS_FILE = folder / "none"  # no other cluster on this machine is to be found
     try:
         result = trainer(folder, workers, orphan_wait_s=orphan_wait_s).fit(_tell)
     except RayshardedError as error:

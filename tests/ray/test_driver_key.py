@@ -28,7 +28,6 @@ from raysharded.ray_backend import cluster
 from raysharded.testing.ray_nodes import descendants
 from tests.ray.driving import trainer
 
-cluster._ADDRESS_FILE = Path(sys.argv[1], "none")
 try:
     trainer(Path(sys.argv[1]), 1).start()
     refused = ""

@@ -71,7 +71,7 @@ def has_warning(run: str, *words: str) -> bool:
 
 
 def driven(folder: Path, orphan_wait_s: float = 60.0) -> rs.ElasticTrainer:
-    """A run that does not come to its last step while a test looks at it."""
+    """A run that does not reach its last step within a test."""
     return trainer(folder, 1, orphan_wait_s=orphan_wait_s, max_steps=1000)
 
 

@@ -72,13 +72,11 @@ STOPPED = """
 import json, os, signal, sys
 from pathlib import Path
 import raysharded as rs
-from raysharded.ray_backend import cluster
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.testing.ray_nodes import descendants
 from tests.ray.leftovers import wait_until
 from tests.ray.test_main_job import trainer
 
-cluster._ADDRESS_FILE = Path("none")  # of no other test's cluster
 folder = Path(sys.argv[1])
 run = trainer(folder, (1, 2), failure=rs.FailureConfig(hang_timeout_s=3.0)).start_local()
 wait_until(lambda: run.status().step >= 3 and len(run.status().workers) == 2, "step 3")

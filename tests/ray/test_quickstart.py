@@ -52,7 +52,7 @@ def test_the_first_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         process.kill()
         process.wait()
     assert process.returncode == 0, errors
-    assert re.match(r"on the Ray cluster at \S+: starting 3 workers\n", errors)
+    assert re.match(r"on the Ray at \S+, as RAY_ADDRESS says: starting 3 workers\n", errors)
     (fingerprint,) = re.findall(r"^\w{32}$", out, re.MULTILINE)
 
     (tmp_path / "train.py").write_text(script)

@@ -56,7 +56,8 @@ def listener(host: str = "127.0.0.1", *, user: int | None = None) -> Iterator[tu
 
 
 def note(folder: Path, address: str, *, user: int | None = None) -> Path:
-    """Ray's address file, of another user if one is given."""
+    """Ray's address file in its folder of temporary files, of another user if one is given."""
+    folder.mkdir(exist_ok=True)
     file = folder / "ray_current_cluster"
     file.write_text(address)
     if user is not None:
@@ -112,10 +113,10 @@ def test_what_is_no_address_file_names_no_cluster(kind: str, tmp_path: Path) -> 
 def of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Address of what another user has started on this machine, and named in Ray's own place."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with listener(user=NOBODY) as (_, address):
-        monkeypatch.setattr(cluster, "_ADDRESS_FILE", note(tmp_path, address, user=NOBODY))
-        monkeypatch.setattr(cluster, "_newest_file", lambda: tmp_path / "ray_current_cluster")
+        note(tmp_path / "ray", address, user=NOBODY)
         yield address
 
 
@@ -128,7 +129,9 @@ def test_a_cluster_of_another_user_that_nobody_named_is_not_connected_to_and_is_
     with pytest.raises(ClusterError, match=f"RAY_ADDRESS={of_another_user}"):
         cluster.find_cluster("auto")
     found = machine.which_ray()
-    assert "another user's is not used" in found.found
+    assert (
+        f"on this machine (the one at {of_another_user} belongs to nobody; RAY_ADDRESS=HOST:PORT names" in found.found
+    )
     assert name in found.advice
 
 
@@ -168,13 +171,12 @@ def test_what_a_cluster_stores_about_runs_is_not_unpickled(cluster: None, tmp_pa
 
 
 FINDS = """
-import json, os, sys
-from pathlib import Path
+import json
 from raysharded.ray_backend import cluster
 
-cluster._ADDRESS_FILE = Path(sys.argv[1])
-found = cluster.find_cluster(log_to_driver=False)
-print(json.dumps([found, cluster.describe_owner() if found else cluster.foreign_cluster()]))
+choice = cluster.find_choice(log_to_driver=False)
+said = f"{choice}; {cluster.describe_owner()}" if choice.address else choice.foreign
+print(json.dumps([choice.address, said]))
 """
 
 
@@ -183,15 +185,14 @@ print(json.dumps([found, cluster.describe_owner() if found else cluster.foreign_
 @pytest.mark.parametrize("user", [0, NOBODY])
 def test_a_real_ray_is_used_by_who_started_it_and_whose_it_is_is_said(cluster: None, tmp_path: Path, user: int) -> None:
     address = ray.get_runtime_context().gcs_address
-    file = note(tmp_path, address, user=user)
+    note(tmp_path / "ray", address, user=user)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    told = subprocess.run(
-        [sys.executable, "-c", FINDS, str(file)], capture_output=True, text=True, check=False, env=environment
-    )
+    environment["RAY_TMPDIR"] = str(tmp_path)
+    told = subprocess.run([sys.executable, "-c", FINDS], capture_output=True, text=True, check=False, env=environment)
     assert told.returncode == 0, told.stderr
     found, said = json.loads(told.stdout.splitlines()[-1])
     if user:
         assert not found
         assert said.startswith(f"the Ray at {address} on this machine belongs to nobody and root, and is not used")
     else:
-        assert (found, said) == (True, f"RAY_ADDRESS={address}, yours")
+        assert (found, said) == (address, f"the Ray at {address}, which runs on this machine ({tmp_path}/ray); yours")

@@ -55,12 +55,10 @@ FOLDERS = ("journal", "lease")
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A storage that fails is not tried for a minute, nor is one waited for that ended. No cluster is found."""
-    from raysharded.ray_backend import cluster
-
     monkeypatch.setattr(leadership, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(removal, "_LEASE_S", 0.2)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cluster, "_ADDRESS_FILE", tmp_path / "none")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "none"))
 
 
 def make_run(folder: Path, *, saves: tuple[int, ...] = (5, 6)) -> Run:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -13,6 +15,7 @@ from raysharded.errors import ClusterError, ConfigError, RunOwnedElsewhere
 from raysharded.ownership.start_mark import StartMark
 from raysharded.protocol.session import run_digest
 from raysharded.ray_backend import capacity, cluster
+from raysharded.ray_backend.bundles import captured
 from raysharded.ray_backend.peers import NAMESPACE
 from raysharded.run.hosted import submission
 from raysharded.run.hosted.driver_actor import LINGER_S, Host
@@ -24,6 +27,7 @@ from raysharded.run.offline import ENDED, StoredRun
 if TYPE_CHECKING:
     from raysharded.run.spec import RunSpec
 
+_log = logging.getLogger("raysharded.driver")
 _THREADS = {FOLLOW: 32, ASK: 16}
 _OPTIONS: dict[str, Any] = {
     "num_cpus": 0,
@@ -31,6 +35,7 @@ _OPTIONS: dict[str, Any] = {
     "max_concurrency": 8,
     "lifetime": "detached",
     "namespace": NAMESPACE,
+    "scheduling_strategy": "DEFAULT",  # not in the placement group of who starts it, with which it would end
 }
 _HEAD = "node:__internal_head__"
 """Resource of which Ray gives its head node 1, so that actors can be bound to it, as those of Ray Serve are."""
@@ -61,7 +66,7 @@ def start_hosted(spec: RunSpec, *, take_over: bool = False) -> AttachedRun:
         spec.require_local_files()
         refuse_a_key_that_is_not_sent(order)
 
-    is_ours = cluster.connect(check=check)
+    is_ours = cluster.connect(partial(_announce, order.name), check)
     (capacity.refuse_the_impossible if is_ours else capacity.warn_of_too_few)(spec.scaling)
     name, mark = host_name(order.name, order.url), StartMark(storage)
     while True:
@@ -80,6 +85,17 @@ def start_hosted(spec: RunSpec, *, take_over: bool = False) -> AttachedRun:
         submission.put_greeting(host._actor_id.hex())
         _wait_until_taken(host)
         return AttachedRun(order.name, order.url)
+
+
+def _announce(name: str, where: str) -> None:
+    _log.info("%s the driver of run %s", where, name)
+    if bundles := captured({}):
+        _log.warning(
+            "run %s is outside of the placement group of this process (%s), with which it would end: its driver and "
+            "workers use what the cluster has beside it. fit() uses the bundles.",
+            name,
+            bundles,
+        )
 
 
 def _wait_for_another_version(name: str, url: str) -> None:
