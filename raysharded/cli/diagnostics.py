@@ -166,15 +166,18 @@ def shared_memory() -> Finding:
 
 
 def storage(opened: Storage) -> list[Finding]:
-    """A run's requirements on storage: writing, put-if-absent, and a clock close to this one."""
+    """A run's requirements on storage: rights, writing, put-if-absent, and a clock close to this one."""
     from raysharded.checkpoint import check_writable
     from raysharded.checkpoint.storage import probing
 
     try:
+        rights = _rights(opened)
+        if not all(right.ok for right in rights):
+            return rights
         check_writable(opened)
     except StorageError as error:
         return [Finding(name="storage", found=f"{opened.url}: not writable", ok=False, advice=str(error))]
-    findings = [Finding(name="storage", found=f"{opened.url}: writable")]
+    findings = [Finding(name="storage", found=f"{opened.url}: writable"), *rights]
     key = f".raysharded-probe-{secrets.token_hex(6)}"
     with probing(opened):
         try:
@@ -186,6 +189,21 @@ def storage(opened: Storage) -> list[Finding]:
         finally:
             opened.delete([key])
     return findings
+
+
+def _rights(opened: Storage) -> list[Finding]:
+    """The rights that a run needs, where the storage knows of rights. Raises StorageError."""
+    from raysharded.checkpoint.storage.s3 import FOR_TIDYING, S3Storage
+
+    if not isinstance(opened, S3Storage):
+        return []
+    missing = opened.missing_rights()
+    if not missing:
+        return [Finding(name="rights", found="all that a run needs")]
+    found, ok = f"without {', '.join(missing)}", set(missing) <= set(FOR_TIDYING)
+    why = "Uploads of lost writers stay without it" if ok else "A run needs it"
+    advice = f"{why}: allow it to these credentials (docs/storage.md, S3)."
+    return [Finding(name="rights", found=found, ok=ok, advice=advice if ok else f"{opened.url}: {found}. {advice}")]
 
 
 def _conditional_write(opened: Storage, key: str) -> Finding:

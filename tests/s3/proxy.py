@@ -210,6 +210,19 @@ class Stall:
 
 
 @dataclass(frozen=True, slots=True)
+class Page:
+    """A page of a console, a proxy or a portal; and nothing done."""
+
+    status: int = 200
+    body: bytes = b"<html><body><h1>It works!</h1></body></html>"
+    head: Head = field(default_factory=lambda: [("Content-Type", "text/html; charset=utf-8")])
+
+    def __call__(self, exchange: Exchange) -> None:
+        length = [] if self.status == 204 else [("Content-Length", str(len(self.body)))]
+        exchange.send(Reply(status=self.status, head=[*self.head, *length], body=self.body))
+
+
+@dataclass(frozen=True, slots=True)
 class Change:
     """The answer, changed by a function."""
 

@@ -165,7 +165,11 @@ class _Start:
         rgw = self._spawn("radosgw", "--name", "client.rgw")
         self._until("radosgw answers", lambda: _listens(gateway), rgw)
         server = S3Server(endpoint_url=f"http://127.0.0.1:{gateway}", pids=(mon.pid, osd.pid, rgw.pid))
-        keys = [f"--access-key={server.access_key}", f"--secret-key={server.secret_key}"]
+        keys = [
+            f"--access-key={server.access_key}",
+            f"--secret-key={server.secret_key}",
+            "--caps=users=*",
+        ]
         self._do(
             "radosgw-admin", "--name", "client.rgw", "user", "create", "--uid=tests", "--display-name=tests", *keys
         )

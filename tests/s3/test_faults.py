@@ -283,7 +283,7 @@ def test_what_cannot_pass_is_reported_at_once_with_what_to_do(
         lambda: storage.read_into("a", 0, [memoryview(bytearray(4))]),
         storage.list,
         lambda: storage.delete(["a", "b"]),
-        storage.unfinished,
+        *([] if code == "AccessDenied" else [storage.unfinished]),  # only tidying: tested with the rights
     ]
     for operation in operations:
         fired = refused.fired

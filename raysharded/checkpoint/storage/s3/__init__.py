@@ -1,6 +1,7 @@
 """Storage in a bucket of S3 or of a compatible server, over boto3.
 
 `location` reads the URL, `connection` makes the client, `bucket` sends requests, `errors` finds transient failures.
+`credentials` looks keys up again, `answers` rejects what no S3 server sent, and `rights` names those that are missing.
 `upload`, `download` and `conditional` implement the storage's methods. See docs/storage.md.
 """
 
@@ -10,8 +11,10 @@ import http.client
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
+from urllib.parse import urlsplit
 
 import urllib3.exceptions
 from botocore.exceptions import BotoCoreError, ClientError
@@ -25,8 +28,10 @@ from raysharded.checkpoint.storage.s3.bucket import Answer, Bucket, open_bucket
 from raysharded.checkpoint.storage.s3.conditional import honours_condition, put_if_absent, spelling, swap
 from raysharded.checkpoint.storage.s3.download import RANGE_BYTES, read, read_into
 from raysharded.checkpoint.storage.s3.errors import code_of, is_missing, is_refusal, remedy_for, said_by
-from raysharded.checkpoint.storage.s3.location import parse
+from raysharded.checkpoint.storage.s3.location import encodes, parse
+from raysharded.checkpoint.storage.s3.rights import FOR_TIDYING as FOR_TIDYING, missing_rights, tidying
 from raysharded.checkpoint.storage.s3.upload import write_object
+from raysharded.errors import StorageError
 
 _MOST_KEYS = 1000  # of DeleteObjects
 
@@ -92,7 +97,7 @@ class S3Storage:
         rest = iter(keys)
         while some := list(islice(rest, _MOST_KEYS)):
             for key in some:
-                check_key(self.url, key)
+                _check_key(self.url, key)
             with self._at("delete", some[0] if len(some) == 1 else "") as bucket:
                 _delete(bucket, [bucket.location.full(key) for key in some])
 
@@ -126,34 +131,70 @@ class S3Storage:
             return sorted(name for name in found if is_below(name))
 
     def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
+        """As in `Storage`; nothing, with a warning, without the right to list uploads."""
+        found: list[Unfinished] = []
         with self._at("list", prefix) as bucket:
-            found = [
-                Unfinished(key=bucket.location.relative(item["Key"]), token=item["UploadId"])
-                for item in _uploads(bucket, prefix)
-            ]
-            return sorted(found, key=lambda write: (write.key, write.token))
+
+            def collect() -> None:
+                found.extend(
+                    Unfinished(key=bucket.location.relative(item["Key"]), token=item["UploadId"])
+                    for item in _uploads(bucket, prefix)
+                )
+
+            tidying(bucket, collect)
+        return sorted(found, key=lambda write: (write.key, write.token))
 
     def discard(self, unfinished: Iterable[Unfinished]) -> None:
+        """As in `Storage`; without the right to abort uploads they stay, with a warning."""
         for write in unfinished:
             with self._at("discard", write.key) as bucket:
-                full = bucket.location.full(write.key)
-                try:
-                    bucket.request("abort_multipart_upload", Key=full, UploadId=write.token)
-                except ClientError as error:
-                    if code_of(error) != "NoSuchUpload":
-                        raise
+                tidying(bucket, partial(_abort, bucket, write))
+
+    def missing_rights(self) -> Keys:
+        """Names of the rights that a run needs and these credentials lack. Makes and removes a small object."""
+        with self._at("test", "") as bucket:
+            return missing_rights(bucket)
 
     @contextmanager
     def _at(self, operation: str, key: str) -> Iterator[Bucket]:
         """The bucket for an operation, whose failures become StorageErrors."""
         if key:
-            check_key(self.url, key)
+            _check_key(self.url, key)
+        bucket = None
         try:
-            yield open_bucket(self.url)
+            bucket = open_bucket(self.url)
+            yield bucket
         except _FAILURES as error:
             cause = FileNotFoundError(str(error)) if is_missing(error) else error
             said, remedy = said_by(error), remedy_for(error)
+            if bucket is not None:
+                remedy = bucket.connection.credentials.remedy(error) or _of_path(bucket, error) or remedy
             raise storage_error(self.url, operation, key, cause, said=said, remedy=remedy) from error
+
+
+def _check_key(url: str, key: str) -> None:
+    check_key(url, key)
+    if not encodes(key):
+        raise StorageError(f"{key!r} is not a key below {url}: it has a character that UTF-8 cannot encode.")
+
+
+def _of_path(bucket: Bucket, error: Exception) -> str | None:
+    """Remedy for a server's address that may have too much in it."""
+    address = urlsplit(bucket.connection.client.meta.endpoint_url)
+    if code_of(error) not in ("NoSuchBucket", "NoSuchKey") or address.path.strip("/") == "":
+        return None
+    return (
+        f"The server's address {address.geturl()} has a path, which most servers do not: without it, it is "
+        f"{address.scheme}://{address.netloc}. Otherwise create the bucket, or correct its name."
+    )
+
+
+def _abort(bucket: Bucket, write: Unfinished) -> None:
+    try:
+        bucket.request("abort_multipart_upload", Key=bucket.location.full(write.key), UploadId=write.token)
+    except ClientError as error:
+        if code_of(error) != "NoSuchUpload":
+            raise
 
 
 def _delete(bucket: Bucket, keys: Keys) -> None:
@@ -197,7 +238,7 @@ def _pages(bucket: Bucket, **of: str) -> Iterator[Answer]:
         yield page
         if not page.get("IsTruncated"):
             return
-        at = {"ContinuationToken": page["NextContinuationToken"]}
+        at = {"ContinuationToken": _next(page, "NextContinuationToken")}
 
 
 def _uploads(bucket: Bucket, folder: str) -> Iterator[dict[str, Any]]:
@@ -207,4 +248,13 @@ def _uploads(bucket: Bucket, folder: str) -> Iterator[dict[str, Any]]:
         yield from page.get("Uploads", [])
         if not page.get("IsTruncated"):
             return
-        at = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+        at = {"KeyMarker": _next(page, "NextKeyMarker")}
+        if page.get("NextUploadIdMarker"):
+            at["UploadIdMarker"] = page["NextUploadIdMarker"]
+
+
+def _next(page: Answer, name: str) -> str:
+    """Beginning of the next page of a listing. Raises ConnectionError if the server does not state it."""
+    if not page.get(name):
+        raise ConnectionError(f"the server's listing is not whole, and has no {name}")
+    return str(page[name])

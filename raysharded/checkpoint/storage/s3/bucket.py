@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from botocore.exceptions import ClientError
+from botocore.exceptions import BotoCoreError, ClientError
 
 from raysharded.checkpoint.storage.retry import with_retries
-from raysharded.checkpoint.storage.s3.connection import Connection, connect
+from raysharded.checkpoint.storage.s3.connection import Client, Connection, connect
 from raysharded.checkpoint.storage.s3.deadline import Deadline
 from raysharded.checkpoint.storage.s3.errors import code_of, is_refusal, may_pass, status_of
 from raysharded.checkpoint.storage.s3.location import Location, parse
@@ -23,6 +23,7 @@ Answer = dict[str, Any]  # what boto3 returns, per operation
 CHECKSUM = "CRC32"  # the fastest in both S3 and Python (zlib): the others need a package, or three times the CPU
 COMPLETION_S = 600.0
 """Time limit for completing an upload: S3 itself sends white space until it has put the parts together."""
+_MOST_RENEWALS = 2  # for one request: keys may be exchanged again meanwhile
 _BYTES_PER_TIMEOUT = 8 << 20  # a larger body has more time
 
 
@@ -35,9 +36,22 @@ class Bucket:
     connection: Connection
 
     def request_once(self, operation: str, **params: Any) -> Answer:
-        """Answer of boto3's `operation` on this bucket, once. All but an object's bytes came within the limit."""
+        """Answer of boto3's `operation` on this bucket, once. All but an object's bytes came within the limit.
+
+        A request whose credentials are refused is repeated with those that are found anew, as long as they are others.
+        """
+        for _ in range(_MOST_RENEWALS):
+            client = self.connection.client
+            try:
+                return self._ask(client, operation, params)
+            except (ClientError, BotoCoreError) as error:
+                if not self.connection.renew(client, error):
+                    raise
+        return self._ask(self.connection.client, operation, params)
+
+    def _ask(self, client: Client, operation: str, params: Answer) -> Answer:
         with Deadline(self._limit_s(operation, len(params.get("Body", b"")))):
-            answer: Answer = getattr(self.connection.client, operation)(Bucket=self.location.bucket, **params)
+            answer: Answer = getattr(client, operation)(Bucket=self.location.bucket, **params)
         return answer
 
     def fetch(self, key: str) -> bytes:

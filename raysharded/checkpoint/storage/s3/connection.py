@@ -1,21 +1,35 @@
-"""One boto3 client per process and endpoint, shared by all storages and threads, and the threads for its requests."""
+"""One boto3 client per process and endpoint, shared by all storages and threads, and the threads for its requests.
+
+A client whose credentials are refused is replaced once, by a client with those that are found by then. Requests that
+are under way end on the old one.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import IncompleteReadError
+from botocore.exceptions import BotoCoreError, IncompleteReadError
 
 import raysharded
+from raysharded.checkpoint.storage.s3.answers import refuse_foreign
+from raysharded.checkpoint.storage.s3.credentials import Found, Session, look_up, new_session
 from raysharded.checkpoint.storage.s3.deadline import watch_over
+from raysharded.checkpoint.storage.s3.errors import InvalidConfiguration
 from raysharded.checkpoint.storage.s3.location import Endpoint
 from raysharded.checkpoint.threads import Threads
 
+_log = logging.getLogger("raysharded.checkpoint")
+
+LOOK_UP_EVERY_S = 1.0
+"""Shortest time between two look-ups of the credentials of one endpoint, while they stay the same."""
 NUM_THREADS = 16
 """Concurrent parts and ranges over all storages of one endpoint in this process."""
 _MOST_CONNECTIONS = NUM_THREADS + 16  # including those of the callers' threads
@@ -27,10 +41,45 @@ Client = Any  # boto3 makes its clients' methods at run time and has no types fo
 class Connection:
     """A client with its threads. Thread-safe. Trying sets `checksums`: see `Bucket.request_with_optional`."""
 
+    endpoint: Endpoint
     client: Client
+    credentials: Found
+    """The client's."""
     pool: Threads = field(default_factory=lambda: Threads(NUM_THREADS, thread_name_prefix="raysharded-s3"))
     checksums: bool = True
     """Whether the server accepts requests with checksums."""
+    _renewing: threading.Lock = field(default_factory=threading.Lock)
+    _looked_up_at: float = float("-inf")
+
+    def renew(self, refused: Client, error: BaseException) -> bool:
+        """True if `client` has other credentials than `refused`, which is replaced if such are found now.
+
+        `error`: that of the request. Threads whose requests were refused together look once. Where the last look-up
+        found the same, or credentials that are new at each look-up, one less than `LOOK_UP_EVERY_S` ago counts.
+        """
+        with self._renewing:
+            if self.client is not refused:
+                return True
+            if not self.credentials.may_be_outdated(error):
+                return False
+            if time.monotonic() - self._looked_up_at < LOOK_UP_EVERY_S:
+                return False
+            renewed = False
+            try:
+                session = new_session()
+                found = look_up(session)
+                if not found.differ_from(self.credentials):
+                    return False
+                self.client, self.credentials = _client(self.endpoint, session), found
+                renewed = not found.renews_itself
+            except (BotoCoreError, InvalidConfiguration) as failure:
+                _log.info("credentials were refused, and could not be looked up again: %s", failure)
+                return False
+            finally:
+                if not renewed:
+                    self._looked_up_at = time.monotonic()
+        _log.info("credentials were refused; the next requests use %s", found)
+        return True
 
 
 _connections: dict[Endpoint, Connection] = {}
@@ -41,22 +90,25 @@ def connect(endpoint: Endpoint) -> Connection:
     """This process's connection to the endpoint, made at the first call with boto3's own chain of credentials."""
     with _lock:
         if endpoint not in _connections:
-            _connections[endpoint] = Connection(client=_client(endpoint))
+            session = new_session()
+            found = look_up(session)
+            _connections[endpoint] = Connection(endpoint, _client(endpoint, session), found)
         return _connections[endpoint]
 
 
-def _client(endpoint: Endpoint) -> Client:
-    client = _new_client(endpoint, {})
+def _client(endpoint: Endpoint, of_botocore: Session) -> Client:
+    session = boto3.session.Session(botocore_session=of_botocore)
+    client = _new_client(endpoint, session, {})
     encrypted = client.meta.endpoint_url.startswith("https:")
     if encrypted and (client.meta.config.s3 or {}).get("payload_signing_enabled") is None:
         # boto3 itself leaves a body unsigned if TLS and a checksum protect it, but knows only checksums it computes.
-        client = _new_client(endpoint, {"payload_signing_enabled": False})
-    client.meta.events.register_first("before-parse.s3", _check_length)
+        client = _new_client(endpoint, session, {"payload_signing_enabled": False})
+    client.meta.events.register_first("before-parse.s3", partial(_check, client.meta.endpoint_url))
     watch_over(client)
     return client
 
 
-def _new_client(endpoint: Endpoint, s3: dict[str, Any]) -> Client:
+def _new_client(endpoint: Endpoint, session: Session, s3: dict[str, Any]) -> Client:
     style = {} if endpoint.addressing_style is None else {"addressing_style": endpoint.addressing_style}
     config = Config(
         connect_timeout=endpoint.timeout_s,  # also limits how long sending a request may take
@@ -69,12 +121,29 @@ def _new_client(endpoint: Endpoint, s3: dict[str, Any]) -> Client:
         tcp_keepalive=True,
         user_agent_extra=f"raysharded/{raysharded.__version__}",
     )
-    session = boto3.session.Session()  # the default session is not thread-safe
-    return session.client("s3", endpoint_url=endpoint.endpoint_url, region_name=endpoint.region, config=config)
+    try:
+        return session.client("s3", endpoint_url=endpoint.endpoint_url, region_name=endpoint.region, config=config)
+    except ValueError as error:  # not botocore's for an endpoint, or a file, that it cannot use
+        raise InvalidConfiguration(_said_of(error, endpoint)) from error
 
 
-def _check_length(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> None:
-    """Reject a partial answer: boto3 takes an empty body for an empty listing. (Any: botocore has no types.)"""
+def _said_of(error: ValueError, endpoint: Endpoint) -> str:
+    """The error, and the variable that it is about. A URL's own endpoint was checked before."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    given = next((f"{name}={os.environ[name]}" for name in names if os.environ.get(name)), None)
+    if endpoint.endpoint_url is None and given is not None and "endpoint" in str(error).lower():
+        return f"{given} is not an address: it begins with http:// or https://"
+    return str(error)
+
+
+def _check(endpoint_url: str, operation_model: Any, response_dict: dict[str, Any], **_: Any) -> None:
+    """Reject an answer that is not whole, or not S3's. (Any: botocore has no types.)"""
+    _check_length(operation_model, response_dict)
+    refuse_foreign(endpoint_url, operation_model.name, response_dict)
+
+
+def _check_length(operation_model: Any, response_dict: dict[str, Any]) -> None:
+    """Reject a partial answer: boto3 takes an empty body for an empty listing."""
     body, length = response_dict.get("body"), response_dict["headers"].get("content-length")
     if not isinstance(body, bytes) or length is None or operation_model.http.get("method") == "HEAD":
         return

@@ -12,6 +12,7 @@ from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 
 from raysharded.checkpoint.storage.retry import is_transient
+from raysharded.checkpoint.storage.s3.answers import ForeignAnswer
 
 _THROTTLED = {
     "BandwidthLimitExceeded",
@@ -42,21 +43,24 @@ _IN_CONFLICT = {"ConditionalRequestConflict", "OperationAborted"}  # another wri
 _MAY_PASS = _THROTTLED | _BROKEN_ON_THE_WAY | _IN_CONFLICT
 _WILL_NOT_PASS = (501, 505, 507)  # not implemented, HTTP version, storage full
 
-_DENIED = "Allow these credentials to get, put, list and delete objects there, and to abort multipart uploads."
-_EXPIRED = "The credentials have expired: renew them where boto3 finds them on this machine, then start again."
-_UNKNOWN = "The server does not accept these credentials: check what boto3 finds on this machine (`aws configure list`)"
+EXPIRED_CREDENTIALS = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
+UNKNOWN_CREDENTIALS = frozenset(
+    {
+        "InvalidAccessKeyId",
+        "InvalidClientTokenId",
+        "InvalidSecurity",
+        "InvalidToken",
+        "InvalidTokenId",  # MinIO's
+        "SignatureDoesNotMatch",
+        "UnrecognizedClientException",
+    }
+)
+
 _REGION = "The bucket is in another region: add ?region=... to the URL, or set AWS_REGION."
 _FULL = "Free some space or raise the quota, keep fewer checkpoints, or choose another folder or URL."
 _REMEDIES = {
-    "AccessDenied": _DENIED,
     "AllAccessDisabled": "Allow these credentials to use the bucket.",
     "NoSuchBucket": "Create the bucket, or correct its name.",
-    "ExpiredToken": _EXPIRED,
-    "ExpiredTokenException": _EXPIRED,
-    "TokenRefreshRequired": _EXPIRED,
-    "InvalidAccessKeyId": f"{_UNKNOWN}.",
-    "InvalidToken": f"{_UNKNOWN}.",
-    "SignatureDoesNotMatch": f"{_UNKNOWN}, and that no proxy changes the requests.",
     "AuthorizationHeaderMalformed": _REGION,
     "PermanentRedirect": _REGION,
     "IllegalLocationConstraintException": _REGION,
@@ -67,6 +71,22 @@ _REMEDIES = {
     "InsufficientStorage": _FULL,
     "XMinioStorageFull": _FULL,
 }
+
+
+_RIGHTS = {
+    "ListObjectsV2": "s3:ListBucket",
+    "ListMultipartUploads": "s3:ListBucketMultipartUploads",
+    "AbortMultipartUpload": "s3:AbortMultipartUpload",
+    "GetObject": "s3:GetObject",
+    "HeadObject": "s3:GetObject",
+    "DeleteObject": "s3:DeleteObject",
+    "DeleteObjects": "s3:DeleteObject",
+}
+"""Right of an operation; that of all others is s3:PutObject."""
+
+
+class InvalidConfiguration(OSError):
+    """boto3 cannot make a client with what the environment and its files give."""
 
 
 def code_of(error: BaseException) -> str:
@@ -119,16 +139,34 @@ def is_taken(error: BaseException) -> bool:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether the server may refuse something optional in the request, so that it may succeed without."""
-    return status_of(error) in (400, 405, 411, 501) and code_of(error) not in _REMEDIES and not may_pass(error)
+    known = code_of(error) in _REMEDIES or code_of(error) in EXPIRED_CREDENTIALS | UNKNOWN_CREDENTIALS
+    return status_of(error) in (400, 405, 411, 501) and not known and not may_pass(error)
+
+
+def right_of(error: BaseException) -> str:
+    """Right that the refused operation needs."""
+    assert isinstance(error, boto.ClientError), error
+    return _RIGHTS.get(error.operation_name, "s3:PutObject")
+
+
+def is_denial(error: BaseException) -> bool:
+    """Whether the credentials lack a right. Some servers answer so to keys that are disabled, too."""
+    return status_of(error) == 403 and code_of(error) in ("AccessDenied", "403", "Forbidden")
 
 
 def said_by(error: BaseException) -> str | None:
     """The server's answer as text, if there was one."""
+    if isinstance(error, (ForeignAnswer, InvalidConfiguration)):
+        return str(error)
+    if isinstance(error, boto.ProxyConnectionError):
+        reason = getattr(error.kwargs["error"], "original_error", error.kwargs["error"])
+        return f"the proxy {error.kwargs['proxy_url']} does not connect ({reason})"
     if not isinstance(error, boto.ClientError):
         return None
     message = error.response.get("Error", {}).get("Message")
-    status = f"{status_of(error)} " if status_of(error) else ""
-    return f"the server answered {error.operation_name} with {status}{code_of(error)}" + (
+    code = code_of(error)
+    status = f"{status_of(error)} " if status_of(error) and str(status_of(error)) != code else ""
+    return f"the server answered {error.operation_name} with {status}{code}" + (
         f" ({message})" if message and message != "None" else ""
     )
 
@@ -140,6 +178,17 @@ def remedy_for(error: BaseException) -> str | None:
             "Give boto3 credentials on the driver and on every worker: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
             "AWS_PROFILE, ~/.aws, or a role of the machine."
         )
+    if isinstance(error, ForeignAnswer):
+        return error.remedy
+    if isinstance(error, InvalidConfiguration):
+        return "Correct it on the driver and on every worker (boto3's variables and ~/.aws), or leave it out."
+    if isinstance(error, boto.ProxyConnectionError):
+        return (
+            "HTTP_PROXY or HTTPS_PROXY names this proxy: have it let these requests pass, or add the server's host to "
+            "NO_PROXY."
+        )
+    if isinstance(error, boto.SSLError) and _is_no_tls(error):
+        return "What answers there does not speak https: write http:// instead, or correct the port."
     if isinstance(error, (boto.ConnectionError, boto.HTTPClientError)):
         return "Check that the server runs at this address and can be reached from this machine."
     if isinstance(error, TimeoutError):
@@ -147,5 +196,10 @@ def remedy_for(error: BaseException) -> str | None:
     if status_of(error) == 507:
         return _FULL
     if status_of(error) == 403:
-        return _REMEDIES.get(code_of(error), _DENIED)
+        return _REMEDIES.get(code_of(error), f"Allow these credentials {right_of(error)} there.")
     return _REMEDIES.get(code_of(error))
+
+
+def _is_no_tls(error: BaseException) -> bool:
+    """Whether the other side does not speak TLS, in the words of OpenSSL 3 and its predecessors."""
+    return any(word in str(error).upper() for word in ("WRONG_VERSION_NUMBER", "RECORD LAYER FAILURE", "HTTP_REQUEST"))

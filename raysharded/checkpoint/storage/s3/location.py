@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
+from raysharded.checkpoint.format.paths import is_below
 from raysharded.errors import StorageError
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -51,17 +52,31 @@ class Location:
 @functools.lru_cache(maxsize=256)
 def parse(url: str) -> Location:
     """Location of a URL. Raises StorageError unless it is `s3://bucket/prefix?option=value&...` without credentials."""
+    if not encodes(url):
+        shown = url.encode("utf-8", "backslashreplace").decode()
+        raise _refused(shown, "it has a character that UTF-8 cannot encode, as the name of a file may have, but no key")
     path, _, query = url.partition("?")
     if "@" in path.removeprefix("s3://").partition("/")[0]:
         raise _with_credentials("the bucket has a user or keys before it")
     match = re.fullmatch(r"[sS]3://([^/]+)((?:/[^/]+)*)/*", path)
     if match is None:
         raise _refused(url, "it must look like s3://bucket/prefix, without empty parts")
+    if not is_below(f"{match[1]}{match[2]}"):
+        raise _refused(url, "'.' and '..' are not resolved there, and must not be parts of it")
     try:
         options = dict(parse_qsl(query, strict_parsing=True) if query else [])
     except ValueError as error:
         raise _refused(url, f"what follows '?' is not option=value&... ({error})") from error
     return Location(endpoint=_endpoint(url, options), bucket=match[1], prefix=match[2].strip("/"))
+
+
+def encodes(text: str) -> bool:
+    """Whether UTF-8 can encode the text: a file name may have other bytes, as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _endpoint(url: str, options: dict[str, str]) -> Endpoint:
@@ -71,12 +86,12 @@ def _endpoint(url: str, options: dict[str, str]) -> Endpoint:
     style, server = options.get("addressing_style"), options.get("endpoint_url")
     if style is not None and style not in _STYLES:
         raise _refused(url, f"addressing_style={style!r} is none of {', '.join(_STYLES)}")
-    if server is not None and not re.match(r"https?://[^/]", server):
+    if server is not None and not re.match(r"https?://[^/]", server, re.IGNORECASE):
         raise _refused(url, f"endpoint_url={server!r} does not begin with http:// or https:// and a host")
     if server is not None and "@" in re.split(r"[/?#]", server.partition("://")[2], maxsplit=1)[0]:
         raise _with_credentials("its endpoint_url has a user or a password in it")
     return Endpoint(
-        endpoint_url=server,
+        endpoint_url=server and re.sub("^[^:]*", lambda scheme: scheme[0].lower(), server),
         region=options.get("region"),
         addressing_style=style,
         timeout_s=_seconds(url, options.get("timeout_s", str(DEFAULT_TIMEOUT_S))),
