@@ -227,8 +227,8 @@ class CheckpointConfig:
     on_failed_saves: OnFailedSaves = "warn"
     """Reaction after `max_failed_saves`: "warn" only reports it, "stop" also ends the run with an error."""
     grace_s: float = 25.0
-    """On SIGTERM to the driver: how long the run continues for one more checkpoint. On SIGTERM to a worker: how long
-    that worker stays until the others have its state."""
+    """On SIGTERM or SIGHUP to the driver: how long the run continues for one more checkpoint. On SIGTERM to a worker:
+    how long that worker stays until the others have its state."""
     signing_key_file: str | None = None
     """A file on the driver's machine with a key of 16 bytes or more. The run's files on storage are signed with it, and
     what has no valid signature decides nothing. None: the key of the environment ($RAYSHARDED_CHECKPOINT_KEY or

@@ -31,7 +31,8 @@ def local_path(url: str) -> str | None:
     """The absolute path on this machine that a path or a file:// URL names; None for any other URL.
 
     In a file:// URL `%20` and the like are decoded, and file://./a and file://../a are relative paths. Raises
-    ConfigError for a path of another machine, for `s3:/` and the like with one slash, and for a path with a NUL.
+    ConfigError for a path of another machine, for `s3:/` and the like with one slash, and for a path with a NUL. Raises
+    it as `with_home`, too, and for a relative path in a working directory that was removed.
     """
     match = _FILE.match(url)
     if match is None and scheme_of(url) is not None:
@@ -41,10 +42,31 @@ def local_path(url: str) -> str | None:
             f"{url!r} is an invalid URL: {one[1]}: needs two slashes after it, as in {one[1]}://. For a local "
             f"folder, give {'./' + url!r}."
         )
-    path = os.path.expanduser(url) if match is None else _path_of(url, match[1], match[2])
+    path = with_home(url) if match is None else _path_of(url, match[1], match[2])
     if "\0" in path:
         raise ConfigError(f"{url!r} has a NUL in it, which no path may have. Give another.")
-    return os.path.abspath(path)
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{url!r} is a relative path, and the working directory of this process was removed. Give an absolute "
+            "path, or start in a folder that exists (`cd`)."
+        ) from None
+
+
+def with_home(path: str) -> str:
+    """A path with `~` or `~USER` replaced by that home folder. Raises ConfigError if there is none.
+
+    A folder whose name begins with `~` is `./~name`.
+    """
+    if not path.startswith("~"):
+        return path
+    user = path.partition("/")[0]
+    expanded = os.path.expanduser(path)
+    if expanded == path or (user == "~" and os.environ.get("HOME") == ""):
+        none = "HOME is not set to one, and /etc/passwd has none for this user" if user == "~" else "no such user"
+        raise ConfigError(f"{path!r}: {user} is no folder here ({none}). Give an absolute path, or set HOME.")
+    return expanded
 
 
 def _path_of(url: str, host: str, path: str) -> str:

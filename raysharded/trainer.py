@@ -129,9 +129,9 @@ class ElasticTrainer:
     ) -> Result:
         """Train to the end and block meanwhile; resumes from the newest checkpoint if there is one. Ctrl-C ends it.
 
-        SIGTERM ends it after one more checkpoint, within `CheckpointConfig.grace_s`; RunStopped then states where the
-        next `fit()` resumes. A second SIGTERM ends it at once. `listen` is called with every journal entry; `progress`
-        shows a live line (default: unless `listen` is given).
+        SIGTERM or SIGHUP ends it after one more checkpoint, within `CheckpointConfig.grace_s`; RunStopped then states
+        where the next `fit()` resumes. A second SIGTERM ends it at once. `listen` is called with every journal entry;
+        `progress` shows a live line (default: unless `listen` is given).
 
         RunOwnedElsewhere is raised, with the driver's name, if another living driver leads the run. This driver takes
         over once the other one has been silent for `RunConfig.lease_s`. With `take_over` it does not wait, and the

@@ -49,7 +49,7 @@ def ray() -> Finding:
     address = os.environ.get("RAY_ADDRESS", "")
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon or not port.isdigit():
-        return Finding(name="ray runs", found=f"{found.__version__}, {address or 'no RAY_ADDRESS'}")
+        return Finding(name="ray runs", found=f"{found.__version__}, {address or 'no RAY_ADDRESS'}; none was started")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except OSError as error:
@@ -93,7 +93,11 @@ def collectives() -> list[Finding]:
     if not dist.is_available() or not dist.is_gloo_available():
         advice = "Install a torch that was built with distributed and gloo: https://pytorch.org."
         return [Finding(name="gloo", found="this torch was built without it", ok=False, advice=advice)]
-    findings = [_gloo()]
+    try:
+        findings = [_gloo()]
+    except FileNotFoundError as error:  # no folder of temporary files; Python names those that it has tried
+        advice = "Set TMPDIR to a folder that can be written."
+        findings = [Finding(name="gloo", found=f"not tested: {error.strerror}", ok=False, advice=advice)]
     if torch.cuda.is_available():
         has = dist.is_nccl_available()
         version = ".".join(map(str, torch.cuda.nccl.version())) if has else "this torch was built without it"

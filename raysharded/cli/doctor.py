@@ -70,7 +70,7 @@ def try_out(url: str | None) -> list[diagnostics.Finding]:
     runs = diagnostics.ray()
     findings = [*diagnostics.versions(), runs, *([machine.which_ray()] if runs.ok else [])]
     findings += [*diagnostics.collectives(), diagnostics.shared_memory()]
-    findings += [machine.extras(), machine.home(), machine.open_files()]
+    findings += [machine.extras(), machine.home(), machine.memory(), machine.open_files()]
     if url is None:
         return findings
     from raysharded.checkpoint import open_storage

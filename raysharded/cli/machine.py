@@ -1,4 +1,4 @@
-"""Tests of `raysharded doctor` that concern this machine: the Ray that a run would use, extras, home, limits."""
+"""Tests of `raysharded doctor` that concern this machine: its Ray, extras, home, memory, limits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import resource
 import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 
 from raysharded.cli.diagnostics import Finding
 
@@ -46,12 +47,43 @@ def extras() -> Finding:
 
 
 def home() -> Finding:
-    """Whether the home folder and the folder of temporary files are writable: Ray and torch keep files there."""
-    for what, folder in (("HOME", os.path.expanduser("~")), ("the temporary folder", tempfile.gettempdir())):
-        if not os.access(folder, os.W_OK | os.X_OK):
-            advice = f"Ray and torch write there: set {'HOME' if what == 'HOME' else 'TMPDIR'} to a folder of yours."
-            return Finding(name="home", found=f"{what}={folder} is not writable", ok=False, advice=advice)
-    return Finding(name="home", found=f"{os.path.expanduser('~')}, writable")
+    """Whether Ray and torch can keep their files: in the home, the folder of Ray's sessions, and that of torch's."""
+    from raysharded.actors.process.surroundings import home_problem, session_problem, working_directory_problem
+
+    problem = working_directory_problem() or home_problem() or session_problem() or _temporary_problem()
+    if problem:
+        what, _, advice = problem.partition(". ")
+        return Finding(name="home", found=what, ok=False, advice=f"{advice}.")
+    try:
+        folder = Path.home()
+    except RuntimeError:  # Python's error for a user without one
+        return Finding(name="home", found=f"none, for user {os.getuid()}; Ray needs none here")
+    if os.access(folder, os.W_OK | os.X_OK):
+        return Finding(name="home", found=f"{folder}, writable")
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
+        return Finding(name="home", found=f"{folder}, which is not writable; Ray needs none here")
+    advice = "Ray and torch write there: set HOME to a folder of yours."
+    return Finding(name="home", found=f"HOME={folder} is not writable", ok=False, advice=advice)
+
+
+def _temporary_problem() -> str:
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:  # Python has tried to write in each
+        return "no folder of temporary files can be written. Set TMPDIR to one"
+    return ""
+
+
+def memory() -> Finding:
+    """The memory of this machine, and a container's limit."""
+    from raysharded.display.quantities import size
+    from raysharded.preflight.host_memory import host_memory
+
+    found = host_memory()
+    if found.machine is None:
+        return Finding(name="memory", found="unknown")
+    told = f"{size(found.machine)}, {size(found.available or 0)} available"
+    return Finding(name="memory", found=told if found.limit is None else f"{told}; limited to {size(found.limit)}")
 
 
 def open_files() -> Finding:

@@ -59,7 +59,9 @@ def plan(
         int | None, typer.Option(metavar="N", help="Tensor parallel degree; by default the trainer's.")
     ] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one worker: 80GiB.")] = None,
-    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one node: 512GiB.")] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of one node: 512GiB; here: this machine's.")
+    ] = None,
     headroom: Annotated[float, typer.Option(metavar="SHARE", help="Share of both that stays free.")] = 0.1,
     global_batch_size: Annotated[int | None, typer.Option(metavar="N", help="Samples per step.")] = None,
     microbatch_size: Annotated[int | None, typer.Option(metavar="N", help="Samples per forward and backward.")] = None,
@@ -114,7 +116,7 @@ def plan(
         run.workers,
         workers_per_node=workers_per_node if workers_per_node is not None else min(8, run.workers),
         device_memory=_bytes("--device-memory", device_memory),
-        host_memory=_bytes("--host-memory", host_memory),
+        host_memory=_host_memory(host_memory),
         headroom=headroom,
         **_speeds(run.on_gpu, tflops, node_bandwidth, network_bandwidth),
     )
@@ -129,6 +131,17 @@ def plan(
     if found.problem is not None:
         show_error(ConfigError(found.problem))
         raise typer.Exit(1)
+
+
+def _host_memory(text: str | None) -> int | None:
+    """Bytes of `--host-memory`; for "here" this machine's, or a container's limit. Raises BadParameter."""
+    from raysharded.preflight.host_memory import host_memory
+
+    if text != "here":
+        return _bytes("--host-memory", text)
+    if (found := host_memory().usable) is None:
+        raise typer.BadParameter("--host-memory=here: the memory of this machine is unknown. Give a size: 512GiB.")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

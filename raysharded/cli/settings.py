@@ -25,6 +25,7 @@ from raysharded import config
 from raysharded.cli.option_names import translated, unquoted
 from raysharded.cli.suggestions import close_to
 from raysharded.errors import ConfigError
+from raysharded.locations import with_home
 from raysharded.task import Task
 from raysharded.trainer import ElasticTrainer
 
@@ -59,7 +60,7 @@ def read_settings(path: str | None, overrides: Sequence[str]) -> Settings:
 
     Raises ConfigError for a file or value that cannot be read, and for unknown names, with the nearest known one.
     """
-    settings = {} if path is None else _read_file(Path(path).expanduser())
+    settings = {} if path is None else _read_file(Path(with_home(path)))
     for name in _flat(settings):
         _check_name(name, path or "")
     for override in overrides:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
+from raysharded.display.raylet_output import open_null_device
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -61,12 +63,9 @@ class _Outlet(io.FileIO):
 def secure() -> None:
     """Replace standard output and standard error by streams that no write can fail on, but a full disk's.
 
-    Closed streams are opened on the null device first: the next file to be opened would otherwise take their place.
-    Every write is passed on at once.
+    Closed streams are opened on the null device first. Every write is passed on at once.
     """
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(number, True)
-    os.close(number)
+    open_null_device()
     codecs.register_error(_ERRORS, _substituted)
     sys.stdout, sys.stderr = _secured(sys.stdout, 1, strict=True), _secured(sys.stderr, 2, strict=False)
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from raysharded.cli.suggestions import close_to
 from raysharded.errors import ConfigError, RayshardedError, TaskError
-from raysharded.locations import PACKAGE_FOLDER
+from raysharded.locations import PACKAGE_FOLDER, with_home
 from raysharded.task import Task
 from raysharded.trainer import ElasticTrainer
 
@@ -89,7 +89,7 @@ def _split(target: str) -> tuple[str, str]:
 
 def _import_file(target: str, file: Path) -> ModuleType:
     """Import a file under the name by which workers can import it."""
-    file = file.expanduser().resolve()
+    file = Path(with_home(str(file))).resolve()
     if not file.is_file():
         raise ConfigError(f"{target}: there is no file {file}. Check the path.")
     module = _import(target, file.stem, file.parent)

@@ -23,6 +23,12 @@ _SPACES = re.compile(r"[\t\n]+")
 _USER = re.compile(r'(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+)://([^/?#\s"\\]*)@')
 _NAMELESS = frozenset(("http", "https"))
 """Schemes whose user, without a password, is a token. Elsewhere it is a name: `abfs://container@account`."""
+_SENTENCES = re.compile(r"(?<=[.!?]) (?=[A-Z])")
+"""Places between two sentences."""
+_LONG_WORD = re.compile(r"\S{40,}")
+"""A path or URL that is too long to be read."""
+_ENDS = 16
+"""Characters of its beginning, and of its end, that are shown."""
 
 
 def printable(text: str) -> str:
@@ -41,6 +47,27 @@ def one_line(text: str) -> str:
 def indented(text: str) -> str:
     """The text as `printable`; its further lines are indented, so that none passes for a separate line."""
     return printable(text).replace("\n", "\n  ")
+
+
+def brief(text: str, limit: int = 160) -> str:
+    """A message on one line of at most `limit` characters: its first sentences. The journal has the full message.
+
+    Of a sentence that is too long, long paths are shortened, and then its middle is left out: the cause stands at the
+    end.
+    """
+    line = " ".join(text.split())
+    if len(line) <= limit:
+        return line
+    first, *others = _SENTENCES.split(line)
+    if len(first) > limit - 4:
+        first = _LONG_WORD.sub(lambda word: f"{word[0][:_ENDS]}...{word[0][-_ENDS:]}", first)
+    if len(first) > limit - 4:
+        return _without_middle(first, limit)
+    for sentence in others:
+        if len(first) + len(sentence) + 5 > limit:
+            return f"{first} ..."
+        first = f"{first} {sentence}"
+    return first
 
 
 def masked(text: str) -> str:
@@ -86,6 +113,14 @@ def _plain(record: logging.LogRecord) -> bool:
     if record.exc_info and record.exc_info[0] is not None and not record.exc_text:
         record.exc_text = printable(masked(logging.Formatter().formatException(record.exc_info)))
     return True
+
+
+def _without_middle(sentence: str, limit: int) -> str:
+    """The beginning and the end of a sentence, cut between words; or the ends of a single word."""
+    tail = (limit - 5) // 2
+    head = limit - 5 - tail
+    first, last = sentence[:head].rpartition(" ")[0], sentence[-tail:].partition(" ")[2]
+    return f"{first or sentence[:head]} ... {last or sentence[-tail:]}"
 
 
 def _without_password(found: re.Match[str]) -> str:

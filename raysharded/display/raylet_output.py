@@ -1,4 +1,6 @@
-"""Standard output without Ray's own paragraphs about dead workers and nodes: raysharded reports those itself.
+"""Standard streams in a process that uses Ray: all open, and without Ray's paragraphs about dead workers and nodes.
+
+raysharded reports those itself.
 
 Ray prints them from a thread of every process that is connected to a cluster, to `sys.stdout`, regardless of its
 logging settings: for a lost node these are dozens of lines. They are also in the logs of the node's raylet. Commands
@@ -8,6 +10,7 @@ promise that standard output has their own lines alone, for scripts that read th
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -17,6 +20,21 @@ _PREFIX = "(raylet"
 """Begins the text; the address of another machine may follow."""
 _WITHIN = 40
 """Characters in which it is searched: the codes of a colour come before it."""
+
+
+def open_null_device() -> None:
+    """Open the null device where a standard stream is closed: the next file to be opened would take its place."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+
+
+def open_closed_streams() -> None:
+    """Give Python a stream in place of a closed one, as `>&-` and `2>&-` leave it. Ray needs both."""
+    open_null_device()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - as long as the process
 
 
 @contextlib.contextmanager

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from raysharded.display.plain_text import brief
 from raysharded.display.quantities import count, duration, listing, moment, size
 
 _BROKEN_STEP = ("worker_lost", "stuck")
 """Kinds of entries about the step in progress. The field `step` of a loss is the newest finished one, that of `stuck`
 the one in progress."""
-
-
-_SENTENCES = re.compile(r"(?<=[.!?]) (?=[A-Z])")
-"""Places between two sentences."""
-_LONG_WORD = re.compile(r"\S{40,}")
-"""A path or URL that is too long to be read."""
-_ENDS = 16
-"""Characters of its beginning, and of its end, that are shown."""
 
 
 def step_of(kind: str, step: int) -> int:
@@ -227,35 +219,6 @@ def slowness(fields: Mapping[str, Any]) -> str:
     """Text on how slow a straggler is, and in which phase."""
     lost = duration(float(fields["lost_s"]))
     return f"{fields['score']:.2f} times as long per step as its peers, {lost} more, mostly in {fields['phase']}"
-
-
-def brief(text: str, limit: int = 160) -> str:
-    """A message on one line of at most `limit` characters: its first sentences. The journal has the full message.
-
-    Of a sentence that is too long, long paths are shortened, and then its middle is left out: the cause stands at the
-    end.
-    """
-    line = " ".join(text.split())
-    if len(line) <= limit:
-        return line
-    first, *others = _SENTENCES.split(line)
-    if len(first) > limit - 4:
-        first = _LONG_WORD.sub(lambda word: f"{word[0][:_ENDS]}...{word[0][-_ENDS:]}", first)
-    if len(first) > limit - 4:
-        return _without_middle(first, limit)
-    for sentence in others:
-        if len(first) + len(sentence) + 5 > limit:
-            return f"{first} ..."
-        first = f"{first} {sentence}"
-    return first
-
-
-def _without_middle(sentence: str, limit: int) -> str:
-    """The beginning and the end of a sentence, cut between words; or the ends of a single word."""
-    tail = (limit - 5) // 2
-    head = limit - 5 - tail
-    first, last = sentence[:head].rpartition(" ")[0], sentence[-tail:].partition(" ")[2]
-    return f"{first or sentence[:head]} ... {last or sentence[-tail:]}"
 
 
 def _recovery_text(fields: Mapping[str, Any]) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysharded.config import BatchConfig, EngineConfig
 from raysharded.display.quantities import count, duration, size
 from raysharded.errors import ConfigError, TaskError, text_of
 from raysharded.layout import Mesh
+from raysharded.preflight.host_memory import host_memory
 
 if TYPE_CHECKING:
     from raysharded.task import Task
@@ -21,8 +21,6 @@ _PROCESS_BYTES = 350 << 20
 """Bytes of a worker, of its data reader, or of a building process, before a model exists: most of it torch."""
 _STEPS_COMPUTED = 4
 """Computations of each step by the three runs in total: one of them computes each step twice."""
-_MEMORY = Path("/proc/meminfo")
-_LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +163,7 @@ def needs_of(
         samples=steps * batch.global_batch_size,
         data_bytes=data_bytes,
         host_bytes=host,
-        available_bytes=available_bytes(),
+        available_bytes=host_memory().available,
         device_bytes=0 if shape is None else shape.device_bytes,
         estimate_s=_estimate_s(
             flops, batch.num_microbatches * steps, threads, on_gpu=bool(shape and shape.device_bytes)
@@ -210,26 +208,3 @@ def require_room(needs: Needs, free_device_bytes: tuple[int, ...] | None, *, tim
             f"the check would compute for about {duration(needs.estimate_s)}, and has {duration(timeout_s)}. {smaller}"
             "; or fewer --steps, or a longer --timeout."
         )
-
-
-def available_bytes() -> int | None:
-    """Memory available to processes now: the machine's, or the rest of the container's; None if unknown."""
-    found = [value for value in (_of_machine(), _of_container()) if value is not None]
-    return min(found, default=None)
-
-
-def _of_machine() -> int | None:
-    try:
-        lines = _MEMORY.read_text().splitlines()
-    except OSError:
-        return None
-    kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return kib[0] << 10 if kib else None
-
-
-def _of_container() -> int | None:
-    try:
-        limit, used = _LIMIT.read_text().strip(), int(_USED.read_text())
-    except (OSError, ValueError):
-        return None
-    return max(0, int(limit) - used) if limit.isdigit() else None

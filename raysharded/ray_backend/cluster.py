@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
@@ -16,9 +16,12 @@ import ray
 from ray._private import ray_constants
 from ray.exceptions import RayError
 
+from raysharded.actors.process.surroundings import no_hangup, why_not_started
 from raysharded.checkpoint.format.signing import ENVIRONMENT_KEY
+from raysharded.display.plain_text import brief
 from raysharded.display.quantities import count
-from raysharded.errors import ClusterError
+from raysharded.display.raylet_output import open_closed_streams
+from raysharded.errors import ClusterError, ConfigError, text_of
 from raysharded.ray_backend.bundles import captured
 from raysharded.ray_backend.local_cluster import listens, names_of, users_listening
 from raysharded.ray_backend.which_ray import LOCAL, NEWEST, Choice, choose
@@ -123,11 +126,12 @@ def _connect(choice: Choice, *, log_to_driver: bool) -> None:
     remedy = f"Check {named} and that the cluster runs (`ray status`), or {other} this machine."
     if not _answers(given, _ANSWER_S):
         raise ClusterError(f"there is no Ray cluster at {given}: nothing answered within {_ANSWER_S:g} s. {remedy}")
+    open_closed_streams()
     try:
         with _node_address(clusters=not _is_on_loopback_alone(given)):
             ray.init(address=given, logging_level=logging.WARNING, log_to_driver=log_to_driver)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        text = " ".join(str(error).split())[:300].rstrip(".")
+        text = brief(str(error), 300).rstrip(".")
         token = f" {_TOKEN}" if isinstance(error, ConnectionError | RayError) else ""
         raise ClusterError(f"{type(error).__name__}: {text}. {remedy}{token}") from None
 
@@ -210,19 +214,25 @@ def start_local(num_cpus: int | None = None) -> None:
     """Start a Ray on this machine that ends with this process; `num_cpus` counts slots, not cores.
 
     Its processes inherit the environment, but for the signing key: only the run's driver signs. All of its ports are on
-    the loopback interface, unless the environment has RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1.
+    the loopback interface, unless the environment has RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1. Raises ClusterError with the
+    reason, and the way out, if Ray does not start.
     """
+    open_closed_streams()
     ours = {name: value for name, value in _OWN_RAY.items() if name not in os.environ}
     key = os.environ.pop(ENVIRONMENT_KEY, None)
     os.environ.update(ours)
     try:
-        with _node_address(clusters=os.environ[_CLUSTERS].lower() in ("1", "true")):
+        with _node_address(clusters=os.environ[_CLUSTERS].lower() in ("1", "true")), no_hangup():
             ray.init(
                 address=LOCAL,
                 num_cpus=num_cpus,
                 include_dashboard=False,
                 logging_level=logging.ERROR,
             )
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        with contextlib.suppress(Exception):  # what has started of it ends with this process anyway
+            ray.shutdown()
+        raise ClusterError(why_not_started(error)) from error
     finally:
         for name in ours:
             del os.environ[name]
@@ -239,3 +249,44 @@ def carry_user_code(*objects: object) -> None:
             continue
         if "site-packages" not in Path(file).parts:
             ray.cloudpickle.register_pickle_by_value(module)
+
+
+def refuse_unsendable(values: Mapping[str, object]) -> None:
+    """Raise ConfigError if a value cannot be pickled, with its innermost attribute that cannot.
+
+    `values`: the user's objects under the names by which a user knows them. For after an error: all are pickled.
+    """
+    for name, value in values.items():
+        if (found := _unpicklable(name, value)) is not None:
+            where, what, why = found
+            kind = f"{type(what).__module__}.{type(what).__qualname__}"
+            raise ConfigError(
+                f"{where} ({kind}) cannot be sent to other processes: {why}. "
+                "Make it where it is used, in build_model or in the dataset's __getitem__, or leave it out in "
+                "__getstate__."
+            )
+
+
+def _unpicklable(name: str, value: object, levels: int = 4) -> tuple[str, object, str] | None:
+    """The innermost part of a value that cannot be pickled, with its name and the error; None if all of it can."""
+    try:
+        ray.cloudpickle.dumps(value)
+    except Exception as error:  # noqa: BLE001 - any error of the user's objects
+        if levels:
+            for inner, part in _parts(name, value):
+                if found := _unpicklable(inner, part, levels - 1):
+                    return found
+        return name, value, f"{type(error).__name__}: {brief(text_of(error), 200).rstrip('.')}"
+    return None
+
+
+def _parts(name: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict):
+        yield from ((f"{name}[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"{name}[{at}]", part) for at, part in enumerate(value))
+    elif isinstance(value, FunctionType):
+        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            yield f"{variable} in {name}", cell.cell_contents
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from ((f"{name}.{attribute}", part) for attribute, part in vars(value).items())

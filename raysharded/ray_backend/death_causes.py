@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from raysharded.display.plain_text import brief
+
 _DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes|$)")
 _SILENT = re.compile(r"Worker unexpectedly exits with a connection error code \d+\. ?(.*?)\.?")
 _EXIT = re.compile(r"Worker exits unexpectedly\. Worker exits with an exit code (-?\d+)\. ?(.*)")
@@ -25,7 +27,7 @@ def cause_of_death(error: BaseException) -> str:
         return "its process was killed by `ray.kill`"
     detail = _DETAIL.search(text)
     if detail is None:
-        return f"{type(error).__name__}: {text[:300]}"
+        return f"{type(error).__name__}: {brief(text, 300)}"
     return _of_detail(detail[1])
 
 
@@ -36,5 +38,5 @@ def _of_detail(detail: str) -> str:
     if code := _EXIT.fullmatch(detail):
         if code[2] == _SIGTERM:
             return "its process was ended by SIGTERM"
-        return f"its process exited with code {code[1]}{f': {code[2][:_LONGEST]}' if code[2] else ''}"
-    return f"its process died: {detail[:_LONGEST]}"
+        return f"its process exited with code {code[1]}{f': {brief(code[2], _LONGEST)}' if code[2] else ''}"
+    return f"its process died: {brief(detail, _LONGEST)}"

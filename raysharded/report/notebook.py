@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from raysharded.display.plain_text import brief
 from raysharded.display.quantities import count, duration, short, span
-from raysharded.journal.entry_text import brief
 from raysharded.report.history.incidents import LETTERS, Incident, costliest
 from raysharded.report.history.run_summary import RunSummary
 from raysharded.report.history.step_table import Floats, Group, Int64s

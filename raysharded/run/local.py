@@ -95,6 +95,32 @@ def _newest(files: RunFiles) -> Checkpoint | None:
     return newest_of(files).checkpoint
 
 
+def _connect(spec: RunSpec, *, shown: bool) -> bool:
+    """Use a Ray that is there, or start one; returns whether one was started. Raises ClusterError."""
+    from raysharded.actors.process.surroundings import importing_ray
+
+    with importing_ray():
+        from raysharded.ray_backend import cluster
+
+    workers = count(spec.scaling.max_workers, "worker")
+    return cluster.connect(lambda where: announce(f"{where} {workers}", shown=shown), spec.require_local_files)
+
+
+def _ray_launcher(spec: RunSpec, *, owns_cluster: bool) -> Launcher:
+    """Raises ConfigError with the attribute that cannot be sent to workers, if there is one."""
+    from raysharded.ray_backend import cluster, ray_launcher
+
+    try:
+        return ray_launcher.RayLauncher(job_of(spec), spec.scaling, owns_cluster=owns_cluster)
+    except RayshardedError:
+        raise
+    except Exception:
+        named = spec.named_objects()
+        del named["metrics"]  # they stay here
+        cluster.refuse_unsendable(named)
+        raise
+
+
 class LocalRun(Run):
     """A run of this process, with which it ends."""
 
@@ -184,18 +210,14 @@ class LocalRun(Run):
         return self._drive_with(self._launch(job_of(self._spec)))
 
     def _drive_with_ray(self) -> Result:
-        from raysharded.ray_backend import cluster, ray_launcher
+        owns_cluster = _connect(self._spec, shown=self._progress)
+        from raysharded.ray_backend import cluster
 
-        workers = count(self._spec.scaling.max_workers, "worker")
-        owns_cluster = cluster.connect(
-            lambda where: announce(f"{where} {workers}", shown=self._progress), self._spec.require_local_files
-        )
         uncaught_errors.install(RayshardedError)  # Ray has set its own since `fit` did
         cluster.carry_user_code(*self._spec.user_objects())
         with quiet_raylet() if owns_cluster else contextlib.nullcontext():
             try:
-                job = job_of(self._spec)
-                return self._drive_with(ray_launcher.RayLauncher(job, self._spec.scaling, owns_cluster=owns_cluster))
+                return self._drive_with(_ray_launcher(self._spec, owns_cluster=owns_cluster))
             finally:
                 if owns_cluster:
                     import ray
@@ -242,7 +264,7 @@ class LocalRun(Run):
         return self._result_of(state)
 
     def _on_notice(self) -> AbstractContextManager[None]:
-        """Within this context, SIGTERM ends the run after one more checkpoint."""
+        """Within this context, SIGTERM or SIGHUP ends the run after one more checkpoint."""
         grace_s = self._spec.run.checkpoint.grace_s
         return on_notice(lambda: self.stop(checkpoint=True, within_s=grace_s), grace_s)
 

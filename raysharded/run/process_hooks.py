@@ -1,4 +1,4 @@
-"""A script's process: its response to SIGTERM, the notice to leave soon, and whether it is a submitted Ray job."""
+"""A script's process: its response to SIGTERM and SIGHUP, notices to leave soon; whether it is a submitted Ray job."""
 
 from __future__ import annotations
 
@@ -12,27 +12,33 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def on_notice(first: Callable[[], None], grace_s: float) -> Iterator[None]:
-    """Within this context, the first SIGTERM calls `first`, and a second one acts like Ctrl-C.
+    """Within this context, the first SIGTERM or SIGHUP calls `first`, and a second SIGTERM acts like Ctrl-C.
 
-    Nothing changes without a grace period, or outside the main thread, where signals cannot be handled.
+    A further SIGHUP has no effect: at the end of a terminal, the kernel and the shell each send one, and systemd sends
+    one after its SIGTERM. SIGHUP is left alone where it is ignored, as under `nohup`. Nothing changes without a grace
+    period, or outside the main thread, where signals cannot be handled.
     """
     if grace_s <= 0 or threading.current_thread() is not threading.main_thread():
         yield
         return
-    noticed = False
+    came: list[int] = []
 
-    def handle(*_: object) -> None:
-        nonlocal noticed
-        if noticed:
+    def handle(number: int, _: object) -> None:
+        is_first, is_repeated = not came, number in came
+        came.append(number)
+        if number == signal.SIGTERM and is_repeated:
             raise KeyboardInterrupt
-        noticed = True
-        first()
+        if is_first:
+            first()
 
-    before = signal.signal(signal.SIGTERM, handle)
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    handled = (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in handled}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 _CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"

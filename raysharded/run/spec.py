@@ -66,8 +66,18 @@ class RunSpec:
 
     def user_objects(self) -> list[object]:
         """The parts whose classes may be defined in the user's own modules."""
-        evaluation = [self.evaluation.data] if self.evaluation else []
-        return [self.task, self.data, *evaluation, *self.run.failure.preemption_notices, *self.run.metrics]
+        task, data, evaluation, notices, metrics = self.named_objects().values()
+        return [task, data, *([evaluation] if self.evaluation else []), *notices, *metrics]
+
+    def named_objects(self) -> dict[str, Any]:
+        """These parts under the names by which a user knows them."""
+        return {
+            "task": self.task,
+            "data": self.data,
+            "evaluation.data": self.evaluation.data if self.evaluation else None,
+            "preemption_notices": self.run.failure.preemption_notices,
+            "metrics": self.run.metrics,
+        }
 
     def require_local_files(self) -> None:
         """Raise DataError if token files with a path of this machine do not exist here.

@@ -22,6 +22,7 @@ def _end_by_sigterm() -> None:
 
 
 # SIGTERM to a script's whole process group is for the run and its workers. The server, which ends with the script, is
-# still needed: the driver may start a worker before it stops.
+# still needed: the driver may start a worker before it stops. SIGHUP is for the driver alone, as under Ray.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
 os.register_at_fork(after_in_child=_end_by_sigterm)

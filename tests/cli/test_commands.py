@@ -195,7 +195,8 @@ def test_doctor_lists_what_there_is(diagnosis: dict[str, Any], new_folder: Path)
 @pytest.mark.slow
 def test_doctor_tries_what_a_run_needs_and_reports_what_it_found(diagnosis: dict[str, Any], new_folder: Path) -> None:
     tried = {check["name"]: check for check in diagnosis["checks"]}
-    names = {"ray runs", "ray used", "gloo", "nccl", "shared memory", "extras", "home", "open files", "self-test"}
+    names = {"ray runs", "ray used", "gloo", "nccl", "shared memory", "extras", "home", "memory", "open files"}
+    names |= {"self-test"}
     assert tried.keys() == names | {"storage", "conditional write", "clock", "unfinished uploads"}
     assert tried["ray used"]["found"].startswith(("a separate Ray on this machine (", "the Ray at "))
     assert "a group of two added" in tried["gloo"]["found"]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from raysharded.errors import ConfigError
-from raysharded.preflight import Check, Needs, fresh_process, requirements
+from raysharded.preflight import Check, Needs, fresh_process, host_memory
 from tests import forked
 from tests.cli.test_commands import invoke
 from tests.preflight import tasks
@@ -186,8 +186,9 @@ def test_it_ends_when_its_time_is_over(tmp_path: Path, forks: list[int]) -> None
 def test_memory_that_there_is_not_is_reported_before_anything_is_trained(
     tmp_path: Path, forks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 204800 kB\n")
-    monkeypatch.setattr(requirements, "_MEMORY", tmp_path / "meminfo")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 204800 kB\n")
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
     result = invoke("check", "tests.preflight.tasks:loud", tmp_path / "runs")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: the check needs up to 1.")

@@ -11,8 +11,7 @@ import pytest
 import raysharded as rs
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
-from raysharded.preflight import requirements
-from raysharded.preflight.requirements import Needs, available_bytes, needs_of, require_room, shape_of
+from raysharded.preflight.requirements import Needs, needs_of, require_room, shape_of
 from raysharded.preflight.small_run import Small
 from raysharded.testing import Fault, FaultPlan
 from tests.preflight.tasks import trainer_of
@@ -78,15 +77,6 @@ def test_what_does_not_fit_is_one_sentence_with_the_way_out(
     with pytest.raises(ConfigError) as raised:
         require_room(replace(NEEDS, **changes), free, timeout_s=60.0)  # type: ignore[arg-type]  # numbers, all of them
     assert words in str(raised.value)
-
-
-def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in (("_MEMORY", "MemAvailable: 10 kB\n"), ("_LIMIT", "9000\n"), ("_USED", "2000\n")):
-        (tmp_path / name).write_text(text)
-        monkeypatch.setattr(requirements, name, tmp_path / name)
-    assert available_bytes() == 7000
-    (tmp_path / "_LIMIT").write_text("max\n")
-    assert available_bytes() == 10240
 
 
 def test_the_trainer_is_made_small_and_writes_and_reads_nowhere_else(tmp_path: Path) -> None:

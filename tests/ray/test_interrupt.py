@@ -56,6 +56,27 @@ trainer.fit(lambda kind, fields: print(kind, flush=True))
 """
 
 
+def test_a_hangup_of_all_processes_ends_with_one_more_checkpoint(tmp_path: Path) -> None:
+    """As at the end of a terminal: its processes are those of the script, and of the Ray that it started."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == "step":
+            break
+    for _ in range(2):  # the kernel's, and the shell's
+        os.killpg(process.pid, signal.SIGHUP)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1, errors
+    assert "RunStopped: Stopped. Run 'interrupted' was at step " in errors
+    assert "the next fit() resumes from its checkpoint of step " in errors
+
+
 @pytest.mark.parametrize("moment", ["begin", pytest.param("started", marks=pytest.mark.long), "step"])
 def test_ctrl_c_ends_with_one_line_and_leaves_nothing(moment: str, tmp_path: Path) -> None:
     marker = f"RAYSHARDED_TEST={uuid.uuid4().hex}"

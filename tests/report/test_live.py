@@ -9,7 +9,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from raysharded.journal.entry_text import brief, incident_text
+from raysharded.display.plain_text import brief
+from raysharded.journal.entry_text import incident_text
 from raysharded.report.live.progress import LiveView, progress_text
 from raysharded.report.live.tracker import Progress
 from tests.report.entries import (

@@ -22,6 +22,7 @@ from raysharded.actors.model.parameter_marks import share
 from raysharded.actors.task_calls.process_state import Left, put_back
 from raysharded.actors.task_calls.task_errors import causes
 from raysharded.data.access import generators
+from raysharded.display.plain_text import brief
 from raysharded.errors import RayshardedError, TaskError, text_of
 from raysharded.ids import derive_seed
 from raysharded.task import Task
@@ -76,7 +77,7 @@ def construct(task: Task, seed: int, purpose: str = "build") -> Construction:
         except Exception as error:
             if not _is_about_memory(error):  # building a large model whole could use up the machine's memory
                 raise
-            why = f"{type(error).__name__}: {text_of(error).partition(chr(10))[0][:200]}"
+            why = f"{type(error).__name__}: {brief(text_of(error).partition(chr(10))[0], 200)}"
             _seed(seed, purpose)
             with put_back() as left:
                 model = without_memory(task.build_model())

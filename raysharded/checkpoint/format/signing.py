@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from raysharded.errors import CheckpointError, ConfigError, RefusedCheckpoint
-from raysharded.locations import name_of
+from raysharded.locations import name_of, with_home
 
 ENVIRONMENT_KEY = "RAYSHARDED_CHECKPOINT_KEY"
 ENVIRONMENT_KEY_FILE = "RAYSHARDED_CHECKPOINT_KEY_FILE"
@@ -59,7 +59,7 @@ class SigningKey:
         """
         name = os.fspath(path)
         try:
-            with open(path, "rb") as file:
+            with open(with_home(name), "rb") as file:
                 found, secret = os.fstat(file.fileno()), file.read().strip()
         except OSError as error:
             raise CheckpointError(f"the signing key file {name} cannot be read: {error}.") from error

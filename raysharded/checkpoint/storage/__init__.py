@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -200,10 +201,12 @@ def storage_error(
     why = (said or f"{type(cause).__name__}: {cause}").rstrip(".")
     is_no_file = isinstance(cause, OSError) and cause.errno in _NO_FILE
     kind = NotAFile if is_no_file and reads else StorageError
-    return kind(f"{operation} {where} failed: {why}. {remedy or _remedy(operation, cause)}")
+    return kind(f"{operation} {where} failed: {why}. {remedy or _remedy(url, operation, cause)}")
 
 
-def _remedy(operation: str, cause: Exception) -> str:
+def _remedy(url: str, operation: str, cause: Exception) -> str:
+    if (number := _too_many_files(cause)) is not None:
+        return _open_files(number)
     if isinstance(cause, ImportError):
         return "Install the package it names on the driver and on every worker."
     if isinstance(cause, PermissionError) and operation in ("read", "size", "list"):
@@ -216,4 +219,43 @@ def _remedy(operation: str, cause: Exception) -> str:
         return "The file system is read-only: choose another folder or URL."
     if isinstance(cause, (NotADirectoryError, FileExistsError, IsADirectoryError)):
         return "A file and a folder have the same path there: move one away, or choose another folder or URL."
+    if isinstance(cause, OSError) and cause.errno == errno.ESTALE:
+        return (
+            "The file server has forgotten the folder, as after an export of another disk: check that the file system "
+            f"is served (`ls {url}`), or mount it again."
+        )
+    if url.startswith("/"):
+        return f"Check the file system that the folder is on: `ls {url}`, `df {url}`, and the kernel's log (`dmesg`)."
     return "Check that the URL is right and that it can be reached from this machine with these credentials."
+
+
+def _too_many_files(error: BaseException | None) -> int | None:
+    """EMFILE or ENFILE, if that is the error or what led to it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return error.errno
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _open_files(number: int) -> str:
+    """The remedy for too many open files, with how many are open and allowed."""
+    if number == errno.ENFILE:
+        try:
+            with open("/proc/sys/fs/file-nr", encoding="ascii") as file:
+                used, _, allowed = file.read().split()
+        except (OSError, ValueError):  # reading it takes a file, too
+            used = allowed = "an unknown number"
+        return (
+            f"All processes of this machine have {used} files open, of {allowed} allowed: end some, or raise the limit "
+            "(`sysctl fs.file-max`)."
+        )
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = str(len(os.listdir("/proc/self/fd")) - 1)
+    except OSError:  # not one more can be opened
+        used = str(limit)
+    return (
+        f"This process has {used} files open, of {limit} allowed: raise the limit before it starts (`ulimit -n`, on "
+        "every node before `ray start`), or close files that your code leaves open."
+    )

@@ -2,6 +2,9 @@
 
 A file is written under a temporary name in its own folder and flushed to the disk. Then it gets its name in one step:
 by a rename (replacing), or by a hard link (which fails if the name is taken). No reader sees half a file.
+
+The operating system retries most of what fails on a network file system. Of what it passes on, ESTALE is retried, and
+the error of a rename or link that was done, though its reply was lost, is none.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from raysharded.checkpoint.storage import (
     BytesLike,
@@ -24,21 +28,25 @@ from raysharded.checkpoint.storage import (
     storage_error,
 )
 from raysharded.checkpoint.storage.local_files import (
-    batches,
-    is_at,
+    TemporaryFile,
+    again_if_stale,
+    discard,
+    files_below,
+    folders_in,
     link,
-    lock,
-    open_file,
+    open_locked,
     raise_unless_missing,
-    read_fully,
-    require_file,
-    require_no_dangling_link,
+    read_into,
+    read_part,
+    rename,
+    size_of,
     sync_folder,
     unlink,
     write_temporary,
     written_at,
 )
 from raysharded.checkpoint.storage.optional_operations import is_called
+from raysharded.checkpoint.storage.retry import retries_of
 from raysharded.errors import StorageError
 
 _TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{12}")
@@ -63,7 +71,7 @@ class LocalStorage:
 
     @property
     def retries(self) -> int:
-        return 0  # the operating system retries
+        return retries_of(self.url)
 
     def missing_folders(self) -> Keys:
         """The folders that the first write makes, innermost first."""
@@ -78,19 +86,14 @@ class LocalStorage:
             self._replace("write", key, parts)
 
     def read(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
-        with self._explained("read", key), open_file(self._path(key), -1) as file:
-            file.seek(offset)
-            return file.read(-1 if size is None else size)
+        path = self._path(key)
+        with self._explained("read", key):
+            return again_if_stale(lambda: read_part(path, offset, size), self.url)
 
     def read_into(self, key: str, offset: int, outs: Sequence[memoryview]) -> int:
-        with self._explained("read", key), open_file(self._path(key), 0) as file:
-            done = 0
-            for some in batches(outs):
-                count = read_fully(file.fileno(), offset + done, some)
-                done += count
-                if count < sum(len(out) for out in some):
-                    break
-            return done
+        path = self._path(key)
+        with self._explained("read", key):
+            return again_if_stale(lambda: read_into(path, offset, outs), self.url)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """True if `data` is now under `key`, as in Storage. Atomic wherever hard links exist.
@@ -99,12 +102,12 @@ class LocalStorage:
         """
         path = self._path(key)
         with self._explained("put_if_absent", key):
-            temporary = write_temporary(path, [data])
+            temporary = self._write_temporary(path, [data])
             try:
                 with self._still_there("put_if_absent", key, temporary):
-                    won = link(temporary, path, data)
+                    won = again_if_stale(lambda: link(temporary, path, data), self.url)
             finally:
-                unlink(temporary)
+                discard(temporary.path)
             sync_folder(os.path.dirname(path))
             return won
 
@@ -120,15 +123,11 @@ class LocalStorage:
         """
         path = self._path(key)
         with self._explained("swap", key):
-            try:
-                older = open_file(path, -1, os.O_RDWR)  # NFS locks no file that is opened for reading alone
-            except FileNotFoundError:
+            older = again_if_stale(lambda: open_locked(path, expected), self.url)
+            if older is None:
                 return False
-        with self._explained("swap", key), older:
-            lock(older.fileno())
-            if not is_at(path, older) or older.read(len(expected) + 1) != expected:
-                return False
-            self._replace("swap", key, [data])
+            with older:
+                self._replace("swap", key, [data])
             return True
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -137,13 +136,14 @@ class LocalStorage:
         Raises StorageError, having removed nothing, for a key behind a link to a folder: that folder may be another's.
         """
         for key in keys:
-            *folders, name = self._path(key)[len(self.root) :].strip("/").split("/")
+            path = self._path(key)
             with self._explained("delete", key):
-                self._unlink_below(folders, name)
-                self._remove_empty_folders(os.path.dirname(self._path(key)))
+                again_if_stale(partial(self._unlink, path), self.url)
+                self._remove_empty_folders(os.path.dirname(path))
 
-    def _unlink_below(self, folders: Sequence[str], name: str) -> None:
+    def _unlink(self, file: str) -> None:
         """Remove a file, each of whose folders below the root is opened without following links. It may be missing."""
+        *folders, name = file[len(self.root) :].strip("/").split("/")
         handle, path = -1, self.root
         try:
             handle = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
@@ -164,10 +164,9 @@ class LocalStorage:
                 os.close(handle)
 
     def size(self, key: str) -> int:
+        path = self._path(key)
         with self._explained("size", key):
-            found = os.stat(self._path(key))
-            require_file(found.st_mode, self._path(key))
-            return found.st_size
+            return again_if_stale(lambda: size_of(path), self.url)
 
     def list(self, prefix: str = "") -> Keys:
         return [key for key in self._walk(prefix) if _TEMPORARY.fullmatch(key) is None]
@@ -179,21 +178,13 @@ class LocalStorage:
     def folders(self) -> Keys:
         """Names of the top-level folders, sorted."""
         with self._explained("list", ""):
-            try:
-                with os.scandir(self.root) as found:
-                    return sorted(entry.name for entry in found if entry.is_dir())
-            except FileNotFoundError:
-                return []
+            return again_if_stale(lambda: folders_in(self.root), self.url)
 
     def links(self, prefix: str = "") -> Keys:
         """Links to folders directly in the folder `prefix`, sorted."""
         top = self._path(prefix) if prefix else self.root
         with self._explained("list", prefix):
-            try:
-                with os.scandir(top) as found:
-                    names = sorted(entry.name for entry in found if entry.is_symlink() and entry.is_dir())
-            except FileNotFoundError:
-                return []
+            names = again_if_stale(lambda: folders_in(top, links_alone=True), self.url)
         return [f"{prefix}/{name}" if prefix else name for name in names]
 
     def remove_folders(self, prefix: str) -> Keys:
@@ -225,29 +216,27 @@ class LocalStorage:
     def _replace(self, operation: str, key: str, parts: Iterable[BytesLike]) -> None:
         """Replace the key's file by a new one that holds `parts`, in one step."""
         path = self._path(key)
+        temporary = self._write_temporary(path, parts)
         try:
-            temporary = write_temporary(path, parts)
+            with self._still_there(operation, key, temporary):
+                again_if_stale(lambda: rename(temporary, path), self.url)
+        except BaseException:
+            discard(temporary.path)
+            raise
+        sync_folder(os.path.dirname(path))
+
+    def _write_temporary(self, path: str, parts: Iterable[BytesLike]) -> TemporaryFile:
+        try:
+            return again_if_stale(lambda: write_temporary(path, parts), self.url)
         except OSError:  # a full disk takes folders, and no files
             self._remove_empty_folders(os.path.dirname(path))
             raise
-        try:
-            with self._still_there(operation, key, temporary):
-                os.replace(temporary, path)
-        except OSError:
-            unlink(temporary)
-            raise
-        sync_folder(os.path.dirname(path))
 
     def _walk(self, prefix: str) -> Keys:
         """Every file, sorted, including those in progress."""
         top = self._path(prefix) if prefix else self.root
-        keys: Keys = []
         with self._explained("list", prefix):
-            require_no_dangling_link(top)
-            for folder, _, names in os.walk(top, onerror=raise_unless_missing):
-                inside = os.path.relpath(folder, self.root)
-                keys += [name if inside == "." else f"{inside.replace(os.sep, '/')}/{name}" for name in names]
-        return sorted(keys)
+            return sorted(again_if_stale(lambda: files_below(top, self.root), self.url))
 
     def _path(self, key: str) -> str:
         check_key(self.url, key)
@@ -270,12 +259,12 @@ class LocalStorage:
             raise storage_error(self.url, operation, key, error) from error
 
     @contextmanager
-    def _still_there(self, operation: str, key: str, temporary: str) -> Iterator[None]:
+    def _still_there(self, operation: str, key: str, temporary: TemporaryFile) -> Iterator[None]:
         """Report that someone removed the temporary file, if so: its writer does not."""
         try:
             yield
         except FileNotFoundError as error:
-            if os.path.lexists(temporary):
+            if os.path.lexists(temporary.path):
                 raise
             raise storage_error(self.url, operation, key, error, remedy=_REMOVED) from error
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import fsspec
 
 from raysharded.errors import ConfigError, DataError
-from raysharded.locations import local_path
+from raysharded.locations import local_path, with_home
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -51,10 +51,12 @@ def _absolute(path: str) -> str:
 def file_system(path: str) -> tuple[Any, str]:
     """The fsspec file system of a path or URL, and the path within it.
 
-    Raises DataError for an unknown protocol, or one whose package is not installed.
+    Raises DataError for an unknown protocol, or one whose package is not installed; and as `with_home`.
     """
     try:
-        fs, within = fsspec.core.url_to_fs(path)
+        fs, within = fsspec.core.url_to_fs(with_home(path))
+    except ConfigError:
+        raise
     except Exception as error:  # the boundary to the packages of the protocols
         raise DataError(
             f"{path}: cannot open this kind of storage: {error}. Use a local path or a URL that fsspec knows, "

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from raysharded.display.plain_text import brief
 from raysharded.display.quantities import count, duration
 from raysharded.driver.membership.state_source import describe_source
 from raysharded.driver.state.commands import (
@@ -56,7 +57,6 @@ from raysharded.driver.state.events import (
 )
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import State
-from raysharded.journal.entry_text import brief
 from raysharded.layout import Mesh
 from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped
 from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import Any
 
 from raysharded.checkpoint import open_storage
+from raysharded.display.plain_text import brief
 from raysharded.display.quantities import count, moment as moment_text
 from raysharded.driver import machine
 from raysharded.driver.replay import event_text
@@ -24,7 +25,6 @@ from raysharded.driver.state.events import Event
 from raysharded.driver.state.state import State
 from raysharded.errors import StorageError
 from raysharded.journal import log
-from raysharded.journal.entry_text import brief
 from raysharded.journal.log import Placed
 
 _NOT_DECIDED = frozenset({"data", "waiting", "storage_back"})

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysharded.display.plain_text import brief
 from raysharded.display.quantities import count, listing, size, span
-from raysharded.journal.entry_text import brief, incident_text, step_of
+from raysharded.journal.entry_text import incident_text, step_of
 from raysharded.journal.log import DAMAGE
 from raysharded.journal.records import Recovery
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from raysharded.display.plain_text import one_line
+from raysharded.display.plain_text import brief, one_line
 from raysharded.display.quantities import count, listing
-from raysharded.journal.entry_text import brief, incident_text
+from raysharded.journal.entry_text import incident_text
 from raysharded.report.history.incidents import is_incident
 
 _WINDOW_S = 60.0

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raysharded.journal.entry_text import brief
+from raysharded.display.plain_text import brief
 from raysharded.report.history.incidents import LETTERS, costliest
 from raysharded.report.history.run_summary import RunSummary
 from raysharded.report.history.step_table import Floats, Group, Int64s

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from raysharded.data.ledger import LedgerReport
+from raysharded.display.plain_text import brief
 from raysharded.display.quantities import count, duration, listing, moment, size, span, steps_done
-from raysharded.journal.entry_text import brief
 from raysharded.journal.records import CheckpointRecord
 from raysharded.report.history.incidents import COSTS, LETTERS, NAMES, Cost, Incident, costliest
 from raysharded.report.history.run_summary import RunSummary

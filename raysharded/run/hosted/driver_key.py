@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from raysharded.checkpoint.format.signing import ENVIRONMENT_KEY, ENVIRONMENT_KEY_FILE, signing_key_from_environment
 from raysharded.errors import CheckpointError
+from raysharded.locations import with_home
 
 if TYPE_CHECKING:
     from raysharded.config import CheckpointConfig
@@ -48,7 +49,7 @@ def way_to_the_key(config: CheckpointConfig) -> tuple[dict[str, str], str]:
     if path is None or not path.strip():
         signing_key_from_environment(require_signed=config.require_signed)
         return {}, ""
-    return {ENVIRONMENT_KEY_FILE: os.path.abspath(path)}, ""
+    return {ENVIRONMENT_KEY_FILE: os.path.abspath(with_home(path))}, ""
 
 
 def refuse_a_key_that_is_not_sent(order: Order) -> None:

@@ -79,7 +79,7 @@ class _Then:
 
 
 class _Notice:
-    """SIGTERM or Ctrl-C to the job, forwarded to its run's driver as a stop request.
+    """SIGTERM, SIGHUP or Ctrl-C to the job, forwarded to its run's driver as a stop request.
 
     With a grace period the run ends after one more checkpoint. Ctrl-C, or a second SIGTERM, does not wait for that.
     """

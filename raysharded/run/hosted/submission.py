@@ -22,7 +22,7 @@ import ray
 from ray.experimental import internal_kv
 
 from raysharded.errors import ConfigError, RunFailed
-from raysharded.locations import scheme_of
+from raysharded.locations import scheme_of, with_home
 from raysharded.protocol.version import greeting, other_version
 from raysharded.ray_backend.peers import NAMESPACE
 from raysharded.run.hosted.driver_key import way_to_the_key
@@ -66,13 +66,14 @@ def make_order(spec: RunSpec, *, take_over: bool) -> RunSubmission:
     """An order for a specification whose paths are absolute. Raises ConfigError if it cannot be sent."""
     from raysharded.checkpoint import open_storage
     from raysharded.protocol.session import job_identity
-    from raysharded.ray_backend.cluster import carry_user_code
+    from raysharded.ray_backend.cluster import carry_user_code, refuse_unsendable
     from raysharded.run.translation import job_of
 
     carry_user_code(*spec.user_objects())
     try:
         data = ray.cloudpickle.dumps(spec)
     except Exception as error:  # any error of the user's objects
+        refuse_unsendable(spec.named_objects())
         raise ConfigError(
             f"the trainer of run {spec.run.name!r} cannot be sent to a driver actor "
             f"({type(error).__name__}: {error}). Give it objects that can be pickled, or use fit()."
@@ -120,9 +121,11 @@ def absolute(spec: RunSpec) -> RunSpec:
 
     run = spec.run
     key = run.checkpoint.signing_key_file
-    checkpoint = run.checkpoint if key is None else replace(run.checkpoint, signing_key_file=os.path.abspath(key))
+    checkpoint = (
+        run.checkpoint if key is None else replace(run.checkpoint, signing_key_file=os.path.abspath(with_home(key)))
+    )
     start = run.start_from
-    start = start if start is None or scheme_of(str(start)) else os.path.abspath(start)
+    start = start if start is None or scheme_of(str(start)) else os.path.abspath(with_home(str(start)))
     run = replace(run, start_from=start)
     return replace(spec, run=replace(run, storage_path=open_storage(str(run.storage_path)).url, checkpoint=checkpoint))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -119,7 +119,7 @@ def test_a_path_where_no_folder_can_be_made_ends_in_one_clear_message() -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "socket", "folder"])
 def test_what_is_no_file_is_an_error_and_not_waited_for(tmp_path: Path, kind: str) -> None:
-    storage = open_storage(str(tmp_path))
+    storage = LocalStorage(str(tmp_path))
     match kind:
         case "pipe":
             os.mkfifo(tmp_path / "a")
@@ -133,6 +133,21 @@ def test_what_is_no_file_is_an_error_and_not_waited_for(tmp_path: Path, kind: st
     for read in (lambda: storage.read("a"), lambda: storage.read_into("a", 0, [memoryview(bytearray(4))])):
         with pytest.raises(StorageError, match=f"read {tmp_path}/a failed"):
             read()
+    others: list[Callable[[], object]] = [lambda: storage.size("a"), lambda: storage.swap("a", b"x", b"y")]
+    for other in others:
+        with pytest.raises(StorageError, match=r"a failed: \w+Error: "):
+            other()
+    assert storage.put_if_absent("a", b"mine") is False
+    if kind == "folder":
+        changes: list[Callable[[], object]] = [lambda: storage.write("a", [b"mine"]), lambda: storage.delete(["a"])]
+        for other in changes:
+            with pytest.raises(StorageError, match=f"{tmp_path}/a failed: IsADirectoryError"):
+                other()
+    else:
+        assert storage.list() == ["a"]
+        storage.write("a", [b"mine"])
+        assert storage.read("a") == b"mine"
+    assert storage.unfinished() == []
 
 
 def test_a_root_that_is_a_link_to_nothing_is_called_that(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from raysharded.checkpoint.interop.slabs import Progress, Slab
 from raysharded.checkpoint.interop.writer_stream import Identity, Ingest
 from raysharded.checkpoint.state_dict.tree import Tree
 from raysharded.checkpoint.storage import NoSuchKey
+from raysharded.display.plain_text import brief
 from raysharded.errors import CheckpointError
 from raysharded.locations import join_url
 
@@ -110,7 +111,7 @@ def decode_item(key: str, data: bytes) -> Tree:
     try:
         value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 - a broken or hostile pickle may raise anything
-        reason = str(error).replace("\n", " ")[:300]
+        reason = brief(str(error), 300)
         raise CheckpointError(f"{key}: cannot be read without running what is pickled in it ({reason})") from None
     return encode_value(key, value)
 

@@ -1,0 +1,139 @@
+"""Processes that lack what others have: streams, a working directory, a home, rights; and what cannot be sent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from raysharded.actors.process import surroundings
+from raysharded.cli import machine
+from raysharded.errors import ConfigError
+from raysharded.locations import local_path, with_home
+from raysharded.ray_backend import cluster
+from tests.paths import ROOT
+
+SCRIPT = """
+import os, sys
+import raysharded as rs
+from tests.faults.on_fake_nfs import Ramps, Squares
+
+folder, what = sys.argv[1:]
+trainer = rs.ElasticTrainer(
+    task=Squares(), data=Ramps(), batch=rs.BatchConfig(global_batch_size=4, microbatch_size=1),
+    scaling=rs.ScalingConfig(num_workers=1, cpus_per_worker=0.25),
+    run=rs.RunConfig(name=what, storage_path=folder, max_steps=3),
+)
+if what == "gone":
+    os.mkdir(folder + "/here")
+    os.chdir(folder + "/here")
+    os.rmdir(folder + "/here")
+result = trainer.fit()
+with open(folder + "/told", "w") as file:
+    file.write(result.fingerprint)
+"""
+
+
+def run(folder: Path, what: str, shell: str = "", /, **variables: str | None) -> subprocess.CompletedProcess[str]:
+    """The script with other variables (None: without it), and with a shell's redirections."""
+    given = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    environment = {name: value for name, value in {**os.environ, **given}.items() if value is not None}
+    command = ["sh", "-c", f'exec "$@" {shell}', "sh", sys.executable, "-c", SCRIPT, str(folder), what]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.ray
+@pytest.mark.clusters
+def test_fit_needs_no_standard_streams(tmp_path: Path) -> None:
+    done = run(tmp_path, "closed", "<&- >&- 2>&-")
+    assert done.returncode == 0
+    assert len((tmp_path / "told").read_text()) == 32
+
+
+@pytest.mark.ray
+@pytest.mark.clusters
+@pytest.mark.parametrize(
+    ("what", "home", "told"),
+    [
+        ("gone", "/tmp", "the working directory of this process was removed. Start it in a folder that exists (`cd`)"),
+        ("homeless", "/proc", "Ray keeps a token in ~/.ray/auth_token, and HOME=/proc cannot be written by user "),
+    ],
+)
+def test_what_ray_lacks_in_order_to_start_is_one_sentence(tmp_path: Path, what: str, home: str, told: str) -> None:
+    auth: dict[str, str | None] = {"RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": None}
+    done = run(tmp_path, what, **{**auth, "HOME": home})
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ClusterError: Ray cannot be started on this machine: ")
+    assert told in last
+    assert "Traceback" not in done.stderr
+
+
+class Guarded:
+    def __init__(self) -> None:
+        self.parts = {"first": [1, threading.Lock()]}
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    task = Guarded()
+    with pytest.raises(ConfigError, match=r"^task\.parts\['first'\]\[1\] \(_thread\.lock\) cannot be sent to other "):
+        cluster.refuse_unsendable({"data": [1, 2], "task": task})
+    taken = threading.Lock()
+    with pytest.raises(ConfigError, match=r"^taken in preemption_notices\[0\] \(_thread\.lock\) cannot be sent"):
+        cluster.refuse_unsendable({"preemption_notices": (lambda: taken.locked() or 1,)})
+    cluster.refuse_unsendable({"task": 1, "data": "x"})
+
+
+@pytest.mark.parametrize("home", ["", None])
+def test_a_tilde_that_stands_for_nothing_makes_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if home is None:
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", dict[int, object]().__getitem__)  # a user without a line
+    else:
+        monkeypatch.setenv("HOME", home)
+    for path in ("~/runs", "~"):
+        with pytest.raises(ConfigError, match=r"~ is no folder here \(HOME is not set to one"):
+            local_path(path)
+    with pytest.raises(ConfigError, match="~nobody_of_that_name is no folder here"):
+        local_path("~nobody_of_that_name/runs")
+    assert local_path("./~/runs") == f"{tmp_path}/~/runs"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tilde_is_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/one")
+    assert (with_home("~/runs"), with_home("a/~"), local_path("~/runs")) == ("/home/one/runs", "a/~", "/home/one/runs")
+
+
+def test_a_relative_path_in_a_removed_folder_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ConfigError, match="'runs' is a relative path, and the working directory of this process was"):
+        local_path("runs")
+    assert local_path("/runs") == "/runs"
+    found = machine.home()
+    assert (found.ok, found.advice) == (False, "Start it in a folder that exists (`cd`).")
+
+
+def test_doctor_knows_where_ray_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert surroundings.home_problem() == surroundings.session_problem() == ""
+    assert machine.home().found == f"{tmp_path}, writable"
+    monkeypatch.setenv("HOME", "/proc/self/status")  # no folder
+    assert "Set HOME to a folder that can be written, or RAY_AUTH_MODE=disabled" in surroundings.home_problem()
+    found = machine.home()
+    assert (found.ok, found.found.startswith("Ray keeps a token in ~/.ray/auth_token, and HOME=")) == (False, True)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert (surroundings.home_problem(), machine.home().ok) == ("", True)
+    monkeypatch.setenv("RAY_TMPDIR", "/proc/self/status")
+    assert machine.home().found.startswith("Ray keeps its sessions in /proc/self/status/ray, which cannot be written")
