@@ -24,9 +24,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A run whose folder of Ray's files is named finds no `ray start --temp-dir` of another test. It is Ray's own default.
 os.environ.setdefault("RAY_TMPDIR", os.environ.get("TMPDIR") or "/tmp")
 
-# Tests in the background of a shell ignore Ctrl-C, which children would inherit: some tests send it to theirs.
+# Tests in the background of a shell ignore Ctrl-C, and under `nohup` SIGHUP, which children would inherit: some tests
+# send them to theirs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)

@@ -95,11 +95,15 @@ def test_the_end_of_the_terminal_ends_a_run_after_one_more_checkpoint(tmp_path: 
         cwd=ROOT,
     )
     os.close(its)
-    shown = b""
-    while b"step" not in shown:
-        shown += os.read(terminal, 4096)
-    os.close(terminal)  # the kernel sends SIGHUP to the session's leader and to the foreground group
-    process.wait(timeout=120)
+    try:
+        shown = b""
+        while b"step" not in shown:
+            shown += os.read(terminal, 4096)
+        os.close(terminal)  # the kernel sends SIGHUP to the session's leader and to the foreground group
+        process.wait(timeout=120)
+    finally:  # after a failure: its child, too
+        subprocess.run(["pkill", "-KILL", "-P", str(process.pid)], check=False)
+        process.kill()
     step, _, told = (tmp_path / "told").read_text().partition(" ")
     assert f"the next fit() resumes from its checkpoint of step {step}" in told
     kinds = [entry["kind"] for entry in read(open_storage(str(tmp_path / "run")))]
