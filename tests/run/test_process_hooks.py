@@ -97,7 +97,7 @@ def test_the_end_of_the_terminal_ends_a_run_after_one_more_checkpoint(tmp_path: 
     os.close(its)
     try:
         shown = b""
-        while b"step" not in shown:
+        while b"step\r\n" not in shown:  # printed whole, so that the script does not print into a closed terminal
             shown += os.read(terminal, 4096)
         os.close(terminal)  # the kernel sends SIGHUP to the session's leader and to the foreground group
         process.wait(timeout=120)
