@@ -213,7 +213,9 @@ class LeasedWorker:
         Also for a damaged journal, which no time mends.
         """
         try:
-            return write_orphan_checkpoint(self._id, terms, self._storage, peers)
+            return write_orphan_checkpoint(
+                self._id, terms, self._storage, peers, may_retry=lambda: time.monotonic() < retry_until
+            )
         except StorageError as error:
             if time.monotonic() >= retry_until or isinstance(error, DamagedJournal):
                 raise

@@ -93,11 +93,14 @@ def write_orphan_checkpoint(
     prepare: Callable[[DriverSession, Storage], Taken] | None = None,
     clock: Clock | None = None,
     pause: Callable[[float], None] = time.sleep,
+    may_retry: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Commit what the workers hold, if it is newer than the newest checkpoint, and end all others.
 
     False if there may be a driver: no worker was ended, since it may take them over. `prepare`, `clock` and `pause`
-    default to those of a process. Raises StorageError, and ended no worker, if storage takes no writes.
+    default to those of a process.
+
+    If storage takes no writes: raises StorageError if it `may_retry`, with no worker ended; otherwise ends all.
     """
     clock = clock or SystemClock()
     if not _all_are_orphans(peers, terms.lease_s, clock, pause):
@@ -110,7 +113,7 @@ def write_orphan_checkpoint(
         _log.warning("worker %s: no last checkpoint: %s", me, error)
         return False
     try:
-        return _write_as_owner(me, terms, storage, peers, claims, epoch, clock)
+        return _write_as_owner(me, terms, storage, peers, claims, epoch, clock, may_retry)
     finally:
         leadership.end(_LET_GO_S)
 
@@ -123,6 +126,7 @@ def _write_as_owner(
     claims: Claims,
     epoch: GenerationId,
     clock: Clock,
+    may_retry: Callable[[], bool],
 ) -> bool:
     journal = Journal(storage, clock, claims.writer, still_owns=lambda: claims.find_rival() is None)
     journal.fence()
@@ -131,9 +135,9 @@ def _write_as_owner(
     heard: dict[WorkerId, FreedWorker] = peers.ask(None, "last_words", epoch, recorded, timeout_s=_ANSWER_S)
     try:
         _commit(terms, storage, claims, journal, clock, epoch, entries, peers, heard)
-    except StorageError:
-        raise
-    except Exception:  # noqa: BLE001 - with any error, all must end
+    except Exception as error:
+        if isinstance(error, StorageError) and may_retry():
+            raise
         _log.warning("worker %s: no last checkpoint", me, exc_info=True)
     if claims.find_rival() is not None:
         return False

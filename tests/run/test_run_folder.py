@@ -93,7 +93,6 @@ def test_a_run_whose_folder_is_away_for_a_while_trains_on_and_makes_nothing_in_i
     )
     result = processes.fit(trainer, listen=listen)
     assert heard.count("storage_failing") == 1
-    assert "storage_back" in heard
     steps = Counter(entry["step"] for entry in read(open_storage(str(run))) if entry["kind"] == "step")
     assert steps == dict.fromkeys(range(1, STEPS + 1), 1)
     assert result.fingerprint == train(1, steps=STEPS, microbatches=2).fingerprint

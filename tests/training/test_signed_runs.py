@@ -123,7 +123,7 @@ def test_a_run_that_is_signed_from_the_beginning_signs_every_segment_and_claim(s
     heads = [json.loads(path.read_text().partition("\n")[0]) for path in segments(stored)]
     assert [head["place"] for head in heads] == [f"run/journal/{path.name}" for path in segments(stored)]
     assert [head["after"] for head in heads] == ["", *(head["hmac"] for head in heads[:-1])]
-    claims = [json.loads(path.read_text()) for path in sorted((stored / NAME / "claims").iterdir())]
+    claims = [json.loads(path.read_text()) for path in sorted((stored / NAME / "claims").glob("*.json"))]
     assert all(claim["hmac"] and claim["place"].startswith("run/claims/") for claim in claims)
     assert [claim.get("after") for claim in claims] == [None, *([c["number"], c["digest"]] for c in claims[:-1])]
 
@@ -187,8 +187,8 @@ def test_another_runs_newest_checkpoint_is_not_resumed_from(
     """An attacker adds it, with a claim under the next number."""
     (step,) = (stored / "other" / "checkpoints").glob(f"step-{STEPS:010d}-*")
     shutil.copytree(step, stored / NAME / "checkpoints" / step.name)
-    claims = sorted((stored / NAME / "claims").iterdir())
-    (theirs,) = (path for path in (stored / "other" / "claims").iterdir() if step.name in path.read_text())
+    claims = sorted((stored / NAME / "claims").glob("*.json"))
+    (theirs,) = (path for path in (stored / "other" / "claims").glob("*.json") if step.name in path.read_text())
     claim = json.loads(claims[-1].read_text()) | json.loads(theirs.read_text()) | {"number": len(claims) + 1}
     claims[-1].with_name(f"{len(claims) + 1:010d}.json").write_bytes(without_signature(claim))
     assert same(fitted(stored, key_file, STEPS + 1)[STEPS + 1], untouched)
@@ -199,7 +199,7 @@ def remove_all_but_the_first(folder: Path) -> int:
     first, *others = sorted((folder / NAME / "checkpoints").glob("step-*"))
     assert others
     for save in others:
-        for claim in (folder / NAME / "claims").iterdir():
+        for claim in (folder / NAME / "claims").glob("*.json"):
             if save.name in claim.read_text():
                 claim.unlink()
         shutil.rmtree(save)
@@ -294,7 +294,7 @@ def test_what_an_older_version_added_to_a_signed_run_counts_when_a_user_accepts_
 ) -> None:
     """It signs the manifests alone."""
     fitted(stored, key_file, STEPS + 1)
-    newest, claim = segments(stored)[-1], sorted((stored / NAME / "claims").iterdir())[-1]
+    newest, claim = segments(stored)[-1], sorted((stored / NAME / "claims").glob("*.json"))[-1]
     newest.write_text('{"kind":"segment","writer":"old"}\n' + newest.read_text().partition("\n")[2])
     claim.write_bytes(without_signature(json.loads(claim.read_text())))
     with caplog.at_level(logging.WARNING, "raysharded.driver"):

@@ -184,7 +184,8 @@ class Chronicle:
         """End a pause: the following time is the return to training, which excludes the pause."""
         self.sessions[-1].note("resume", self.now)
         self.paused, change = False, self._open()
-        change.since_s, change.resumes = self.now / wall_time.MICRO, True
+        change.since_s = change.opened_s = self.now / wall_time.MICRO
+        change.resumes = True
 
     def _generation(self, entry: Entry) -> None:
         self.sessions[-1].note("generation", self.now)
