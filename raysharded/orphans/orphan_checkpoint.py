@@ -138,7 +138,7 @@ def _write_as_owner(
     except Exception as error:
         if isinstance(error, StorageError) and may_retry():
             raise
-        _log.warning("worker %s: no last checkpoint", me, exc_info=True)
+        _log.warning("worker %s: no last checkpoint", me, exc_info=True)  # with any other error, all must end
     if claims.find_rival() is not None:
         return False
     peers.ask({worker: () for worker in heard if worker != me}, "leave", epoch, timeout_s=1.0)

@@ -176,8 +176,11 @@ def test_the_end_of_a_failed_run_is_not_tried_for_long(storage: Unreliable) -> N
     storage.fails = True
     record = recorder(storage, SystemClock())
     record.record("step", {"step": 1}, durable=True)
+    record.flush()
+    tries = storage.tries
     with pytest.raises(StorageError, match="does not answer"):
         record.close(WAIT_S, repeat_s=0.0)
+    assert storage.tries == tries + 1
 
 
 def test_another_driver_of_the_run_is_reported(storage: Unreliable, clock: SetClock) -> None:

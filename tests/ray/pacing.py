@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,3 +33,18 @@ def waiting(folder: Path, *moments: tuple[int, int]) -> FaultPlan:
         for other in range(worker)
     ]
     return FaultPlan(faults=tuple(faults), folder=str(folder))
+
+
+def script_at_a_step(script: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
+    """A process that runs the script, in a separate session. It has printed `step`, as for each entry its kind."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(folder)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert any(line.strip() == "step" for line in process.stdout), process.communicate()
+    return process

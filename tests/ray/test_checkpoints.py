@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +15,7 @@ from raysharded.checkpoint import open_checkpoint, open_storage
 from raysharded.errors import ConfigError, RunFailed
 from raysharded.testing.processes import ProcessLauncher
 from tests.ray.leftovers import assert_no_slot_is_leaked, processes_marked, wait_until
+from tests.ray.pacing import script_at_a_step
 from tests.ray.test_interrupt import SCRIPT
 from tests.ray.test_main_job import trainer, undisturbed
 
@@ -93,18 +92,7 @@ def test_the_listener_cannot_wait_for_a_checkpoint(tmp_path: Path) -> None:
 def test_sigterm_to_the_driver_ends_the_run_after_a_checkpoint_and_leaves_nothing(tmp_path: Path) -> None:
     marker = f"RAYSHARDED_TEST={uuid.uuid4().hex}"
     name, _, value = marker.partition("=")
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        env={**os.environ, name: value},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.strip() == "step":
-            break
+    process = script_at_a_step(SCRIPT, tmp_path, **{name: value})
     process.send_signal(signal.SIGTERM)
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 1, errors
@@ -115,17 +103,7 @@ def test_sigterm_to_the_driver_ends_the_run_after_a_checkpoint_and_leaves_nothin
 
 @pytest.mark.clusters
 def test_a_second_sigterm_ends_the_run_at_once(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.strip() == "step":
-            break
+    process = script_at_a_step(SCRIPT, tmp_path)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.cli.test_commands import succeed
 from tests.ray.leftovers import processes_marked, wait_until
+from tests.ray.pacing import script_at_a_step
 
 pytestmark = [pytest.mark.ray, pytest.mark.clusters]
 
@@ -58,17 +59,7 @@ trainer.fit(lambda kind, fields: print(kind, flush=True))
 
 def test_a_hangup_of_all_processes_ends_with_one_more_checkpoint(tmp_path: Path) -> None:
     """As at the end of a terminal: its processes are those of the script, and of the Ray that it started."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.strip() == "step":
-            break
+    process = script_at_a_step(SCRIPT, tmp_path)
     for _ in range(2):  # the kernel's, and the shell's
         os.killpg(process.pid, signal.SIGHUP)
     _, errors = process.communicate(timeout=120)

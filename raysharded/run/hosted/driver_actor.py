@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from raysharded.display.quantities import duration
-from raysharded.errors import RayshardedError, RunFailed, StorageError
+from raysharded.errors import ConfigError, RayshardedError, RunFailed, StorageError
 from raysharded.ownership.start_mark import StartMark
 from raysharded.ray_backend.adoption import num_restarts
 from raysharded.run.handle import Ask, Run
@@ -130,14 +130,16 @@ class DriverActor:
     def _wait_for_storage(self, spec: RunSpec) -> None:
         """Return when the run's storage can be written to, or after the run's patience, or a stop request.
 
-        The run has begun already, and its workers wait for this host.
+        The run has begun already, and its workers wait for this host. Raises ConfigError if it is being removed.
         """
         from raysharded.checkpoint import check_writable, open_storage
+        from raysharded.checkpoint.removal_mark import refuse_removed
         from raysharded.report.loader import open_run
 
         patience_s, since = spec.run.failure.storage_patience_s, time.monotonic()
         while (waited_s := time.monotonic() - since) < patience_s and submission.read_stop(self._key) is None:
             try:
+                refuse_removed(open_storage(spec.url), ConfigError)  # no patience brings it back
                 open_run(spec.url)  # an unmounted share has no run: it is not to be begun anew
                 check_writable(open_storage(spec.url))
                 break
