@@ -162,7 +162,7 @@ def test_an_answer_that_drips_is_a_timeout_of_every_operation(answer: Answer) ->
 
 def test_an_answer_without_its_length_is_an_error_that_may_pass() -> None:
     def lengthless(handler: _Handler) -> None:
-        handler.wfile.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nabc")
+        handler.wfile.write(b'HTTP/1.1 200 OK\r\nConnection: close\r\nETag: "1"\r\n\r\nabc')
         handler.close_connection = True
 
     with _served(lengthless) as (_, url):
@@ -177,7 +177,7 @@ def test_a_small_object_that_drips_is_a_timeout() -> None:
 
 
 def test_the_next_request_after_one_that_dripped_is_answered() -> None:
-    listing = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+    listing = b"<ListBucketResult><Name>b</Name><IsTruncated>false</IsTruncated></ListBucketResult>"
     with _served(_body) as (server, url):
         storage = open_storage(url)
         with pytest.raises(StorageError, match="not complete after"):
