@@ -204,25 +204,38 @@ async def _reply(values: Values, request: list[bytes], reader: asyncio.StreamRea
             return [DONE, b"1" if values.have(keys) else b"0"]
         case [b"delete", key]:
             return [DONE, b"1" if values.delete(key) else b"0"]
-        case [b"get" | b"wait" as what, timeout_ms, *keys] if timeout_ms.isdigit() and len(timeout_ms) < 12:
-            if not values.have(keys) and not await _are_set(values, keys, int(timeout_ms) / 1000, reader):
-                return [LATE, *(key for key in keys if not values.have([key]))][:9]
-            return [DONE, *(values.get(keys) if what == b"get" else [])]
+        case [b"get" | b"wait" as what, timeout_ms, *keys] if _is_time(timeout_ms):
+            return await _when_set(values, keys, timeout_ms, reader, answers=what == b"get")
+        case [b"exchange", timeout_ms, key, value, *keys] if _is_time(timeout_ms):
+            values.set(key, value)
+            return await _when_set(values, keys, timeout_ms, reader, answers=True)
         case [what, *_]:
             raise Nonsense(f"the request {what[:20]!r}, of {len(request)} items")
     raise AssertionError(request)
 
 
+def _is_time(timeout_ms: bytes) -> bool:
+    return timeout_ms.isdigit() and len(timeout_ms) < 12
+
+
+async def _when_set(
+    values: Values, keys: list[bytes], timeout_ms: bytes, reader: asyncio.StreamReader, *, answers: bool
+) -> list[bytes]:
+    """The reply once each key is set, or that it is late; `answers`: with the values."""
+    if not values.have(keys) and not await _are_set(values, keys, int(timeout_ms) / 1000, reader):
+        return [LATE, *(key for key in keys if not values.have([key]))][:9]
+    return [DONE, *(values.get(keys) if answers else [])]
+
+
 async def _are_set(values: Values, keys: list[bytes], within_s: float, reader: asyncio.StreamReader) -> bool:
     """True once each key is set; False if time passes first. Raises if the client leaves, or does not wait."""
-    waiting = asyncio.ensure_future(values.until_there(keys))
-    leaving = asyncio.ensure_future(reader.readexactly(1))
+    waiting, leaving = values.until_there(keys), asyncio.ensure_future(reader.readexactly(1))
     try:
         done, _ = await asyncio.wait((waiting, leaving), timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in (waiting, leaving):
-            task.cancel()
-        await asyncio.gather(waiting, leaving, return_exceptions=True)
+        waiting.cancel()
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
     if leaving in done:
         leaving.result()
         raise Nonsense("a request before the reply to the one before")

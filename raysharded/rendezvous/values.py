@@ -32,7 +32,7 @@ class Values:
         self.members = 0
         """Connections of this generation."""
         self._limits, self._values, self._bytes = limits, dict[bytes, bytes](), 0
-        self._awaited: dict[bytes, list[asyncio.Future[None]]] = {}
+        self._awaited: dict[bytes, list[_Awaited]] = {}
 
     def set(self, key: bytes, value: bytes) -> None:
         """Raises Nonsense for more than the store holds, as `add` does."""
@@ -43,9 +43,10 @@ class Values:
         if self._bytes + grown > limits.generation_bytes or (known is None and len(self._values) >= limits.keys):
             raise Nonsense(f"more than {limits.keys} keys, or {limits.generation_bytes} bytes")
         self._values[key], self._bytes = value, self._bytes + grown
-        for waiting in self._awaited.pop(key, ()):
-            if not waiting.done():
-                waiting.set_result(None)
+        for awaited in self._awaited.pop(key, ()):
+            awaited.missing.discard(key)
+            if not awaited.missing and not awaited.future.done():
+                awaited.future.set_result(None)
 
     def add(self, key: bytes, amount: bytes) -> bytes:
         """The sum of the key's number, 0 at first, and this one. Numbers are decimal text of 64 bits."""
@@ -67,20 +68,31 @@ class Values:
     def get(self, keys: Iterable[bytes]) -> list[bytes]:
         return [self._values[key] for key in keys]
 
-    async def until_there(self, keys: Iterable[bytes]) -> None:
-        """Return once each key has been set."""
-        for key in keys:
-            if key not in self._values:
-                waiting = asyncio.get_running_loop().create_future()
-                self._awaited.setdefault(key, []).append(waiting)
-                try:
-                    await waiting
-                finally:
-                    others = [one for one in self._awaited.get(key, ()) if one is not waiting]
-                    if others:
-                        self._awaited[key] = others
-                    else:
-                        self._awaited.pop(key, None)
+    def until_there(self, keys: Iterable[bytes]) -> asyncio.Future[None]:
+        """A future that is done once each key has been set. Cancel it to wait no longer."""
+        awaited = _Awaited({key for key in keys if key not in self._values})
+        for key in awaited.missing:
+            self._awaited.setdefault(key, []).append(awaited)
+        awaited.future.add_done_callback(lambda _: self._forget(awaited))
+        if not awaited.missing:
+            awaited.future.set_result(None)
+        return awaited.future
+
+    def _forget(self, awaited: _Awaited) -> None:
+        for key in awaited.missing:
+            others = [one for one in self._awaited.get(key, ()) if one is not awaited]
+            if others:
+                self._awaited[key] = others
+            else:
+                self._awaited.pop(key, None)
+
+
+class _Awaited:
+    """Keys that a member waits for."""
+
+    def __init__(self, missing: set[bytes]) -> None:
+        self.missing = missing
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 def _number(text: bytes) -> int:

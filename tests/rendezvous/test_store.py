@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -74,6 +75,22 @@ def test_a_member_waits_until_another_sets_the_key(store: RendezvousStore) -> No
     first, second = member(store), member(store)
     threading.Timer(0.05, lambda: second.set("late", b"1")).start()
     assert first.get("late") == b"1"
+
+
+def test_members_exchange_their_values_in_one_request_each(store: RendezvousStore) -> None:
+    keys = ["from/0", "from/1", "from/2"]
+    clients = [member(store) for _ in keys]
+    with ThreadPoolExecutor(len(keys)) as pool:
+        found = list(pool.map(lambda at: clients[at].exchange(keys[at], f"value {at}", keys), range(len(keys))))
+    assert found == [[b"value 0", b"value 1", b"value 2"]] * len(keys)
+
+
+def test_a_value_given_in_an_exchange_is_there_although_others_never_come(store: RendezvousStore) -> None:
+    one, other = member(store), member(store)
+    one.set_timeout(datetime.timedelta(milliseconds=50))
+    with pytest.raises(dist.DistStoreError, match=r"not in the rendezvous store within 0\.05 s: from/1$"):
+        one.exchange("from/0", "there", ["from/0", "from/1"])
+    assert other.get("from/0") == b"there"
 
 
 def test_a_member_that_waits_in_vain_learns_for_what(store: RendezvousStore) -> None:

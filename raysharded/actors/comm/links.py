@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import Store
 
 from raysharded.actors.comm import gloo, listeners, sockets
 from raysharded.actors.comm.abortable_wait import has_ended, keep_until_ended, waits_for_peers
@@ -136,8 +136,8 @@ class Links:
         self._client.set_timeout(datetime.timedelta(seconds=_SETTLE_TIMEOUT_S))
         if verdict["intruded"]:
             self._client.set(f"{self._name}/intruded", b"")
-        self._client.set(f"{self._name}/settled/{rank}", json.dumps(verdict))
-        texts = self._client.multi_get([f"{self._name}/settled/{one}" for one in range(world_size)])
+        settled = [f"{self._name}/settled/{one}" for one in range(world_size)]
+        texts = self._client.exchange(settled[rank], json.dumps(verdict), settled)
         for sock in self._own_listening:  # all members have connected; before, it could be a stranger in one's place
             listeners.drop_all(sock)
         verdicts = [_Verdict(text) for text in texts]
@@ -218,7 +218,7 @@ class Links:
 
 def connect_alone(timeout: datetime.timedelta) -> Any:
     """A gloo group of this worker alone."""
-    before, announcing = sockets.open_sockets(), _Announcing(HashStore(), "", 1)
+    before, announcing = sockets.open_sockets(), _Announcing(None, "", 1)
     group = gloo.connect(announcing, 0, 1, "127.0.0.1", CONNECT_TIMEOUT_S, timeout)
     found = sockets.listening(sockets.open_sockets() - before)
     listening = listeners.with_port_in(found, announcing.announced)
@@ -229,15 +229,17 @@ def connect_alone(timeout: datetime.timedelta) -> Any:
 
 
 class _Announcing(Store):
-    """The store that gloo uses: it shows what the group announces, and gets what all members announce at once.
+    """The store that gloo uses: it shows what the group announces, and exchanges it for what all members announce.
 
-    gloo's key of a member's announcement ends with its rank.
+    gloo's key of a member's announcement ends with its rank. A member sets its own before it gets another's, so that
+    both take one request. A group of one member needs no store.
     """
 
-    def __init__(self, store: Store, prefix: str, size: int) -> None:
+    def __init__(self, store: StoreClient | None, prefix: str, size: int) -> None:
         super().__init__()
         self._store, self._prefix, self._size = store, prefix, size
         self._known: dict[str, bytes] = {}
+        self._unsent: list[tuple[str, bytes]] = []
         self.before: Callable[[bytes], None] | None = None
         """Called with what the group announces, before others can know it."""
         self.announced = b""
@@ -247,16 +249,29 @@ class _Announcing(Store):
         self.announced += data
         if self.before is not None:
             self.before(data)
-        self._store.set(self._prefix + key, data)  # type: ignore[arg-type]  # bytes are missing in torch's stubs
+        self._known[key] = data
+        self._unsent.append((self._prefix + key, data))
 
     @waits_for_peers
     def get(self, key: str) -> bytes:
         if key not in self._known:
             path, _, rank = key.rpartition("/")
             keys = [f"{path}/{one}" for one in range(self._size)] if rank.isdigit() else [key]
-            values = self._store.multi_get([self._prefix + one for one in keys])
-            self._known.update(zip(keys, values, strict=True))
+            self._known.update(zip(keys, self._exchanged([self._prefix + one for one in keys]), strict=True))
         return self._known[key]
+
+    @waits_for_peers
+    def _exchanged(self, keys: list[str]) -> list[bytes]:
+        """The values of these keys, once what is not sent yet has been sent."""
+        if self._store is None:
+            raise dist.DistStoreError(f"a group of one member waits for {', '.join(keys)}")
+        if not self._unsent:
+            return self._store.multi_get(keys)
+        *others, (key, value) = self._unsent
+        self._unsent = []
+        for one in others:
+            self._store.set(*one)
+        return self._store.exchange(key, value, keys)
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         for key in keys:
@@ -284,11 +299,10 @@ def arrive(client: StoreClient, rank: int, world_size: int, timeout_s: float) ->
 
     Connecting to a lost member would take gloo its whole time-out. Raises RuntimeError if one is missing.
     """
-    client.set(f"arrived/{rank}", b"wary" if is_wary() else b"")
     keys = [f"arrived/{one}" for one in range(world_size)]
     client.set_timeout(datetime.timedelta(seconds=timeout_s))
     try:
-        return b"wary" in client.multi_get(keys)
+        return b"wary" in client.exchange(keys[rank], b"wary" if is_wary() else b"", keys)
     except dist.DistStoreError as error:
         count = sum(client.check([key]) for key in keys)
         raise RuntimeError(f"{count} of {world_size} workers arrived within {timeout_s} s: {error}") from None

@@ -53,7 +53,7 @@ class StoreClient(Store):
         return str(self._socket.getsockname()[0]).removeprefix("::ffff:")
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask([b"set", key.encode(), value.encode() if isinstance(value, str) else bytes(value)])
+        self._ask([b"set", key.encode(), _as_bytes(value)])
 
     @waits_for_peers
     def get(self, key: str) -> bytes:
@@ -61,6 +61,11 @@ class StoreClient(Store):
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return self._await(b"get", keys, self.timeout)
+
+    @waits_for_peers
+    def exchange(self, key: str, value: str | bytes, keys: list[str]) -> list[bytes]:
+        """`set` and `multi_get` in one request: a member leaves its value, and gets everyone's."""
+        return self._await(b"exchange", keys, self.timeout, [key.encode(), _as_bytes(value)])
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask([b"add", key.encode(), str(amount).encode()])[0])
@@ -87,9 +92,11 @@ class StoreClient(Store):
             finally:
                 self._lock.release()
 
-    def _await(self, what: bytes, keys: Sequence[str], timeout: datetime.timedelta) -> list[bytes]:
+    def _await(
+        self, what: bytes, keys: Sequence[str], timeout: datetime.timedelta, first: Sequence[bytes] = ()
+    ) -> list[bytes]:
         within_s = timeout.total_seconds()
-        request = [what, str(round(within_s * 1000)).encode(), *(key.encode() for key in keys)]
+        request = [what, str(round(within_s * 1000)).encode(), *first, *(key.encode() for key in keys)]
         return self._ask(request, within_s)
 
     def _ask(self, request: list[bytes], within_s: float = 0.0) -> list[bytes]:
@@ -108,6 +115,10 @@ class StoreClient(Store):
         if status != DONE:
             raise dist.DistStoreError(f"the rendezvous store answered {status[:20]!r}")
         return values
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 @waits_for_peers

@@ -145,7 +145,7 @@ def test_a_listener_that_drops_all_keeps_its_connections() -> None:
 def test_only_the_socket_that_gloo_announces_is_taken_for_its_listener() -> None:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         announced: list[bytes] = []
-        store = links._Announcing(HashStore(), "", 1)
+        store = links._Announcing(None, "", 1)
         store.before = announced.append
         before = sockets.open_sockets()
         group = gloo.connect(store, 0, 1, "127.0.0.1", 5.0, _TIMEOUT)
