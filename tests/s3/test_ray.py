@@ -1,4 +1,4 @@
-"""A run on Ray whose keys are exchanged in the middle of its checkpoints: one of a worker's writes, one of the driver's."""
+"""A run on Ray whose keys are exchanged within a checkpoint: in a write of a worker, and in one of the driver."""
 
 from __future__ import annotations
 
