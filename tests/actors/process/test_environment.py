@@ -70,7 +70,7 @@ if __name__ == "__main__":
 def test_a_transport_that_gloo_lacks_is_refused_by_name_before_a_generation_forms(tmp_path: Path) -> None:
     (tmp_path / "trains.py").write_text(TRAINS)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_DEVICE_TRANSPORT": "TCP_TLS"}
-    command = [sys.executable, tmp_path / "trains.py", tmp_path]
+    command = [sys.executable, str(tmp_path / "trains.py"), str(tmp_path)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "GLOO_DEVICE_TRANSPORT=TCP_TLS: the gloo of torch " in done.stdout
     assert "nothing between workers is encrypted" in done.stdout
