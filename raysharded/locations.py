@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from urllib.parse import unquote
 
 import raysharded
@@ -19,6 +20,9 @@ _ONE_SLASH = re.compile(
     r"((?:fsspec\+)?(?:file|local|memory|s3a?|gc?s|abfss?|az|adl|hdfs|webhdfs|https?|s?ftp|ssh|oci|oss|hf)):/(?!/)",
     re.IGNORECASE,
 )
+
+
+_KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
 
 
 def scheme_of(url: str) -> str | None:
@@ -67,6 +71,17 @@ def with_home(path: str) -> str:
         none = "HOME is not set to one, and /etc/passwd has none for this user" if user == "~" else "no such user"
         raise ConfigError(f"{path!r}: {user} is no folder here ({none}). Give an absolute path, or set HOME.")
     return expanded
+
+
+def require_file(path: str | os.PathLike[str]) -> None:
+    """Raise OSError unless a file is at a path that a user gave: what reads it next would wait for a pipe's writer.
+
+    The pipe of a shell's `<(command)` passes for a file: it has its writer, and no name in a folder.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and not os.path.exists(os.path.realpath(path))):
+        kind = next((kind for is_kind, kind in _KINDS if is_kind(mode)), "a device")
+        raise OSError(f"it is {kind}, not a file")
 
 
 def _path_of(url: str, host: str, path: str) -> str:

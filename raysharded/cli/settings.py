@@ -25,7 +25,7 @@ from raysharded import config
 from raysharded.cli.option_names import translated, unquoted
 from raysharded.cli.suggestions import close_to
 from raysharded.errors import ConfigError
-from raysharded.locations import with_home
+from raysharded.locations import require_file, with_home
 from raysharded.task import Task
 from raysharded.trainer import ElasticTrainer
 
@@ -223,6 +223,7 @@ def _value(text: str) -> Any:
 
 def _read_file(path: Path) -> Settings:
     try:
+        require_file(path)
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}. Check the path.") from error

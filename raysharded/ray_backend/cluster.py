@@ -23,7 +23,7 @@ from raysharded.display.quantities import count
 from raysharded.display.raylet_output import open_closed_streams
 from raysharded.errors import ClusterError, ConfigError, text_of
 from raysharded.ray_backend.bundles import captured
-from raysharded.ray_backend.local_cluster import listens, names_of, users_listening
+from raysharded.ray_backend.local_cluster import listens, names_of, requires_token, users_listening
 from raysharded.ray_backend.which_ray import LOCAL, NEWEST, Choice, choose
 
 _log = logging.getLogger("raysharded.cluster")
@@ -127,6 +127,8 @@ def _connect(choice: Choice, *, log_to_driver: bool) -> None:
     if not _answers(given, _ANSWER_S):
         raise ClusterError(f"there is no Ray cluster at {given}: nothing answered within {_ANSWER_S:g} s. {remedy}")
     open_closed_streams()
+    if requires_token(given):
+        _use_token()
     try:
         with _node_address(clusters=not _is_on_loopback_alone(given)):
             ray.init(address=given, logging_level=logging.WARNING, log_to_driver=log_to_driver)
@@ -134,6 +136,24 @@ def _connect(choice: Choice, *, log_to_driver: bool) -> None:
         text = brief(str(error), 300).rstrip(".")
         token = f" {_TOKEN}" if isinstance(error, ConnectionError | RayError) else ""
         raise ClusterError(f"{type(error).__name__}: {text}. {remedy}{token}") from None
+
+
+def _use_token() -> None:
+    """Use the token in the home, if there is one and the environment does not set RAY_AUTH_MODE.
+
+    `ray.init()` does so with a cluster that it finds, and not with an address, which may be a stranger's.
+    """
+    try:
+        from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    except ImportError:  # an older Ray, in which RAY_AUTH_MODE is the only way
+        return
+    log = logging.getLogger("ray._private.authentication")
+    before = log.level
+    log.setLevel(logging.ERROR)  # Ray warns of every cluster with a token
+    try:
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    finally:
+        log.setLevel(before)
 
 
 def _is_on_loopback_alone(address: str) -> bool:

@@ -13,6 +13,7 @@ import pwd
 import socket
 import stat
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ _LISTENS = "0A"
 """State of a socket that accepts connections (TCP_LISTEN of Linux)."""
 _PROCESSES = Path("/proc")
 _RAYLET = "raylet"
+_TOKEN_MODE = b"ray_auth_mode=token"
 _MAX_BYTES = 256
 _TRY_S = 2.0
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -68,6 +70,17 @@ class Raylet:
     """HOST:PORT of the cluster."""
     folder: Path
     """Ray's folder of temporary files."""
+    process: Path
+    """Its folder in /proc."""
+
+
+def requires_token(address: str) -> bool:
+    """Whether a Ray of this user on this machine, at this address, requires a token, as its environment shows."""
+    for one in raylets():
+        with suppress(OSError):  # it has ended
+            if one.address == address and one.user == os.geteuid():
+                return _TOKEN_MODE in (one.process / "environ").read_bytes().lower().split(b"\0")
+    return False
 
 
 def raylets() -> list[Raylet]:
@@ -137,7 +150,10 @@ def _raylet(process: Path) -> Raylet | None:
             name.lstrip("-").replace("_", "-"): value for name, _, value in (word.partition("=") for word in words)
         }
         return Raylet(
-            user=process.stat().st_uid, address=flags.get("gcs-address", ""), folder=Path(flags.get("temp-dir", ""))
+            user=process.stat().st_uid,
+            address=flags.get("gcs-address", ""),
+            folder=Path(flags.get("temp-dir", "")),
+            process=process,
         )
     except OSError:  # it has ended
         return None

@@ -88,6 +88,15 @@ def test_entries_are_read_back_in_order_with_the_time_they_were_made(storage: St
     ]
 
 
+def test_a_password_of_a_url_is_not_stored(storage: Storage) -> None:
+    journal = Journal(storage, SetClock(), "me")
+    told = {"error": "read sftp://me:hunter2@host/a failed", "places": [{"url": "http://hunter2@host"}]}
+    journal.append("failed", told, durable=True)
+    assert [key for key in storage.list() if b"hunter2" in storage.read(key)] == []
+    (entry,) = read(storage)
+    assert entry["error"] == "read sftp://me:***@host/a failed"
+
+
 def test_floats_that_json_cannot_express_become_strings_that_float_reads(storage: Storage) -> None:
     journal = Journal(storage, SetClock(), "me")
     losses = [math.nan, math.inf, -math.inf, 0.1]

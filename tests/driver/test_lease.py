@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from raysharded.checkpoint import Claims, Storage, open_storage
+from raysharded.checkpoint import Claims, SigningKey, Storage, open_storage
+from raysharded.checkpoint.format.signing import place_of
 from raysharded.clock import SystemClock
 from raysharded.errors import RunFailed, RunOwnedElsewhere, StorageError
 from raysharded.ownership.leadership import AcquiredLease, LeaseTerms, RunLeadership
-from raysharded.ownership.lease import Holder, LeaseVerdict, Process, Seen, decode, encode, judge, lease_key
+from raysharded.ownership.lease import Holder, LeaseVerdict, Process, Seen, decode, encode, judge, lease_key, read_lease
 from raysharded.ownership.process_identity import is_gone, this_process
 
 HOLDER = Holder(
@@ -62,6 +63,20 @@ def test_who_watches_a_lease_follows_only_whom_it_knows_to_be_dead(
     now: Seen | None, watched_s: float, dead: bool, verdict: LeaseVerdict
 ) -> None:
     assert judge(seen(HOLDER), now, watched_s, dead=dead, own_lease_s=15.0) is verdict
+
+
+def test_a_lease_that_the_key_did_not_sign_for_its_place_frees_no_run(tmp_path: Path) -> None:
+    storage, key, other = open_storage(str(tmp_path / "run")), SigningKey(b"k" * 16), SigningKey(b"o" * 16)
+    at, ended = lease_key("driver"), replace(HOLDER, ended=True)
+    place = place_of(storage.url, at)
+    forged = [encode(ended), encode(ended, key=other, place=place), encode(ended, key=key, place="another/run")]
+    for data in forged:
+        storage.write(at, [data])
+        found = read_lease(storage, "driver", key=key)
+        assert found.holder is None
+        assert judge(None, found, 0.0, dead=False, own_lease_s=15.0) is LeaseVerdict.UNKNOWN
+    storage.write(at, [encode(ended, key=key, place=place)])
+    assert judge(None, read_lease(storage, "driver", key=key), 0.0, dead=False, own_lease_s=15.0) is LeaseVerdict.FREE
 
 
 def test_the_longer_lease_counts() -> None:

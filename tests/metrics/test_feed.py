@@ -14,7 +14,7 @@ from raysharded.metrics import MetricsWriter
 from raysharded.metrics.feed import Feed, close
 from raysharded.metrics.translation import Translator
 from tests.metrics.writers import WAIT_S, Failing, Kept, Stuck
-from tests.report.entries import Entry, data, late, run_with_a_loss, started, step
+from tests.report.entries import Entry, data, late, lost, run_with_a_loss, started, step
 
 URL = "runs/tiny"
 
@@ -50,6 +50,20 @@ def test_a_writer_gets_steps_and_events_in_order_and_is_closed() -> None:
     assert writer.events[0].text == "step 4: worker 1 lost: the process died"
     assert writer.closed == 1
     assert len(writer.threads) == 1
+
+
+def test_names_and_texts_of_others_reach_a_writer_harmlessly() -> None:
+    """A terminal, a page of TensorBoard or Prometheus's lines may show them."""
+    hostile = "a\x1b[2J\u202eb\nc"
+    writer = Kept()
+    feed = feed_of(writer)
+    reason = f"{hostile} sftp://me:hunter2@host"
+    tell(feed, [started(), step(1, metrics={hostile: 2.0}), ("worker_lost", {**lost(1, 1)[1], "reason": reason})])
+    close([feed], WAIT_S)
+    assert "metrics/a\ufffd[2J\ufffdb c" in writer.steps[0].values
+    (event,) = writer.events
+    assert "\x1b" not in event.text
+    assert "sftp://me:***@host" in event.text
 
 
 def test_a_steps_values_have_names_that_do_not_meet() -> None:

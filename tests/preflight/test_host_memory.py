@@ -106,7 +106,7 @@ def test_doctor_and_plan_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "ROOT", tmp_path)
     assert machine.memory().found == "1000.0 KiB, 300 B available; limited to 300 B"
     told = fail("plan", "tests.preflight.tasks:loud", tmp_path / "runs", "--host-memory", "here")
-    assert "of host memory per node of " in told
+    assert "of host memory per node of 270 B (10% left alone)" in told
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
     (tmp_path / "proc/meminfo").write_text("MemTotal: 900000000 kB\nMemAvailable: 1 kB\n")
     assert "858.3 GiB per node's host" in succeed(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.ray.clusters import run_script
 from tests.ray.job_server import JobServer
+from tests.ray.test_which_ray import STARTS, started
 from tests.ray.test_whose_ray import listener
 
 ATTACH = "import sys, raysharded; raysharded.attach('gpt', sys.argv[1])"
@@ -40,3 +43,21 @@ def test_a_process_that_a_cluster_refuses_is_told_how_to_name_the_token(tmp_path
     with JobServer(num_cpus=1) as server:
         message = refused(server.address, tmp_path)
     assert "set RAY_AUTH_MODE=token here, and have the token of ~/.ray/auth_token" in message
+
+
+@pytest.mark.ray
+@pytest.mark.clusters
+@pytest.mark.parametrize("how", ["found", "named"])
+def test_the_users_own_cluster_is_used_with_the_token_of_the_home(
+    how: str, tmp_path: Path, own_cluster: dict[str, str]
+) -> None:
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text(secrets.token_hex(32))
+    environment = {**own_cluster, "HOME": str(tmp_path)}
+    del environment["RAY_AUTH_MODE"]
+    with started(environment):
+        address = (Path(environment["RAY_TMPDIR"]) / "ray" / "ray_current_cluster").read_text()
+        named = {"RAY_ADDRESS": address} if how == "named" else {}
+        found = run_script(STARTS, str(tmp_path), environment={**environment, **named})
+    assert found["address"] == address
+    assert not [line for line in found["said"] if "Token" in line]

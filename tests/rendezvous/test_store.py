@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -174,11 +175,14 @@ def test_strangers_in_numbers_are_closed_and_named_in_few_lines(
         sock.close()
 
 
-def test_a_member_gets_in_while_strangers_hold_all_places(store: RendezvousStore) -> None:
+def test_a_member_gets_in_while_strangers_hold_all_places() -> None:
+    """Their time is longer than a member waits: the oldest connection makes way."""
+    store = RendezvousStore("127.0.0.1", replace(_LIMITS, proof_s=600.0))
     strangers = [socket.create_connection(("127.0.0.1", store.port)) for _ in range(3 * _LIMITS.strangers)]
     assert member(store).add("count", 1) == 1
     for sock in strangers:
         sock.close()
+    store.close()
 
 
 @pytest.mark.parametrize(

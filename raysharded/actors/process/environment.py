@@ -10,15 +10,18 @@ import time
 from importlib import metadata
 
 import torch
+import torch.distributed as dist
 
 from raysharded import numerics
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.actors.step import recomputation
 from raysharded.config import EngineConfig
+from raysharded.errors import ConfigError
 from raysharded.protocol.messages import WorkerInfo
 
 _KEEPING = ((-3, 32 << 20), (-1, (1 << 31) - 1), (-2, 128 << 20))
 """Parameters of mallopt: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD in bytes."""
+_TRANSPORT = "GLOO_DEVICE_TRANSPORT"
 _MALLOC_CHOICES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
@@ -97,6 +100,20 @@ def _installed_version(prefix: str) -> str:
     return ",".join(f"{name} {version}" for name, version in sorted(found.items()))
 
 
+def _refuse_transport() -> None:
+    """Raise ConfigError if the environment selects a transport that gloo lacks here, as the wheels lack TLS."""
+    chosen = os.environ.get(_TRANSPORT)
+    if not chosen:
+        return
+    try:
+        dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{_TRANSPORT}={chosen}: the gloo of torch {torch.__version__} does not have this transport ({error}). "
+            "Unset it for every worker: then nothing between workers is encrypted, so use a private network."
+        ) from None
+
+
 def node_id() -> str:
     """Id (hex) of the Ray node that this process runs on; outside Ray the host's name."""
     ray = sys.modules.get("ray")  # where Ray matters it is loaded already; a plain process must not wait for that
@@ -106,7 +123,11 @@ def node_id() -> str:
 
 
 def facts_of(device: torch.device, num_threads: int, num_samples: int) -> WorkerInfo:
-    """Facts about this process for the driver. `num_samples`: size of the training data in this process."""
+    """Facts about this process for the driver. `num_samples`: size of the training data in this process.
+
+    Raises ConfigError if gloo lacks the transport that the environment selects.
+    """
+    _refuse_transport()
     return WorkerInfo(
         pid=os.getpid(),
         node=platform.node(),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from raysharded.errors import CheckpointError, ConfigError, RefusedCheckpoint
-from raysharded.locations import name_of, with_home
+from raysharded.locations import name_of, require_file, with_home
 
 ENVIRONMENT_KEY = "RAYSHARDED_CHECKPOINT_KEY"
 ENVIRONMENT_KEY_FILE = "RAYSHARDED_CHECKPOINT_KEY_FILE"
@@ -58,8 +58,10 @@ class SigningKey:
         choose the key. A file that others may read, or that the group may write to, is a warning, once per process.
         """
         name = os.fspath(path)
+        at = with_home(name)
         try:
-            with open(with_home(name), "rb") as file:
+            require_file(at)
+            with open(at, "rb") as file:
                 found, secret = os.fstat(file.fileno()), file.read().strip()
         except OSError as error:
             raise CheckpointError(f"the signing key file {name} cannot be read: {error}.") from error

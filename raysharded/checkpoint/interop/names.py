@@ -16,6 +16,7 @@ from typing import Any
 
 from raysharded.display.quantities import count
 from raysharded.errors import CheckpointError
+from raysharded.locations import require_file
 
 _MOST_TOLD = 20
 _TRAINER_PREFIXES = ("model.", "buffer.", "optim.", "number.")
@@ -52,6 +53,7 @@ class NameMap:
     def from_file(path: str) -> NameMap:
         """A map from a JSON file. Raises CheckpointError if it cannot be read."""
         try:
+            require_file(path)
             with open(path, encoding="utf-8") as file:
                 return NameMap.of(json.load(file), path)
         except (OSError, ValueError) as error:

@@ -13,6 +13,7 @@ from raysharded.cli.checkpoint.target import AsJson, BestOne, Run, Step, choice,
 from raysharded.cli.errors import print_json
 from raysharded.cli.output import byte_progress, echo
 from raysharded.errors import CheckpointError
+from raysharded.locations import require_file
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import Checkpoint
@@ -121,8 +122,11 @@ def _export(checkpoint: Checkpoint, dest: str, to: To, options: dict[str, Any]) 
 
 
 def _content(path: str | None) -> bytes | None:
+    if path is None:
+        return None
     try:
-        return None if path is None else Path(path).read_bytes()
+        require_file(path)
+        return Path(path).read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
 

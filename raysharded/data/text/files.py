@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import fsspec
 
 from raysharded.errors import ConfigError, DataError
-from raysharded.locations import local_path, with_home
+from raysharded.locations import local_path, require_file, with_home
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -110,8 +110,21 @@ def _name(fs: Any, path: str) -> str:
     return path if is_local(fs) else str(fs.unstrip_protocol(path))
 
 
+def refuse_no_file(fs: Any, path: str, name: str) -> None:
+    """Raise DataError for a pipe, a device or a folder of this machine, in place of a file. `name`: for display."""
+    if not is_local(fs):
+        return
+    try:
+        require_file(path)
+    except FileNotFoundError:
+        return  # opening it reports that
+    except OSError as error:
+        raise DataError(f"{name}: {error}. Put a file there, or correct the path.") from error
+
+
 def open_file(file: File) -> Any:
     """The file, opened for random reads of bytes. Raises DataError if that is impossible."""
+    refuse_no_file(file.fs, file.path, file.name)
     with reading(file.name, "open"):
         # Without a cache a remote read fetches the requested bytes, not megabytes around them.
         return file.fs.open(file.path, "rb", cache_type="none")

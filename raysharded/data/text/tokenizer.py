@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from raysharded.data.text.files import file_system, reading
+from raysharded.data.text.files import file_system, reading, refuse_no_file
 from raysharded.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class FileTokenizer:
         Raises ConfigError without the package or such a token, DataError if the file cannot be used.
         """
         fs, within = file_system(path)
+        refuse_no_file(fs, within, path)
         with reading(path, "read"):
             content = fs.cat_file(within)
         self._tokenizer = _load(path, content)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raysharded.errors import ConfigError
+from raysharded.locations import require_file
 from raysharded.planning.models.shapes import ADAMW, ModelShapes, ParameterShape, UnitShape
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")
@@ -72,6 +73,7 @@ class LlamaShape:
 def read_config(path: Path) -> LlamaShape:
     """The config in a file. Raises ConfigError if it is invalid, or for another kind of model."""
     try:
+        require_file(path)
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"there is no file {path}. Give a Hugging Face config.json, or FILE.py:NAME.") from None

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch._C._distributed_c10d import HashStore
 
 from raysharded.actors.comm import gloo, links, listeners, sockets
@@ -19,6 +21,7 @@ from raysharded.actors.comm.membership_proof import MembershipProof, digest
 from raysharded.errors import CollectiveAborted
 from raysharded.layout import Mesh
 from raysharded.rendezvous.server import RendezvousStore
+from tests import patches
 from tests.actors.comm.strangers import flooded, raced
 from tests.forked import in_a_fork
 from tests.training.harness import train
@@ -72,6 +75,40 @@ def test_members_without_the_secret_form_no_group(store: RendezvousStore) -> Non
     with pytest.raises(CollectiveAborted, match="not the rendezvous store of this generation"):
         groups.form(replace(alone(store), secret=store.secret("another")))
     groups.close()
+
+
+def test_a_stranger_that_does_all_that_a_member_does_but_the_proof_is_found_before_a_sum_is_used(
+    store: RendezvousStore,
+) -> None:
+    places = [replace(alone(store), rank=rank, mesh=Mesh(shards=2)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        of_member, _ = pool.map(lambda place: in_a_fork(_sum, place, place.rank == 1), places)
+    assert "at the place of rank 1 is a stranger" in of_member
+
+
+def _sum(place: Rendezvous, is_stranger: bool) -> str:
+    """The sum of the members' numbers, or the error. A stranger does not know the secret of the proofs."""
+    if is_stranger:
+        patches.replace(links, "MembershipProof", _WrongProof)
+    groups = Groups(use_gpu=False)
+    try:
+        groups.form(place)
+        return str(groups.state.sum_int64(torch.tensor([7000 + place.rank])))
+    except CollectiveAborted as error:
+        return str(error)
+    finally:
+        groups.abort()
+        groups.close()
+
+
+class _WrongProof(MembershipProof):
+    """The proof of who has another secret, and does not look at those of others."""
+
+    def __init__(self, group: Any, secret: bytes, *others: Any) -> None:
+        super().__init__(group, secret[::-1], *others)
+
+    def strangers(self) -> list[int]:
+        return []
 
 
 def test_no_connection_reaches_the_groups_once_they_are_formed(store: RendezvousStore) -> None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
 
 SIZE = 30_000_000
 PROGRAM = f"""
@@ -46,3 +51,27 @@ def test_who_has_chosen_how_memory_is_kept_has_it_so() -> None:
     mapped, kept = of_a_tensor(MALLOC_MMAP_THRESHOLD_=str(1 << 20))
     assert mapped >= SIZE
     assert kept < 0.1 * SIZE
+
+
+TRAINS = """
+import sys
+from raysharded.errors import RayshardedError
+from tests.faults.on_fake_nfs import train
+
+if __name__ == "__main__":
+    try:
+        train(sys.argv[1])
+    except RayshardedError as error:
+        print(error)
+"""
+
+
+@pytest.mark.procs
+def test_a_transport_that_gloo_lacks_is_refused_by_name_before_a_generation_forms(tmp_path: Path) -> None:
+    (tmp_path / "trains.py").write_text(TRAINS)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_DEVICE_TRANSPORT": "TCP_TLS"}
+    command = [sys.executable, str(tmp_path / "trains.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "GLOO_DEVICE_TRANSPORT=TCP_TLS: the gloo of torch " in done.stdout
+    assert "nothing between workers is encrypted" in done.stdout
+    assert '"kind":"generation"' not in (tmp_path / "run" / "journal" / "00000001.jsonl").read_text()

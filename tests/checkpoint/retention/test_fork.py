@@ -133,3 +133,14 @@ def test_a_parent_that_was_deleted_does_not_stop_the_forks_pruning(at: Callable[
     parent.delete(parent.list())
     Run(run).save(6)
     assert prune(run, Keep(last=1)).references == (made.folder,)
+
+
+@pytest.mark.parametrize("name", ["parent", "child"])
+def test_a_fork_and_its_parent_have_no_password_because_files_would_hold_it(name: str, tmp_path: Path) -> None:
+    urls = {other: f"memory://{tmp_path}/{other}" for other in ("parent", "child")}
+    urls[name] = f"memory://me:hunter2@host{tmp_path}/{name}"
+    parent, run = open_storage(urls["parent"]), open_storage(urls["child"])
+    ref = ref_of(parent, Run(parent).save(5))
+    with pytest.raises(CheckpointError, match=r"me:\*\*\*@host.* has a password in it.*in files"):
+        fork(parent, ref, run)
+    assert (run.list(), list_pins(parent)) == ([], [])

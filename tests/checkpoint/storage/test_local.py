@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -148,6 +149,23 @@ def test_what_is_no_file_is_an_error_and_not_waited_for(tmp_path: Path, kind: st
         storage.write("a", [b"mine"])
         assert storage.read("a") == b"mine"
     assert storage.unfinished() == []
+
+
+def test_a_folder_that_was_made_for_a_file_goes_with_it_where_no_file_can_be_made(tmp_path: Path) -> None:
+    """The file system takes one more name: that of the folder."""
+    mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=2", "raysharded-test", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("a small tmpfs cannot be mounted here: that takes root")
+    try:
+        storage = LocalStorage(str(tmp_path))
+        for operation in (lambda: storage.write("b/c", [b"1"]), lambda: storage.put_if_absent("b/c", b"1")):
+            with pytest.raises(StorageError, match="Free some space"):
+                operation()
+            assert list(tmp_path.iterdir()) == []
+        storage.write("a", [b"1"])
+        assert storage.read("a") == b"1"
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def test_a_root_that_is_a_link_to_nothing_is_called_that(tmp_path: Path) -> None:
