@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ray.exceptions import RayError
 from raysharded.ids import WorkerId
 from raysharded.protocol.session import run_digest
 from raysharded.protocol.version import ASK
+from raysharded.protocol.worker_launcher import GCS_LIMIT_SETTING
 
 NAMESPACE = "raysharded"
 _NAME = re.compile(r"([0-9a-f]+)-e([0-9]+)-w([0-9]+)")
@@ -21,6 +23,8 @@ GROUP = "lease"
 """Concurrency group of calls that a worker must always be able to answer."""
 GROUP_SIZE = 4
 _GREETING_S = 5.0
+_GCS_LIMIT_S = 60.0
+"""Ray's default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,11 +60,40 @@ def handle(named: Named) -> Any:
         return None
 
 
+def gcs() -> Any:
+    """Ray's client of the cluster's GCS in this process, whose calls take a timeout; Ray's other calls wait for it."""
+    worker: Any = ray._private.worker.global_worker  # the stubs do not have its client
+    return worker.gcs_client
+
+
+def gcs_answers(within_s: float) -> bool:
+    """Whether the GCS answers a query in this time."""
+    try:
+        gcs().internal_kv_exists(b"raysharded", None, timeout=within_s)
+    except Exception:  # noqa: BLE001 - any error of Ray's client
+        return False
+    return True
+
+
+def gcs_limit_s() -> float:
+    """Seconds without a GCS after which Ray ends this process, as its environment has it."""
+    try:
+        return float(os.environ.get(GCS_LIMIT_SETTING, _GCS_LIMIT_S))
+    except ValueError:
+        return _GCS_LIMIT_S
+
+
 class RayPeers:
-    """Implements `raysharded.orphans.orphan_checkpoint.Peers`, for one worker."""
+    """Implements `raysharded.orphans.leased_worker.ClusterPeers`, for one worker."""
 
     def __init__(self, run: str, own_name: str) -> None:
         self._run, self._own_name = run, own_name
+
+    def own_host(self) -> str:
+        return str(ray.util.get_node_ip_address())
+
+    def cluster_answers(self, within_s: float) -> bool:
+        return gcs_answers(within_s)
 
     def before(self, worker: WorkerId) -> list[WorkerId]:
         return [other for other in self._newest() if other < worker]
