@@ -236,7 +236,7 @@ class Driver:
 
     def warnings(self) -> tuple[str, ...]:
         """The conditions that a person should know now, one sentence each. Any thread."""
-        now = (self._shortages.storage_failing(self.state), saves.stop_warning(self.state))
+        now = (one(self.state) for one in (self._shortages.storage_failing, saves.stop_warning, self._gcs.warning))
         return tuple(filter(None, (self._unwritten,) if self._ended else now))
 
     def run(self) -> State:

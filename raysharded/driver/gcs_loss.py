@@ -15,6 +15,7 @@ from raysharded.clock import Clock
 from raysharded.display.quantities import duration
 from raysharded.driver.state.state import State
 from raysharded.errors import ClusterError
+from raysharded.journal.entry_text import incident_text
 from raysharded.protocol.worker_launcher import GCS_LIMIT_SETTING, GcsHealth
 
 DECIDE_AFTER_S = 5.0
@@ -105,6 +106,10 @@ class GcsLoss:
             "of Ray's processes, gives more time, in which a GCS with its tables in Redis can be restarted."
         )
 
+    def warning(self, state: State) -> str:
+        """A sentence about a GCS that does not answer now; empty if it does. Any thread."""
+        return "" if self._noticed_at is None else incident_text("gcs_lost", self._lost(state, self._health())) or ""
+
     def begin(self, entries: Iterable[Mapping[str, Any]]) -> None:
         """Learn from the entries of earlier drivers, and say at the start if a loss leaves too little time."""
         for entry in entries:
@@ -132,6 +137,11 @@ class GcsLoss:
         lease_s = self._lease_s if health.leased else 0.0
         return GcsTimes(limit_s=health.limit_s, write_s=self._write_s, lease_s=lease_s)
 
+    def _lost(self, state: State, health: GcsHealth | None) -> dict[str, Any]:
+        """Fields of the entry `gcs_lost`."""
+        silent_s, limit_s = (health.silent_s, health.limit_s) if health is not None else (0.0, 0.0)
+        return {"step": state.step, "for_s": silent_s, "left_s": max(0.0, limit_s - silent_s)}
+
     def look(self, state: State) -> None:
         """Act on what is known now."""
         health = self._health()
@@ -146,8 +156,7 @@ class GcsLoss:
         times = self._times(health)
         if self._noticed_at is None:
             self._noticed_at, self._lost_at = now, now - health.silent_s
-            left_s = max(0.0, times.limit_s - health.silent_s)
-            self._record("gcs_lost", {"step": state.step, "for_s": health.silent_s, "left_s": left_s})
+            self._record("gcs_lost", self._lost(state, health))
         if not self._saved and now - self._noticed_at >= DECIDE_AFTER_S:
             self._saved = True
             if state.step > (state.checkpoint.step if state.checkpoint else 0):

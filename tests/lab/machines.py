@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -161,12 +162,13 @@ class Machines:
         self._exits.callback(shutil.rmtree, self.folder, ignore_errors=True)
         with contextlib.ExitStack() as undone:
             undone.push(self._exits.pop_all())
+            self.all: tuple[Machine, ...] = ()
             self._space = _Space("ip link set lo up")
-            undone.callback(self._space.end)
+            undone.callback(self._end)
             _ip(self._space.pid, ("link add lab type bridge", f"link set lab mtu {_MTU} up"))
             self.all = tuple(Machine(number, self.folder, self._space) for number in range(count))
-            for machine in self.all:
-                self.power_on(machine.number)
+            for number in range(count):
+                self.power_on(number)
             self._exits = undone.pop_all()
 
     def __getitem__(self, number: int) -> Machine:
@@ -246,6 +248,10 @@ class Machines:
             self.rejoin(number)
 
     # -- below --
+
+    def _end(self) -> None:
+        """End all of it at once."""
+        self._space.end(*(machine._space for machine in self.all if machine._space is not None))
 
     def _apply(self, source: int, target: int) -> None:
         machine, address = self.all[source], self.all[target].address
@@ -338,12 +344,18 @@ class _Space:
         for process in self._entered:
             process.send_signal(signal.SIGCONT)
 
-    def end(self) -> None:
-        """End all of its processes, and wait until they are gone."""
+    def end(self, *inside: _Space) -> None:
+        """End all of its processes, and those of the spaces inside, and wait until they are gone."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        self.wake()  # until they have reaped, the namespace does not end
-        self._process.communicate(timeout=_WITHIN_S)
+        deadline = time.monotonic() + _WITHIN_S
+        while self._process.poll() is None:  # it ends when all are reaped; one that waits may stop only now
+            for space in (self, *inside):
+                space.wake()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the namespaces of process {self.pid} do not end")
+            time.sleep(0.02)
+        self._process.communicate()
 
 
 @cache

@@ -37,7 +37,7 @@ class Slow(Tokens):
         return super().__getitem__(index)
 
 
-def trainer(folder: Path, workers: tuple[int, int], name: str = "lab", **settings: float) -> rs.ElasticTrainer:
+def trainer(folder: Path, workers: tuple[int, int], **settings: float) -> rs.ElasticTrainer:
     """The run of all stories. `settings`: `max_steps`, `lease_s`, `every_steps`, and fields of `FailureConfig`."""
     max_steps, lease_s = int(settings.pop("max_steps", STEPS)), settings.pop("lease_s", 15.0)
     every = int(settings.pop("every_steps", 10_000))
@@ -47,7 +47,7 @@ def trainer(folder: Path, workers: tuple[int, int], name: str = "lab", **setting
         batch=rs.BatchConfig(global_batch_size=2 * MICROBATCHES, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=workers, cpus_per_worker=1),
         run=rs.RunConfig(
-            name=name,
+            name="lab",
             storage_path=str(folder),
             max_steps=max_steps,
             lease_s=lease_s,
@@ -124,7 +124,9 @@ class LabRun:
 
     def wait_for_step(self, step: int) -> None:
         """Return when the run has done this step."""
-        wait_until(lambda: self.step() >= step or self.process.poll() is not None, self._shown(f"step {step}"), WITHIN_S)
+        wait_until(
+            lambda: self.step() >= step or self.process.poll() is not None, self._shown(f"step {step}"), WITHIN_S
+        )
         assert self.step() >= step, self._shown(f"step {step}")()
 
     def wait(self, within_s: float = WITHIN_S) -> str:
@@ -155,8 +157,8 @@ def main() -> None:
             result = made.fit(say)
         else:
             run = made.start()
-            for event in run.follow():
-                say(event.kind, event.fields)
+            for _, kind, fields in (entry for entries in run.follow() for entry in entries):
+                say(kind, fields)
             result = run.wait()
         ended = f"finished {result.fingerprint}"
     except Exception as error:  # noqa: BLE001 - the story looks at it
