@@ -24,7 +24,7 @@ class Unpacked:
     packages: tuple[str, ...]
     programs: tuple[str, ...]
     libraries: tuple[str, ...] = ()
-    """Folders with libraries of their own, below Debian's."""
+    """Further folders with libraries, below Debian's."""
 
     def root(self) -> Path:
         """The folder with the programs, which are downloaded if they are not there. Raises NotUnpacked."""

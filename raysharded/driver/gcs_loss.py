@@ -1,7 +1,7 @@
-"""The loss of the cluster's GCS under a driver that lives: what is said, what is written, and when the run ends.
+"""The loss of the cluster's GCS under a driver that lives: what is reported, what is written, and when the run ends.
 
 Ray's processes end themselves when the GCS has been away for a limit of Ray's own, 60 s unless it is set. Workers and
-the driver reach each other without it, so training goes on meanwhile, and a GCS that is back in time costs nothing. The
+the driver reach each other without it, so training continues meanwhile; a GCS that is back in time costs nothing. The
 driver has a checkpoint written a few seconds after the loss, and shortly before the limit it ends the run with another.
 """
 
@@ -111,14 +111,14 @@ class GcsLoss:
         return "" if self._noticed_at is None else incident_text("gcs_lost", self._lost(state, self._health())) or ""
 
     def begin(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Learn from the entries of earlier drivers, and say at the start if a loss leaves too little time."""
+        """Learn from the entries of earlier drivers, and report at the start if a loss leaves too little time."""
         for entry in entries:
             if entry["kind"] == "checkpoint":
                 self._write_s = max(self._write_s, float(entry.get("seconds", 0.0)))
         self._warn(0)
 
     def on_entry(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Learn from a journal entry how long checkpoints take, and say once if that is longer than a loss leaves."""
+        """Learn from an entry how long checkpoints take, and report once if that is longer than a loss leaves."""
         if kind == "checkpoint":
             self._write_s = max(self._write_s, float(fields.get("seconds", 0.0)))
             self._warn(int(fields["step"]))

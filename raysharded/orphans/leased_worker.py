@@ -34,7 +34,7 @@ _LOOK_UP_S = 1.0
 _END_WITHIN_S = 180.0
 """Longest time that the orphan checkpoint may take, once no other driver holds the run."""
 _QUIET_LEASE = 0.3
-"""Fraction of the lease's time without a call after which the worker asks whether the cluster is still there: more than
+"""Fraction of the lease's time without a call after which the worker queries the cluster: more than
 the time between two calls."""
 _CLUSTER_ANSWERS_S = 3.0
 """A cluster that does not answer in this time counts as lost until it answers."""
@@ -202,7 +202,7 @@ class LeasedWorker:
                 told = False
 
     def _look_for_the_cluster(self) -> None:
-        """Find out whether the head node is lost too, once the driver is silent; before, ask nothing."""
+        """Find out whether the head node is lost too, once the driver is silent; not before."""
         lease, peers = self._lease, self._peers
         assert peers is not None
         quiet_s = time.monotonic() - lease.heard_at

@@ -32,7 +32,7 @@ METHODS = frozenset({"is_orphan", "last_words", "write_part", "keep", "leave"})
 
 
 class Mailbox:
-    """Answers the other workers' calls, in threads of its own. It lives as long as the process."""
+    """Answers the other workers' calls, in separate threads. It lives as long as the process."""
 
     def __init__(self, host: str, secret: Callable[[], bytes], worker: object) -> None:
         """`host`: this machine's address for the others; `secret`: of the newest driver's workers."""
@@ -73,7 +73,7 @@ class MailboxPeers:
             return {worker: value for worker, answered, value in threads.map(one, asked) if answered}
 
     def end_all(self) -> None:
-        """Do nothing: those that do not leave when they are asked are ended by Ray, which has lost its head node."""
+        """Do nothing: those that do not leave on request are ended by Ray, which has lost its head node."""
 
     def _call(self, address: str, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         host, _, port = address.rpartition(":")

@@ -163,7 +163,7 @@ class RayLauncher:
                     self._calls[ref] = (worker, "renew")
 
     def _introduce(self, worker: WorkerId) -> bool:
-        """Tell a worker how it reaches the others without the cluster, unless it knows; whether that was necessary.
+        """Send a worker the others' addresses, unless it has them; returns whether that was necessary.
 
         It renews the worker's lease, too.
         """
@@ -313,7 +313,7 @@ class RayLauncher:
             self._actors, self._calls, self._facts = {}, {}, {}
 
     def close(self) -> None:
-        silent = self._draining.silent_s() > 0  # Ray ends this process soon: what the run ended with must be told first
+        silent = self._draining.silent_s() > 0  # Ray ends this process soon: the error must be raised first
         within_s = _LAST_KILLS_WITHOUT_GCS_S if silent else _LAST_KILLS_S
         self._draining.close()
         for worker in list(self._actors):

@@ -1,4 +1,4 @@
-"""A driver without its cluster's GCS: what it says and writes, by a clock that the test moves."""
+"""A driver without its cluster's GCS: its entries and requests, by a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAVED = replace(TRAINING, checkpoint=Checkpointed(step=7, prefix="p"))
 
 
 class Bench:
-    """A driver, and the GCS that it asks."""
+    """A driver, and its GCS."""
 
     def __init__(self, limit_s: float = 60.0, lease_s: float = 15.0, *, leased: bool = True) -> None:
         self.clock, self.told = SetClock(), list[tuple[str, dict[str, Any]]]()

@@ -17,7 +17,7 @@ from tests.lab.training import LabRun
 
 
 def main(names: Sequence[str]) -> int:
-    """Tell the stories of these names; returns the exit status."""
+    """Run the stories of these names; returns the exit status."""
     known = {story.__name__: story for story in (*GOES_ON, *ENDS)}
     if unknown := [name for name in names if name not in known]:
         _print(f"no such story: {', '.join(unknown)}. There are: {', '.join(known)}")
@@ -28,13 +28,13 @@ def main(names: Sequence[str]) -> int:
     chosen = [known[name] for name in names or known]
     ends = [story for story in chosen if story in ENDS]
     _print(HEADER)
-    _tell([*(story for story in chosen if story in GOES_ON), *ends[:1]])
+    _run([*(story for story in chosen if story in GOES_ON), *ends[:1]])
     for story in ends[1:]:
-        _tell([story])
+        _run([story])
     return 0
 
 
-def _tell(stories: Sequence[Story]) -> None:
+def _run(stories: Sequence[Story]) -> None:
     with tempfile.TemporaryDirectory(prefix="lab-run") as folder, RayMachines(SLOTS, redis=True) as cluster:
         run = LabRun(cluster, DRIVER, Path(folder), workers=(1, 2))
         run.wait_for_step(3)

@@ -29,7 +29,7 @@ _PROGRAMS = ("ip", "tc", "nsenter", "unshare", "setpriv", "mount", "cc")
 _MTU = 9000
 _WITHIN_S = 20.0
 _BURST_S = 0.05
-"""What a rate limit lets through at once, in seconds of its rate; what waits longer than ten of these is lost."""
+"""Burst of a rate limit, in seconds of its rate; packets that would wait longer than ten of these are lost."""
 _NAMESPACES = ("--net", "--pid", "--mount", "--uts", "--ipc")
 
 
@@ -84,7 +84,7 @@ class Machine:
         return self._running.popen(["env", "-C", os.getcwd(), *command], env=dict(environment or os.environ), **options)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str] | None = None, timeout_s: float = 60.0) -> str:
-        """What a command printed on this machine. Raises CalledProcessError, TimeoutExpired."""
+        """Output of a command on this machine. Raises CalledProcessError, TimeoutExpired."""
         process = self.popen(
             command, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
         )
@@ -109,9 +109,10 @@ class Machine:
     def freeze(self) -> None:
         """Stop all of its processes at once: its connections stay open, and nothing answers."""
         self._signal(signal.SIGSTOP)
+        self._running.settle()
 
     def thaw(self) -> None:
-        """Let its processes go on."""
+        """Continue its processes."""
         self._signal(signal.SIGCONT)
         self._running.wake()
 
@@ -338,6 +339,14 @@ class _Space:
         self._entered.append(process)
         return process
 
+    def settle(self) -> None:
+        """Return when the processes outside have stopped with those that they wait for."""
+        deadline = time.monotonic() + _WITHIN_S
+        while any(process.poll() is None and _state(process.pid) not in "TZ" for process in self._entered):
+            if time.monotonic() > deadline:
+                raise TimeoutError("a program that was stopped does not look so from outside")
+            time.sleep(0.01)
+
     def wake(self) -> None:
         """Continue the processes outside that wait for one inside: `nsenter` stops when that is stopped."""
         self._entered = [process for process in self._entered if process.poll() is None]
@@ -345,7 +354,7 @@ class _Space:
             process.send_signal(signal.SIGCONT)
 
     def end(self, *inside: _Space) -> None:
-        """End all of its processes, and those of the spaces inside, and wait until they are gone."""
+        """End all of its processes, and those of the spaces inside, and wait for their end."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         deadline = time.monotonic() + _WITHIN_S
@@ -377,6 +386,10 @@ def _last_child(pid: int) -> int:
     while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         pid = int(children[0])
     return pid
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _ip(pid: int, lines: Sequence[str]) -> None:

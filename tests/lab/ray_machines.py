@@ -86,7 +86,7 @@ class RayMachines:
     # -- the head node --
 
     def kill_gcs(self) -> None:
-        """End the GCS with SIGKILL; the rest of the head node goes on."""
+        """End the GCS with SIGKILL; the rest of the head node continues."""
         (pid,) = self._gcs_pids()
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
         environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")[:-1]

@@ -1,7 +1,7 @@
 """Faults of links, machines and the head node under a run that trains, and what came of each.
 
 A story strikes a run on the laboratory's machines, waits until it trains as before or has ended, and returns one row:
-when the fault was noticed, when the run did a new step, what was computed again, and what was said.
+when the fault was noticed, when the run did a new step, what was computed again, and what was logged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOTICES = frozenset({"worker_lost", "stuck", "recovery", "gcs_lost"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What came of a story. Seconds are those since its fault."""
+    """The result of a story. Seconds are those since its fault."""
 
     story: str
     noticed_s: float | None
@@ -34,7 +34,7 @@ class Row:
     lost: tuple[str, ...]
     """Why workers were lost."""
     said: str
-    """What the run said to a person."""
+    """The run's log for a person."""
 
     def text(self) -> str:
         """The row for a person."""
@@ -102,7 +102,7 @@ def narrow_link(cluster: RayMachines, run: LabRun) -> Row:
 
 
 def one_way(cluster: RayMachines, run: LabRun) -> Row:
-    """One worker's packets to the other vanish until the run says something, or for 8 s; then the link is well."""
+    """One worker's packets to the other vanish until the run reports something, or for 8 s; then the link is well."""
     strike = _Strike(run)
     cluster.machines.cut(FIRST, SECOND)
     deadline = time.monotonic() + 8.0
@@ -113,7 +113,7 @@ def one_way(cluster: RayMachines, run: LabRun) -> Row:
 
 
 def frozen(cluster: RayMachines, run: LabRun) -> Row:
-    """All processes of one worker's machine stop, until the run trains without it; then they go on."""
+    """All processes of one worker's machine stop, until the run trains without it; then they continue."""
     strike = _Strike(run)
     cluster.machines[SECOND].freeze()
     progress_at = strike.trains(1)
@@ -134,7 +134,7 @@ def power_off(cluster: RayMachines, run: LabRun) -> Row:
 
 
 def gcs_back(cluster: RayMachines, run: LabRun) -> Row:
-    """The GCS is killed, and started again as soon as the driver has said that it is lost."""
+    """The GCS is killed, and started again as soon as the driver has reported its loss."""
     strike, before = _Strike(run), len(run.of("gcs_back"))
     cluster.kill_gcs()
     run.wait_for("gcs_lost", len(run.of("gcs_lost")) + 1)
@@ -144,7 +144,7 @@ def gcs_back(cluster: RayMachines, run: LabRun) -> Row:
 
 
 def gcs_lost(cluster: RayMachines, run: LabRun) -> Row:
-    """The GCS is killed for good; the driver lives."""
+    """The GCS is killed, and not started again; the driver lives."""
     strike = _Strike(run)
     cluster.kill_gcs()
     run.wait()

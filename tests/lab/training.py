@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -30,20 +31,23 @@ WITHIN_S = 180.0
 
 
 class Slow(Tokens):
-    """A step takes a fifth of a second, so that the strikes of a story fall between few steps."""
+    """Two workers need half a second for a step, so that few steps fall into a story."""
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.05)
+        time.sleep(0.1)
         return super().__getitem__(index)
 
 
-def trainer(folder: Path, workers: tuple[int, int], **settings: float) -> rs.ElasticTrainer:
-    """The run of all stories. `settings`: `max_steps`, `lease_s`, `every_steps`, and fields of `FailureConfig`."""
+def trainer(folder: Path, workers: tuple[int, int], data: Tokens | None = None, **settings: float) -> rs.ElasticTrainer:
+    """The run of all stories. `data`: other data with the same samples.
+
+    `settings`: `max_steps`, `lease_s`, `every_steps`, and fields of `FailureConfig`.
+    """
     max_steps, lease_s = int(settings.pop("max_steps", STEPS)), settings.pop("lease_s", 15.0)
     every = int(settings.pop("every_steps", 10_000))
     return rs.ElasticTrainer(
         task=GptTask(),
-        data=Slow(),
+        data=data or Slow(),
         batch=rs.BatchConfig(global_batch_size=2 * MICROBATCHES, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=workers, cpus_per_worker=1),
         run=rs.RunConfig(
@@ -60,11 +64,9 @@ def trainer(folder: Path, workers: tuple[int, int], **settings: float) -> rs.Ela
 
 @cache
 def undisturbed(steps: int) -> str:
-    """The fingerprint that a run of so many steps ends with."""
-    import tempfile
-
+    """The fingerprint of the state after so many steps."""
     with tempfile.TemporaryDirectory() as folder:
-        return str(processes.fit(trainer(Path(folder), (1, 1), max_steps=steps)).fingerprint)
+        return str(processes.fit(trainer(Path(folder), (1, 1), Tokens(), max_steps=steps)).fingerprint)
 
 
 class LabRun:
@@ -136,7 +138,7 @@ class LabRun:
         return self.ended or ""
 
     def said(self) -> str:
-        """What it wrote for a person."""
+        """Its log for a person."""
         return self.errors.read_text(errors="replace")
 
     def _shown(self, what: str) -> Callable[[], str]:
@@ -147,7 +149,7 @@ def main() -> None:
     """Run it, and print its entries."""
     how, folder, least, most, *given = sys.argv[1:]
     settings = {name: float(value) for name, _, value in (one.partition("=") for one in given)}
-    made = trainer(Path(folder), (int(least), int(most)), **settings)
+    made = trainer(Path(folder), (int(least), int(most)), None, **settings)
 
     def say(kind: str, fields: Any) -> None:
         print(json.dumps({"kind": kind, **fields}, default=str), flush=True)  # noqa: T201  # a script prints
@@ -161,7 +163,7 @@ def main() -> None:
                 say(kind, fields)
             result = run.wait()
         ended = f"finished {result.fingerprint}"
-    except Exception as error:  # noqa: BLE001 - the story looks at it
+    except Exception as error:  # noqa: BLE001 - the boundary: the story gets it
         ended = f"{type(error).__name__}: {error}"
     print(json.dumps({"ended": ended}), flush=True)  # noqa: T201
     sys.stdout.flush()

@@ -15,7 +15,7 @@ WITHIN_S = 10.0
 
 
 class Worker:
-    """What others may call, and what they may not."""
+    """A worker with methods for others, and one that is not."""
 
     def __init__(self, number: int) -> None:
         self._number = number
