@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ import ray
 from ray.exceptions import RayError
 
 from raysharded.ids import WorkerId
-from raysharded.protocol.session import run_digest
+from raysharded.protocol.messages import WorkerInfo
+from raysharded.protocol.session import DriverSession, run_digest
 from raysharded.protocol.version import ASK
 from raysharded.protocol.worker_launcher import GCS_LIMIT_SETTING
 
@@ -23,6 +25,8 @@ GROUP = "lease"
 """Concurrency group of calls that a worker must always be able to answer."""
 GROUP_SIZE = 4
 _GREETING_S = 5.0
+_RENEWALS = 5
+"""Renewals within a lease's time."""
 _GCS_LIMIT_S = 60.0
 """Ray's default."""
 
@@ -126,6 +130,56 @@ class RayPeers:
             if actor is not None:
                 with contextlib.suppress(RayError):
                     ray.kill(actor, no_restart=True)
+
+
+class Leases:
+    """Renews the leases of a driver's workers, and sends them each other's mailboxes. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._renewed_at = time.monotonic()
+        self._newest = 0
+        """Number of the newest change of the workers that are ready."""
+        self._met: dict[WorkerId, int] = {}
+        """Worker -> number of the change up to which it has the others' addresses."""
+
+    def change(self) -> None:
+        """Note that a worker is ready."""
+        self._newest += 1
+
+    def forget(self, worker: WorkerId) -> None:
+        """Note that a worker is lost."""
+        self._met.pop(worker, None)
+        self._newest += 1
+
+    def introduce(
+        self, terms: DriverSession, worker: WorkerId, actor: Any, facts: Mapping[WorkerId, WorkerInfo]
+    ) -> dict[Any, tuple[WorkerId, str]]:
+        """The call that sends a worker the others' addresses, which renews its lease too; empty if it has them."""
+        if worker not in facts or self._met.get(worker) == self._newest:
+            return {}
+        self._met[worker] = self._newest
+        addresses = {one: known.mailbox for one, known in facts.items() if known.mailbox}
+        return {actor.meet.options(concurrency_group=GROUP).remote(terms.epoch, addresses): (worker, "renew")}
+
+    def renew(
+        self,
+        terms: DriverSession,
+        actors: Mapping[WorkerId, Any],
+        facts: Mapping[WorkerId, WorkerInfo],
+        calls: Iterable[tuple[WorkerId, str]],
+    ) -> dict[Any, tuple[WorkerId, str]]:
+        """The calls that renew leases, if it is time; not of workers with such a call among the unanswered `calls`."""
+        if time.monotonic() - self._renewed_at < terms.lease_s / _RENEWALS:
+            return {}
+        self._renewed_at = time.monotonic()
+        waiting = {worker for worker, method in calls if method == "renew"}
+        made: dict[Any, tuple[WorkerId, str]] = {}
+        for worker, actor in actors.items():
+            if worker not in waiting:
+                introduced = self.introduce(terms, worker, actor, facts)
+                renewed = actor.renew.options(concurrency_group=GROUP)
+                made |= introduced or {renewed.remote(terms.epoch): (worker, "renew")}
+        return made
 
 
 def waiting_workers(url: str) -> tuple[int, float] | None:

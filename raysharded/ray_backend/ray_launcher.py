@@ -31,7 +31,17 @@ from raysharded.ray_backend.capacity import needs_of, shortage_text
 from raysharded.ray_backend.death_causes import cause_of_death
 from raysharded.ray_backend.drain_watch import DrainWatch
 from raysharded.ray_backend.node_watch import NodeWatch
-from raysharded.ray_backend.peers import GROUP, GROUP_SIZE, NAMESPACE, RayPeers, gcs, gcs_answers, gcs_limit_s, name_of
+from raysharded.ray_backend.peers import (
+    GROUP,
+    GROUP_SIZE,
+    NAMESPACE,
+    Leases,
+    RayPeers,
+    gcs,
+    gcs_answers,
+    gcs_limit_s,
+    name_of,
+)
 from raysharded.ray_backend.placement import has_process, node_of, node_table, not_on
 from raysharded.rendezvous.server import RendezvousStore
 
@@ -46,8 +56,6 @@ _GCS_AT_ONCE_S = 1.0
 """Time in which the GCS must answer before a call to Ray that would wait for it without a limit."""
 _LAST_KILLS_WITHOUT_GCS_S = 1.0
 _NO_DEADLINE_MS = 2**62
-_RENEWALS = 5
-"""Renewals within a lease's time."""
 _SLICE_S = 0.05
 """Length of one wait in Ray, which the detection of a dead node cannot interrupt."""
 
@@ -73,7 +81,6 @@ class RayLauncher:
         self._run, self._identity = run_digest(job.run_url), job_identity(job)
         self._terms: DriverSession | None = None
         self._leadership: LeadershipCheck | None = None
-        self._renewed_at = time.monotonic()
         self._job = ray.put(job)
         self._actors: dict[WorkerId, ActorHandle[Any]] = {}
         self._calls: dict[ray.ObjectRef[Any], tuple[WorkerId, str]] = {}
@@ -87,10 +94,7 @@ class RayLauncher:
         """Length of one wait in Ray, which a dead or drained node does not end; unlimited under a Ray started here."""
         self._postponed: dict[WorkerId, tuple[str, ...]] = {}
         """Workers that are started once the GCS answers -> nodes to avoid."""
-        self._roster = 0
-        """Number of the newest change of the workers that are ready."""
-        self._met: dict[WorkerId, int] = {}
-        """Worker -> number of the roster that it has."""
+        self._leases = Leases()
         self._unheard: list[ray.ObjectRef[Any]] = []
         self._store: RendezvousStore | None = None
         self._draining = DrainWatch(_draining_nodes, self._node_of, lambda: list(self._actors))
@@ -147,44 +151,22 @@ class RayLauncher:
     def call(self, worker: WorkerId, method: str, *args: Any) -> None:
         actor = self._actors.get(worker)
         if actor is not None and self._terms is not None:
-            if method == "form":
-                self._introduce(worker)
+            if method == "form" and not self._owns_cluster:
+                self._calls |= self._leases.introduce(self._terms, worker, actor, self._facts)
             self._calls[actor.call.remote(self._terms.epoch, method, *args)] = (worker, method)
 
     def _renew(self) -> None:
         """Renew the leases of the workers."""
-        now, terms = time.monotonic(), self._terms
-        if terms is not None and not self._owns_cluster and now - self._renewed_at >= terms.lease_s / _RENEWALS:
-            self._renewed_at = now
-            waiting = {worker for worker, method in self._calls.values() if method == "renew"}
-            for worker, actor in self._actors.items():
-                if worker not in waiting and not self._introduce(worker):
-                    ref: ray.ObjectRef[Any] = actor.renew.options(concurrency_group=GROUP).remote(terms.epoch)
-                    self._calls[ref] = (worker, "renew")
-
-    def _introduce(self, worker: WorkerId) -> bool:
-        """Send a worker the others' addresses, unless it has them; returns whether that was necessary.
-
-        It renews the worker's lease, too.
-        """
-        if self._owns_cluster or self._terms is None or worker not in self._facts:
-            return False
-        if self._met.get(worker) == self._roster:
-            return False
-        self._met[worker] = self._roster
-        addresses = {one: facts.mailbox for one, facts in self._facts.items() if facts.mailbox}
-        meet: Any = self._actors[worker].meet.options(concurrency_group=GROUP)
-        self._calls[meet.remote(self._terms.epoch, addresses)] = (worker, "renew")
-        return True
+        if self._terms is not None and not self._owns_cluster:
+            self._calls |= self._leases.renew(self._terms, self._actors, self._facts, self._calls.values())
 
     def kill(self, worker: WorkerId, *, at_once: bool = True) -> None:
         actor = self._actors.pop(worker, None)
         self._placing.forget(worker)
         self._calls = {ref: call for ref, call in self._calls.items() if call[0] != worker}
         facts = self._facts.pop(worker, None)
-        self._met.pop(worker, None)
+        self._leases.forget(worker)
         self._postponed.pop(worker, None)
-        self._roster += 1
         if actor is None:
             return
         if self._owns_cluster or self._leadership is None or self._leadership.is_sure():
@@ -218,9 +200,8 @@ class RayLauncher:
     def wait(self, timeout_s: float) -> list[Reply | WorkerLost | LeaveNotice]:
         self._renew()
         if self._postponed and not self._draining.silent_s():
-            postponed, self._postponed = self._postponed, {}
-            for worker, avoid in postponed.items():
-                self.start(worker, avoid)
+            for worker in list(self._postponed):
+                self.start(worker, self._postponed.pop(worker))
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = max(0.0, deadline - time.monotonic())
@@ -282,7 +263,7 @@ class RayLauncher:
 
     def _note(self, worker: WorkerId, facts: WorkerInfo) -> None:
         self._facts[worker] = facts
-        self._roster += 1
+        self._leases.change()
         self._agents.ensure(facts.node_id)
         self._watch.watch(facts.node_id)
 
