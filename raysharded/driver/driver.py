@@ -20,6 +20,7 @@ from raysharded.driver.checkpoints import saves
 from raysharded.driver.checkpoints.committer import Committer, ManifestContext, RunFiles, fingerprint_of
 from raysharded.driver.checkpoints.protected import protected_checkpoints
 from raysharded.driver.checkpoints.requests import Promise, Requests, SaveCallThrottle
+from raysharded.driver.gcs_loss import GcsLoss
 from raysharded.driver.handlers.run_changes import asked_mesh
 from raysharded.driver.replay.recorder import Machine, Transcript
 from raysharded.driver.replies import ReplyTranslator
@@ -64,7 +65,7 @@ from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import State
 from raysharded.errors import ClusterError, RayshardedError, RunOwnedElsewhere, StorageError
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.journal.entry_text import incident_text
+from raysharded.journal.entry_text import LOUD, incident_text
 from raysharded.journal.log import Journal, refusing_damage
 from raysharded.journal.writer import Recorder
 from raysharded.ownership.leadership import LeaseTerms, RunLeadership
@@ -74,12 +75,6 @@ _log = logging.getLogger("raysharded.driver")
 EVENTS_LOG = "raysharded.driver.events"
 """Logger of journal entries that a person should not miss."""
 _events_log = logging.getLogger(EVENTS_LOG)
-_LOUD = {"checkpoint_late": logging.WARNING, "checkpoint_failed": logging.WARNING, "checkpoints_failing": logging.ERROR}
-_LOUD |= {"waiting_for_owner": logging.WARNING, "waiting_for_workers": logging.WARNING}
-_LOUD |= {"storage_failing": logging.ERROR, "storage_back": logging.WARNING}
-_LOUD |= {"taken_over": logging.WARNING, "reshard_refused": logging.WARNING}
-_LOUD |= {"learning_rate_refused": logging.WARNING, "rewind_refused": logging.WARNING, "arithmetic": logging.WARNING}
-_LOUD |= dict.fromkeys(("checkpoint_skipped", "pause_refused", "resize_refused", "drain_refused"), logging.WARNING)
 _TICK_S = 0.25
 _LAST_WORDS_S = 1.0
 """Time limit for the journal's last entries when the run must end at once."""
@@ -155,6 +150,7 @@ class Driver:
             ),
         )
         self._requests = Requests()
+        self._gcs = GcsLoss(launcher.gcs_health, clock, self._record, self, lease_s=lease.lease_s)
         self._error: BaseException | None = None
         self._ended, self._unwritten = False, ""
         self._ticked_at = 0.0
@@ -240,7 +236,7 @@ class Driver:
 
     def warnings(self) -> tuple[str, ...]:
         """The conditions that a person should know now, one sentence each. Any thread."""
-        now = (self._shortages.storage_failing(self.state), saves.stop_warning(self.state))
+        now = (one(self.state) for one in (self._shortages.storage_failing, saves.stop_warning, self._gcs.warning))
         return tuple(filter(None, (self._unwritten,) if self._ended else now))
 
     def run(self) -> State:
@@ -278,6 +274,8 @@ class Driver:
             for event in events:
                 self._do(self._machine.step(self.state, event, self._clock.monotonic()))
             self._shortages.report(self.state)
+            self._gcs.look(self.state)
+        self._error = self._error or self._gcs.error()
         if self._error is not None:
             raise self._error
         self._write_last_words()
@@ -293,6 +291,7 @@ class Driver:
         for worker in workers:
             self._translator.welcome(worker)
         self._record("started", self._startup.about(self.state), durable=True)
+        self._gcs.begin(self._startup.entries)
         self._do((self.state, found))
         self._do(self._machine.begin(self.state, self._clock.monotonic()))
 
@@ -389,12 +388,13 @@ class Driver:
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:
         self._listen(kind, fields)
-        if kind in _LOUD:
-            _events_log.log(_LOUD[kind], "run %s: %s", self._files.name, incident_text(kind, fields))
+        if kind in LOUD:
+            _events_log.log(LOUD[kind], "run %s: %s", self._files.name, incident_text(kind, fields))
 
     def _record(
         self, kind: str, fields: dict[str, Any], *, durable: bool = False, awaited_by: GenerationId | None = None
     ) -> None:
         self._tell(kind, fields)
+        self._gcs.on_entry(kind, fields)
         written = None if awaited_by is None else partial(self._inbox.put, Recorded(generation=awaited_by))
         self._recorder.record(kind, fields, durable=durable, written=written)

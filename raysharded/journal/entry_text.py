@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from raysharded.display.plain_text import brief
 from raysharded.display.quantities import count, duration, listing, moment, size
+
+_WARNED = (
+    *("checkpoint_late", "checkpoint_failed", "checkpoint_skipped", "waiting_for_owner", "waiting_for_workers"),
+    *("storage_back", "taken_over", "arithmetic", "gcs_back", "gcs_limit", "reshard_refused", "rewind_refused"),
+    *("learning_rate_refused", "pause_refused", "resize_refused", "drain_refused"),
+)
+LOUD = dict.fromkeys(_WARNED, logging.WARNING)
+LOUD |= dict.fromkeys(("checkpoints_failing", "storage_failing", "gcs_lost"), logging.ERROR)
+"""Level of the log at which a driver also writes these kinds of entries: a person should not miss them."""
 
 _BROKEN_STEP = ("worker_lost", "stuck")
 """Kinds of entries about the step in progress. The field `step` of a loss is the newest finished one, that of `stuck`
@@ -128,6 +138,8 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             )
         case "storage_back":
             return f"storage takes entries again, after {duration(fields['after_s'])} without"
+        case "gcs_lost" | "gcs_back" | "gcs_limit":
+            return _gcs_text(kind, fields)
         case "checkpoints_failing":
             newest = f"NO CHECKPOINT SINCE STEP {fields['newest']}" if get("newest") else "NO CHECKPOINT AT ALL"
             return f"step {fields['step']}: {fields['failed']} checkpoints in a row could not be written: {newest}"
@@ -198,6 +210,22 @@ def _checkpoint_text(fields: Mapping[str, Any]) -> str:
     if "bytes" not in fields:
         return what
     return f"{what}, {size(fields['bytes'])} in {duration(fields['seconds'])}"
+
+
+def _gcs_text(kind: str, fields: Mapping[str, Any]) -> str:
+    match kind:
+        case "gcs_lost":
+            return (
+                f"step {fields['step']}: the Ray cluster's GCS has not answered for {duration(fields['for_s'])}: the "
+                f"run trains on, and ends with a checkpoint before Ray ends it, in {duration(fields['left_s'])}"
+            )
+        case "gcs_back":
+            return f"step {fields['step']}: the Ray cluster's GCS answers again, after {duration(fields['after_s'])}"
+    writes = f", a checkpoint takes {duration(fields['write_s'])}" if fields["write_s"] else ""
+    return (
+        f"step {fields['step']}: Ray ends its processes {duration(fields['limit_s'])} after its GCS is lost{writes}: a "
+        f"last checkpoint needs {duration(fields['needed_s'])}. Set {fields['setting']} higher for all its processes"
+    )
 
 
 def _avoided_text(fields: Mapping[str, Any]) -> str:

@@ -42,6 +42,7 @@ METRICS = {
     "raysharded_storage_failing_seconds": Shape(
         "gauge", "Seconds for which storage has taken no journal entries; or 0"
     ),
+    "raysharded_gcs_lost": Shape("gauge", "1 while the cluster's GCS does not answer; or 0"),
     "raysharded_state": Shape("gauge", "1 for the state that the run is in, 0 for the others", ("state",)),
     "raysharded_steps_total": Shape("counter", "Steps done, those that were done again included"),
     "raysharded_recoveries_total": Shape("counter", "Losses that the run went on after"),
@@ -80,6 +81,7 @@ class RayMetrics:
         self._metrics = self._metrics or {name: _made(name, shape) for name, shape in METRICS.items()}
         self._set("raysharded_step", beginning.after_step)
         self._set("raysharded_storage_failing_seconds", 0)
+        self._set("raysharded_gcs_lost", 0)
         self._set_failing(0)
         self._set_state("starting")
 
@@ -114,6 +116,8 @@ class RayMetrics:
                 self._set("raysharded_storage_failing_seconds", event.fields["for_s"])
             case "storage_back":
                 self._set("raysharded_storage_failing_seconds", 0)
+            case "gcs_lost" | "gcs_back":
+                self._set("raysharded_gcs_lost", event.kind == "gcs_lost")
             case "paused" | "finished" | "stopped" | "failed":
                 self._set_state(event.kind)
 

@@ -1,8 +1,9 @@
 """A worker that can outlive its driver: it obeys only the newest driver, and exits if none comes.
 
 Without a call for the lease's time it has the generation stop after the current step, keeps what it holds and waits for
-another driver. After `orphan_wait_s` more, the workers write an orphan checkpoint together and exit. Time in which the
-worker itself stood still does not count.
+another driver. After `orphan_wait_s` more, the workers write an orphan checkpoint together and exit. If the cluster's
+head node is lost too, they do so at once: no driver can find them, and Ray ends them soon. Time in which the worker
+itself stood still does not count.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from raysharded.actors.worker import Worker
 from raysharded.errors import StaleGeneration, StorageError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import DamagedJournal
+from raysharded.orphans.mailbox import Mailbox, MailboxPeers
 from raysharded.orphans.orphan_checkpoint import Peers, wait_for_turn, write_orphan_checkpoint
 from raysharded.ownership.run_folder import run_storage
 from raysharded.protocol.job import Job
@@ -30,6 +33,23 @@ _LOOKS_PER_LEASE = 10
 _LOOK_UP_S = 1.0
 _END_WITHIN_S = 180.0
 """Longest time that the orphan checkpoint may take, once no other driver holds the run."""
+_QUIET_LEASE = 0.3
+"""Fraction of the lease's time without a call after which the worker queries the cluster: more than
+the time between two calls."""
+_CLUSTER_ANSWERS_S = 3.0
+"""A cluster that does not answer in this time counts as lost until it answers."""
+
+
+class ClusterPeers(Peers, Protocol):
+    """The run's live workers, as the cluster finds them."""
+
+    def own_host(self) -> str:
+        """This machine's address for the others."""
+        ...
+
+    def cluster_answers(self, within_s: float) -> bool:
+        """Whether the cluster's head node answers."""
+        ...
 
 
 class LeasedWorker:
@@ -41,7 +61,7 @@ class LeasedWorker:
         job: Job,
         terms: DriverSession,
         identity: str,
-        peers: Peers | None = None,
+        peers: ClusterPeers | None = None,
     ) -> None:
         """`identity`: the job's; `peers`: access to the run's other workers.
 
@@ -57,6 +77,8 @@ class LeasedWorker:
         self._changing = threading.Lock()
         """Guards the choice of the driver: a call is admitted before another driver takes over, or not at all."""
         self._lease = LeaseState(terms=terms, heard_at=time.monotonic())
+        self._mail = MailboxPeers(self._secret)
+        self._mailbox = Mailbox(peers.own_host(), self._secret, self) if peers is not None else None
         if peers is not None:
             threading.Thread(target=self._watch, daemon=True, name="lease").start()
 
@@ -85,8 +107,20 @@ class LeasedWorker:
         self.renew(epoch)
         value = getattr(self._worker, method)(*args)
         if isinstance(value, WorkerInfo):
+            value = replace(value, mailbox=self._mailbox.address if self._mailbox is not None else "")
             self._facts = value
         return value
+
+    def meet(self, epoch: int, addresses: Mapping[WorkerId, str]) -> None:
+        """Learn the run's workers by their mailboxes, as the driver of this epoch knows them; renews the lease.
+
+        Raises StaleGeneration for an older driver.
+        """
+        self.renew(epoch)
+        self._mail.meet(addresses)
+
+    def _secret(self) -> bytes:
+        return self._lease.terms.secret
 
     def renew(self, epoch: int) -> None:
         """Renew the lease of the driver of this epoch. Raises StaleGeneration for an older one."""
@@ -152,6 +186,9 @@ class LeasedWorker:
             now = time.monotonic()
             with self._changing:
                 self._lease.stood_still(now - before - pause_s, now)
+            self._look_for_the_cluster()
+            now = time.monotonic()
+            with self._changing:
                 lease = replace(self._lease)
             if lease.is_over(now):
                 self._end()
@@ -163,6 +200,21 @@ class LeasedWorker:
                 told = True
             else:
                 told = False
+
+    def _look_for_the_cluster(self) -> None:
+        """Find out whether the head node is lost too, once the driver is silent; not before."""
+        lease, peers = self._lease, self._peers
+        assert peers is not None
+        quiet_s = time.monotonic() - lease.heard_at
+        lost = quiet_s > _QUIET_LEASE * lease.terms.lease_s and not peers.cluster_answers(_CLUSTER_ANSWERS_S)
+        if lost and not lease.cluster_lost:
+            _log.warning(
+                "worker %s: neither its driver nor the Ray cluster's head node answers. When the lease of %g s "
+                "has ended, it writes a last checkpoint with the workers that it reaches, before Ray ends them",
+                self._id,
+                lease.terms.lease_s,
+            )
+        lease.cluster_lost = lost
 
     def is_orphan(self) -> bool:
         """Whether the worker has no driver."""
@@ -191,9 +243,11 @@ class LeasedWorker:
 
         Returns if a driver takes this worker over. While storage takes no writes, all keep what they hold.
         """
-        terms, peers, heard_at = self._lease.terms, self._peers, self._lease.heard_at
+        terms, heard_at, lost = self._lease.terms, self._lease.heard_at, self._lease.cluster_lost
+        peers: Peers | None = self._mail if lost else self._peers
         assert peers is not None
-        _log.warning("worker %s ends: no driver came within %g s", self._id, terms.orphan_wait_s)
+        why = "the head node is lost" if lost else f"no driver came within {terms.orphan_wait_s:g} s"
+        _log.warning("worker %s ends: %s", self._id, why)
         retry_until = time.monotonic() + terms.storage_patience_s
         self.keep(_END_WITHIN_S + 2 * terms.lease_s)
         threading.Thread(target=self._exit_when_due, args=(heard_at,), daemon=True).start()

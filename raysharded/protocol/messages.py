@@ -132,6 +132,8 @@ class WorkerInfo:
     """CPU seconds that the process has used so far, mostly for imports; others may have lacked them."""
     device: str = ""
     """GPU, by number and UUID, as nvidia-smi lists it; empty: none."""
+    mailbox: str = ""
+    """HOST:PORT at which the run's other workers reach it without the driver and the cluster; empty: they cannot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

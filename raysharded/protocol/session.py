@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import CodeType
 from typing import Any
 
@@ -45,6 +45,8 @@ class DriverSession:
     """Identity of the run's folder, without which workers write nothing; empty for other storages."""
     recorded_step: int = 0
     """Newest step in the journal when the driver began: it needs no reports of older ones."""
+    secret: bytes = field(default=b"", repr=False)
+    """Secret with which its workers reach each other without it: it is in no journal or log."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,6 +263,8 @@ class LeaseState:
     heard_at: float
     ending: bool = False
     """Whether the orphan checkpoint is being written: only a driver with a newer epoch is obeyed."""
+    cluster_lost: bool = False
+    """Whether the cluster's head node does not answer: then no other driver can come, and Ray soon ends the worker."""
 
     def refusal(self, epoch: int) -> str:
         """Reason why a call of this epoch is rejected; empty if it is not."""
@@ -300,4 +304,5 @@ class LeaseState:
 
     def is_over(self, now: float) -> bool:
         """Whether the wait for another driver is over."""
-        return self.ending or now - self.heard_at > self.terms.lease_s + self.terms.orphan_wait_s
+        wait_s = 0.0 if self.cluster_lost else self.terms.orphan_wait_s
+        return self.ending or now - self.heard_at > self.terms.lease_s + wait_s

@@ -47,6 +47,22 @@ class LeaveNotice:
     """Whether it concerns the machine: all other workers there must leave too."""
 
 
+GCS_LIMIT_SETTING = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Ray's setting of the time for which its processes outlive the GCS: an environment variable of each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GcsHealth:
+    """Whether the cluster's GCS answers."""
+
+    silent_s: float
+    """Seconds for which it has not; 0 if it answered the newest query."""
+    limit_s: float
+    """Seconds without it after which Ray ends its processes."""
+    leased: bool
+    """Whether workers outlive the driver."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersOfAnotherVersion:
     """Workers of the run whose protocol this version does not have; they are left alone."""
@@ -129,6 +145,10 @@ class Launcher(Protocol):
     def describe_shortage(self) -> str:
         """Resources missing for workers that could not be started yet; empty if unknown, or if no resource is missing:
         the workers are starting."""
+        ...
+
+    def gcs_health(self) -> GcsHealth | None:
+        """Health of the cluster's GCS, without a query; None if the workers need none."""
         ...
 
     def abandon(self) -> None:

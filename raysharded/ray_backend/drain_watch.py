@@ -1,4 +1,7 @@
-"""Detection of workers on nodes that the cluster drains. Knows no Ray: its queries are arguments."""
+"""Detection of workers on nodes that the cluster drains, and of a cluster that does not answer.
+
+Knows no Ray: its queries are arguments.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,14 @@ class DrainWatch:
     ) -> None:
         """`draining`: node id -> time at which the node goes, in seconds since 1970. `node_of`: empty if not known yet.
 
-        Both may raise. `workers`: all current workers.
+        Both may raise; if `draining` does, the cluster did not answer. `workers`: all current workers.
         """
         self._draining, self._node_of, self._workers = draining, node_of, workers
         self._found: SimpleQueue[LeaveNotice] = SimpleQueue()
         self._told: dict[WorkerId, float] = {}
         """Worker -> reported deadline."""
         self._nodes: dict[WorkerId, str] = {}
+        self._silent_since: float | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._run, daemon=True, name="draining").start()
 
@@ -47,6 +51,11 @@ class DrainWatch:
             except Empty:
                 return found
 
+    def silent_s(self) -> float:
+        """Seconds since which the cluster has not answered; 0 if it answered the newest query. Any thread."""
+        since = self._silent_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def close(self) -> None:
         """Stop the queries."""
         self._ended.set()
@@ -54,13 +63,25 @@ class DrainWatch:
     def _run(self) -> None:
         failing = False
         while not self._ended.wait(_EVERY_S):
+            asked_at = time.monotonic()
             try:
-                self._look(self._draining())
+                draining = self._draining()
+                self._silent_since = None
+            except Exception as error:  # noqa: BLE001 - thread boundary: the cluster may answer next time
+                self._silent_since = self._silent_since or asked_at
+                failing = self._tell(error, failing)
+                continue
+            try:
+                self._look(draining)
                 failing = False
             except Exception as error:  # noqa: BLE001 - thread boundary: the cluster may answer next time
-                if not failing:
-                    _log.info("which nodes are drained is not known: %s: %s", type(error).__name__, error)
-                failing = True
+                failing = self._tell(error, failing)
+
+    def _tell(self, error: Exception, failing: bool) -> bool:
+        """Log the first of several errors in a row; returns that there was one."""
+        if not failing:
+            _log.info("which nodes are drained is not known: %s: %s", type(error).__name__, error)
+        return True
 
     def _look(self, draining: Mapping[str, float]) -> None:
         """Report all workers of a node in one notice."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +14,10 @@ import ray
 from ray.exceptions import RayError
 
 from raysharded.ids import WorkerId
-from raysharded.protocol.session import run_digest
+from raysharded.protocol.messages import WorkerInfo
+from raysharded.protocol.session import DriverSession, run_digest
 from raysharded.protocol.version import ASK
+from raysharded.protocol.worker_launcher import GCS_LIMIT_SETTING
 
 NAMESPACE = "raysharded"
 _NAME = re.compile(r"([0-9a-f]+)-e([0-9]+)-w([0-9]+)")
@@ -21,6 +25,10 @@ GROUP = "lease"
 """Concurrency group of calls that a worker must always be able to answer."""
 GROUP_SIZE = 4
 _GREETING_S = 5.0
+_RENEWALS = 5
+"""Renewals within a lease's time."""
+_GCS_LIMIT_S = 60.0
+"""Ray's default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,11 +64,40 @@ def handle(named: Named) -> Any:
         return None
 
 
+def gcs() -> Any:
+    """Ray's client of the cluster's GCS in this process, whose calls take a timeout; Ray's other calls wait for it."""
+    worker: Any = ray._private.worker.global_worker  # the stubs do not have its client
+    return worker.gcs_client
+
+
+def gcs_answers(within_s: float) -> bool:
+    """Whether the GCS answers a query in this time."""
+    try:
+        gcs().internal_kv_exists(b"raysharded", None, timeout=within_s)
+    except Exception:  # noqa: BLE001 - any error of Ray's client
+        return False
+    return True
+
+
+def gcs_limit_s() -> float:
+    """Seconds without a GCS after which Ray ends this process, as its environment has it."""
+    try:
+        return float(os.environ.get(GCS_LIMIT_SETTING, _GCS_LIMIT_S))
+    except ValueError:
+        return _GCS_LIMIT_S
+
+
 class RayPeers:
-    """Implements `raysharded.orphans.orphan_checkpoint.Peers`, for one worker."""
+    """Implements `raysharded.orphans.leased_worker.ClusterPeers`, for one worker."""
 
     def __init__(self, run: str, own_name: str) -> None:
         self._run, self._own_name = run, own_name
+
+    def own_host(self) -> str:
+        return str(ray.util.get_node_ip_address())
+
+    def cluster_answers(self, within_s: float) -> bool:
+        return gcs_answers(within_s)
 
     def before(self, worker: WorkerId) -> list[WorkerId]:
         return [other for other in self._newest() if other < worker]
@@ -93,6 +130,56 @@ class RayPeers:
             if actor is not None:
                 with contextlib.suppress(RayError):
                     ray.kill(actor, no_restart=True)
+
+
+class Leases:
+    """Renews the leases of a driver's workers, and sends them each other's mailboxes. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._renewed_at = time.monotonic()
+        self._newest = 0
+        """Number of the newest change of the workers that are ready."""
+        self._met: dict[WorkerId, int] = {}
+        """Worker -> number of the change up to which it has the others' addresses."""
+
+    def change(self) -> None:
+        """Note that a worker is ready."""
+        self._newest += 1
+
+    def forget(self, worker: WorkerId) -> None:
+        """Note that a worker is lost."""
+        self._met.pop(worker, None)
+        self._newest += 1
+
+    def introduce(
+        self, terms: DriverSession, worker: WorkerId, actor: Any, facts: Mapping[WorkerId, WorkerInfo]
+    ) -> dict[Any, tuple[WorkerId, str]]:
+        """The call that sends a worker the others' addresses, which renews its lease too; empty if it has them."""
+        if worker not in facts or self._met.get(worker) == self._newest:
+            return {}
+        self._met[worker] = self._newest
+        addresses = {one: known.mailbox for one, known in facts.items() if known.mailbox}
+        return {actor.meet.options(concurrency_group=GROUP).remote(terms.epoch, addresses): (worker, "renew")}
+
+    def renew(
+        self,
+        terms: DriverSession,
+        actors: Mapping[WorkerId, Any],
+        facts: Mapping[WorkerId, WorkerInfo],
+        calls: Iterable[tuple[WorkerId, str]],
+    ) -> dict[Any, tuple[WorkerId, str]]:
+        """The calls that renew leases, if it is time; not of workers with such a call among the unanswered `calls`."""
+        if time.monotonic() - self._renewed_at < terms.lease_s / _RENEWALS:
+            return {}
+        self._renewed_at = time.monotonic()
+        waiting = {worker for worker, method in calls if method == "renew"}
+        made: dict[Any, tuple[WorkerId, str]] = {}
+        for worker, actor in actors.items():
+            if worker not in waiting:
+                introduced = self.introduce(terms, worker, actor, facts)
+                renewed = actor.renew.options(concurrency_group=GROUP)
+                made |= introduced or {renewed.remote(terms.epoch): (worker, "renew")}
+        return made
 
 
 def waiting_workers(url: str) -> tuple[int, float] | None:

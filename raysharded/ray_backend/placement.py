@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharded.ids import WorkerId
 from raysharded.ray_backend.node_watch import NodeInfo
+from raysharded.ray_backend.peers import gcs
 
 
 def choose_node(free: Mapping[str, int], taken: Mapping[str, int], group_size: int) -> str | None:
@@ -83,15 +84,18 @@ class Placing:
         return ray.cluster_resources(), ray.available_resources()
 
 
+_ALIVE = 0
+"""State of a living node, in Ray's messages."""
+_TABLE_S = 2.0
 _NODE_ID_LABEL = "ray.io/node-id"
 """Label that every node has."""
 
 
 def node_table() -> dict[str, NodeInfo]:
-    """The cluster's nodes by id, including lost ones. Raises what Ray raises."""
+    """The cluster's nodes by id, including lost ones. Raises what Ray raises; also if the GCS does not answer soon."""
     return {
-        node["NodeID"]: NodeInfo(host=node["NodeManagerAddress"], port=node["NodeManagerPort"], alive=node["Alive"])
-        for node in ray.nodes()
+        node_id.hex(): NodeInfo(host=info.node_manager_address, port=info.node_manager_port, alive=info.state == _ALIVE)
+        for node_id, info in gcs().get_all_node_info(timeout=_TABLE_S).items()
     }
 
 

@@ -16,7 +16,14 @@ from raysharded.ids import WorkerId
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.session import DriverSession, FoundWorkers, job_identity, run_digest
-from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost, WorkersOfAnotherVersion
+from raysharded.protocol.worker_launcher import (
+    GcsHealth,
+    LeadershipCheck,
+    LeaveNotice,
+    Reply,
+    WorkerLost,
+    WorkersOfAnotherVersion,
+)
 from raysharded.ray_backend import adoption, other_versions
 from raysharded.ray_backend.agents import Agents, Aside, OwnNode
 from raysharded.ray_backend.bundles import places
@@ -24,7 +31,17 @@ from raysharded.ray_backend.capacity import needs_of, shortage_text
 from raysharded.ray_backend.death_causes import cause_of_death
 from raysharded.ray_backend.drain_watch import DrainWatch
 from raysharded.ray_backend.node_watch import NodeWatch
-from raysharded.ray_backend.peers import GROUP, GROUP_SIZE, NAMESPACE, RayPeers, name_of
+from raysharded.ray_backend.peers import (
+    GROUP,
+    GROUP_SIZE,
+    NAMESPACE,
+    Leases,
+    RayPeers,
+    gcs,
+    gcs_answers,
+    gcs_limit_s,
+    name_of,
+)
 from raysharded.ray_backend.placement import has_process, node_of, node_table, not_on
 from raysharded.rendezvous.server import RendezvousStore
 
@@ -35,9 +52,10 @@ _LAST_KILLS_S = 5.0
 _ENDS_WITHIN_S = 1.0
 """A process that does not exit this soon on Ray's request is stopped or stuck: a signal ends it."""
 _GCS_TIMEOUT_S = 5.0
+_GCS_AT_ONCE_S = 1.0
+"""Time in which the GCS must answer before a call to Ray that would wait for it without a limit."""
+_LAST_KILLS_WITHOUT_GCS_S = 1.0
 _NO_DEADLINE_MS = 2**62
-_RENEWALS = 5
-"""Renewals within a lease's time."""
 _SLICE_S = 0.05
 """Length of one wait in Ray, which the detection of a dead node cannot interrupt."""
 
@@ -63,7 +81,6 @@ class RayLauncher:
         self._run, self._identity = run_digest(job.run_url), job_identity(job)
         self._terms: DriverSession | None = None
         self._leadership: LeadershipCheck | None = None
-        self._renewed_at = time.monotonic()
         self._job = ray.put(job)
         self._actors: dict[WorkerId, ActorHandle[Any]] = {}
         self._calls: dict[ray.ObjectRef[Any], tuple[WorkerId, str]] = {}
@@ -75,6 +92,9 @@ class RayLauncher:
         self._avoided: tuple[str, ...] = ()
         self._slice_s = math.inf if owns_cluster else _SLICE_S
         """Length of one wait in Ray, which a dead or drained node does not end; unlimited under a Ray started here."""
+        self._postponed: dict[WorkerId, tuple[str, ...]] = {}
+        """Workers that are started once the GCS answers -> nodes to avoid."""
+        self._leases = Leases()
         self._unheard: list[ray.ObjectRef[Any]] = []
         self._store: RendezvousStore | None = None
         self._draining = DrainWatch(_draining_nodes, self._node_of, lambda: list(self._actors))
@@ -111,6 +131,9 @@ class RayLauncher:
     def start(self, worker: WorkerId, avoid: tuple[str, ...] = ()) -> None:
         assert self._terms is not None
         self._avoided = avoid
+        if self._draining.silent_s() or not gcs_answers(_GCS_AT_ONCE_S):
+            self._postponed[worker] = avoid
+            return
         options, peers = dict(self._options), None
         unfit = {*avoid, *self._watch.dead()}  # the cluster may not know of a dead node yet
         there = {one: facts.node_id for one, facts in self._facts.items()}
@@ -128,24 +151,22 @@ class RayLauncher:
     def call(self, worker: WorkerId, method: str, *args: Any) -> None:
         actor = self._actors.get(worker)
         if actor is not None and self._terms is not None:
+            if method == "form" and not self._owns_cluster:
+                self._calls |= self._leases.introduce(self._terms, worker, actor, self._facts)
             self._calls[actor.call.remote(self._terms.epoch, method, *args)] = (worker, method)
 
     def _renew(self) -> None:
         """Renew the leases of the workers."""
-        now, terms = time.monotonic(), self._terms
-        if terms is not None and not self._owns_cluster and now - self._renewed_at >= terms.lease_s / _RENEWALS:
-            self._renewed_at = now
-            waiting = {worker for worker, method in self._calls.values() if method == "renew"}
-            for worker, actor in self._actors.items():
-                if worker not in waiting:
-                    ref: ray.ObjectRef[Any] = actor.renew.options(concurrency_group=GROUP).remote(terms.epoch)
-                    self._calls[ref] = (worker, "renew")
+        if self._terms is not None and not self._owns_cluster:
+            self._calls |= self._leases.renew(self._terms, self._actors, self._facts, self._calls.values())
 
     def kill(self, worker: WorkerId, *, at_once: bool = True) -> None:
         actor = self._actors.pop(worker, None)
         self._placing.forget(worker)
         self._calls = {ref: call for ref, call in self._calls.items() if call[0] != worker}
         facts = self._facts.pop(worker, None)
+        self._leases.forget(worker)
+        self._postponed.pop(worker, None)
         if actor is None:
             return
         if self._owns_cluster or self._leadership is None or self._leadership.is_sure():
@@ -178,6 +199,9 @@ class RayLauncher:
 
     def wait(self, timeout_s: float) -> list[Reply | WorkerLost | LeaveNotice]:
         self._renew()
+        if self._postponed and not self._draining.silent_s():
+            for worker in list(self._postponed):
+                self.start(worker, self._postponed.pop(worker))
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = max(0.0, deadline - time.monotonic())
@@ -230,7 +254,7 @@ class RayLauncher:
         facts, actor = self._facts.get(worker), self._actors.get(worker)
         if facts is not None:
             return facts.node_id
-        return node_of(actor) if actor is not None else ""
+        return node_of(actor) if actor is not None and not self._draining.silent_s() else ""
 
     def _replied(self, worker: WorkerId, method: str, value: Any) -> Reply:
         if isinstance(value, WorkerInfo):
@@ -239,10 +263,13 @@ class RayLauncher:
 
     def _note(self, worker: WorkerId, facts: WorkerInfo) -> None:
         self._facts[worker] = facts
+        self._leases.change()
         self._agents.ensure(facts.node_id)
         self._watch.watch(facts.node_id)
 
     def describe_shortage(self) -> str:
+        if self._draining.silent_s():
+            return "The cluster's GCS does not answer: no worker can start until it is back."
         if not self._is_short():
             return ""
         resources, where = self._placing.resources(), self._placing.where
@@ -258,19 +285,24 @@ class RayLauncher:
         starting = [actor for worker, actor in self._actors.items() if worker not in self._facts]
         return len(self._facts) + sum(map(has_process, starting)) < self._scaling.min_workers
 
+    def gcs_health(self) -> GcsHealth:
+        return GcsHealth(silent_s=self._draining.silent_s(), limit_s=gcs_limit_s(), leased=not self._owns_cluster)
+
     def abandon(self) -> None:
         if not self._owns_cluster:
             self._unheard += self._calls  # Ray would print their errors once nothing refers to them
             self._actors, self._calls, self._facts = {}, {}, {}
 
     def close(self) -> None:
+        silent = self._draining.silent_s() > 0  # Ray ends this process soon: the error must be raised first
+        within_s = _LAST_KILLS_WITHOUT_GCS_S if silent else _LAST_KILLS_S
         self._draining.close()
         for worker in list(self._actors):
-            self.kill(worker, at_once=False)
+            self.kill(worker, at_once=silent)
         self._watch.close()
-        self._doubts.close(_LAST_KILLS_S)
-        self._agents.close(_LAST_KILLS_S)
-        self._killing.close(_LAST_KILLS_S)
+        self._doubts.close(within_s)
+        self._killing.do(partial(self._agents.close, within_s))
+        self._killing.close(2 * within_s)
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -278,8 +310,7 @@ class RayLauncher:
 
 def _draining_nodes() -> dict[str, float]:
     """Node id -> time at which it goes, in seconds since 1970; 0 without a deadline."""
-    client: Any = ray._private.worker.global_worker  # the stubs do not have its client
-    nodes = client.gcs_client.get_draining_nodes(timeout=_GCS_TIMEOUT_S)
+    nodes = gcs().get_draining_nodes(timeout=_GCS_TIMEOUT_S)
     return {node: 0.0 if deadline_ms >= _NO_DEADLINE_MS else deadline_ms / 1000 for node, deadline_ms in nodes.items()}
 
 

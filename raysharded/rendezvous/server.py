@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from raysharded.rendezvous import wire
 from raysharded.rendezvous.values import Limits, Values
@@ -52,18 +52,57 @@ _BACKLOG = 1024
 _JOIN_S = 5.0
 
 
+Answer = Callable[[Values, list[bytes], asyncio.StreamReader], Awaitable[list[bytes]]]
+"""The reply to a request of a client that has proven its secret; `Values` are those of its prefix. Raises Nonsense."""
+
+
+class RendezvousServer:
+    """Listens on one address, at a free port, for as long as the object lives, and admits those who prove a secret."""
+
+    def __init__(
+        self,
+        host: str,
+        secret_of: Callable[[str], bytes],
+        *,
+        answer: Answer,
+        name: str,
+        limits: Limits | None = None,
+    ) -> None:
+        """`host`: this machine's address for the others; of a machine without it (NAT), all addresses listen.
+
+        `secret_of`: the secret of a prefix, whenever a client names one; `name`: what it is, for the log.
+        """
+        self._server = _Server(_listen(host, name), limits or Limits(), secret_of, answer, name)
+        self.port = self._server.port
+        thread = threading.Thread(target=self._server.run, daemon=True, name=name)
+        thread.start()
+        self._finalize = weakref.finalize(self, _stop, self._server, thread)
+
+    @property
+    def refused(self) -> int:
+        """Connections that were closed, as they could not prove the secret or sent nonsense."""
+        return self._server.refusals.count
+
+    @property
+    def held(self) -> int:
+        """Prefixes of which values are held."""
+        return len(self._server.held)
+
+    def close(self) -> None:
+        """Close all connections. Idempotent."""
+        self._finalize()
+
+
 class RendezvousStore:
     """A store that listens on one address, at a free port, for as long as the object lives."""
 
     def __init__(self, host: str, limits: Limits | None = None) -> None:
         """`host`: this machine's address for the members; of a machine without it (NAT), all addresses listen."""
-        self._server = _Server(_listen(host), limits or Limits())
-        self.host, self.port = host, self._server.port
         self._root = secrets.token_bytes(32)
-        self._server.secret_of = _SecretOf(self._root)
-        thread = threading.Thread(target=self._server.run, daemon=True, name="rendezvous store")
-        thread.start()
-        self._finalize = weakref.finalize(self, _stop, self._server, thread)
+        self._server = RendezvousServer(
+            host, _SecretOf(self._root), answer=_reply, name="rendezvous store", limits=limits
+        )
+        self.host, self.port = host, self._server.port
 
     def secret(self, prefix: str) -> bytes:
         """The secret of the members that meet at this prefix. Give it to them alone."""
@@ -72,16 +111,16 @@ class RendezvousStore:
     @property
     def refused(self) -> int:
         """Connections that were closed, as they could not prove the secret or sent nonsense."""
-        return self._server.refusals.count
+        return self._server.refused
 
     @property
     def generations(self) -> int:
         """Generations of which values are held."""
-        return len(self._server.held)
+        return self._server.held
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
-        self._finalize()
+        self._server.close()
 
 
 class _SecretOf:
@@ -97,12 +136,13 @@ class _SecretOf:
 class _Server:
     """All of it runs in one thread, but for `stop`."""
 
-    def __init__(self, listening: socket.socket, limits: Limits) -> None:
-        self._listening, self._limits = listening, limits
+    def __init__(
+        self, listening: socket.socket, limits: Limits, secret_of: Callable[[str], bytes], answer: Answer, name: str
+    ) -> None:
+        self._listening, self._limits, self._secret_of, self._answer = listening, limits, secret_of, answer
         host, self.port = listening.getsockname()[:2]
-        self.secret_of: Callable[[str], bytes]
         self.held: dict[str, Values] = {}
-        self.refusals = Refusals(_log, f"the rendezvous store at {host}:{self.port}")
+        self.refusals = Refusals(_log, f"the {name} at {host}:{self.port}")
         self._unproven: dict[asyncio.StreamWriter, None] = {}
         """Connections that have not proven a secret yet, oldest first."""
         self._proven: set[asyncio.StreamWriter] = set()
@@ -170,7 +210,7 @@ class _Server:
             prefix = name.decode()
         except UnicodeDecodeError:
             raise Nonsense("a prefix that is no text") from None
-        secret, nonces = self.secret_of(prefix), theirs + ours
+        secret, nonces = self._secret_of(prefix), theirs + ours
         writer.write(ours + wire.proof(secret, b"store", nonces))
         if not wire.is_proof(await reader.readexactly(wire.PROOF_BYTES), secret, b"client", nonces):
             raise Nonsense("a wrong proof of the secret")
@@ -184,7 +224,7 @@ class _Server:
             while True:
                 size = wire.length_of(await reader.readexactly(wire.LENGTH.size))
                 request = wire.unpack(await reader.readexactly(size))
-                writer.write(wire.pack(await _reply(values, request, reader)))
+                writer.write(wire.pack(await self._answer(values, request, reader)))
                 await writer.drain()
         finally:
             values.members -= 1
@@ -242,13 +282,13 @@ async def _are_set(values: Values, keys: list[bytes], within_s: float, reader: a
     return waiting in done
 
 
-def _listen(host: str) -> socket.socket:
+def _listen(host: str, name: str) -> socket.socket:
     try:
         return _bound(host)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        _log.warning("no interface of this machine has the address %s: the rendezvous store listens on all", host)
+        _log.warning("no interface of this machine has the address %s: the %s listens on all", host, name)
         return _bound("")
 
 

@@ -144,6 +144,9 @@ class ProcessLauncher:
     def describe_shortage(self) -> str:
         return ""
 
+    def gcs_health(self) -> None:
+        return None
+
     def close(self) -> None:
         for worker in list(self._processes):
             self.kill(worker)

@@ -187,8 +187,8 @@ NAMES: Mapping[type, Names] = {
     messages.FromStart: Names("from_start", "step"),
     messages.WorkerInfo: Names(
         "facts",
-        "pid node arithmetic num_samples node_id started start_cpu_s device",
-        later={"device": ""},
+        "pid node arithmetic num_samples node_id started start_cpu_s device mailbox",
+        later={"device": "", "mailbox": ""},
     ),
     messages.GenerationReady: Names("formed", "generation step spec seconds bytes_received bytes_read"),
     messages.Prepared: Names("prepared", "prefix error"),

@@ -68,6 +68,9 @@ class NeverReady:
     def describe_shortage(self) -> str:
         return self.shortage
 
+    def gcs_health(self) -> None:
+        return None
+
     def abandon(self) -> None:
         pass
 

@@ -40,6 +40,7 @@ from raysharded.errors import InexactError, RunFailed, StorageError, TaskError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import FOLDER as JOURNAL
 from raysharded.protocol.messages import StopReason
+from raysharded.protocol.worker_launcher import GcsHealth
 from raysharded.testing import Chaos, Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from raysharded.testing.storages import StorageAround
@@ -455,6 +456,28 @@ def storage_that_takes_no_entries(stage: Stage) -> None:
     require(found, "storage_failing", "storage_back")
 
 
+def gcs_that_comes_back(stage: Stage) -> None:
+    """And a limit of Ray's that leaves too little time for a checkpoint."""
+
+    def found(silent_s: float, limit_s: float) -> Act:
+        def act(driver: Driver) -> None:
+            health = GcsHealth(silent_s=silent_s, limit_s=limit_s, leased=True)
+            driver._gcs._health = lambda: health  # workers of this machine have no GCS
+
+        return act
+
+    run = stage.run(
+        2,
+        (after("step", step=2), found(6.0, 60.0)),
+        (after("gcs_lost"), found(0.0, 60.0)),
+        (after("gcs_back"), found(0.0, 10.0)),
+        steps=60,
+        save_every=10,
+        data=Slow(0.02),
+    )
+    require(run, "gcs_lost", "gcs_back", "gcs_limit")
+
+
 class FailsToCommit:
     """The storage of a driver that cannot claim its first commit."""
 
@@ -792,6 +815,7 @@ RUNS: dict[str, Callable[[Stage], None]] = {
         asked_for,
         saves_that_fail,
         storage_that_takes_no_entries,
+        gcs_that_comes_back,
         without_a_last_checkpoint,
         parity,
         shard_groups,

@@ -9,7 +9,6 @@ By hand: `python -m tests.s3.server` prints the endpoint and serves until it is 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
@@ -24,8 +23,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = ("ceph-mon", "ceph-osd", "radosgw", "ceph-common")
-PROGRAMS = ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "ceph-authtool", "monmaptool")
+from tests.unpacked import NotUnpacked, Unpacked
+
+_CEPH = Unpacked(
+    name="ceph",
+    packages=("ceph-mon", "ceph-osd", "radosgw", "ceph-common"),
+    programs=("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "ceph-authtool", "monmaptool"),
+    libraries=("ceph",),
+)
 START_TIMEOUT_S = 120.0  # about 20 s on two idle cores
 STOP_TIMEOUT_S = 5.0
 
@@ -57,87 +62,15 @@ def running_server(folder: Path) -> Iterator[S3Server]:
 
 def programs() -> Path:
     """The folder with Ceph's programs, which are downloaded if they are not there. Raises ServerFailed."""
-    cache = _cache()
-    cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several test runs may start at once
-        root = cache / "root"
-        if not _usable(root):
-            print(f"downloading {', '.join(PACKAGES)} into {cache}", flush=True)  # noqa: T201  # it takes a while
-            _download(cache / "packages")
-            _unpack(cache / "packages", root)
-            missing = _unusable(root)
-            if missing:
-                raise ServerFailed(f"Ceph's programs in {root} do not run: {missing}. Remove {cache} and try again.")
-        return root
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raysharded" / f"ceph-{_release()}"
-
-
-def _release() -> str:
     try:
-        return Path("/etc/debian_version").read_text().strip().replace("/", "-")
-    except FileNotFoundError as error:
-        raise ServerFailed("the S3 server of the tests is made of Debian's packages: run them on Debian.") from error
-
-
-def _usable(root: Path) -> bool:
-    return root.is_dir() and not _unusable(root)
-
-
-def _unusable(root: Path) -> str:
-    """The first thing that a program lacks; "" if they all can run here. The machine's own libraries may change."""
-    for name in PROGRAMS:
-        program = root / "usr/bin" / name
-        if not program.is_file():
-            return f"there is no {program}"
-        needs = subprocess.run(["ldd", program], capture_output=True, text=True, env=_environment(root), check=False)
-        for line in needs.stdout.splitlines():
-            if "not found" in line:
-                return f"{name}: {line.strip()}"
-    return ""
-
-
-def _download(packages: Path) -> None:
-    """Download the packages, and their dependencies that this machine lacks."""
-    shutil.rmtree(packages, ignore_errors=True)
-    (packages / "partial").mkdir(parents=True)
-    here = ["-o", f"Dir::Cache::archives={packages}", "-o", "APT::Sandbox::User=root"]
-    for command in (
-        ["apt-get", "update", "-qq"],
-        ["apt-get", "install", "-qq", "-y", "--download-only", "--no-install-recommends", *here, *PACKAGES],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise ServerFailed(
-                f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}. Downloading {', '.join(PACKAGES)} needs "
-                "root on Debian, once; the packages are unpacked into a cache and not installed."
-            )
-
-
-def _unpack(packages: Path, root: Path) -> None:
-    shutil.rmtree(root, ignore_errors=True)
-    fresh = Path(tempfile.mkdtemp(dir=root.parent, prefix="root-"))
-    for package in sorted(packages.glob("*.deb")):
-        subprocess.run(["dpkg", "--extract", package, fresh], check=True, capture_output=True)
-    fresh.chmod(0o755)
-    fresh.rename(root)
-    shutil.rmtree(packages)
-
-
-def _libraries(root: Path) -> str:
-    triplet = f"{os.uname().machine}-linux-gnu"
-    folders = (f"usr/lib/{triplet}", f"lib/{triplet}", f"usr/lib/{triplet}/ceph")
-    return ":".join(str(root / folder) for folder in folders)
+        return _CEPH.root()
+    except NotUnpacked as error:
+        raise ServerFailed(str(error)) from error
 
 
 def _environment(root: Path) -> dict[str, str]:
     return {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("CEPH", "PYTHON"))},
-        "LD_LIBRARY_PATH": _libraries(root),
-        "PATH": f"{root / 'usr/bin'}:{os.environ['PATH']}",
+        **{name: value for name, value in _CEPH.environment(root).items() if not name.startswith("CEPH")},
         "PYTHONPATH": str(root / "usr/lib/python3/dist-packages"),
     }
 

@@ -104,8 +104,8 @@ class StoreClient(Store):
             try:
                 self._socket.settimeout(within_s + _SLACK_S)
                 self._socket.sendall(wire.pack(request))
-                size = wire.length_of(_read(self._socket, wire.LENGTH.size))
-                status, *values = wire.unpack(_read(self._socket, size))
+                size = wire.length_of(read_exactly(self._socket, wire.LENGTH.size))
+                status, *values = wire.unpack(read_exactly(self._socket, size))
             except (OSError, EOFError, Nonsense) as error:
                 self._socket.close()  # a late reply would be taken for another request's
                 raise dist.DistStoreError(f"the rendezvous store did not answer: {error!r}") from None
@@ -129,26 +129,29 @@ def _reach(
     while True:
         left_s = deadline - time.monotonic()
         try:
-            return _introduced(host, port, prefix, secret, min(_TRY_S, max(left_s, 0.0)) or _PAUSE_S)
+            return introduced(host, port, prefix, secret, min(_TRY_S, max(left_s, 0.0)) or _PAUSE_S)
         except (OSError, EOFError) as error:
             if give_up() or time.monotonic() + _PAUSE_S > deadline:
                 raise dist.DistStoreError(f"no rendezvous store at {host}:{port}: {error!r}") from None
         time.sleep(_PAUSE_S)
 
 
-def _introduced(host: str, port: int, prefix: str, secret: bytes, within_s: float) -> socket.socket:
-    """A connection on which both sides have proven the secret."""
+def introduced(host: str, port: int, prefix: str, secret: bytes, within_s: float) -> socket.socket:
+    """A connection on which both sides have proven the secret of this prefix, within `within_s`.
+
+    Raises OSError, EOFError, and DistStoreError if what listens there does not know the secret.
+    """
     sock = socket.create_connection((host, port), timeout=within_s)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         ours = secrets.token_bytes(wire.NONCE_BYTES)
         sock.sendall(wire.hello(prefix, ours))
-        answer = _read(sock, wire.NONCE_BYTES + wire.PROOF_BYTES)
+        answer = read_exactly(sock, wire.NONCE_BYTES + wire.PROOF_BYTES)
         nonces = ours + answer[: wire.NONCE_BYTES]
         if not wire.is_proof(answer[wire.NONCE_BYTES :], secret, b"store", nonces):
             raise dist.DistStoreError(f"what listens at {host}:{port} is not the rendezvous store of this generation")
         sock.sendall(wire.proof(secret, b"client", nonces))
-        if _read(sock, len(wire.WELCOME)) != wire.WELCOME:
+        if read_exactly(sock, len(wire.WELCOME)) != wire.WELCOME:
             raise dist.DistStoreError(f"what listens at {host}:{port} is no rendezvous store")
     except BaseException:
         sock.close()
@@ -157,7 +160,7 @@ def _introduced(host: str, port: int, prefix: str, secret: bytes, within_s: floa
 
 
 @waits_for_peers
-def _read(sock: socket.socket, size: int) -> bytes:
+def read_exactly(sock: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
         part = sock.recv(size - len(data))

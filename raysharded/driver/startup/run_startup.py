@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -209,4 +210,5 @@ class RunStartup:
             storage_patience_s=self._files.patience_s,
             identity=self._identity,
             recorded_step=last_recorded_step(self.entries),
+            secret=secrets.token_bytes(32),
         )

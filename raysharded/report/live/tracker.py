@@ -14,6 +14,7 @@ from raysharded.journal.entry_text import incident_text
 from raysharded.report.history.incidents import is_incident
 
 _WINDOW_S = 60.0
+_GCS_LOST = "GCS LOST"
 _WINDOW_STEPS = 64
 _POINTS = 256
 """Number of loss values kept, for any number of steps."""
@@ -198,7 +199,11 @@ class Watched:
                 self._warning = f"NO CHECKPOINT SINCE STEP {newest}" if newest else "NO CHECKPOINT"
             case "storage_failing":
                 self._warning = "STORAGE FAILS"
-            case "checkpoint" | "storage_back":
+            case "gcs_lost":
+                self._warning = _GCS_LOST
+            case "checkpoint" if self._warning == _GCS_LOST:
+                pass
+            case "checkpoint" | "storage_back" | "gcs_back":
                 self._warning = ""
             case "finished" | "failed" | "stopped":
                 self._doing = kind

@@ -1,0 +1,119 @@
+"""Stories of the laboratory with the real parts: what came of each fault, and the bits after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from raysharded.checkpoint import list_checkpoints, newest_complete, open_storage
+from raysharded.driver.gcs_loss import DECIDE_AFTER_S
+from raysharded.protocol.worker_launcher import GCS_LIMIT_SETTING
+from tests.lab import stories
+from tests.lab.machines import why_not
+from tests.lab.ray_machines import HEAD, RayMachines
+from tests.lab.stories import DRIVER, SLOTS
+from tests.lab.training import LabRun, undisturbed
+from tests.ray.leftovers import wait_until
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.clusters,
+    pytest.mark.skipif(bool(why_not()), reason=f"no laboratory: {why_not()}"),
+]
+
+NOTICED_S = 10.0
+RAYS_LIMIT_S = 60.0
+SHORT_LIMIT_S = 25.0
+"""A limit of Ray's that a test can wait for."""
+
+
+@contextmanager
+def training(folder: Path, *, how: str = "fit", limit_s: float | None = None) -> Iterator[tuple[RayMachines, LabRun]]:
+    """A run that trains on two workers, each on a separate machine, with its driver on a third."""
+    settings = {} if limit_s is None else {GCS_LIMIT_SETTING: str(int(limit_s))}
+    with RayMachines(SLOTS, redis=how == "fit", settings=settings) as cluster:
+        run = LabRun(cluster, DRIVER, folder, how=how, workers=(1, 2))
+        run.wait_for_step(2)
+        yield cluster, run
+
+
+def last_checkpoint(run: LabRun) -> tuple[int, str]:
+    """(step, fingerprint) of the newest checkpoint, as the journal has it."""
+    entry = run.of("checkpoint")[-1]
+    return int(entry["step"]), str(entry["fingerprint"])
+
+
+def assert_each_step_was_done_once(run: LabRun) -> None:
+    steps = [fields["step"] for fields in run.of("step")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_gcs_that_is_back_costs_nothing_and_one_that_is_not_ends_the_run_with_its_newest_step(tmp_path: Path) -> None:
+    with training(tmp_path / "run", limit_s=SHORT_LIMIT_S) as (cluster, run):
+        back = stories.gcs_back(cluster, run)
+        assert back.noticed_s is not None
+        assert back.noticed_s <= NOTICED_S
+        assert (back.again, back.lost) == (0, ())
+        assert len(run.of("generation")) == 1  # the same workers
+        assert "GCS has not answered for" in back.said
+        assert "GCS answers again" in back.said
+        lost = stories.gcs_lost(cluster, run)
+        assert lost.noticed_s is not None
+        assert lost.noticed_s <= NOTICED_S
+        assert run.ended is not None
+        assert run.ended.startswith("ClusterError: the GCS of the Ray cluster has not answered for")
+        assert GCS_LIMIT_SETTING in run.ended
+        assert_each_step_was_done_once(run)
+        step, fingerprint = last_checkpoint(run)
+        assert step == run.step()  # nothing that memory held is lost
+        assert fingerprint == undisturbed(step)
+
+
+@pytest.mark.long
+def test_links_and_machines_fail_and_heal_under_one_run_then_the_head_node_is_lost(tmp_path: Path) -> None:
+    with training(tmp_path / "run") as (cluster, run):
+        rows = {story.__name__: story(cluster, run) for story in stories.GOES_ON}
+        for name in ("slow_link", "narrow_link", "one_way", "gcs_back"):
+            assert (rows[name].again, rows[name].lost) == (0, ()), name
+        for name in ("frozen", "power_off"):
+            row = rows[name]
+            assert row.again <= 1, name
+            assert len(row.lost) == 1, name
+            assert row.noticed_s is not None
+            assert row.noticed_s <= 2 * NOTICED_S, name
+        began = time.monotonic()
+        lost = stories.head_lost(cluster, run)
+        assert lost.noticed_s is not None
+        assert lost.noticed_s <= NOTICED_S
+        first = next(at for at, kind, _ in run.entries if kind == "checkpoint" and at > began)
+        assert first - began <= 2 * NOTICED_S + DECIDE_AFTER_S
+        assert time.monotonic() - began < RAYS_LIMIT_S
+        assert str(run.ended).startswith("ClusterError: the GCS of the Ray cluster")
+        step, fingerprint = last_checkpoint(run)
+        assert step == run.step()
+        assert fingerprint == undisturbed(step)
+
+
+@pytest.mark.long
+def test_workers_that_lost_driver_and_head_node_write_their_newest_step_before_ray_ends_them(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with training(folder, how="start") as (cluster, run):
+        hosts = cluster.processes(HEAD, "ray::Host")
+        assert len(hosts) == 1  # the driver is lost with the head node
+        cluster.machines.power_off(HEAD)
+        began = time.monotonic()
+        storage = open_storage(f"{folder}/lab")
+        wait_until(lambda: any(one.complete for one in list_checkpoints(storage)), "the last checkpoint", RAYS_LIMIT_S)
+        assert time.monotonic() - began < RAYS_LIMIT_S
+        (checkpoint,) = list_checkpoints(storage)
+        assert checkpoint.state == "committed"
+        assert checkpoint.step > run.step()
+        for number in (stories.FIRST, stories.SECOND):
+            wait_until(lambda number=number: not cluster.processes(number, "ray::Tenant"), "the workers' end", 30.0)  # type: ignore[misc]
+        newest = newest_complete(storage).checkpoint
+        assert newest is not None
+        assert newest.manifest.metadata["fingerprint"] == undisturbed(newest.step)
