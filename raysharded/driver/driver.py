@@ -282,7 +282,7 @@ class Driver:
             raise self._error
         self._write_last_words()
         if not self.state.stop_requested:  # a stop request does not wait for deletions
-            self._committer.close(_CLEANING_PATIENCE_S)
+            self._committer.close(_CLEANING_PATIENCE_S, ended=True)
         return self.state
 
     def _enter(self) -> None:

@@ -54,6 +54,7 @@ def limits_of(spec: RunSpec, grouping: Grouping | None) -> DriverConfig:
         max_skipped_steps=failure.max_skipped_steps,
         global_batch_size=spec.batch.global_batch_size,
         accept_arithmetic=spec.run.accept_arithmetic,
+        audits=spec.engine.audit_every_steps is not None,
         proves_first_step=spec.engine.prove_first_step and spec.engine.reduction == "exact",
     )
 
