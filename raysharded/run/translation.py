@@ -75,6 +75,7 @@ def files_of(spec: RunSpec, storage: Storage, versions: Mapping[str, str]) -> Ru
         accept_unsigned=spec.run.accept_unsigned,
         at_least_step=spec.run.at_least_step or 0,
         patience_s=spec.run.failure.storage_patience_s,
+        backlog_bytes=spec.run.failure.storage_backlog_bytes,
     )
 
 
