@@ -313,6 +313,9 @@ class FailureConfig:
     storage_patience_s: float = 3600.0
     """Seconds for which storage may take no entries of the journal before the run ends with `StorageError`. The run
     trains on meanwhile, and keeps the entries in memory: less than 1 KB for each step. A pause does not count."""
+    storage_backlog_bytes: int = 1 << 28
+    """Bytes of entries that are kept in memory while storage takes none, 256 MiB. Beyond it the oldest entries of steps
+    are dropped, and the journal records how many."""
     orphan_wait_s: float = 300.0
     """Seconds that workers without a driver wait for another one, before they write a last checkpoint and end. Applies
     on a cluster that existed before the run."""
@@ -349,6 +352,11 @@ class FailureConfig:
             "seconds left, or None.",
         )
         require_number("FailureConfig", "storage_patience_s", self.storage_patience_s, 0, above=True)
+        require(
+            is_int(self.storage_backlog_bytes) and self.storage_backlog_bytes >= 1 << 20,
+            f"FailureConfig.storage_backlog_bytes={self.storage_backlog_bytes!r}: give a whole number of 1 MiB "
+            f"({1 << 20}) or more.",
+        )
         require_number("FailureConfig", "orphan_wait_s", self.orphan_wait_s, 0)
 
 

@@ -55,7 +55,7 @@ from raysharded.protocol.messages import (
     WorkerInfo,
     WorkerNotice,
 )
-from raysharded.protocol.session import PartOf
+from raysharded.protocol.session import PartOf, for_next_driver
 
 T = TypeVar("T")
 
@@ -324,10 +324,10 @@ class Worker:
         return self._decisions
 
     def newest_reports(self, after_step: int) -> tuple[StepReport, ...]:
-        """The reports kept of all steps after this one, from this and older generations."""
+        """The reports kept of all steps after this one, and of checkpoints shortly before it; of all generations."""
         engine = self._engine
         reports = (*self._reports_before, *(tuple(engine.reports) if engine else ()))
-        return tuple(report for report in reports if report.step > after_step)
+        return for_next_driver(reports, after_step)
 
     def write_part(self, part: PartOf, generation: GenerationId, driver: str) -> Saved:
         """Write a buffer that this worker holds as its rank's part of a checkpoint, once no computation runs."""

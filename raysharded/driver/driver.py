@@ -108,7 +108,8 @@ class Driver:
         name = secrets.token_hex(4)
         self._inbox: SimpleQueue[Event] = SimpleQueue()
         self._committer = Committer(files, name, clock, self._inbox.put, lambda: protected_checkpoints(self.state))
-        journal = Journal(files.storage, clock, name, still_owns=self._committer.owns, key=files.key)
+        owns, most = self._committer.owns, files.backlog_bytes
+        journal = Journal(files.storage, clock, name, most_bytes=most, still_owns=owns, key=files.key)
         self._recorder = Recorder(journal, clock)
         self._shortages = Shortages(
             launcher, self._recorder, clock, self._tell, self._record, storage_patience_s=files.patience_s
@@ -152,8 +153,7 @@ class Driver:
         self._requests = Requests()
         self._gcs = GcsLoss(launcher.gcs_health, clock, self._record, self, lease_s=lease.lease_s)
         self._error: BaseException | None = None
-        self._ended, self._unwritten = False, ""
-        self._ticked_at = 0.0
+        self._ended, self._unwritten, self._ticked_at = False, "", 0.0
         self.state = State(
             limits=limits, driver=name, numerics=numerics.newest(), build_seed=build_seed_of(files.metadata)
         )
@@ -280,7 +280,7 @@ class Driver:
             raise self._error
         self._write_last_words()
         if not self.state.stop_requested:  # a stop request does not wait for deletions
-            self._committer.close(_CLEANING_PATIENCE_S)
+            self._committer.close(_CLEANING_PATIENCE_S, ended=True)
         return self.state
 
     def _enter(self) -> None:

@@ -60,7 +60,7 @@ def step(state: State, event: Event, at: float) -> Outcome:
     state, commands = _after(state, event, at)
     if state.phase is not Phase.OVER or was_over or isinstance(event, LeadershipLost):
         return state, commands
-    return state, [*pending_overrides.at_the_end(state), *commands]
+    return state, [*pending_overrides.at_the_end(state), *saves.at_the_end(state), *commands]
 
 
 def _after(state: State, event: Event, at: float) -> Outcome:

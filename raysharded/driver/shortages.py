@@ -82,4 +82,6 @@ class Shortages:
     def _failing(self, failure: Failure, state: State, now: float) -> dict[str, Any]:
         """Fields of the entry `storage_failing`."""
         left_s = None if state.phase is Phase.PAUSED else max(0.0, self._patience_s - self._counted_s(failure, now))
-        return {"step": state.step, "for_s": now - failure.since, "left_s": left_s, "error": str(failure.error)}
+        fields = {"step": state.step, "for_s": now - failure.since, "left_s": left_s, "error": str(failure.error)}
+        dropped = self._recorder.num_dropped
+        return {**fields, "dropped": dropped} if dropped else fields

@@ -131,15 +131,18 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "checkpoint_late":
             return _late_text(fields)
         case "storage_failing":
+            gone = f", and {count(fields['dropped'], 'older one')} had to be dropped" if get("dropped") else ""
             ends = "" if get("left_s") is None else f"; in {duration(fields['left_s'])} the run ends"
             return (
                 f"step {fields['step']}: storage has taken no entries of the journal for {duration(fields['for_s'])}"
-                f"{ends}: {brief(fields['error'], 400)}"
+                f"{gone}{ends}: {brief(fields['error'], 400)}"
             )
         case "storage_back":
             return f"storage takes entries again, after {duration(fields['after_s'])} without"
         case "gcs_lost" | "gcs_back" | "gcs_limit":
             return _gcs_text(kind, fields)
+        case "entries_dropped":
+            return _dropped_text(fields)
         case "checkpoints_failing":
             newest = f"NO CHECKPOINT SINCE STEP {fields['newest']}" if get("newest") else "NO CHECKPOINT AT ALL"
             return f"step {fields['step']}: {fields['failed']} checkpoints in a row could not be written: {newest}"
@@ -157,6 +160,13 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "stopped":
             return f"step {fields['step']}: stopped"
     return None
+
+
+def _dropped_text(fields: Mapping[str, Any]) -> str:
+    steps = f", with those of steps {fields['first_step']} to {fields['last_step']}" if fields["steps"] else ""
+    return (
+        f"{count(fields['entries'], 'entry', 'entries')} of the journal dropped{steps}: storage took none for too long"
+    )
 
 
 def _step(kind: str, fields: Mapping[str, Any]) -> str:

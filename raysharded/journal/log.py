@@ -7,7 +7,6 @@ checkpoints. With a signing key the segments are signed (`signed_segments`).
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -25,6 +24,7 @@ from raysharded.clock import Clock
 from raysharded.display.plain_text import masked
 from raysharded.display.quantities import count
 from raysharded.errors import CorruptCheckpoint, RayshardedError, RunOwnedElsewhere, StorageError
+from raysharded.journal.backlog import MOST_BYTES, Backlog
 from raysharded.journal.signed_segments import Link, check, encode_signed, head_of, is_signed, link_after
 from raysharded.locations import join_url
 
@@ -74,7 +74,8 @@ def plain(value: Any) -> Any:
 class Journal:
     """Writer of entries, one per run.
 
-    Buffered entries are flushed every `flush_interval_s` (less often in a long run), and when one is durable.
+    Buffered entries are flushed every `flush_interval_s` (less often in a long run), and when one is durable. While
+    they cannot be written, the newest are kept, up to `most_bytes`; durable ones in any case.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Journal:
         writer: str,
         *,
         flush_interval_s: float = 2.0,
+        most_bytes: int = MOST_BYTES,
         still_owns: Callable[[], bool] = lambda: False,
         key: SigningKey | None = None,
     ) -> None:
@@ -97,7 +99,7 @@ class Journal:
         self._clock = clock
         self._writer = writer
         self._interval = flush_interval_s
-        self._lines: list[str] = []
+        self._lines = Backlog(most_bytes)
         self._tried = 0
         """Number of lines of the segment whose write failed. It may have arrived all the same."""
         self._next = next_segment(storage)
@@ -105,14 +107,18 @@ class Journal:
 
     def append(self, kind: str, fields: Mapping[str, Any], *, durable: bool = False) -> None:
         """Add an entry. Raises RunOwnedElsewhere if another driver has written to the run meanwhile."""
-        self.add(kind, fields, at=self._clock.wall())
+        self.add(kind, fields, at=self._clock.wall(), durable=durable)
         if durable or self.is_due:
             self.flush()
 
-    def add(self, kind: str, fields: Mapping[str, Any], *, at: float) -> None:
+    def add(self, kind: str, fields: Mapping[str, Any], *, at: float, durable: bool = False) -> None:
         """Add an entry that was made at `at`, for a later flush."""
-        entry = {"kind": kind, "at": at, **plain(fields)}
-        self._lines.append(json.dumps(entry, separators=(",", ":"), allow_nan=False))
+        self._lines.add({"kind": kind, "at": at, **plain(fields)}, durable=durable, held=self._tried)
+
+    @property
+    def num_dropped(self) -> int:
+        """Number of entries that were dropped since the last write: they were too many."""
+        return self._lines.num_dropped
 
     @property
     def is_due(self) -> bool:
@@ -144,15 +150,11 @@ class Journal:
     def flush(self) -> None:
         """Write the buffered entries as the next segment. After a failure the same bytes come first, then the rest."""
         while self._lines:
-            self._tried = self._tried or self._first_lines()
-            self._put(self._lines[: self._tried], signed=True)
-            self._next, self._lines, self._tried = self._next + 1, self._lines[self._tried :], 0
+            self._tried = self._tried or self._lines.first(_NEW_SEGMENT_BYTES)
+            self._put(self._lines.oldest(self._tried), signed=True)
+            self._lines.written(self._tried)
+            self._next, self._tried = self._next + 1, 0
         self._flushed_at = self._clock.monotonic()
-
-    def _first_lines(self) -> int:
-        """Number of the oldest buffered entries that the next segment takes."""
-        sizes = itertools.accumulate(map(len, self._lines))
-        return max(1, sum(1 for size in sizes if size <= _NEW_SEGMENT_BYTES))
 
     def _segment(self, lines: Sequence[str], key: SigningKey | None) -> bytes:
         head = {"kind": "segment", "writer": self._writer}

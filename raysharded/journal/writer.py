@@ -85,6 +85,11 @@ class Recorder:
         """Add an entry, made now. Returns at once. Another thread calls `written` when it is in the journal."""
         self._put(_Entry(kind=kind, fields=fields, at=self._clock.wall(), durable=durable, written=written))
 
+    @property
+    def num_dropped(self) -> int:
+        """Number of entries that were dropped while storage took none."""
+        return self._journal.num_dropped
+
     def raise_error(self) -> None:
         """Raise the error that ended the journal, such as RunOwnedElsewhere."""
         if self._error is not None:
@@ -171,7 +176,7 @@ class Recorder:
     def _take(self, entries: Sequence[_Entry], wanted: bool, last: bool) -> None:
         for entry in entries:
             fields = entry.fields() if callable(entry.fields) else entry.fields
-            self._journal.add(entry.kind, fields, at=entry.at)
+            self._journal.add(entry.kind, fields, at=entry.at, durable=entry.durable)
             self._durable_waits = self._durable_waits or entry.durable
             if entry.written is not None:
                 self._to_tell.append(entry.written)

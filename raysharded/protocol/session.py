@@ -22,6 +22,8 @@ from raysharded.protocol.messages import FromMemory, StepReport, Stopped, Worker
 
 _MAY_DIFFER = ("run_name", "faults", "grace_s", "preemption_notices", "collective_timeout_s")
 """Fields of a job that may differ: adopted workers keep those of the driver before."""
+_SAVES_TOLD = 128
+"""Steps for which a new driver learns, although the journal has them, that a checkpoint was begun."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +195,14 @@ def believed(stopped: Stopped, decisions: Decisions, after: GenerationId, decide
     """A worker's holdings, without state that was undone or computed with other decisions."""
     held = tuple(one for one in stopped.held if one.layout_id > after and agree(decisions, decided, one.step))
     return replace(stopped, held=held)
+
+
+def for_next_driver(reports: Iterable[StepReport], after_step: int) -> tuple[StepReport, ...]:
+    """The reports that a new driver needs, whose journal has the steps up to `after_step`.
+
+    They include those of steps shortly before whose checkpoint was begun: it may have had no outcome.
+    """
+    return tuple(one for one in reports if one.step > after_step - (_SAVES_TOLD if one.save_started else 0))
 
 
 def unrecorded(reports: Iterable[StepReport], after_step: int, up_to: int) -> list[StepReport]:

@@ -81,6 +81,7 @@ class RunReport:
             "checkpoints_late": len(summary.late),
             "checkpoints_failed_in_a_row": summary.failed_saves,
             "checkpoints_failing": summary.failing,
+            "entries_dropped": summary.entries_dropped,
             "samples_lost": ledger.samples_lost if ledger else None,
             "samples_repeated": ledger.samples_repeated if ledger else None,
             "ledger": {**asdict(ledger), "ok": ledger.ok} if ledger else None,
@@ -139,6 +140,9 @@ def _proof_table(report: RunReport) -> RenderableType:
         for what, steps in (("steps without record", ledger.steps_missing), ("steps read wrongly", ledger.steps_wrong)):
             if steps:
                 table.add_row(what, verdict(good=False, text=_some(steps)))
+    if summary.entries_dropped:
+        what = f"{summary.entries_dropped} not recorded, because storage took none for too long"
+        table.add_row("journal entries", verdict(good=False, text=what))
     for difference in summary.differences:
         what = f"step {difference.step}: another {listing(difference.fields)} when it was computed again"
         table.add_row("not the same", verdict(good=False, text=what))

@@ -54,6 +54,7 @@ def limits_of(spec: RunSpec, grouping: Grouping | None) -> DriverConfig:
         max_skipped_steps=failure.max_skipped_steps,
         global_batch_size=spec.batch.global_batch_size,
         accept_arithmetic=spec.run.accept_arithmetic,
+        audits=spec.engine.audit_every_steps is not None,
         proves_first_step=spec.engine.prove_first_step and spec.engine.reduction == "exact",
     )
 
@@ -74,6 +75,7 @@ def files_of(spec: RunSpec, storage: Storage, versions: Mapping[str, str]) -> Ru
         accept_unsigned=spec.run.accept_unsigned,
         at_least_step=spec.run.at_least_step or 0,
         patience_s=spec.run.failure.storage_patience_s,
+        backlog_bytes=spec.run.failure.storage_backlog_bytes,
     )
 
 

@@ -134,7 +134,8 @@ NAMES: Mapping[type, Names] = {
         "skipped_steps first_skip decisions reached changes_asked wanted_rate wanted_rewind plan unrecorded "
         "rolled_back=undone rewound invalidated_up_to=distrusted invalidated_after=distrusted_after verified_step "
         "corrupted num_samples driver rendezvous result_fingerprint pause stop_requested stop_by arithmetic_unmet "
-        "differing numerics proven build_seed save_began_at save_requested_in",
+        "differing numerics proven build_seed save_began_at save_requested_in given_up "
+        "ending",
         later={
             "arithmetic_unmet": False,
             "differing": {},
@@ -143,6 +144,8 @@ NAMES: Mapping[type, Names] = {
             "build_seed": 0,
             "save_began_at": None,
             "save_requested_in": None,
+            "given_up": None,
+            "ending": None,
         },
     ),
     # -- their parts --
@@ -155,11 +158,16 @@ NAMES: Mapping[type, Names] = {
         "save_timeout_s max_failed_saves stop_on_failed_saves last_save_retries spares grouping "
         "last_save_backoff_s max_start_failures start_backoff_s max_start_backoff_s max_idle_generations "
         "max_node_failures configured_workers max_losses_without_step accept_arithmetic "
-        "proves_first_step save_every_s",
-        later={"accept_arithmetic": False, "proves_first_step": False, "save_every_s": None},
+        "proves_first_step save_every_s audits",
+        later={"audits": True, "accept_arithmetic": False, "proves_first_step": False, "save_every_s": None},
     ),
     state.Checkpointed: Names("checkpointed", "step prefix fingerprint digest url", numbered=frozenset({"digest"})),
-    state.Saving: Names("saving", "generation step members since measured answers parts committing fingerprint_only"),
+    state.Saving: Names(
+        "saving",
+        "generation step members since measured answers parts committing fingerprint_only repeats",
+        later={"repeats": False},
+    ),
+    state.GivenUpSave: Names("given_up_save", "generation step again_at failures"),
     state.Incident: Names(
         "incident",
         "found_at lost reasons workers_before step_before stopped_at decided_at formed_at source resume_step",

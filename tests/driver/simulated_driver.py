@@ -376,6 +376,8 @@ class SimulatedDriver:
         if self.over:
             return
         self.over, self.error, self.hold.ended = True, error, True
+        if error is None and self.state.result_fingerprint is not None and self.state.checkpoint and self.owns:
+            self._retain_at_the_end()
         if not isinstance(error, RunOwnedElsewhere):
             try:
                 self.journal.flush()
@@ -559,6 +561,16 @@ class SimulatedDriver:
         chosen = [ref for ref in refs if ref.prefix in prefixes]
         if chosen:
             cluster.later(cluster.delay(), lambda: self._retire(chosen))
+
+    def _retain_at_the_end(self) -> None:
+        """As the committer when the run has done its last step: nothing is needed any more."""
+        storage, keep = self.cluster.storage, self.files.keep
+        refs = [ref for ref in list_checkpoints(storage) if ref.complete and not ref.marked]
+        candidates = [Candidate(ref.prefix, ref.step) for ref in refs]
+        gone = to_delete(candidates, keep, pinned=(), usable=lambda _: True, metrics=lambda _: {})
+        for ref in refs:
+            if ref.prefix in {one.prefix for one in gone}:
+                retire(storage, ref, number=max(list_numbers(storage)))
 
     def _retire(self, refs: Sequence[CheckpointRef]) -> None:
         cluster = self.cluster

@@ -40,7 +40,7 @@ from raysharded.protocol.messages import (
     WorkerInfo,
     save_prefix,
 )
-from raysharded.protocol.session import AdoptedWorker, DriverSession, FreedWorker, LeaseState, PartOf
+from raysharded.protocol.session import AdoptedWorker, DriverSession, FreedWorker, LeaseState, PartOf, for_next_driver
 from tests.driver.strikes import Strike
 
 if TYPE_CHECKING:
@@ -503,7 +503,7 @@ class Worker:
         fence = GenerationId(self.generation + 1)
         self.interrupt(fence)
         yield self.is_idle
-        reports = tuple(report for report in (*self.earlier_reports, *self.reports) if report.step > after_step)
+        reports = for_next_driver((*self.earlier_reports, *self.reports), after_step)
         return FreedWorker(
             facts=self.facts,
             stopped=replace(self.stopped(StopReason.ABORTED), reports=()),

@@ -291,3 +291,18 @@ def test_what_the_key_refuses_is_never_deleted(storage: Storage) -> None:
         assert isinstance(signed.commit(step, first), Committed)
     prune(storage, Keep(last=1), key=KEY)
     assert committed_steps(storage) == [1, 2, 5]
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 3])
+def test_a_run_that_has_ended_leaves_no_more_checkpoints_than_it_keeps(storage: Storage, keep_last: int) -> None:
+    driver = Driver(storage, "driver", keep=Keep(last=keep_last))
+    driver.own()
+    driver.in_use.append(save_prefix(1, GenerationId(1), driver.name))  # needed until the end
+    for step in range(1, 6):
+        driver.begin_commit(step, 1)
+    driver.committer.close(WAIT_S, ended=True)
+    assert committed_steps(storage) == list(range(6 - keep_last, 6))
+    data = {key.split("/")[1][:15] for key in storage.list("checkpoints")}
+    kept = {f"step-{step:010d}" for step in range(6 - keep_last, 6)}
+    being_read = {"step-0000000004"} if keep_last == 1 else set()  # the newest until the last commit
+    assert kept <= data <= kept | being_read

@@ -380,3 +380,52 @@ def test_readers_without_the_key_read_signed_segments_as_others(storage: Storage
 def test_a_link_of_a_journal_without_segments_is_that_of_a_new_run(storage: Storage) -> None:
     assert read_verified(storage, KEY).link == Link()
     assert read_verified(storage, KEY, accept_unsigned=True).link == Link()
+
+
+class Refuses:
+    """A storage that takes no segments while `full`; the first one that it refuses arrives all the same."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.full = False
+        self.refused = 0
+
+    @property
+    def url(self) -> str:
+        return self._storage.url
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        if self.full:
+            self.refused += 1
+            if self.refused == 1:
+                self._storage.put_if_absent(key, data)
+            raise StorageError("no space left")
+        return self._storage.put_if_absent(key, data)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._storage, name)
+
+
+def test_of_entries_that_cannot_be_written_the_newest_are_kept_and_the_dropped_are_counted(storage: Storage) -> None:
+    refusing = Refuses(storage)
+    journal = Journal(refusing, SetClock(), "a", most_bytes=4000)  # type: ignore[arg-type]
+    journal.append("step", {"step": 1}, durable=True)
+    refusing.full = True
+    with pytest.raises(StorageError):
+        journal.append("step", {"step": 2}, durable=True)
+    for number in range(3, 1001):
+        journal.add("step", {"step": number}, at=0.0)
+        if number % 100 == 0:
+            journal.add("checkpoint", {"step": number}, at=0.0, durable=True)
+    refusing.full = False
+    journal.flush()
+    entries = list(read(storage))
+    (gap,) = [entry for entry in entries if entry["kind"] == "entries_dropped"]
+    steps = [entry["step"] for entry in entries if entry["kind"] == "step"]
+    assert steps == [1, 2, *range(gap["last_step"] + 1, 1001)]
+    assert (gap["first_step"], gap["steps"], gap["entries"]) == (3, 1000 - len(steps), 1000 - len(steps))
+    assert len(steps) > 50, "a tenth less than the limit is kept"
+    assert [entry["step"] for entry in entries if entry["kind"] == "checkpoint"] == list(range(100, 1001, 100))
+    assert entries.index(gap) == 2, "it stands where they would"
+    journal.append("step", {"step": 1001}, durable=True)
+    assert [entry["kind"] for entry in read(storage)].count("entries_dropped") == 1

@@ -374,7 +374,7 @@ def test_without_progress_all_members_are_freed_and_the_silent_one_is_killed() -
 
 
 def test_more_losses_than_allowed_end_the_run_with_the_first_reason() -> None:
-    run = training(3, step=2, max_worker_losses=0)
+    run = training(3, step=2, max_worker_losses=0, save_at_end=False)
     run.lost(1)
     assert isinstance(run.error, RunFailed)
     assert "max_worker_losses=0. The first: worker 1 in step 3: its process died" in str(run.error)
@@ -615,7 +615,7 @@ def test_a_refusal_ends_the_run_without_another_try_with_the_users_error() -> No
 
 
 def test_a_task_that_raises_is_retried_once_and_then_fails_with_the_first_cause() -> None:
-    run = training(2, step=1, task_error_retries=1)
+    run = training(2, step=1, task_error_retries=1, save_at_end=False)
     causes = [TaskError(f"try {n}") for n in (1, 2)]
     for n, cause in enumerate(causes):
         run.stopped(1, RAISED, 1, error=cause)
@@ -628,7 +628,7 @@ def test_a_task_that_raises_is_retried_once_and_then_fails_with_the_first_cause(
 
 
 def test_the_same_bug_met_in_another_microbatch_first_is_not_another_error() -> None:
-    run = training(2, step=1, task_error_retries=1)
+    run = training(2, step=1, task_error_retries=1, save_at_end=False)
     for worker in (0, 1):
         run.stopped(worker, RAISED, 1, error=TaskError(f"microbatch {worker}: KeyError", "its traceback"))
         run.stopped(1 - worker, ABORTED, 1)
@@ -647,7 +647,7 @@ def test_an_error_that_did_not_come_again_does_not_count_against_later_ones() ->
 
 
 def test_steps_that_are_done_again_before_the_failing_one_do_not_count_as_getting_past_it() -> None:
-    run = training(2, step=4, task_error_retries=1)
+    run = training(2, step=4, task_error_retries=1, save_at_end=False)
     for _ in (1, 2):
         run.stopped(1, RAISED, 4, error=TaskError("at step 5"), held=run.holding(1, 3))
         run.stopped(0, ABORTED, 4, held=run.holding(0, 3))
@@ -658,7 +658,7 @@ def test_steps_that_are_done_again_before_the_failing_one_do_not_count_as_gettin
 
 
 def test_a_loss_that_is_not_finite_is_not_retried() -> None:
-    run = training(2, step=1, task_error_retries=5)
+    run = training(2, step=1, task_error_retries=5, save_at_end=False)
     error = NonFiniteLoss("the loss is nan")
     run.stopped(0, RAISED, 1, error=error)
     run.stopped(1, RAISED, 1, error=error)

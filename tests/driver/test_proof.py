@@ -148,7 +148,7 @@ def test_a_joiner_is_removed_counted_and_the_others_continue_at_once_from_memory
 
 
 def test_joiners_that_fail_in_one_step_after_each_other_do_not_end_the_run_before_their_budget_does() -> None:
-    run = joined(2, 3, 2, max_worker_losses=2, replacement_wait_s=0.0)
+    run = joined(2, 3, 2, max_worker_losses=2, replacement_wait_s=0.0, save_at_end=False)
     failed(run, 2)
     for joiner in (3, 4):
         assert run.all(End) == []

@@ -19,7 +19,7 @@ from raysharded.driver.checkpoints.protected import protected_checkpoints
 from raysharded.driver.startup.resume_point import distrusted, find, resumed
 from raysharded.driver.state.commands import CommitSave, DeleteCheckpoints, Form
 from raysharded.driver.state.events import LEAVERS, Committed, Deleted, RewindRequested
-from raysharded.driver.state.state import Phase, State
+from raysharded.driver.state.state import Checkpointed, Phase, State
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.messages import FromCheckpoint, FromMemory, StopReason, save_prefix
 from raysharded.protocol.worker_launcher import LeaveNotice
@@ -267,3 +267,20 @@ def test_one_checkpoint_is_written_for_who_leaves_a_run_that_went_back(mirrors: 
     assert saves == 1
     assert bool(run.state.leaving) == mirrors
     assert isinstance(run.all(Form)[1].spec.source, FromCheckpoint)
+
+
+def test_the_checkpoint_that_a_run_was_resumed_from_is_needed_until_its_workers_hold_the_state() -> None:
+    old = Checkpointed(step=4, prefix="old", digest="d")
+    run = Run(max_workers=2, max_steps=20, checkpoint=old, audits=False, resumed={"verified_step": 4})
+    run.ready(0, 1)
+    assert protected_checkpoints(run.state).prefixes == {"old"}
+    run.formed(0)
+    assert protected_checkpoints(run.state).prefixes == {"old"}
+    run.formed()
+    assert protected_checkpoints(run.state).prefixes == {"old"}, "it is the newest"
+    run.trained(5, saves=True)
+    run.all_saved(5)
+    run.committed(5)
+    assert "old" not in protected_checkpoints(run.state).prefixes
+    audited = replace(run.state, limits=replace(run.state.limits, audits=True))
+    assert "old" in protected_checkpoints(audited).prefixes, "the target of a rollback"

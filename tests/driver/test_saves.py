@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,20 @@ from raysharded.driver.state.commands import (
     Probe,
     Record,
     RequestSave,
+    SaveSnapshot,
+    StartWorker,
+    Train,
 )
-from raysharded.driver.state.events import CheckpointRequested, CommitFailed, LeadershipLost, Overtaken, StopRequested
+from raysharded.driver.state.events import (
+    CheckpointRequested,
+    CommitFailed,
+    LeadershipLost,
+    Overtaken,
+    ResumeRequested,
+    StopRequested,
+)
 from raysharded.driver.state.state import Checkpointed, Phase
-from raysharded.errors import CorruptCheckpoint, RunFailed, RunOwnedElsewhere
+from raysharded.errors import CorruptCheckpoint, RunFailed, RunOwnedElsewhere, TaskError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.messages import FromCheckpoint, FromMemory, StopReason, save_prefix
 from tests.driver.scripted import Run, of, training
@@ -487,3 +498,181 @@ def test_without_a_time_nothing_is_requested() -> None:
     run.trained(1)
     run.at += 1e6
     assert not requests(run.trained(2))
+
+
+# -- abandoned, and repeated --
+
+
+def test_a_checkpoint_that_is_lost_with_a_worker_is_repeated_at_the_first_step_that_can() -> None:
+    run = training(3)
+    run.trained(1, saves=True)
+    run.saved(0, 1)
+    run.lost(1)
+    for survivor in sorted(run.state.awaited):
+        run.stopped(survivor, ABORTED, 1)
+    assert run.records("checkpoint_failed") == [
+        {"step": 1, "error": "worker 1 was lost before it had written its part", "counted": False}
+    ]
+    assert requests(run.formed()) == [RequestSave(worker=run.state.members[0], generation=GenerationId(2))]
+    assert not requests(run.trained(2)), "one request is enough"
+    written(run, 3, asked=True)
+    assert not requests(run.trained(4)), "it is made up for"
+
+
+def test_a_repetition_that_is_lost_is_repeated() -> None:
+    run = training(3)
+    run.trained(1, saves=True)
+    lose_and_recover(run, 1, 1)
+    run.trained(2, asked=True)
+    run.ready(3)
+    lose_and_recover(run, 2, 2)
+    assert [request.generation for request in run.all(RequestSave)] == [2, 3]
+    written(run, 3, asked=True)
+    assert run.state.given_up is None
+
+
+def test_a_failed_checkpoint_is_repeated_after_a_wait_that_doubles_and_repetitions_do_not_count() -> None:
+    run = training(2, max_steps=1000, max_failed_saves=2, stop_on_failed_saves=True)
+    fail(run, 1)
+    waits, step = list[float](), 1
+    for _ in range(3):
+        since = run.at
+        while True:
+            run.at += 1
+            step += 1
+            if requests(run.trained(step)):
+                break
+        waits.append(run.at - since)
+        step += 1
+        run.trained(step, asked=True)
+        run.saved(0, step, error="OSError: no space")
+    assert waits == [2.0, 4.0, 8.0]
+    assert run.records("checkpoints_failing") == []
+    assert run.all(End) == []
+    fail(run, step + 1)
+    assert isinstance(run.error, RunFailed)
+
+
+def test_no_checkpoint_is_repeated_that_a_later_one_makes_up_for() -> None:
+    run = training(2, max_steps=100)
+    run.trained(1, saves=True)
+    run.trained(2, saves=True)
+    run.saved(0, 1, error="OSError: no space")
+    run.at += 10
+    assert not requests(run.trained(3)), "one is being written"
+    run.all_saved(2)
+    run.committed(2)
+    assert not requests(run.trained(4))
+
+
+def test_what_the_end_of_a_run_leaves_unwritten_is_in_the_journal() -> None:
+    run = training(2, step=3)
+    run.trained(4, saves=True)
+    run.saved(0, 4)
+    run.hear(StopRequested())
+    (entry,) = run.records("checkpoint_failed")
+    assert (entry["step"], "the run ended before" in entry["error"]) == (4, True)
+    other = training(2, step=3)
+    other.trained(4, saves=True)
+    other.all_saved(4)  # it is being committed
+    other.hear(StopRequested())
+    assert other.records("checkpoint_failed") == []
+
+
+# -- before an end with an error --
+
+
+def raise_in(run: Run, step: int, *, error: Exception | None = None) -> list[Command]:
+    """Worker 0 raises in this step; the others are freed."""
+    error = error or TaskError("ValueError in the loss", "traceback")
+    commands = run.stopped(0, StopReason.TASK_ERROR, step - 1, error=error)
+    for worker in sorted(run.state.awaited):
+        commands += run.stopped(worker, ABORTED, step - 1)
+    return commands
+
+
+def failing(step: int, **limits: Any) -> Run:
+    """A run whose task raises in this step for the last time that is tolerated."""
+    run = training(2, step=step - 1, max_steps=100, **limits)
+    raise_in(run, step)
+    run.formed()
+    raise_in(run, step)
+    return run
+
+
+def rest(run: Run) -> None:
+    """The generation that does no step is formed, and stands still."""
+    run.formed()
+    assert run.all(Train)[-1].rest
+    for member in run.state.members:
+        run.stopped(member, StopReason.BOUNDARY, run.state.step)
+
+
+def test_a_failing_task_leaves_a_checkpoint_of_the_newest_complete_step() -> None:
+    run = failing(5)
+    assert run.all(End) == []
+    rest(run)
+    assert run.all(SaveSnapshot)
+    run.all_saved(4)
+    run.committed(4)
+    assert isinstance(run.error, TaskError)
+    assert run.state.checkpoint is not None
+    assert run.state.checkpoint.step == 4
+    assert [entry["step"] for entry in run.records("failed")] == [4]
+    assert not run.records("paused")
+
+
+def test_a_failing_task_ends_the_run_at_once_if_there_is_nothing_new_to_write() -> None:
+    for run in (failing(1), failing(5, save_at_end=False)):
+        assert isinstance(run.error, TaskError)
+        assert not run.all(SaveSnapshot)
+
+
+def test_a_failing_task_ends_the_run_with_its_error_if_the_checkpoint_cannot_be_written() -> None:
+    run = failing(5)
+    rest(run)
+    run.saved(0, 4, error="OSError: no space")
+    assert isinstance(run.error, TaskError)
+    assert len(run.records("checkpoint_failed")) == 1
+    late = failing(5, save_timeout_s=20.0)
+    rest(late)
+    late.wait(20)
+    assert isinstance(late.error, TaskError)
+
+
+def test_a_task_that_raises_while_its_last_state_is_collected_ends_the_run() -> None:
+    run = failing(5)
+    raise_in(run, 5, error=TaskError("ValueError in build_model", "other traceback"))
+    assert isinstance(run.error, TaskError)
+    assert "in the loss" in str(run.error)
+
+
+def test_nothing_continues_a_run_that_only_writes_its_last_checkpoint() -> None:
+    run = failing(5)
+    rest(run)
+    run.hear(ResumeRequested())
+    assert run.state.phase is Phase.PAUSED
+    run.hear(StopRequested(checkpoint_within_s=10.0))
+    run.hear(StopRequested(checkpoint_within_s=10.0))
+    assert isinstance(run.error, TaskError)
+
+
+def test_a_run_that_lost_too_many_workers_leaves_a_checkpoint_of_the_newest_complete_step() -> None:
+    run = training(3, step=4, max_worker_losses=0)
+    run.lost(1)
+    for worker in sorted(run.state.awaited):
+        run.stopped(worker, ABORTED, 4)
+    rest(run)
+    run.all_saved(4)
+    run.committed(4)
+    assert isinstance(run.error, RunFailed)
+    assert "1 workers were lost" in str(run.error)
+    assert not [command for command in run.all(StartWorker) if command.worker > 2]
+
+
+def test_a_run_whose_newest_step_is_lost_with_its_workers_ends_at_once() -> None:
+    run = training(3, step=4, max_worker_losses=1, min_workers=1)
+    run.lost(1)
+    run.lost(2)
+    run.stopped(0, ABORTED, 4)
+    assert isinstance(run.error, RunFailed)

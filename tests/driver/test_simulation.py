@@ -46,7 +46,14 @@ from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import read
 from raysharded.layout import Held, Plan, Target, has_mirrors, make_plan, mirror_of
 from raysharded.overrides import agree, decided, factor_at
-from raysharded.protocol.messages import FromCheckpoint, FromMemory, GenerationReady, GenerationSpec, StopReason
+from raysharded.protocol.messages import (
+    FromCheckpoint,
+    FromMemory,
+    GenerationReady,
+    GenerationSpec,
+    Progress,
+    StopReason,
+)
 from raysharded.protocol.session import AdoptedWorker, believed, taken_back
 from raysharded.report.history.summary import summarise
 from tests.driver.schedules import Schedule, controlled, deciding, left_alone, schedules, well_controlled
@@ -66,9 +73,10 @@ class Laws:
     def __init__(self) -> None:
         self.formed: Counter[GenerationId] = Counter()
         self.planned = False
+        self.now = 0.0
 
     def __call__(self, cluster: Cluster, before: State, event: Event | None, commands: list[Command]) -> None:
-        state = cluster.state
+        state, self.now = cluster.state, cluster.now
         if isinstance(event, WorkerReply) and isinstance(event.message, GenerationReady):
             self.formed[event.message.generation] += 1
         at_most = state.limits.max_workers + state.limits.spares
@@ -79,6 +87,7 @@ class Laws:
             self.what_the_run_goes_on_from_is_there(cluster)
         if before.phase is state.phase is Phase.PAUSED:
             assert (before.step, before.generation) == (state.step, state.generation), "a paused run goes on"
+        self.what_is_given_up_is_on_record_and_repeated(before, state, event, commands)
         assert not any(isinstance(command, End) for command in commands[:-1]), "something follows the end"
         assert (state.phase is Phase.OVER) == (bool(commands) and isinstance(commands[-1], End))
         for command in commands:
@@ -121,6 +130,27 @@ class Laws:
                     assert {(part.generation, part.step) for part in parts} == {(generation, step)}
                 case _:
                     pass
+
+    def what_is_given_up_is_on_record_and_repeated(
+        self, before: State, state: State, event: Event | None, commands: list[Command]
+    ) -> None:
+        """A checkpoint ends with an entry. If it is not committed, another one begins, or is requested."""
+        newest, last = state.checkpoint.step if state.checkpoint else 0, state.limits.max_steps
+        if state.phase is Phase.OVER:
+            return
+        for key in before.saves.keys() - state.saves.keys():
+            saving = before.saves[key]
+            done = isinstance(event, Committed) and (event.generation, event.step) == key
+            undone = any(isinstance(c, Record) and c.kind in ("rewind", "corruption") for c in commands)
+            if not (done or undone or saving.fingerprint_only):
+                kinds = {c.kind for c in commands if isinstance(c, Record) and c.fields.get("step") == saving.step}
+                assert kinds & {"checkpoint_failed", "checkpoint_overtaken"}, f"step {saving.step} is given up, unsaid"
+                assert saving.step <= newest or saving.step == last or state.given_up is not None
+        reported = isinstance(event, WorkerReply) and isinstance(event.message, Progress) and event.message.reports
+        if state.given_up is None or not reported or state.phase is not Phase.TRAINING or state.step >= last:
+            return
+        waits = self.now < state.given_up.again_at
+        assert waits or state.saves or state.asked or state.save_requested_in == state.generation, "it is not repeated"
 
     def what_the_run_goes_on_from_is_there(self, cluster: Cluster) -> None:
         newest = cluster.state.checkpoint
@@ -355,6 +385,8 @@ def check_end(schedule: Schedule, cluster: Cluster) -> None:
             if limits.save_at_end:
                 assert state.checkpoint is not None
                 assert state.checkpoint.step == limits.max_steps
+                left = [ref for ref in list_checkpoints(cluster.storage) if ref.complete and not ref.marked]
+                assert len(left) <= cluster.keep_last, "more are kept than keep_last"
             check_steps(cluster)
         case RunFailed() as error if "were lost" in str(error):
             assert limits.max_worker_losses is not None
@@ -381,6 +413,9 @@ def check_end(schedule: Schedule, cluster: Cluster) -> None:
             assert by_policy or not limits.rewind
         case TaskError():
             assert struck[Strike.RAISE] > limits.task_error_retries
+            newest = state.checkpoint.step if state.checkpoint is not None else 0
+            others = struck.keys() - {Strike.RAISE, Strike.ASK, Strike.REPEAT}
+            assert others or newest >= state.step or not limits.save_at_end, "its newest step is not saved"
         case error:
             raise AssertionError(f"ended without a good reason: {error!r}")
 

@@ -16,7 +16,7 @@ from raysharded.driver import machine
 from raysharded.driver.checkpoints.committer import RunFiles
 from raysharded.driver.startup import adopted_workers
 from raysharded.driver.startup.run_startup import RunStartup
-from raysharded.driver.state.commands import Form, KillWorker, StartWorker
+from raysharded.driver.state.commands import Form, KillWorker, Record, RequestSave, StartWorker
 from raysharded.driver.state.state import Checkpointed, Phase, State
 from raysharded.errors import RunOwnedElsewhere
 from raysharded.ids import GenerationId, WorkerId
@@ -24,7 +24,7 @@ from raysharded.journal.log import Journal
 from raysharded.layout import Held, mirror_of
 from raysharded.overrides import Decisions, decided
 from raysharded.ownership.leadership import AcquiredLease
-from raysharded.protocol.messages import FromCheckpoint, FromMemory, Stopped, StopReason, WorkerInfo
+from raysharded.protocol.messages import FromCheckpoint, FromMemory, Stopped, StopReason, WorkerInfo, save_prefix
 from raysharded.protocol.session import (
     AdoptedWorker,
     DriverSession,
@@ -385,3 +385,43 @@ def test_steps_that_only_workers_know_are_recorded_once() -> None:
     died_before_it_recorded_more = {"kind": "started", "resumed_after_step": 7}
     assert last_recorded_step([*entries, died_before_it_recorded_more]) == 5
     assert [report.step for report in unrecorded(reports, 5, 7)] == [6, 7]
+
+
+def test_what_the_driver_before_had_begun_to_save_is_recorded_and_repeated(tmp_path: Path) -> None:
+    storage, clock = open_storage(str(tmp_path)), SystemClock()
+    journal = Journal(storage, clock, "older")
+    journal.append("generation", {"generation": 3, "step": 0})
+    journal.append("step", {"generation": 3, "step": 5})
+    journal.append("checkpoint_failed", {"step": 5, "error": "no space"})
+    journal.append("step", {"generation": 3, "step": 6}, durable=True)
+    for step in (5, 6):
+        storage.put_if_absent(f"{save_prefix(step, GenerationId(3), 'older')}/rank-0.bin", b"half")
+    workers = []
+    for worker in (0, 1):
+        one = adopted(worker, worker, 2, 8)
+        spec = Run(max_workers=2)
+        spec.ready(0, 1)
+        reports = tuple(report_of(spec.newest_form(), step, 0.0, save_started=step == 7) for step in (7, 8))
+        workers.append(replace(one, reports=reports))
+    files = RunFiles(name="run", storage=storage, keep=Keep(), metadata={}, global_batch_size=16)
+    startup = RunStartup(
+        files,
+        Followed(),
+        lambda _terms, _hold: FoundWorkers(adopted=tuple(workers)),
+        Claims(storage, "newer"),
+        Journal(storage, clock, "newer", still_owns=lambda: True),
+        clock,
+        lease_s=1.0,
+        orphan_wait_s=1.0,
+    )
+    run = Run(max_workers=2)
+    state, _ = startup.resume(startup.own(State(limits=LIMITS, rendezvous=("host", 1, "run"))))
+    state, entries, _ = startup.take_over(state)
+    told = [
+        entry.fields["step"] for entry in entries if isinstance(entry, Record) and entry.kind == "checkpoint_failed"
+    ]
+    assert told == [6, 7]  # the failure of step 5 was recorded before
+    run.state = state
+    run._follow(machine.begin(run.state, run.at))
+    run.formed()
+    assert run.all(RequestSave), "the next step is saved"

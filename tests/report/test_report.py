@@ -129,3 +129,15 @@ def test_the_report_loads_neither_torch_nor_ray() -> None:
 
     code = "import sys, raysharded.report; assert not {'torch', 'ray'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_steps_whose_entries_were_dropped_are_not_lost_and_the_report_names_them(tmp_path: Path) -> None:
+    gap = ("entries_dropped", {"entries": 4, "steps": 3, "first_step": 2, "last_step": 5})
+    # step 4 was computed again, and is recorded
+    entries = [started(), data(), *generation(1, [0, 1], 0), step(1), gap, step(4), step(6)]
+    report = load(write_run(tmp_path, [*entries, ("finished", {"step": 6, "fingerprint": "f" * 32})]))
+    assert report.ledger is not None
+    assert (report.ledger.samples_lost, report.ledger.steps_missing, report.ledger.steps_checked) == (0, (), 3)
+    assert report.summary.entries_dropped == 4
+    assert "4 entries of the journal dropped, with those of steps 2 to 5" in shown(str(tmp_path))
+    assert "4 not recorded, because storage took none for too long" in shown(str(tmp_path))

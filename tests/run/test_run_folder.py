@@ -15,6 +15,7 @@ from raysharded.checkpoint import NoSuchKey, Storage, open_storage
 from raysharded.errors import StorageError
 from raysharded.journal.log import read
 from raysharded.ownership.run_folder import RunFolder, identify, run_storage
+from raysharded.report.loader import load
 from raysharded.testing import processes
 from tests.training.harness import GptTask, Tokens, train
 
@@ -96,3 +97,10 @@ def test_a_run_whose_folder_is_away_for_a_while_trains_on_and_makes_nothing_in_i
     steps = Counter(entry["step"] for entry in read(open_storage(str(run))) if entry["kind"] == "step")
     assert steps == dict.fromkeys(range(1, STEPS + 1), 1)
     assert result.fingerprint == train(1, steps=STEPS, microbatches=2).fingerprint
+    report = load(str(run))
+    assert report.ok
+    assert report.ledger is not None
+    assert (report.ledger.samples_lost, report.ledger.steps_checked) == (0, STEPS)
+    assert {record.step for record in report.summary.committed}.isdisjoint(
+        record.step for record in report.summary.checkpoints if record.problem and not record.prefix
+    )

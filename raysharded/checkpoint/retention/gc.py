@@ -48,6 +48,8 @@ class _Plan:
     drop: list[CheckpointRef]
     debris: Sequence[CheckpointRef]
     left: tuple[Left, ...]
+    at_once: frozenset[str]
+    """Prefixes of checkpoints whose data is deleted as soon as they are retired."""
 
 
 def prune(
@@ -58,6 +60,7 @@ def prune(
     keep_references: bool = False,
     may_go: Callable[[str], bool] = lambda _: True,
     now: bool = False,
+    ended: bool = False,
     dry_run: bool = False,
     key: SigningKey | None = None,
 ) -> Pruned:
@@ -69,17 +72,20 @@ def prune(
     retired.
 
     With `now`, data is deleted at once, also of checkpoints retired now. Use it only when no one reads any of them. On
-    a full disk, only this frees space. With `dry_run`, nothing is done; the result is what would be. With a `key`,
-    checkpoints that are not signed with it count as unusable, and stay. The call may be interrupted anywhere and made
-    from several places: the next call continues. Raises CorruptCheckpoint, having deleted no checkpoint, if a pin
-    cannot be read.
+    a full disk, only this frees space. With `ended`, no further commit follows: data is deleted at once of all but the
+    newest two, so that readers had the time from one commit to the next. With `dry_run`, nothing is done; the result is
+    what would be. With a `key`, checkpoints that are not signed with it count as unusable, and stay. The call may be
+    interrupted anywhere and made from several places: the next call continues. Raises CorruptCheckpoint, having deleted
+    no checkpoint, if a pin cannot be read.
     """
-    plan = _plan(storage, keep, in_flight, now, key)
+    plan = _plan(storage, keep, in_flight, now, ended, key)
     plan = replace(plan, drop=[]) if keep_references else plan
-    return _told(plan, now) if dry_run else _carry_out(storage, plan, now, may_go, key)
+    return _told(plan) if dry_run else _carry_out(storage, plan, now, may_go, key)
 
 
-def _plan(storage: Storage, keep: Keep | None, in_flight: Collection[str], now: bool, key: SigningKey | None) -> _Plan:
+def _plan(
+    storage: Storage, keep: Keep | None, in_flight: Collection[str], now: bool, ended: bool, key: SigningKey | None
+) -> _Plan:
     found = survey(storage, key=key)
     unfinished = storage.unfinished(CHECKPOINTS_FOLDER)
     opened = _Opened(storage, found.refs, key)
@@ -88,24 +94,30 @@ def _plan(storage: Storage, keep: Keep | None, in_flight: Collection[str], now: 
     linked = {ref.prefix for ref in found.refs if ref.linked}
     pinned = {pin.prefix for pin in list_pins(storage, key=key)}
     spared = {*in_flight, *linked, *pinned, *([newest.prefix] if newest else ())}
-    waiting = {
-        ref.prefix: _why_waiting(storage, ref, found, in_flight, now, key)
-        for ref in found.refs
-        if ref.state == "retired"
-    }
     own = [ref for ref in found.refs if ref.state == "committed" and not ref.marked]
     marked = [ref for ref in found.refs if ref.state == "committed" and ref.marked and ref.prefix not in spared]
     references = [ref for ref in found.refs if ref.state == "reference" and ref.prefix not in {*in_flight, *linked}]
+    going = [*marked, *_unwanted(own, keep, spared, opened)] if keep is not None else []
+    steps = [ref.step for ref in found.refs if ref.state in ("committed", "retired")]
+    at_once = frozenset(
+        ref.prefix for ref in found.refs if now or (ended and sum(step > ref.step for step in steps) >= 2)
+    )
+    waiting = {
+        ref.prefix: _why_waiting(storage, ref, found, in_flight, at_once, key)
+        for ref in found.refs
+        if ref.state == "retired"
+    }
     claim_writes = [] if CLAIMS_FOLDER in list_links(storage) else storage.unfinished(CLAIMS_FOLDER)
     return _Plan(
         found=found,
         unfinished=unfinished,
         lost_claims=lost_writes(claim_writes, found.history.newest_number),
         remove=[ref for ref in found.refs if ref.prefix in waiting and waiting[ref.prefix] is None],
-        retire=[*marked, *_unwanted(own, keep, spared, opened)] if keep is not None else [],
+        retire=going,
         drop=references if references and any(opened.usable(ref.prefix) for ref in reversed(own)) else [],
         debris=debris.refs,
         left=(*(Left(prefix, reason) for prefix, reason in waiting.items() if reason is not None), *debris.left),
+        at_once=at_once,
     )
 
 
@@ -114,14 +126,14 @@ def _why_waiting(
     ref: CheckpointRef,
     found: Survey,
     in_flight: Collection[str],
-    now: bool,
+    at_once: Collection[str],
     key: SigningKey | None,
 ) -> str | None:
     if ref.linked:
         return LINKED
     if ref.prefix in in_flight:
         return "it is being read"
-    return None if now else why_not_removed(storage, ref, found.history, key=key)
+    return None if ref.prefix in at_once else why_not_removed(storage, ref, found.history, key=key)
 
 
 def _unwanted(
@@ -172,12 +184,12 @@ class _Opened:
         return self._found[prefix]
 
 
-def _told(plan: _Plan, now: bool) -> Pruned:
+def _told(plan: _Plan) -> Pruned:
     """The result as if all of the plan had been carried out."""
     retired = _prefixes(plan.retire)
     return Pruned(
-        retired=() if now else retired,
-        removed=_prefixes(plan.remove) + (retired if now else ()),
+        retired=tuple(prefix for prefix in retired if prefix not in plan.at_once),
+        removed=_prefixes(plan.remove) + tuple(prefix for prefix in retired if prefix in plan.at_once),
         debris=_prefixes(plan.debris),
         references=_prefixes(plan.drop),
         left=plan.left,
@@ -195,9 +207,10 @@ def _carry_out(
     numbers = list_numbers(storage) if plan.retire else []  # current: claims made meanwhile give readers no time
     newest = max(numbers, default=0)
     retired = [ref for ref in plan.retire if may_go(ref.prefix) and _retired(storage, ref, newest, now, key)]
-    for ref in retired if now else []:
-        remove(storage, ref, writes_of(ref, plan.unfinished))
-    return replace(_told(replace(plan, retire=retired, drop=dropped), now), left=tuple(left))
+    for ref in retired:
+        if ref.prefix in plan.at_once:
+            remove(storage, ref, writes_of(ref, plan.unfinished))
+    return replace(_told(replace(plan, retire=retired, drop=dropped)), left=tuple(left))
 
 
 def _retired(storage: Storage, ref: CheckpointRef, number: int, now: bool, key: SigningKey | None) -> bool:

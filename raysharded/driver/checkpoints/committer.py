@@ -23,6 +23,7 @@ from raysharded.driver.state.arithmetic import own_build_seed
 from raysharded.driver.state.commands import CommitSave
 from raysharded.driver.state.events import CommitFailed, Committed, Deleted, LeadershipLost, Overtaken
 from raysharded.errors import RayshardedError, RunOwnedElsewhere, StaleGeneration, StorageError
+from raysharded.journal.backlog import MOST_BYTES
 from raysharded.layout import combine, digest
 from raysharded.overrides import Decisions, Skips, rates_before, skipped_before
 from raysharded.protocol.messages import Saved, save_id, save_prefix
@@ -50,6 +51,8 @@ class RunFiles:
     """The newest checkpoint must be of this step or a later one."""
     patience_s: float = 3600.0
     """Time for which storage may take no entries of the journal before the run ends."""
+    backlog_bytes: int = MOST_BYTES
+    """Bytes of entries that are kept meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,9 +108,14 @@ class Committer:
                 "checkpoints under %s could not be deleted: %s", self._files.storage.url, prefixes, exc_info=True
             )
 
-    def close(self, timeout_s: float) -> None:
-        """Return when all work is done, or after `timeout_s`."""
+    def close(self, timeout_s: float, *, ended: bool = False) -> None:
+        """Return when all work is done, or after `timeout_s`.
+
+        `ended`: the run has done its last step. Old checkpoints that it might have needed go now, with their data.
+        """
         self._committing.close(timeout_s)
+        if ended and self._has_committed:
+            self._pruning.do(self._prune_at_the_end)
         self._pruning.close(timeout_s)
 
     def _commit(self, command: CommitSave, known: ManifestContext, after: Callable[[], None]) -> None:
@@ -168,6 +176,13 @@ class Committer:
             f"({self._driver}) ends. It could not commit step {command.step}: {why} Start each run name from one place "
             "at a time."
         )
+
+    def _prune_at_the_end(self) -> None:
+        try:
+            parents = self._spared().parents
+            prune(self._files.storage, self._files.keep, keep_references=parents, ended=True, key=self._files.key)
+        except Exception:  # noqa: BLE001 - thread boundary: `raysharded checkpoint gc` continues
+            _log.warning("old checkpoints under %s could not be deleted", self._files.storage.url, exc_info=True)
 
     def _prune(self, newest: str) -> None:
         try:

@@ -25,7 +25,8 @@ def protected_checkpoints(state: State) -> ProtectedCheckpoints:
     went_back = state.checkpoint is not None and state.invalidated_after is not None
     if state.checkpoint is not None and (went_back or state.checkpoint.url == ""):
         needed.append(state.checkpoint)
-    source = [state.source.prefix] if isinstance(state.source, FromCheckpoint) else []
+    is_read = not state.has_trained  # from then on its members hold it in memory
+    source = [state.source.prefix] if isinstance(state.source, FromCheckpoint) and is_read else []
     writing = [save_prefix(step, generation, state.driver) for generation, step in state.saves]
     prefixes = frozenset([*writing, *source, *_verified(state), *(one.prefix for one in needed if not one.url)])
     return ProtectedCheckpoints(prefixes=prefixes, parents=any(one.url for one in needed))
@@ -40,6 +41,11 @@ def _gone_back_to(state: State) -> Iterator[Checkpointed]:
 
 
 def _verified(state: State) -> list[str]:
-    """Folder of the newest checkpoint up to the verified step, the target of a corruption rollback, if there is one."""
+    """Folder of the newest checkpoint up to the verified step, the target of a corruption rollback, if there is one.
+
+    Without audits there is no such rollback.
+    """
+    if not state.limits.audits:
+        return []
     known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
     return [checkpoint.prefix for checkpoint in known if 0 < checkpoint.step <= state.verified_step][-1:]

@@ -26,7 +26,7 @@ from raysharded.driver.state.commands import (
     prepend,
 )
 from raysharded.driver.state.events import LEAVERS, NOBODY, CommitFailed, Committed, Overtaken, StopRequested
-from raysharded.driver.state.state import Checkpointed, Phase, Saving, State
+from raysharded.driver.state.state import Checkpointed, Pause, Phase, Saving, State
 from raysharded.errors import RunFailed
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.messages import Saved, StepReport
@@ -43,6 +43,7 @@ def on_report(state: State, report: StepReport, at: float) -> Outcome:
         return state, []
     gone = sorted(set(state.members) - state.ready)
     if gone:  # the step became known only when the survivors stopped
+        state = save_timer.lost(state, state.generation, report.step)
         return state, [_given_up(report.step, _lost_part(gone[0]))]
     return _begin(state, report.step, at, answers=report.save_asked)
 
@@ -55,6 +56,7 @@ def _begin(state: State, step: int, at: float, *, answers: bool) -> Outcome:
         since=at,
         measured=state.measured if state.measured_step == step else {},
         answers=state.asked if answers else (),
+        repeats=answers and save_timer.is_repetition(state),
     )
     state = replace(_with_save(state, saving), asked=() if answers else state.asked)
     state = save_timer.begin(replace(state, newest_save=(state.generation, step)), at)
@@ -110,6 +112,7 @@ def on_committed(state: State, event: Committed, at: float) -> Outcome:
     """Handle a committed checkpoint."""
     saving = state.saves.get((event.generation, event.step))
     state = replace(_without_save(state, event.generation, event.step), failed_saves=0)
+    state = save_timer.made_up_for(state, event.generation, event.step)
     after = state.invalidated_after
     if after is not None and event.generation <= state.invalidated_up_to and event.step > after:
         if state.unrecorded is not None:  # deleted with the others, once the journal records the rollback
@@ -182,7 +185,7 @@ def on_overtaken(state: State, event: Overtaken, at: float) -> Outcome:
 def _on_unknown(state: State, saving: Saving, error: str, at: float) -> Outcome:
     """Abandon a save that failed without a storage error, and request another one for its requesters."""
     state = _without_save(state, saving.generation, saving.step)
-    state = replace(state, asked=(*state.asked, *saving.answers))
+    state = replace(save_timer.failed(state, saving, at), asked=(*state.asked, *saving.answers))
     commands: list[Command] = [_given_up(saving.step, error)]
     if state.phase is not Phase.CLOSING or saving.step < state.limits.max_steps:
         return prepend(request_save(state) if saving.answers else (state, []), commands)
@@ -195,7 +198,8 @@ def _on_storage_failure(state: State, saving: Saving, error: str, at: float) -> 
 
     The driver repeats its own requests, made before it stops or a worker leaves.
     """
-    state, commands = _failed(_without_save(state, saving.generation, saving.step), saving.step, error)
+    state = save_timer.failed(_without_save(state, saving.generation, saving.step), saving, at)
+    state, commands = _failed(state, saving, error)
     told = tuple(request for request in saving.answers if request > NOBODY)
     if told:
         commands.insert(0, Answer(requests=told, step=saving.step, error=error))
@@ -228,8 +232,24 @@ def abandon_those_of(state: State, worker: WorkerId) -> Outcome:
             state = _without_save(state, saving.generation, saving.step)
             state = replace(state, asked=(*state.asked, *saving.answers))
             if not saving.fingerprint_only:
+                state = save_timer.lost(state, saving.generation, saving.step)
                 commands.append(_given_up(saving.step, _lost_part(worker)))
     return state, commands
+
+
+def at_the_end(state: State) -> list[Command]:
+    """Entries about checkpoints that the run's end leaves unwritten. One that is being committed may still be."""
+    ended = "the run ended before all of its workers had written their parts"
+    return [
+        _given_up(saving.step, ended)
+        for saving in state.saves.values()
+        if not (saving.committing or saving.fingerprint_only)
+    ]
+
+
+def left_by_earlier_driver(step: int) -> Record:
+    """Entry about a checkpoint that an earlier driver began, and that nobody commits any more."""
+    return _given_up(step, "its driver ended before it was committed")
 
 
 def _lost_part(worker: WorkerId) -> str:
@@ -241,9 +261,15 @@ def _given_up(step: int, error: str) -> Record:
     return Record(kind="checkpoint_failed", fields={"step": step, "error": error, "counted": False}, durable=True)
 
 
-def _failed(state: State, step: int, error: str) -> Outcome:
-    """Record a failed checkpoint, and report repeated failures prominently."""
+def _failed(state: State, saving: Saving, error: str) -> Outcome:
+    """Record a failed checkpoint, and report repeated failures prominently.
+
+    One that repeats another does not count: how many may fail is a number of due checkpoints.
+    """
+    step = saving.step
     limits, newest = state.limits, state.checkpoint.step if state.checkpoint else 0
+    if saving.repeats:
+        return state, [_given_up(step, error)]
     commands: list[Command] = [Record(kind="checkpoint_failed", fields={"step": step, "error": error}, durable=True)]
     if step <= newest:  # a newer checkpoint exists: nothing is missing
         return state, commands
@@ -304,6 +330,28 @@ def stop(state: State, event: StopRequested, at: float) -> Outcome:
         return finish(state)
     state = replace(state, stop_by=at + event.checkpoint_within_s)
     return (state, []) if state.phase is Phase.CLOSING else ask(state, NOBODY)
+
+
+def end(state: State, error: BaseException | None, at: float) -> Outcome:
+    """End the run with this error; first write the newest complete step, if the workers hold it and no checkpoint does.
+
+    They stand still for it as in a pause. It is tried once.
+    """
+    newest, limits = state.checkpoint.step if state.checkpoint else 0, state.limits
+    busy = state.phase in (Phase.FORMING, Phase.TRAINING, Phase.STOPPING)
+    is_new = newest < state.step < limits.max_steps
+    if error is None or state.ending is not None or not (busy and is_new and limits.save_at_end):
+        return finish(state, error)
+    if state.wanted_rewind is not None or state.plan is not None:  # what comes next is not decided
+        return finish(state, error)
+    by = at + limits.save_timeout_s
+    return replace(
+        state,
+        ending=error,
+        pause=Pause(asked_at=at),
+        asked=(*state.asked, NOBODY),
+        stop_by=by if state.stop_by is None else min(by, state.stop_by),
+    ), []
 
 
 def stop_warning(state: State) -> str:

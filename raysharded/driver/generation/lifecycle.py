@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raysharded.driver.checkpoints import saves
+from raysharded.driver.checkpoints import save_timer, saves
 from raysharded.driver.generation import paused_run, planned_change, step_reports
 from raysharded.driver.membership import candidates
 from raysharded.driver.membership.generation_plan import plan_generation
@@ -224,8 +224,9 @@ def train(state: State, at: float) -> Outcome:
     if rest:
         return state, commands
     state, asked = saves.request_save(state)
+    state, again = save_timer.repeat_if_due(state, at)
     poll = Poll(worker=state.members[0], generation=state.generation, after_step=state.step)
-    return state, [*commands, *asked, poll]
+    return state, [*commands, *asked, *again, poll]
 
 
 def on_prepared(state: State, worker: WorkerId, prepared: Prepared, at: float) -> Outcome:
@@ -290,8 +291,9 @@ def after_all_stopped(state: State, at: float) -> Outcome:
         return (state, []) if non_finite.must_wait(state) else _rewind(state, not_finite, at)
     if errors:
         if isinstance(errors[0].error, NonFiniteLoss):
-            return finish(state, errors[0].error)
-        state, commands = failure_budget.count_task_errors(state, errors)
+            state, commands = saves.end(state, errors[0].error, at)
+        else:
+            state, commands = failure_budget.count_task_errors(state, errors, at)
         if state.phase is Phase.OVER:
             return state, commands
     lost = not state.ready.issuperset(state.members)  # a member may be lost after it stopped
@@ -306,9 +308,10 @@ def after_all_stopped(state: State, at: float) -> Outcome:
     state = replace(state, idle_generations=idle, first_idle=why if idle == 1 else state.first_idle)
     if idle > state.limits.max_idle_generations:
         first = "" if state.first_idle == why else f" The first: {state.first_idle}"
-        return finish(
-            state, RunFailed(f"{idle} generations in a row failed without a loss: {why}{first}{_began(state)}")
-        )
+        error = RunFailed(f"{idle} generations in a row failed without a loss: {why}{first}{_began(state)}")
+        state, commands = saves.end(state, error, at)
+        if state.phase is Phase.OVER:
+            return state, commands
     return _after_a_loss(state, at) if lost else next_generation(state, at)
 
 

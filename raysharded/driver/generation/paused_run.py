@@ -39,7 +39,7 @@ def enter(state: State, at: float) -> Outcome:
         preparation=None,
     )
     fields = {"step": state.step, "workers": sorted(state.ready)}
-    return state, [Record(kind="paused", fields=fields)] if first else []
+    return state, [Record(kind="paused", fields=fields)] if first and state.ending is None else []
 
 
 def too_late(state: State) -> Outcome:

@@ -15,7 +15,7 @@ from raysharded.driver.handlers import leave_notice, worker_loss
 from raysharded.driver.membership import candidates
 from raysharded.driver.membership.state_source import newest_source
 from raysharded.driver.state import mesh_choice, node_health, recovery_timeline
-from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, RequestBoundary, prepend
+from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, RequestBoundary, finish, prepend
 from raysharded.driver.state.events import NOBODY, DrainRequested, ResizeRequested
 from raysharded.driver.state.state import Departure, Pause, Phase, State
 from raysharded.ids import WorkerId
@@ -105,7 +105,7 @@ def pause(state: State, at: float) -> Outcome:
 
 def resume(state: State, at: float) -> Outcome:
     """Continue from what the workers hold. No effect without a pause."""
-    if state.pause is None:
+    if state.pause is None or state.ending is not None:
         return state, []
     since = state.pause.reached_at
     fields = {"step": state.step, "seconds": 0.0 if since is None else at - since}
@@ -246,6 +246,8 @@ def after_event(state: State, commands: list[Command], at: float) -> Outcome:
     if not state.asked:
         return state, commands
     state, answered = paused_run.answer(state, at)
+    if state.ending is not None and state.asked and not state.saves:  # it cannot be written
+        return prepend(finish(state), [*commands, *answered])
     if NOBODY in state.asked and paused_run.why_not_saved(
         state
     ):  # the run is to end with a checkpoint of one more step

@@ -27,7 +27,7 @@ from raysharded.errors import StorageError
 from raysharded.journal import log
 from raysharded.journal.log import Placed
 
-_NOT_DECIDED = frozenset({"data", "waiting", "storage_back", "gcs_lost", "gcs_back", "gcs_limit"})
+_NOT_DECIDED = frozenset({"data", "waiting", "storage_back", "entries_dropped", "gcs_lost", "gcs_back", "gcs_limit"})
 """Entries that the driver makes without the machine, after it has begun."""
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError)
 """Errors raised by JSON that no encoder wrote."""

@@ -86,6 +86,7 @@ def _without_distrusted(state: State) -> Outcome:
         older_checkpoints=left[:-1],
         saves=kept,
         asked=(*state.asked, *asked),
+        given_up=None,
         stops={},
         holdings={},
         invalidated_up_to=state.generation,

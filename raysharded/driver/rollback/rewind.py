@@ -81,6 +81,7 @@ def undo(state: State, plan: PendingOverrides, rewinding: Rewinding) -> tuple[St
         older_checkpoints=tuple(left),
         saves={key: saving for key, saving in state.saves.items() if saving.step <= to_step},
         asked=(*state.asked, *(request for saving in late for request in saving.answers)),
+        given_up=None,
         invalidated_up_to=last,
         invalidated_after=to_step,
         rolled_back=(*state.rolled_back, *gone),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -136,6 +136,33 @@ def go_on(state: State, at: float) -> Outcome:
     if len(state.ready) < state.limits.min_workers:
         return lifecycle.gather(state, at)
     return lifecycle.next_generation(state, at)
+
+
+def saves_given_up(
+    state: State, entries: Iterable[Mapping[str, Any]], found: Iterable[int], adopted: Sequence[AdoptedWorker]
+) -> list[int]:
+    """Steps after the newest checkpoint whose own an earlier driver began, and whose outcome no entry has.
+
+    `found`: steps of which storage has a part.
+    """
+    newest = state.checkpoint.step if state.checkpoint is not None else 0
+    begun = {
+        report.step
+        for one in adopted
+        for report in one.reports
+        if report.save_started and report.generation > state.invalidated_up_to
+    }
+    begun = {step for step in begun.union(found) if step > newest}
+    if begun:
+        told = set[int]()
+        for one in entries:  # a step that was computed again may have begun another one
+            match one["kind"]:
+                case "step":
+                    told.discard(int(one["step"]))
+                case "checkpoint_failed" | "checkpoint_overtaken":
+                    told.add(int(one["step"]))
+        begun -= told
+    return sorted(begun)
 
 
 def entry(state: State, entered: FoundWorkers, *, before: str) -> Record:

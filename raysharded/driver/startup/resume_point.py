@@ -33,6 +33,8 @@ class ResumePoint:
     """Checkpoints before the newest, oldest first."""
     missing: tuple[tuple[int, str], ...] = ()
     """(step, reason) of a newer checkpoint that the run's signed journal has and its storage has not."""
+    unfinished: tuple[int, ...] = ()
+    """Steps after the newest checkpoint of which storage has a part of another one."""
 
     @property
     def damaged(self) -> list[tuple[int, str]]:
@@ -81,8 +83,10 @@ def with_missing(found: ResumePoint, entries: Iterable[Mapping[str, Any]], witho
 
 def _found(files: RunFiles, without: Collection[str]) -> ResumePoint:
     newest = newest_of(files, without)
+    refs = [ref for ref in list_checkpoints(files.storage, key=files.key) if ref.prefix not in without]
+    begun = {ref.step for ref in refs if ref.state in ("unclaimed", "unfinished")}
     if newest.checkpoint is None:
-        found = ResumePoint(newest=newest, older=())
+        found = ResumePoint(newest=newest, older=(), unfinished=tuple(sorted(begun)))
         if found.damaged:
             raise CorruptCheckpoint(
                 f"none of the {len(found.damaged)} checkpoints of the run at {files.storage.url} can be used; the "
@@ -94,9 +98,10 @@ def _found(files: RunFiles, without: Collection[str]) -> ResumePoint:
         raise RefusedCheckpoint(
             keyless(f"the newest checkpoint of the run at {files.storage.url}, of step {newest.checkpoint.step},")
         )
-    refs = [ref for ref in list_checkpoints(files.storage, key=files.key) if ref.complete and ref.prefix not in without]
-    older = [ref for ref in refs if ref.step < newest.checkpoint.step]
-    return ResumePoint(newest=newest, older=tuple(_usable(files, older)))
+    step = newest.checkpoint.step
+    older = [ref for ref in refs if ref.complete and ref.step < step]
+    unfinished = tuple(sorted(one for one in begun if one > step))
+    return ResumePoint(newest=newest, older=tuple(_usable(files, older)), unfinished=unfinished)
 
 
 def keyless(signed: str) -> str:

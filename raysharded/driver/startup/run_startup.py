@@ -11,6 +11,7 @@ from raysharded import numerics
 from raysharded.checkpoint import Claims
 from raysharded.checkpoint.retention.catalog import list_checkpoints
 from raysharded.clock import Clock
+from raysharded.driver.checkpoints import save_timer, saves
 from raysharded.driver.checkpoints.committer import RunFiles, distrust
 from raysharded.driver.membership.state_source import describe_source
 from raysharded.driver.startup.adopted_workers import (
@@ -18,6 +19,7 @@ from raysharded.driver.startup.adopted_workers import (
     entry,
     first_source,
     resized,
+    saves_given_up,
     taken_over,
     without_differing,
 )
@@ -68,6 +70,8 @@ class RunStartup:
         """The run's journal at the time when the run was acquired, as far as it counts."""
         self._is_unsigned = False
         """Whether the run has a key, and the key signed no entry."""
+        self._unfinished: tuple[int, ...] = ()
+        """Steps of checkpoints of which storage has a part."""
         self._lacks_key = False
         """Whether the run's journal is signed, and there is no key."""
 
@@ -123,6 +127,7 @@ class RunStartup:
             with refusing_damage(files.storage):
                 if files.key is not None:
                     found = with_missing(found, self.entries, gone)
+                self._unfinished = found.unfinished
                 return self._with_rules(resumed(state, self._files, found, self.entries)), found
         except BaseException:
             self.let_go()
@@ -161,8 +166,12 @@ class RunStartup:
         accepted: list[Command] = []
         if self._dropped:
             accepted.append(arithmetic.entry(state.step + 1, self._dropped, state.arithmetic or {}, state.numerics))
+        given_up = saves_given_up(state, self.entries, self._unfinished, entered.adopted)
+        left: list[Command] = [saves.left_by_earlier_driver(step) for step in given_up]
+        if given_up and given_up[-1] <= state.step:  # a later step is computed again, with its checkpoint
+            state = save_timer.lost(state, state.generation, given_up[-1])
         if not entered.adopted and not entered.ended:
-            return state, accepted, ()
+            return state, [*accepted, *left], ()
         if entered.adopted:
             state = as_decided(state, self.entries, self._clock.monotonic())
         reports = [report for one in entered.adopted for report in one.reports]
@@ -171,7 +180,7 @@ class RunStartup:
         if entered.adopted:
             records.insert(0, Record(kind="data", fields={"num_samples": entered.adopted[0].facts.num_samples}))
         records.append(entry(state, entered, before=acquired.before))
-        return state, [*records, *accepted, *refused], tuple(one.worker for one in entered.adopted)
+        return state, [*records, *accepted, *refused, *left], tuple(one.worker for one in entered.adopted)
 
     def about(self, state: State) -> dict[str, Any]:
         """Fields of this driver's first journal entry: how it began."""

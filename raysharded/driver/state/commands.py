@@ -238,6 +238,8 @@ def prepend(outcome: Outcome, before: list[Command]) -> Outcome:
 
 
 def finish(state: State, error: BaseException | None = None) -> Outcome:
+    """End the run now; with the error of `State.ending`, if there is one."""
+    error = error if state.ending is None else state.ending
     fields: dict[str, object] = {"step": state.step, "fingerprint": state.result_fingerprint}
     if error is not None:
         fields["error"] = f"{type(error).__name__}: {error}"

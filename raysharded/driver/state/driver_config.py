@@ -81,6 +81,8 @@ class DriverConfig:
     """Losses in a row without a new step that the run tolerates; more are not chance: something kills the workers."""
     accept_arithmetic: bool = False
     """Continue if all workers would compute other bits than the run did before."""
+    audits: bool = True
+    """Whether steps may be audited: those since the newest verified one may then be undone."""
     proves_first_step: bool = False
     """Whether workers that join a generation have to prove its first step."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -62,6 +63,20 @@ class Saving:
     """Whether all parts are written, and are being committed."""
     fingerprint_only: bool = False
     """Whether nothing is written: the run ends without a checkpoint."""
+    repeats: bool = False
+    """Whether it was requested in place of one that was abandoned."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenUpSave:
+    """A checkpoint that was abandoned, and that no later one has replaced yet."""
+
+    generation: GenerationId
+    step: int
+    again_at: float = -math.inf
+    """Time from which another one is requested."""
+    failures: int = 0
+    """Failures in a row that were no loss of a worker: the wait doubles with each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,7 +254,9 @@ class State:
     save_began_at: float | None = None
     """With `save_every_s`: time at which this driver's newest checkpoint, or its training, began; None before."""
     save_requested_in: GenerationId | None = None
-    """With `save_every_s`: generation in which a checkpoint was requested that has not begun."""
+    """Generation in which the driver requested a checkpoint, by time or for `given_up`, that has not begun."""
+    given_up: GivenUpSave | None = None
+    """Newest checkpoint that was abandoned; None if there is a newer one."""
     asked: tuple[int, ...] = ()
     """Requests for a checkpoint that no begun checkpoint answers yet."""
     failed_saves: int = 0
@@ -313,6 +330,8 @@ class State:
     """(host, port, key prefix of this driver)"""
     result_fingerprint: str | None = None
     pause: Pause | None = None
+    ending: BaseException | None = None
+    """Error with which the run ends after a checkpoint of the newest complete step."""
     stop_requested: bool = False
     stop_by: float | None = None
     """Time at which the run ends, with or without the checkpoint that it waits for."""

@@ -36,7 +36,7 @@ def start_workers(state: State, count: int, at: float) -> Outcome:
 
 def replace_missing(state: State, at: float) -> Outcome:
     """Request as many workers as are missing to the maximum and its spares, unless one just failed to start."""
-    if at < state.start_after:
+    if at < state.start_after or state.ending is not None:
         return state, []
     missing = state.limits.max_workers + state.limits.spares - len(state.staying) - len(state.starting)
     return start_workers(state, missing, at) if missing > 0 else (state, [])

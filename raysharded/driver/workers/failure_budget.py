@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver.checkpoints import saves
-from raysharded.driver.state.commands import Command, Outcome, Record, finish, prepend
+from raysharded.driver.state.commands import Command, Outcome, Record, prepend
 from raysharded.driver.state.state import State
 from raysharded.driver.workers import admission, departures
 from raysharded.errors import RayshardedError, RunFailed, TaskError
@@ -18,7 +18,7 @@ from raysharded.protocol.messages import Stopped
 from raysharded.protocol.worker_launcher import WorkerLost
 
 
-def count_loss(state: State, event: WorkerLost) -> Outcome:
+def count_loss(state: State, event: WorkerLost, at: float) -> Outcome:
     """The state without a lost worker that was ready; ends the run if too many were lost.
 
     A worker that got a leave notice does not count.
@@ -45,7 +45,7 @@ def count_loss(state: State, event: WorkerLost) -> Outcome:
     state, abandoned = saves.abandon_those_of(state, worker)
     commands.extend(abandoned)
     error = _too_many_losses(state, _told(state, worker, event.reason))
-    return prepend(finish(state, error), commands) if error is not None else (state, commands)
+    return prepend(saves.end(state, error, at), commands) if error is not None else (state, commands)
 
 
 def _told(state: State, worker: WorkerId, reason: str) -> str:
@@ -77,7 +77,7 @@ def _first_and_last(first: str, last: str) -> str:
     return f"The first: {first}." if first == last else f"The first: {first}. The last: {last}."
 
 
-def count_task_errors(state: State, errors: Sequence[Stopped]) -> Outcome:
+def count_task_errors(state: State, errors: Sequence[Stopped], at: float) -> Outcome:
     """Count one attempt at a step in which members raised; ends the run after too many.
 
     All of their errors count as one.
@@ -88,7 +88,7 @@ def count_task_errors(state: State, errors: Sequence[Stopped]) -> Outcome:
     state = replace(state, task_errors=state.task_errors + 1, failing_step=failing, first_task_error=first)
     if state.task_errors <= state.limits.task_error_retries:
         return state, []
-    return finish(state, _of_all_attempts(first, newest, state.task_errors))
+    return saves.end(state, _of_all_attempts(first, newest, state.task_errors), at)
 
 
 def _of_all_attempts(first: BaseException | None, last: BaseException | None, attempts: int) -> BaseException | None:

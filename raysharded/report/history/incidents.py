@@ -58,6 +58,7 @@ KINDS = {
     "checkpoints_failing": "checkpoint",
     "storage_failing": "storage",
     "storage_back": "storage",
+    "entries_dropped": "storage",
     "chaos": "injected",
     "failed": "failed",
 }

@@ -59,6 +59,8 @@ class RunSummary:
     """Checkpoints that could not be written since the newest one that was."""
     failing: bool
     """Whether the failed saves are so many that the run reported it."""
+    entries_dropped: int
+    """Entries that were dropped because storage took none for too long."""
     differences: tuple[Difference, ...]
     """Steps computed again with a different result: empty if the promise holds."""
     spans: tuple[Span, ...]

@@ -8,7 +8,7 @@ again must be the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -77,6 +77,9 @@ class Fold:
     """The newest step with a written checkpoint."""
     failed_saves: int = 0
     failing: bool = False
+    entries_dropped: int = 0
+    unrecorded: list[tuple[int, int]] = field(default_factory=list)
+    """Ranges of steps without entries, which were dropped while storage took none."""
     differences: list[Difference] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     numbers: Numbers = field(default_factory=Numbers)
@@ -139,6 +142,10 @@ class Fold:
                     self.saved = max(self.saved, record.step)
             case "checkpoints_failing":
                 self.failing = True
+            case "entries_dropped":
+                self.entries_dropped += int(entry["entries"])
+                if entry.get("first_step") is not None:
+                    self.unrecorded.append((int(entry["first_step"]), int(entry["last_step"])))
             case "orphaned":
                 self.status = "stopped"
             case "finished" | "failed" | "stopped" as kind:
@@ -297,9 +304,20 @@ class Fold:
         )
         return self.log.chosen(indices[np.argsort(numbers)])
 
+    def _on_record(self, span: Span) -> Iterator[Span]:
+        """The span without steps whose entries were dropped: they are not lost, and there is nothing to check."""
+        first = span.first_step
+        for low, high in sorted(self.unrecorded):
+            for step in range(max(first, low), min(high, span.last_step) + 1):
+                if step not in self.current:
+                    yield replace(span, first_step=first, last_step=step - 1)
+                    first = step + 1
+        yield replace(span, first_step=first)
+
     def summary(self) -> RunSummary:
         spans = [replace(span, last_step=min(span.last_step, self.step)) for span in self.spans]
         spans = [part for span in spans for part in by_skips(span, self.numbers.skips)]
+        spans = [part for span in spans for part in self._on_record(span)]
         times, track, incidents = self.chronicle.told(self.current.values())
         first_at = math.nan if self.chronicle.first_at is None else self.chronicle.first_at
         return RunSummary(
@@ -320,6 +338,7 @@ class Fold:
             checkpoints=tuple(self.checkpoints),
             failed_saves=self.failed_saves,
             failing=self.failing,
+            entries_dropped=self.entries_dropped,
             differences=tuple(self.differences),
             spans=tuple(_merged([span for span in spans if span.first_step <= span.last_step])),
             skipped_steps=self.numbers.skipped_steps,
