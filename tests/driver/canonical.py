@@ -195,7 +195,7 @@ NAMES: Mapping[type, Names] = {
         "generation_spec",
         "generation members source host port prefix driver decisions replicas tensor apart nodes prepared attempt "
         "numerics newcomers build_seed secret shift",
-        later={"numerics": RULES_AT_FIRST, "newcomers": (), "build_seed": 0, "secret": b"", "shift": 0},
+        later={"numerics": RULES_AT_FIRST, "newcomers": (), "build_seed": 0, "secret": b"", "shift": (0, 0)},
     ),
     messages.FromMemory: Names("from_memory", "step spec copies rebuilds"),
     messages.FromCheckpoint: Names("from_checkpoint", "step prefix digest url", numbered=frozenset({"digest"})),

@@ -53,17 +53,17 @@ def count(state: State, errors: Mapping[WorkerId, Stopped]) -> Outcome:
     return prepend(finish(state, error), commands)
 
 
-def shift_of_retry(state: State, members: Sequence[WorkerId], mesh: Mesh, source: Source) -> int:
-    """Number of places by which the first step's microbatches are shifted, for `GenerationSpec.shift`; mostly 0.
+def shift_of_retry(state: State, members: Sequence[WorkerId], mesh: Mesh, source: Source) -> tuple[int, int]:
+    """The failed step, and by how many places its microbatches are shifted: `GenerationSpec.shift`; or (0, 0).
 
-    It is not 0 if the step failed in the generation before, with the same members: then another worker computes what
+    There is a shift if the step failed in the generation before, with the same members: then another worker computes what
     failed, on another node if there is one. A further retry takes a further worker.
     """
     worker = state.failed_worker
-    is_retry = state.task_errors > 0 and source.step + 1 == state.failing_step and state.limits.exact
+    is_retry = state.task_errors > 0 and source.step < state.failing_step and state.limits.exact
     is_same = tuple(members) == state.members and (mesh.data, mesh.tensor) == (state.mesh.data, state.tensor)
     if not is_retry or not is_same or worker is None or worker not in members:
-        return 0
+        return 0, 0
     data, node = mesh.data, _node_id(state, worker)
     failed = mesh.data_rank_of(members.index(worker))
 
@@ -74,7 +74,7 @@ def shift_of_retry(state: State, members: Sequence[WorkerId], mesh: Mesh, source
         return _node_id(state, members[acting * mesh.tensor]) == node
 
     shifts = sorted(range(1, data.world_size), key=lambda shift: (is_near(shift), shift))
-    return shifts[(state.task_errors - 1) % len(shifts)] if shifts else 0
+    return (state.failing_step, shifts[(state.task_errors - 1) % len(shifts)]) if shifts else (0, 0)
 
 
 def _entry(state: State, worker: WorkerId, stopped: Stopped, workers: Sequence[int], *, retries: bool) -> Record:
