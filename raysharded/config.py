@@ -294,6 +294,10 @@ class FailureConfig:
     function. The function is called every second and returns the seconds left, or None."""
     task_error_retries: int = 1
     """Retries of a step after the task, its data or storage raised an error."""
+    max_same_deaths: int | None = 3
+    """End the run when workers of this many generations ended by themselves, with the same exit status or signal, in
+    the same phase of the same step: it would not get past it. Kills (SIGKILL, SIGTERM, a lack of memory, a lost node,
+    Ray) do not count. None: no limit."""
     evict_slower_than: float | None = None
     """Replace a worker that repeatedly takes this many times as long per step as its peers; None: it is only reported.
     Its state moves to the others at a step boundary."""
@@ -332,6 +336,10 @@ class FailureConfig:
         require(
             is_int(self.task_error_retries) and self.task_error_retries >= 0,
             f"FailureConfig.task_error_retries={self.task_error_retries!r}: give a whole number >= 0.",
+        )
+        require(
+            self.max_same_deaths is None or (is_int(self.max_same_deaths) and self.max_same_deaths >= 2),
+            f"FailureConfig.max_same_deaths={self.max_same_deaths!r}: give a whole number of 2 or more, or None.",
         )
         if self.evict_slower_than is not None:
             require_number("FailureConfig", "evict_slower_than", self.evict_slower_than, 1.25)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from typing import ClassVar
 
 from raysharded.display import plain_text, uncaught_errors
 
@@ -32,11 +33,18 @@ def user_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__, chain=False))
 
 
+RETRY_HELPS = 75
+"""Exit status of an end after which the same command may succeed later: EX_TEMPFAIL of sysexits.h."""
+
+
 class RayshardedError(Exception):
     """The base class of every error that raysharded raises on purpose. Its texts hold no password of a URL.
 
     One that ends a script is shown plainly (`uncaught_errors`), no matter which call raised it.
     """
+
+    exit_status: ClassVar[int] = 1
+    """Status with which `raysharded run` ends after it: 1, or `RETRY_HELPS` if the same command may succeed later."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(plain_text.masked(one) if isinstance(one, str) else one for one in args))
@@ -49,6 +57,8 @@ class ConfigError(RayshardedError, ValueError):
 
 class ClusterError(RayshardedError):
     """The cluster cannot provide the workers or resources that the run needs."""
+
+    exit_status = RETRY_HELPS
 
 
 class TaskError(RayshardedError):
@@ -80,6 +90,8 @@ class DataError(RayshardedError):
 
 class StorageError(RayshardedError):
     """Storage rejected or failed an operation; the message names the URL."""
+
+    exit_status = RETRY_HELPS
 
 
 class CheckpointError(RayshardedError):
@@ -115,8 +127,18 @@ class CollectiveAborted(RayshardedError):
 
 
 class RunFailed(RayshardedError):
-    """The run failed; the message has the first cause."""
+    """The run failed; the message has the first cause. Started again, it resumes, and may succeed."""
+
+    exit_status = RETRY_HELPS
+
+
+class StepFailed(RunFailed):
+    """The run cannot get past a step, in which its own code ends the workers' processes: started again, it cannot."""
+
+    exit_status = 1
 
 
 class RunOwnedElsewhere(RayshardedError):
     """Another driver owns the run."""
+
+    exit_status = RETRY_HELPS

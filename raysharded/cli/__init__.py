@@ -55,7 +55,7 @@ for _name, _command in control.COMMANDS.items():
 def main() -> None:
     """The `raysharded` command. Ends the process: 0, 1 after an error, 2 for wrong usage, 130 after Ctrl-C.
 
-    `attach` and `wait` have more exit statuses, for the end of a run.
+    `run`, `attach` and `wait` have more exit statuses, for the end of a run.
     """
     streams.secure()
     if completion.VARIABLE in os.environ:
@@ -172,7 +172,11 @@ def run(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train the run that a file or module defines, to its end. A second call resumes the run."""
+    """Train the run that a file or module defines, to its end. A second call resumes the run.
+
+    The exit status is 0 for a finished run and 3 for one that was stopped. After an error it is 75 if the same command
+    may succeed later (the cluster or storage failed, or workers were lost), and 1 if something has to be changed first.
+    """
     from raysharded.cli.settings import apply, read_settings
     from raysharded.cli.target import load_target
 

@@ -37,7 +37,7 @@ class Command(TyperCommand):
                 return super().invoke(ctx)
             except RayshardedError as error:
                 show_error(error)
-                raise typer.Exit(1) from None
+                raise typer.Exit(error.exit_status if self.name == "run" else 1) from None
 
     def _without_values(self, ctx: Any, args: list[str]) -> list[Any]:
         """The required parameters that were not given."""

@@ -12,7 +12,14 @@ from dataclasses import replace
 
 from raysharded.driver.checkpoints import save_timer, saves
 from raysharded.driver.generation import lifecycle, step_reports
-from raysharded.driver.handlers import hang_watchdog, leave_notice, run_changes, user_requests, worker_loss
+from raysharded.driver.handlers import (
+    hang_watchdog,
+    leave_notice,
+    run_changes,
+    user_requests,
+    worker_death,
+    worker_loss,
+)
 from raysharded.driver.rollback import non_finite, pending_overrides
 from raysharded.driver.startup import adopted_workers
 from raysharded.driver.state import recovery_timeline
@@ -43,6 +50,7 @@ from raysharded.driver.state.events import (
 from raysharded.driver.state.state import Phase, State
 from raysharded.driver.workers import admission, failure_budget
 from raysharded.errors import RunOwnedElsewhere
+from raysharded.protocol.death import DeathExplained
 from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped
 from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
@@ -86,6 +94,8 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             return prepend(lifecycle.maybe_request_change(state, at), commands)
         case WorkerLost():
             return worker_loss.on_lost(state, event, at)
+        case DeathExplained():
+            return worker_death.on_explained(state, event)
         case LeaveNotice():
             return leave_notice.on_noticed(state, event, at)
         case WorkerReply():

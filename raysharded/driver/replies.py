@@ -9,6 +9,7 @@ from raysharded.driver.checkpoints.requests import SaveCallThrottle
 from raysharded.driver.state.events import Event, Ready, WorkerReply
 from raysharded.errors import StaleGeneration
 from raysharded.ids import WorkerId
+from raysharded.protocol.death import DeathExplained
 from raysharded.protocol.messages import WorkerInfo, WorkerNotice
 from raysharded.protocol.worker_launcher import Launcher, LeaveNotice, Reply, WorkerLost
 
@@ -38,13 +39,13 @@ class ReplyTranslator:
         self._notices.pop(worker, None)
         self._collecting.forget(worker)
 
-    def event_of(self, happened: Reply | WorkerLost | LeaveNotice) -> Event | None:
+    def event_of(self, happened: Reply | WorkerLost | DeathExplained | LeaveNotice) -> Event | None:
         """The event for a reply, or None if it has no meaning for the machine."""
         match happened:
             case WorkerLost(worker=worker):
                 self.forget(worker)
                 return happened
-            case LeaveNotice():
+            case DeathExplained() | LeaveNotice():
                 return happened
             case Reply():
                 return self._replied(happened)

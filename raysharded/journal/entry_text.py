@@ -23,6 +23,11 @@ _BROKEN_STEP = ("worker_lost", "stuck")
 the one in progress."""
 
 
+_SILENT = "stopped or cut off"
+"""End of the reason for a worker that did not answer."""
+_OR_NATIVE = ", or native code holds Python's lock (the GIL)"
+
+
 def step_of(kind: str, step: int) -> int:
     """The step that an event of this kind hits, with `step` the newest finished one: for a loss the one in progress."""
     return step + (kind in _BROKEN_STEP)
@@ -41,12 +46,21 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return f"step {fields['resumed_after_step']}: resuming from its checkpoint"
         case "worker_lost":
             return f"{_step(kind, fields)}: worker {fields['worker']} lost: {brief(fields['reason'])}"
+        case "task_error":
+            who = f"step {fields['step']}: worker {fields['worker']} on {get('node') or '?'}"
+            next_ = "the step is tried again" if fields["retried"] else f"attempt {fields['attempt']} was the last"
+            return f"{who} raised {brief(fields['error'])}; {next_}"
+        case "worker_died":
+            return f"step {fields['step']}: worker {fields['worker']} on {get('node') or '?'} {died(fields)}"
+        case "repeated_death":
+            return f"step {fields['step']}: {brief(fields['reason'], 400)}"
         case "chaos":
             return f"step {fields['step']}: chaos: {injected(fields)} for worker {fields['worker']}"
         case "straggler":
             return f"step {fields['step']}: worker {fields['worker']} on {get('node', '?')} is slow: {slowness(fields)}"
         case "stuck" if "worker" in fields:
-            return f"{_step(kind, fields)}: worker {fields['worker']} on {get('node', '?')}: {brief(fields['reason'])}"
+            who = f"{_step(kind, fields)}: worker {fields['worker']} on {get('node', '?')}"
+            return f"{who}: {brief(fields['reason'])}{_OR_NATIVE if fields['reason'].endswith(_SILENT) else ''}"
         case "stuck":
             return f"{_step(kind, fields)}: {brief(fields['reason'])}"
         case "worker_leaving":
@@ -206,6 +220,16 @@ def _proof_text(fields: Mapping[str, Any]) -> str:
         f"step {fields['step']}: WRONG NUMBERS: the proof of a first step found another {fields['what']} on worker "
         f"{culprits}{_of_microbatches(fields)}"
     )
+
+
+def died(fields: Mapping[str, Any]) -> str:
+    """Text on how a worker's process ended, and where in its step."""
+    index, phase = fields.get("microbatch"), fields.get("phase")
+    where = f" in {phase}" if phase else ""
+    where += f", at microbatch {index}" if index is not None else ""
+    stderr = fields.get("stderr")
+    last = f"; the last line of its stderr: {brief(stderr[-1])}" if stderr else ""
+    return f"{fields['cause']}{where}{last}"
 
 
 def injected(fields: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from raysharded.actors.telemetry import position_record
 from raysharded.actors.worker import Worker
 from raysharded.errors import StaleGeneration, StorageError
 from raysharded.ids import GenerationId, WorkerId
@@ -67,6 +68,7 @@ class LeasedWorker:
 
         Without `peers` the worker does not outlive its driver, and has no lease.
         """
+        position_record.begin()
         self._id, self._identity, self._peers = worker, identity, peers
         self._storage = run_storage(job.run_url, terms.identity)
         self._worker = Worker(worker, job, self._storage)

@@ -100,6 +100,8 @@ class GenerationSpec:
     """Members without a computed step that others could have checked: the first step is to be proven."""
     build_seed: int = 0
     """Seed of the run's constructors, with which it began."""
+    shift: tuple[int, int] = (0, 0)
+    """(step, places): each worker computes the microbatches of the worker so many places further, in a retried step."""
 
     @property
     def world_size(self) -> int:

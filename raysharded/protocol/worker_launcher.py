@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from raysharded.ids import WorkerId
+from raysharded.protocol.death import DeathExplained
 from raysharded.protocol.session import DriverSession, FoundWorkers
 from raysharded.protocol.version import OtherVersion
 
@@ -135,7 +136,7 @@ class Launcher(Protocol):
         """End a worker's process; a healthy one may get a moment to exit in order. No `WorkerLost` follows."""
         ...
 
-    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | LeaveNotice]:
+    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | DeathExplained | LeaveNotice]:
         """Events since the last call; waits up to `timeout_s` for the first.
 
         When a node dies, all of its workers are `WorkerLost` in one answer.

@@ -6,13 +6,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raysharded.ids import WorkerId
+from raysharded.protocol.death import Death
 
 WAITING = "waiting"
 """Concurrency group of the agent's waiting calls, so that an immediate kill waits for none of them."""
@@ -35,6 +38,8 @@ class Agents:
         """Guards the list below."""
         self._kills: list[ray.ObjectRef[Any]] = []
         """Kills that may still be on their way."""
+        self._asked: dict[ray.ObjectRef[Any], WorkerId] = {}
+        """Questions for the causes of deaths."""
 
     def ensure(self, node_id: str) -> None:
         """Ensure that an agent runs on this node; Ray restarts one that dies."""
@@ -66,6 +71,31 @@ class Agents:
             else:
                 self._kills.append(agent.kill.remote(pid, started))
 
+    def watch(self, node_id: str, pid: int, started: int) -> None:
+        """Have a worker watched by its node's agent."""
+        if node_id in self._agents:
+            self._agents[node_id].watch.remote(pid, started)
+
+    def ask_cause(self, worker: WorkerId, node_id: str, pid: int) -> None:
+        """Ask what a lost worker died of; `causes` has the answer."""
+        if node_id in self._agents:
+            waiting: Any = self._agents[node_id].explain.options(concurrency_group=WAITING)
+            self._asked[waiting.remote(pid)] = worker
+
+    def causes(self) -> list[tuple[WorkerId, Death]]:
+        """The answers since the last call. Does not wait."""
+        if not self._asked:
+            return []
+        done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
+        found = []
+        for ref in done:
+            worker = self._asked.pop(ref)
+            with contextlib.suppress(RayError):  # its node is lost
+                death = ray.get(ref)
+                if death is not None:
+                    found.append((worker, death))
+        return found
+
     def close(self, within_s: float) -> None:
         """End the agents after their pending kills; waits up to `within_s` for these."""
         with contextlib.suppress(RayError):
@@ -88,6 +118,7 @@ class OwnNode:
 
         self._agent = Agent()
         self._waiting: list[threading.Thread] = []
+        self._causes: SimpleQueue[tuple[WorkerId, Death]] = SimpleQueue()
 
     def ensure(self, node_id: str) -> None:
         """Do nothing: the node has this process."""
@@ -106,6 +137,27 @@ class OwnNode:
         )
         thread.start()
         self._waiting.append(thread)
+
+    def watch(self, node_id: str, pid: int, started: int) -> None:
+        """Watch a worker."""
+        self._agent.watch(pid, started)
+
+    def ask_cause(self, worker: WorkerId, node_id: str, pid: int) -> None:
+        """Find out what a lost worker died of; `causes` has the answer."""
+        threading.Thread(target=self._explain, args=(worker, pid), name="raysharded death", daemon=True).start()
+
+    def _explain(self, worker: WorkerId, pid: int) -> None:
+        death = self._agent.explain(pid)
+        if death is not None:
+            self._causes.put((worker, death))
+
+    def causes(self) -> list[tuple[WorkerId, Death]]:
+        """The answers since the last call. Does not wait."""
+        found = []
+        with contextlib.suppress(Empty):
+            while True:
+                found.append(self._causes.get_nowait())
+        return found
 
     def close(self, within_s: float) -> None:
         """Wait up to `within_s` for the delayed kills."""

@@ -31,6 +31,15 @@ def cause_of_death(error: BaseException) -> str:
     return _of_detail(detail[1])
 
 
+def is_from_outside(error: BaseException) -> bool:
+    """Whether Ray ended the worker, or knows who did: it did not just see its socket close, or its interpreter exit."""
+    detail = _DETAIL.search(" ".join(str(error).split()))
+    if detail is None:
+        return True
+    code = _EXIT.fullmatch(detail[1])
+    return _SILENT.fullmatch(detail[1]) is None and (code is None or code[2] == _SIGTERM)
+
+
 def _of_detail(detail: str) -> str:
     if silent := _SILENT.fullmatch(detail):
         more = "" if silent[1] in ("", "End of file") else f" ({silent[1]})"

@@ -9,13 +9,18 @@ from __future__ import annotations
 import os
 import time
 
+from raysharded.actors.process.death_watch import DeathWatch
 from raysharded.actors.process.os_processes import kill_process, start_ticks
+from raysharded.protocol.death import Death
 
 _LOOK_EVERY_S = 0.02
 
 
 class Agent:
     """Acts on the processes of its node."""
+
+    def __init__(self) -> None:
+        self._deaths = DeathWatch()
 
     def kill(self, pid: int, started: int) -> bool:
         """End the process now, even a stopped one. False if it had exited.
@@ -33,6 +38,14 @@ class Agent:
                 return kill_process(pid, started)
             time.sleep(_LOOK_EVERY_S)
         return False
+
+    def watch(self, pid: int, started: int) -> bool:
+        """Watch a worker of this node, to explain its death. False if it cannot be watched."""
+        return self._deaths.watch(pid, started)
+
+    def explain(self, pid: int) -> Death | None:
+        """What a watched worker died of; waits a moment for its end. None if it is not known."""
+        return self._deaths.explain(pid)
 
     def pid(self) -> int:
         """Process id of the agent; answers as soon as the agent runs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from raysharded.config import ScalingConfig
 from raysharded.ids import WorkerId
+from raysharded.protocol.death import DeathExplained
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.session import DriverSession, FoundWorkers, job_identity, run_digest
@@ -28,7 +30,7 @@ from raysharded.ray_backend import adoption, other_versions
 from raysharded.ray_backend.agents import Agents, Aside, OwnNode
 from raysharded.ray_backend.bundles import places
 from raysharded.ray_backend.capacity import needs_of, shortage_text
-from raysharded.ray_backend.death_causes import cause_of_death
+from raysharded.ray_backend.death_causes import cause_of_death, is_from_outside
 from raysharded.ray_backend.drain_watch import DrainWatch
 from raysharded.ray_backend.node_watch import NodeWatch
 from raysharded.ray_backend.peers import (
@@ -86,6 +88,8 @@ class RayLauncher:
         self._calls: dict[ray.ObjectRef[Any], tuple[WorkerId, str]] = {}
         self._facts: dict[WorkerId, WorkerInfo] = {}
         """Facts of the workers that are ready."""
+        self._lost: dict[WorkerId, tuple[bool, str]] = {}
+        """Lost workers whose cause is asked for: (whether Ray ended them, node)."""
         self._agents: Agents | OwnNode = OwnNode() if owns_cluster else Agents()
         self._killing, self._doubts = Aside("ray.kill"), Aside("doubts")
         self._watch = NodeWatch(node_table)
@@ -197,7 +201,7 @@ class RayLauncher:
         if self._terms is not None:
             self._unheard.append(actor.leave.options(concurrency_group=GROUP).remote(self._terms.epoch))
 
-    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | LeaveNotice]:
+    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | DeathExplained | LeaveNotice]:
         self._renew()
         if self._postponed and not self._draining.silent_s():
             for worker in list(self._postponed):
@@ -205,7 +209,11 @@ class RayLauncher:
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = max(0.0, deadline - time.monotonic())
-            happened: list[Reply | WorkerLost | LeaveNotice] = [*self._draining.fetch(), *self._of_dead_nodes()]
+            happened: list[Reply | WorkerLost | DeathExplained | LeaveNotice] = [
+                *self._draining.fetch(),
+                *self._of_dead_nodes(),
+                *self._explained(),
+            ]
             happened = happened or [*self._wait(min(left_s, self._slice_s))]
             if happened or left_s == 0.0:
                 return happened
@@ -220,6 +228,14 @@ class RayLauncher:
                 reason = f"its node {facts.node} ({facts.node_id[:8]}) died: {dead[facts.node_id]}"
                 gone.append(WorkerLost(worker=worker, reason=reason, node_id=facts.node_id, node_died=True))
         return gone
+
+    def _explained(self) -> list[DeathExplained]:
+        found = []
+        for worker, death in self._agents.causes():
+            outside, node_id = self._lost.pop(worker, (True, ""))
+            outside = outside or node_id in self._watch.dead()
+            found.append(DeathExplained(worker=worker, death=replace(death, from_outside=outside)))
+        return found
 
     def _wait(self, timeout_s: float) -> list[Reply | WorkerLost]:
         refs = list(self._calls)
@@ -244,8 +260,11 @@ class RayLauncher:
             node_id = self._node_of(worker)
             return Reply(worker=worker, method=method, error=_cause(error) or error, node_id=node_id)
         except RayError as error:  # also an object lost with its node
-            node_id = self._node_of(worker)
+            node_id, facts = self._node_of(worker), self._facts.get(worker)
             self._watch.check()
+            if facts is not None:
+                self._lost[worker] = (is_from_outside(error), facts.node_id)
+                self._agents.ask_cause(worker, facts.node_id, facts.pid)
             self.kill(worker)
             return WorkerLost(worker=worker, reason=cause_of_death(error), error=_cause(error), node_id=node_id)
 
@@ -265,6 +284,7 @@ class RayLauncher:
         self._facts[worker] = facts
         self._leases.change()
         self._agents.ensure(facts.node_id)
+        self._agents.watch(facts.node_id, facts.pid, facts.started)
         self._watch.watch(facts.node_id)
 
     def describe_shortage(self) -> str:

@@ -66,6 +66,8 @@ class Result:
 class RunStopped(RunFailed):
     """The run was ended by a request, such as `Run.stop` or SIGTERM, before its last step."""
 
+    exit_status = 3
+
     def __init__(self, message: str, result: Result) -> None:
         super().__init__(message, result)
         self.result = result

@@ -42,6 +42,7 @@ def limits_of(spec: RunSpec, grouping: Grouping | None) -> DriverConfig:
         max_worker_losses=failure.max_worker_losses,
         max_node_failures=failure.max_node_failures,
         task_error_retries=failure.task_error_retries,
+        max_same_deaths=failure.max_same_deaths,
         evict_slower_than=failure.evict_slower_than,
         hang_timeout_s=failure.hang_timeout_s,
         compiles=spec.engine.compile,

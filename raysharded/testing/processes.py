@@ -18,9 +18,13 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
+from raysharded.actors.process.death_watch import DeathWatch
+from raysharded.actors.telemetry import position_record
 from raysharded.ids import WorkerId
 from raysharded.ownership.run_folder import run_storage
+from raysharded.protocol.death import DeathExplained
 from raysharded.protocol.job import Job
+from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.session import DriverSession, FoundWorkers
 from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost
 from raysharded.rendezvous.server import RendezvousStore
@@ -51,6 +55,7 @@ class ProcessLauncher:
         self._unreachable: dict[WorkerId, tuple[Any, Connection]] = {}
         """Workers that are cut off."""
         self._store: RendezvousStore | None = None
+        self._deaths = DeathWatch()
 
     def rendezvous(self) -> tuple[str, int]:
         if self._store is None:
@@ -99,6 +104,7 @@ class ProcessLauncher:
     def kill(self, worker: WorkerId, *, at_once: bool = True) -> None:
         process, pipe = self._processes.pop(worker, None), self._pipes.pop(worker, None)
         if process is not None and pipe is not None:
+            self._deaths.forget(process.pid)
             pipe.close()
             process.kill()
             process.join()
@@ -120,24 +126,30 @@ class ProcessLauncher:
             process.kill()
             process.join()
 
-    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | LeaveNotice]:
+    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | DeathExplained | LeaveNotice]:
         if not self._pipes:
             threading.Event().wait(timeout_s)
             return []
         workers = {pipe: worker for worker, pipe in self._pipes.items()}
-        happened: list[Reply | WorkerLost | LeaveNotice] = []
+        happened: list[Reply | WorkerLost | DeathExplained | LeaveNotice] = []
         for pipe in wait(list(workers), timeout_s):
             assert isinstance(pipe, Connection)
             worker = workers[pipe]
             try:
                 while pipe.poll():
                     happened.append(pipe.recv())
+                    facts = getattr(happened[-1], "value", None)
+                    if isinstance(facts, WorkerInfo):
+                        self._deaths.watch(facts.pid, facts.started)
             except (EOFError, ConnectionResetError):
                 process = self._processes[worker]
                 process.join()
                 happened.append(
                     WorkerLost(worker=worker, reason=f"process {process.pid} ended with exit code {process.exitcode}")
                 )
+                death = self._deaths.explain(process.pid)
+                if death is not None:
+                    happened.append(DeathExplained(worker=worker, death=death))
                 self.kill(worker)
         return happened
 
@@ -151,6 +163,7 @@ class ProcessLauncher:
         for worker in list(self._processes):
             self.kill(worker)
         self.end_unreachable()
+        self._deaths.close()
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -188,6 +201,7 @@ def serve(
         prepare()
     from raysharded.actors.worker import Worker
 
+    position_record.begin()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # As in Ray's workers. With forkserver, the parent's method, each lock (tqdm has one) stays named until it is freed,
     # which does not happen in a killed process: Python would warn of leaked semaphores at the end of the run.

@@ -162,7 +162,7 @@ def test_what_the_program_and_its_processes_print_is_not_in_the_json(tmp_path: P
 
 def test_an_error_of_the_run_is_one_line(tmp_path: Path) -> None:
     ran = raysharded_run(str(write(tmp_path, 'raise ClusterError("2 of 4 workers. Add nodes.")')), tmp_path)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", "error: 2 of 4 workers. Add nodes.\n")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (75, "", "error: 2 of 4 workers. Add nodes.\n")
 
 
 def test_an_error_of_the_task_shows_the_users_traceback_once(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from raysharded.driver.state import (
     stragglers,
 )
 from raysharded.protocol import messages
+from raysharded.protocol.death import Death, DeathExplained
 from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
 Value: TypeAlias = "str | int | float | bool | None"
@@ -77,6 +78,10 @@ NAMES: Mapping[type, Names] = {
     # -- events --
     events.Ready: Names("ready", "worker facts"),
     WorkerLost: Names("lost", "worker reason error node_id node_died"),
+    DeathExplained: Names("explained", "worker death"),
+    Death: Names(
+        "death", "status signal out_of_memory from_outside generation step phase microbatch samples stderr stderr_file"
+    ),
     LeaveNotice: Names("noticed", "workers reason within_s whole_node"),
     events.WorkerReply: Names("said", "worker message"),
     events.Committed: Names(
@@ -135,7 +140,7 @@ NAMES: Mapping[type, Names] = {
         "rolled_back=undone rewound invalidated_up_to=distrusted invalidated_after=distrusted_after verified_step "
         "corrupted num_samples driver rendezvous result_fingerprint pause stop_requested stop_by arithmetic_unmet "
         "differing numerics proven build_seed save_began_at save_requested_in given_up "
-        "ending",
+        "ending failed_at failed_worker deaths",
         later={
             "arithmetic_unmet": False,
             "differing": {},
@@ -146,6 +151,9 @@ NAMES: Mapping[type, Names] = {
             "save_requested_in": None,
             "given_up": None,
             "ending": None,
+            "failed_at": (),
+            "failed_worker": None,
+            "deaths": (),
         },
     ),
     # -- their parts --
@@ -158,8 +166,14 @@ NAMES: Mapping[type, Names] = {
         "save_timeout_s max_failed_saves stop_on_failed_saves last_save_retries spares grouping "
         "last_save_backoff_s max_start_failures start_backoff_s max_start_backoff_s max_idle_generations "
         "max_node_failures configured_workers max_losses_without_step accept_arithmetic "
-        "proves_first_step save_every_s audits",
-        later={"audits": True, "accept_arithmetic": False, "proves_first_step": False, "save_every_s": None},
+        "proves_first_step save_every_s audits max_same_deaths",
+        later={
+            "audits": True,
+            "accept_arithmetic": False,
+            "proves_first_step": False,
+            "save_every_s": None,
+            "max_same_deaths": None,
+        },
     ),
     state.Checkpointed: Names("checkpointed", "step prefix fingerprint digest url", numbered=frozenset({"digest"})),
     state.Saving: Names(
@@ -173,6 +187,7 @@ NAMES: Mapping[type, Names] = {
         "found_at lost reasons workers_before step_before stopped_at decided_at formed_at source resume_step",
         later={"decided_at": None},
     ),
+    state.OwnDeath: Names("own_death", "worker generation step phase cause microbatch node_id"),
     state.Departure: Names("departure", "reason since by step"),
     state.Preparation: Names("preparation", "members mesh prefix since by ready staying grouping awaited failed"),
     state.Rewinding: Names("rewinding", "checkpoint skip_data number"),
@@ -187,8 +202,8 @@ NAMES: Mapping[type, Names] = {
     messages.GenerationSpec: Names(
         "generation_spec",
         "generation members source host port prefix driver decisions replicas tensor apart nodes prepared attempt "
-        "numerics newcomers build_seed secret",
-        later={"numerics": RULES_AT_FIRST, "newcomers": (), "build_seed": 0, "secret": b""},
+        "numerics newcomers build_seed secret shift",
+        later={"numerics": RULES_AT_FIRST, "newcomers": (), "build_seed": 0, "secret": b"", "shift": (0, 0)},
     ),
     messages.FromMemory: Names("from_memory", "step spec copies rebuilds"),
     messages.FromCheckpoint: Names("from_checkpoint", "step prefix digest url", numbered=frozenset({"digest"})),

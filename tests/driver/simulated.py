@@ -33,6 +33,7 @@ from raysharded.driver.state.state import Phase, State
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.orphans.orphan_checkpoint import write_orphan_checkpoint
+from raysharded.protocol.death import Death
 from raysharded.protocol.session import AdoptedWorker, DriverSession
 from tests.driver.memory_storage import MemoryStorage
 from tests.driver.simulated_driver import ORPHAN_WAIT_S, SimulatedDriver, prepared_run
@@ -125,6 +126,8 @@ class Cluster:
         self.contents: dict[str, int] = {}
         """Folder of a save -> the number that stands for the state's bits."""
         self.struck: list[Strike] = []
+        self.explain: Callable[[Worker], Sequence[Death]] = lambda _: ()
+        """What the machine of a dead worker tells of its death."""
         self._faults: dict[tuple[Phase | None, int], list[Fault]] = {}
         for fault in faults:
             self._faults.setdefault((fault.phase, fault.nth), []).append(fault)

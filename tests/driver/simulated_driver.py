@@ -67,6 +67,7 @@ from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal
 from raysharded.overrides import Decisions
+from raysharded.protocol.death import DeathExplained
 from raysharded.protocol.messages import FromStart, GenerationSpec, WorkerInfo, save_prefix
 from raysharded.protocol.session import DriverSession, FoundWorkers, to_take_over
 from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, WorkerLost
@@ -295,6 +296,8 @@ class SimulatedDriver:
     def _hear_of_end(self, worker: Worker, *, node_died: bool = False) -> None:
         node = worker.node if worker.placed else ""
         self.hear(WorkerLost(worker=worker.id, reason="killed", node_id=node, node_died=node_died))
+        for death in self.cluster.explain(worker):
+            self.hear(DeathExplained(worker=worker.id, death=death))
 
     def hear_notice(self, worker: Worker) -> None:
         """Receive a worker's leave notice."""

@@ -624,7 +624,11 @@ def test_a_task_that_raises_is_retried_once_and_then_fails_with_the_first_cause(
             assert run.newest_form().source.step == 1
             run.formed()
     assert isinstance(run.error, TaskError)
-    assert str(run.error) == "try 1\n(Attempt 2 ended with another error, TaskError: try 2)"
+    assert str(run.error) == (
+        "try 1\n(Attempt 2 ended with another error, TaskError: try 2)\n"
+        "(Raised in worker 1 on node1, then in worker 1 on node1. It is the same worker each time: its node may be the "
+        "cause.)"
+    )
 
 
 def test_the_same_bug_met_in_another_microbatch_first_is_not_another_error() -> None:
@@ -633,7 +637,10 @@ def test_the_same_bug_met_in_another_microbatch_first_is_not_another_error() -> 
         run.stopped(worker, RAISED, 1, error=TaskError(f"microbatch {worker}: KeyError", "its traceback"))
         run.stopped(1 - worker, ABORTED, 1)
         run.formed()
-    assert str(run.error) == "microbatch 0: KeyError"
+    assert str(run.error) == (
+        "microbatch 0: KeyError\n(Raised in worker 0 on node0, then in worker 1 on node1. It comes on several nodes: "
+        "look for it in the task or its data.)"
+    )
 
 
 def test_an_error_that_did_not_come_again_does_not_count_against_later_ones() -> None:

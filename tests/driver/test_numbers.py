@@ -25,6 +25,10 @@ from raysharded.protocol.messages import (
 from tests.driver.scripted import Run, committed, of, training
 from tests.driver.simulated_workers import SPEC, report_of
 
+TWICE_ON_0 = (
+    "(Raised in worker 0 on node0, then in worker 0 on node0. It is the same worker each time: its node may be the "
+    "cause.)"
+)
 ABORTED, TASK_ERROR, BOUNDARY = StopReason.ABORTED, StopReason.TASK_ERROR, StopReason.BOUNDARY
 
 
@@ -289,7 +293,9 @@ def test_a_task_that_raises_ends_the_run_with_its_first_error_and_a_word_about_a
     run.stopped(1, ABORTED, 2)
     assert isinstance(run.error, TaskError)
     assert run.error.user_traceback == "its traceback"
-    assert str(run.error) == "the first\n(Attempt 2 ended with another error, DataError: the second)"
+    first, other, who = str(run.error).split("\n")
+    assert (first, other) == ("the first", "(Attempt 2 ended with another error, DataError: the second)")
+    assert who == TWICE_ON_0
 
 
 def test_the_same_error_every_time_is_reported_once() -> None:
@@ -300,7 +306,7 @@ def test_the_same_error_every_time_is_reported_once() -> None:
         if run.all(End):
             break
         run.formed()
-    assert str(run.error) == "the same"
+    assert str(run.error) == f"the same\n{TWICE_ON_0}"
 
 
 def test_several_workers_that_raise_at_once_and_one_that_is_lost_besides_are_one_task_error() -> None:
@@ -314,7 +320,7 @@ def test_several_workers_that_raise_at_once_and_one_that_is_lost_besides_are_one
     run.formed()
     run.stopped(0, TASK_ERROR, 2, error=TaskError("the bug"))
     run.stopped(1, ABORTED, 2)
-    assert str(run.error) == "the bug"
+    assert str(run.error) == f"the bug\n{TWICE_ON_0}"
 
 
 def test_losses_do_not_use_up_the_budget_of_task_errors() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import combinations, groupby, pairwise
 
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -46,6 +47,7 @@ from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import read
 from raysharded.layout import Held, Plan, Target, has_mirrors, make_plan, mirror_of
 from raysharded.overrides import agree, decided, factor_at
+from raysharded.protocol.death import Death
 from raysharded.protocol.messages import (
     FromCheckpoint,
     FromMemory,
@@ -518,8 +520,9 @@ def check_claims(cluster: Cluster) -> None:
     assert len(set(followed)) == len(followed), f"drivers write to the journal by turns: {writers}"
 
 
-def run(schedule: Schedule) -> Cluster:
+def run(schedule: Schedule, explain: Callable[[Worker], Sequence[Death]] = lambda _: ()) -> Cluster:
     cluster = schedule.cluster()
+    cluster.explain = explain
     cluster.run(Laws())
     check_end(schedule, cluster)
     check_claims(cluster)
@@ -556,6 +559,28 @@ def test_with_any_requests_meanwhile_the_run_ends_well_or_gives_the_reason(sched
 @given(well_controlled())
 def test_neither_a_pause_nor_another_number_of_workers_costs_a_step(schedule: Schedule) -> None:
     check_nothing_is_lost(run(schedule))
+
+
+def killed(worker: Worker) -> Sequence[Death]:
+    """What is told of a worker that somebody else ended, in one of all ways, with its place in the run."""
+    ways = (
+        Death(signal="SIGKILL"),
+        Death(signal="SIGTERM"),
+        Death(signal="SIGKILL", out_of_memory="the kernel's memory killer ended it"),
+        Death(status=1, from_outside=True),
+        Death(signal="SIGSEGV", from_outside=True),
+        Death(stderr=("nothing is known",)),
+    )
+    way = ways[worker.id % len(ways)]
+    return [replace(way, generation=worker.generation, step=worker.step + 1, phase="forward", microbatch=0)]
+
+
+@settings(max_examples=NUM_SCHEDULES // 2, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.one_of(schedules(), left_alone(), controlled()))
+def test_kills_and_preemptions_that_are_explained_never_end_a_run(schedule: Schedule) -> None:
+    strict = replace(schedule, limits=replace(schedule.limits, max_same_deaths=2))
+    cluster = run(strict, killed)  # other ends are given by their reasons
+    assert not any(record.kind == "repeated_death" for driver in cluster.drivers for record in driver.records)
 
 
 def check_nothing_is_lost(cluster: Cluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,42 @@ def test_pods_have_the_time_to_leave(job: dict[str, Any]) -> None:
     assert worker["terminationGracePeriodSeconds"] > 40
     (stop_wait_s,) = (one["value"] for one in head["containers"][0]["env"] if one["name"] == "RAY_JOB_STOP_WAIT_TIME_S")
     assert rs.CheckpointConfig().grace_s < int(stop_wait_s) < head["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "calls", "status"),
+    [
+        pytest.param((0,), 1, 0, id="finished"),
+        pytest.param((75, 75, 0), 3, 0, id="resumed until it is finished"),
+        pytest.param((75,) * 9, 4, 75, id="in vain"),
+        pytest.param((1,), 1, 1, id="an error that a retry does not help"),
+        pytest.param((75, 3), 2, 0, id="stopped by a person"),
+    ],
+)
+def test_the_job_resumes_a_run_only_where_that_may_help(
+    statuses: tuple[int, ...], calls: int, status: int, job: dict[str, Any], tmp_path: Path
+) -> None:
+    for name, lines in {
+        "raysharded": [
+            'echo "$*" >> calls',
+            "set -- $(cat statuses)",
+            "exit $(echo $* | cut -d' ' -f$(wc -l < calls))",
+        ],
+        "sleep": [],
+    }.items():
+        file = tmp_path / name
+        file.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+        file.chmod(0o755)
+    (tmp_path / "statuses").write_text(" ".join(map(str, statuses)))
+    ran = subprocess.run(
+        ["sh", "-c", job["spec"]["entrypoint"]],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        timeout=30,
+        check=False,
+    )
+    assert ran.returncode == status
+    assert (tmp_path / "calls").read_text().splitlines() == ["run /home/ray/train.py"] * calls
 
 
 @pytest.mark.ray

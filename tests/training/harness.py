@@ -192,6 +192,7 @@ def train(
     tensor: int = 1,
     nodes: str = "",
     prepare: Callable[[], None] | None = None,
+    retries: int = 0,
 ) -> Outcome:
     """Train from the start with so many workers, in groups of `shards` if that is given and of not fewer than
     `least_shards`, with a tensor parallel degree of `tensor`; raises the error that the run failed with. `nodes`: a
@@ -199,7 +200,7 @@ def train(
     `nodes` is not given.
 
     `kills`: (worker, step, phase) of every worker to kill; `faults`: others; that all of them strike is checked.
-    `losses`: the workers that may be lost besides those.
+    `losses`: the workers that may be lost besides those. `retries`: of a step whose task raised.
     """
     with tempfile.TemporaryDirectory() as folder:
         killed = [Fault(worker=WorkerId(worker), step=step, phase=phase) for worker, step, phase in kills]
@@ -225,6 +226,7 @@ def train(
             max_worker_losses=losses,
             hang_timeout_s=hang_timeout_s,
             max_skipped_steps=max_skipped_steps,
+            task_error_retries=retries,
             grouping=grouped(job, shards, least_shards, tensor),
             join_wait_s=60.0,  # all begin together, on a busy machine too: or else a fault's worker may come too late
         )

@@ -120,6 +120,7 @@ def assemble(
         numbers=numbers,
         say=say,
         is_new=is_new,
+        shifted=place.spec.shift,
     )
     evaluator = Evaluator(
         job, modes, computer, around.eval_loader, names, groups, gradient.units, numbers=numbers, say=say

@@ -26,6 +26,7 @@ from raysharded.actors.step.forward_backward import Computer, Results
 from raysharded.actors.step.parameter_use import ParameterUse
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.task_calls.task_numbers import half_precision
+from raysharded.actors.telemetry import position_record
 from raysharded.actors.telemetry.phases import Phases
 from raysharded.data import Loader, Microbatch
 from raysharded.data.ledger import Digest, add as add_digests
@@ -66,11 +67,14 @@ class StepGradient:
         numbers: int,
         say: Say,
         is_new: bool,
+        shifted: tuple[int, int] = (0, 0),
     ) -> None:
         """`hosts`: shards of this worker's group on each host. `modes`: modes of the model's modules. `on_reduce`:
         called at each reduction of a unit, before anything is exchanged, or in fast mode when a backward begins.
         `compares_forwards`: compare the first forwards with the other workers'. `numbers`: the number of the rule.
-        `say`: reports remarks. `is_new`: also remark on the inputs, as no step was done before."""
+        `say`: reports remarks. `is_new`: also remark on the inputs, as no step was done before. `shifted`:
+        (step, shift): other workers compute the microbatches of this step, as with `compute_again`."""
+        self._shifted, self._further = shifted, 0
         self._job, self._optimizer, self._computer, self._loader = job, optimizer, computer, loader
         self._names, self._in_phase, self._numbers, self._say = names, phases, numbers, say
         self._model, self._modes = sharded.model, modes
@@ -117,12 +121,15 @@ class StepGradient:
         if step > self._job.max_steps:
             return
         rounds = self.rounds
-        indices = [rounds.schedule.microbatch_of(rounds.rank, index) for index in range(rounds.count)]
+        rounds.shift = self._shift_of(step)
+        rank = rounds.acting_rank(rounds.rank)
+        indices = [rounds.schedule.microbatch_of(rank, index) for index in range(rounds.count)]
         self._loader.plan([(step, index) for index in indices if index is not None])
 
     def compute(self, step: int) -> Computed:
         """Compute the step's gradient and leave it with the parameters: each worker has its shard of the sum."""
         rounds = self.rounds
+        rounds.shift = self._shift_of(step) + self._further
         results = Results(self._computer.name_of("train", step), self._names.of("train"), self._numbers)
         digest, num_reads = (0, 0), 0
         taken: Microbatch | None = None
@@ -133,6 +140,7 @@ class StepGradient:
         for round_index in range(rounds.count):
             rounds.index = round_index
             index = rounds.microbatch(rounds.rank)
+            self._in_phase.note_place(step, index)
             with self._in_phase("data"):
                 if index is None:
                     taken = taken or self._padding(step)
@@ -140,6 +148,7 @@ class StepGradient:
                     taken = self._loader.load(step, index)
                     digest = add_digests(digest, taken.digest)
                     num_reads += taken.num_reads
+                position_record.note_samples(taken.ids[: position_record.MOST_SAMPLES].tolist())
                 batch = self._computer.batch(taken.samples, taken.ids.tolist(), "train", taken.step, taken.index)
             with self._in_phase("forward"):
                 loss = self._forward(step, index, batch, len(taken.samples))
@@ -150,6 +159,7 @@ class StepGradient:
             counts = index is not None and loss.total.requires_grad
             with self._in_phase("backward"), self.use.counting(counts):
                 self._backward(step, index, loss)
+        self._in_phase.note_place(step)
         self.check_buffers("training", step)
         if self._inputs is not None:
             self._inputs.end()
@@ -231,11 +241,14 @@ class StepGradient:
                 usual(index, gradient)
             watch(index, gradient)
 
-        self.rounds.shift, self.rounds.on_gradient = shift, both
+        self._further, self.rounds.on_gradient = shift, both
         try:
             return self.compute(step)
         finally:
-            self.rounds.shift, self.rounds.on_gradient = 0, usual
+            self._further, self.rounds.on_gradient = 0, usual
+
+    def _shift_of(self, step: int) -> int:
+        return self._shifted[1] if step == self._shifted[0] else 0
 
     def compute_first_round_again(self, step: int, shift: int, watch: Callable[[int, torch.Tensor], None]) -> Results:
         """Like `compute_again`, for each worker's first microbatch alone; the step's gradient is unchanged."""

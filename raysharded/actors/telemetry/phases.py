@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from raysharded.actors.telemetry import position_record
 from raysharded.errors import CollectiveAborted
 from raysharded.ids import GenerationId
 
@@ -26,6 +27,12 @@ class Phases:
         self._inner_s: list[float] = []
         """For each open phase, the outermost first: seconds that phases within it took."""
         self._is_apart = False
+        self.note_place(0)
+        position_record.note_phase(self.name)
+
+    def note_place(self, step: int, microbatch: int | None = None) -> None:
+        """Record, for the case of the process's death, the step in progress and the microbatch that is computed."""
+        position_record.note_place(self._generation, step, -1 if microbatch is None else microbatch)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -49,6 +56,7 @@ class Phases:
             return
         outer = (self.name, self.since) if self._inner_s else None
         self.name, self.since = name, time.monotonic()
+        position_record.note_phase(name)
         self._inner_s.append(0.0)
         self._seconds.setdefault(name, 0.0)
         started = time.perf_counter()
@@ -61,6 +69,7 @@ class Phases:
                 self._inner_s[-1] += took_s
         if outer is not None:
             self.name, self.since = outer
+            position_record.note_phase(self.name)
 
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:

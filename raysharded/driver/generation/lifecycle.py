@@ -34,7 +34,7 @@ from raysharded.driver.state.commands import (
 )
 from raysharded.driver.state.persistent_map import with_entry
 from raysharded.driver.state.state import Phase, State
-from raysharded.driver.workers import admission, failure_budget, proof_failures
+from raysharded.driver.workers import admission, proof_failures, task_failures
 from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint, NonFiniteLoss, RunFailed
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.messages import Corruption, GenerationReady, GenerationSpec, Prepared, Stopped, StopReason
@@ -132,6 +132,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         numerics=state.numerics,
         build_seed=state.build_seed,
         newcomers=proof_failures.newcomers(state, members),
+        shift=task_failures.shift_of_retry(state, members, mesh, source),
     )
     state = replace(
         state,
@@ -283,19 +284,24 @@ def after_all_stopped(state: State, at: float) -> Outcome:
         state, commands = pending_overrides.without_planned_rewind(state, vain)
         return prepend(next_generation(state, at), commands)
     refused = [s for s in stops if s.reason is StopReason.REFUSED]
-    errors = [s for s in stops if s.reason is StopReason.TASK_ERROR]
+    errors = {w: s for w, s in state.stops.items() if s.reason is StopReason.TASK_ERROR}
     if refused:
         return _refused(state, refused[0].error, at)
     not_finite = non_finite.cause(state)
     if not_finite is not None:
         return (state, []) if non_finite.must_wait(state) else _rewind(state, not_finite, at)
     if errors:
-        if isinstance(errors[0].error, NonFiniteLoss):
-            state, commands = saves.end(state, errors[0].error, at)
+        first = next(iter(errors.values())).error
+        if isinstance(first, NonFiniteLoss):
+            state, commands = saves.end(state, first, at)
         else:
-            state, commands = failure_budget.count_task_errors(state, errors, at)
-        if state.phase is Phase.OVER:
-            return state, commands
+            state, commands = task_failures.count(state, errors, at)
+        return (state, commands) if state.phase is Phase.OVER else prepend(_go_on(state, stops, at), commands)
+    return _go_on(state, stops, at)
+
+
+def _go_on(state: State, stops: Sequence[Stopped], at: float) -> Outcome:
+    """Continue after a generation whose end is no error that ends the run."""
     lost = not state.ready.issuperset(state.members)  # a member may be lost after it stopped
     if not lost and all(s.reason is StopReason.FINISHED for s in stops):
         state, undecided = pending_overrides.without_impossible(state)

@@ -58,6 +58,7 @@ from raysharded.driver.state.events import (
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import State
 from raysharded.layout import Mesh
+from raysharded.protocol.death import DeathExplained
 from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped
 from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
@@ -73,6 +74,8 @@ def _of_event(event: Event) -> str:
             return f"{_workers([worker])} on {facts.node} is ready"
         case WorkerLost(worker=worker, reason=reason, node_died=node_died):
             return f"{_workers([worker])} is lost{', with its node' if node_died else ''}: {brief(reason)}"
+        case DeathExplained(worker=worker, death=death):
+            return f"{_workers([worker])} {death.cause}"
         case LeaveNotice(workers=workers, reason=reason, within_s=within_s, whole_node=whole_node):
             whom = f"the node of {_workers(workers)}" if whole_node else _workers(workers)
             return f"{whom} must leave within {duration(within_s)}: {brief(reason)}"

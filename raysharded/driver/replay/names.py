@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from raysharded.driver.state import events
 from raysharded.driver.state.state import State
 from raysharded.protocol import messages
+from raysharded.protocol.death import DeathExplained
 from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
 FORMAT = 3
@@ -22,6 +23,7 @@ OLDER = 2
 NAMES: Mapping[type, tuple[str, str]] = {
     events.Ready: ("Ready", "worker_ready"),
     WorkerLost: ("Lost", "worker_lost"),
+    DeathExplained: ("Explained", "death_explained"),
     LeaveNotice: ("Noticed", "leave_notice"),
     events.WorkerReply: ("Said", "worker_reply"),
     events.Committed: ("Committed", "checkpoint_committed"),

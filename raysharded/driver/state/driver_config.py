@@ -79,6 +79,8 @@ class DriverConfig:
     """The configured maximum, if another number of workers was requested since."""
     max_losses_without_step: int = 64
     """Losses in a row without a new step that the run tolerates; more are not chance: something kills the workers."""
+    max_same_deaths: int | None = None
+    """Generations whose workers may end by themselves in the same way and step; None: no limit."""
     accept_arithmetic: bool = False
     """Continue if all workers would compute other bits than the run did before."""
     audits: bool = True

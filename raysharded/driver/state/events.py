@@ -8,6 +8,7 @@ from typing import Any
 
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.protocol.death import DeathExplained
 from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped, WorkerInfo
 from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
@@ -180,6 +181,7 @@ class Tick:
 Event = (
     Ready
     | WorkerLost
+    | DeathExplained
     | LeaveNotice
     | WorkerReply
     | Committed

@@ -98,6 +98,19 @@ class Incident:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OwnDeath:
+    """The death of a member that its own code caused."""
+
+    worker: WorkerId
+    generation: int
+    step: int
+    phase: str
+    cause: str
+    microbatch: int | None
+    node_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Departure:
     """The departure of a worker that must leave. Times are the driver's monotonic seconds."""
 
@@ -275,6 +288,8 @@ class State:
     first_loss: str = ""
     """Worker, step and reason of the first loss; `first_loss_without_step` is the first of those in a row."""
     first_loss_without_step: str = ""
+    deaths: tuple[OwnDeath, ...] = ()
+    """Deaths of members by themselves since the newest new step or checkpoint."""
     start_failures: int = 0
     """Failed starts in a row."""
     first_start_failure: str = ""
@@ -287,6 +302,9 @@ class State:
     """The first of these task errors."""
     failing_step: int = 0
     """Step in which the task last failed."""
+    failed_at: tuple[tuple[WorkerId, str], ...] = ()
+    """(worker, host name) of each of these task errors; `failed_worker` is the last one's."""
+    failed_worker: WorkerId | None = None
     idle_generations: int = 0
     """Consecutive generations without a step and without a loss."""
     first_idle: str = ""

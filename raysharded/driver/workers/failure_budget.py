@@ -1,20 +1,18 @@
-"""Failure budgets: losses and task errors are counted, each against its own limit. Handlers of the machine.
+"""Budget of losses: they are counted against a limit. Handlers of the machine.
 
 The final error names the first cause: later ones are often its consequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver.checkpoints import saves
 from raysharded.driver.state.commands import Command, Outcome, Record, prepend
 from raysharded.driver.state.state import State
 from raysharded.driver.workers import admission, departures
-from raysharded.errors import RayshardedError, RunFailed, TaskError
+from raysharded.errors import RunFailed, StepFailed
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import Stopped
 from raysharded.protocol.worker_launcher import WorkerLost
 
 
@@ -60,7 +58,7 @@ def _too_many_losses(state: State, last: str) -> RunFailed | None:
             f"{_first_and_last(state.first_loss, last)}"
         )
     if state.losses_without_step > limits.max_losses_without_step:
-        return RunFailed(
+        return StepFailed(
             f"workers were lost {state.losses_without_step} times in a row, and the run did not get past step "
             f"{state.losing_step}. {_first_and_last(state.first_loss_without_step, last)} Something in that step seems "
             "to end their processes: look at the workers' logs."
@@ -70,39 +68,9 @@ def _too_many_losses(state: State, last: str) -> RunFailed | None:
 
 def got_further(state: State) -> State:
     """The state after a new step or checkpoint: losses are counted anew."""
-    return replace(state, losses_without_step=0, losing_step=0, first_loss_without_step="")
+    ahead = tuple(death for death in state.deaths if death.step > state.step)  # its workers were ahead of their reports
+    return replace(state, losses_without_step=0, losing_step=0, first_loss_without_step="", deaths=ahead)
 
 
 def _first_and_last(first: str, last: str) -> str:
     return f"The first: {first}." if first == last else f"The first: {first}. The last: {last}."
-
-
-def count_task_errors(state: State, errors: Sequence[Stopped], at: float) -> Outcome:
-    """Count one attempt at a step in which members raised; ends the run after too many.
-
-    All of their errors count as one.
-    """
-    newest = min(errors, key=lambda stop: stop.stopped_at).error
-    first = state.first_task_error if state.task_errors else newest
-    failing = max(stop.step for stop in errors) + 1
-    state = replace(state, task_errors=state.task_errors + 1, failing_step=failing, first_task_error=first)
-    if state.task_errors <= state.limits.task_error_retries:
-        return state, []
-    return saves.end(state, _of_all_attempts(first, newest, state.task_errors), at)
-
-
-def _of_all_attempts(first: BaseException | None, last: BaseException | None, attempts: int) -> BaseException | None:
-    """The first error; its message also mentions the last one, if that differs."""
-    if not isinstance(first, RayshardedError) or _is_same(first, last):
-        return first
-    message = f"{first}\n(Attempt {attempts} ended with another error, {type(last).__name__}: {last})"
-    if isinstance(first, TaskError):
-        return type(first)(message, first.user_traceback)
-    return type(first)(message)
-
-
-def _is_same(one: BaseException, other: BaseException | None) -> bool:
-    """Whether both errors have the same cause: the microbatch or worker that met a bug first is chance."""
-    if isinstance(one, TaskError) and isinstance(other, TaskError) and one.user_traceback:
-        return one.user_traceback == other.user_traceback
-    return (type(one), str(one)) == (type(other), str(other))

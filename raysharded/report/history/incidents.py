@@ -32,6 +32,9 @@ COSTS = {
 
 KINDS = {
     "worker_lost": "worker",
+    "worker_died": "worker",
+    "repeated_death": "worker",
+    "task_error": "task",
     "worker_leaving": "worker",
     "worker_refused": "worker",
     "start_failed": "worker",
@@ -74,6 +77,7 @@ LETTERS = {
     "driver": "D",
     "worker": "W",
     "straggler": "S",
+    "task": "E",
     "node": "N",
     "waiting": "P",
     "resize": "Z",
@@ -92,6 +96,7 @@ NAMES = {
     "driver": "drivers",
     "worker": "a worker",
     "straggler": "straggler",
+    "task": "an error of the task",
     "node": "a node",
     "waiting": "too few workers",
     "resize": "another number of workers wanted",

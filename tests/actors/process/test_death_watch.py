@@ -1,0 +1,146 @@
+"""A watch that is no parent tells what a process died of: by the kernel's word, and by signs alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raysharded.actors.process.death_watch import DeathWatch
+from raysharded.actors.process.os_processes import start_ticks
+from raysharded.protocol.death import Death
+from tests.paths import ROOT
+
+_MEMORY = Path("/sys/fs/cgroup/memory")
+_LIMIT = 96 << 20
+
+BEGIN = """
+    import ctypes, faulthandler, os, signal, sys
+    from raysharded.actors.telemetry import position_record
+    faulthandler.enable()
+    position_record.begin()
+    position_record.note_place(7, 31, 5)
+    position_record.note_samples([40, 2])
+    position_record.note_phase("forward")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print("last words", file=sys.stderr, flush=True)
+"""
+
+PARENT = """
+import signal, subprocess
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+print(subprocess.Popen({child!r}).pid, flush=True)
+signal.pause()
+"""
+
+
+def death_of(end: str, folder: Path, *, asks_kernel: bool = True, group: Path | None = None) -> Death:
+    """What a watch of another process tells of one that ends in this way; its parent discards its status."""
+    stderr = folder / "worker.err"
+    child = [sys.executable, "-c", textwrap.dedent(BEGIN) + textwrap.dedent(end)]
+    script = PARENT.format(child=child)
+    with stderr.open("w") as errors:
+        errors.write("before\n")
+        errors.flush()
+        parent = subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+    with parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        told = {parent.stdout.readline().strip(), parent.stdout.readline().strip()}
+        assert "ready" in told
+        (pid,) = (int(line) for line in told if line != "ready")
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(pid))
+        watch = DeathWatch(asks_kernel=asks_kernel)
+        assert watch.watch(pid, start_ticks(pid) or 0)
+        parent.stdin.write("die\n")
+        parent.stdin.flush()
+        death = watch.explain(pid)
+        assert watch.explain(pid) is None
+        parent.kill()
+    assert death is not None
+    return death
+
+
+EXIT, CRASH, KILL = "os._exit(3)", "ctypes.string_at(0)", "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "number", "own"),
+    [
+        (EXIT, 3, "", True),
+        (CRASH, None, "SIGSEGV", True),
+        (KILL, None, "SIGKILL", False),
+        ("os.abort()", None, "SIGABRT", True),
+        ("os.kill(os.getpid(), signal.SIGTERM)", None, "SIGTERM", False),
+        ("ctypes.CDLL(None)._exit(9)", 9, "", True),
+        ("sys.exit(0)", 0, "", False),
+    ],
+)
+def test_the_kernel_tells_status_and_signal(
+    end: str, status: int | None, number: str, own: bool, tmp_path: Path
+) -> None:
+    death = death_of(end, tmp_path)
+    assert (death.status, death.signal, death.is_its_own) == (status, number, own)
+    assert (death.generation, death.step, death.phase) == (7, 31, "forward")
+    assert (death.microbatch, death.samples) == (5, (40, 2))
+    assert death.stderr[0] == "last words"
+    assert death.stderr_file == str(tmp_path / "worker.err")
+
+
+@pytest.mark.parametrize(("end", "status", "number"), [(EXIT, 3, ""), (CRASH, None, "SIGSEGV"), (KILL, None, "")])
+def test_on_an_older_kernel_signs_tell_an_exit_and_a_crash(
+    end: str, status: int | None, number: str, tmp_path: Path
+) -> None:
+    death = death_of(end, tmp_path, asks_kernel=False)
+    assert (death.status, death.signal) == (status, number)
+    assert death.is_its_own == (end != KILL)
+
+
+def test_a_process_that_is_another_one_by_now_is_not_watched() -> None:
+    assert not DeathWatch().watch(os.getpid(), (start_ticks(os.getpid()) or 0) + 1)
+
+
+def test_one_that_lives_has_no_cause_and_watches_leave_no_descriptor_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raysharded.actors.process.death_watch._ENDS_WITHIN_S", 0.01)
+    before = len(os.listdir("/proc/self/fd"))
+    watch = DeathWatch()
+    assert watch.watch(os.getpid(), start_ticks(os.getpid()) or 0)
+    assert watch.explain(os.getpid()) is None
+    watch.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A memory cgroup of its own with a limit (version 1), which takes root."""
+    folder = _MEMORY / f"raysharded-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(_LIMIT))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        pytest.skip(f"no memory cgroup (version 1) can be made here: {error}")
+    yield folder
+    folder.rmdir()
+
+
+def test_the_kernels_memory_killer_is_named_with_the_limit(group: Path, tmp_path: Path) -> None:
+    death = death_of("taken = bytearray(512 << 20)", tmp_path, group=group)
+    assert (death.signal, death.is_its_own) == ("SIGKILL", False)
+    assert death.cause == ("was killed: the kernel's memory killer ended it at the limit of its cgroup, 96.0 MiB")
