@@ -139,9 +139,11 @@ def _proof_table(report: RunReport) -> RenderableType:
         for what, steps in (("steps without record", ledger.steps_missing), ("steps read wrongly", ledger.steps_wrong)):
             if steps:
                 table.add_row(what, verdict(good=False, text=_some(steps)))
-    for difference in summary.differences:
+    for difference in summary.differences[:_SHOWN]:
         what = f"step {difference.step}: another {listing(difference.fields)} when it was computed again"
         table.add_row("not the same", verdict(good=False, text=what))
+    if more := summary.differences[_SHOWN:]:
+        table.add_row("not the same", verdict(good=False, text=f"and {count(len(more), 'step')} more"))
     if summary.fingerprint:
         table.add_row("fingerprint", summary.fingerprint)
     elif summary.committed:
