@@ -23,7 +23,7 @@ from raysharded.ownership.start_mark import StartMark
 from raysharded.run.control import RunControl
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Ask, Run
-from raysharded.run.listeners import announce, listening, measuring, untested_versions, versions
+from raysharded.run.listeners import announce, file_limits, listening, measuring, untested_versions, versions
 from raysharded.run.outcome import of_checkpoint, of_finished, of_stopped, with_best
 from raysharded.run.process_hooks import on_notice
 from raysharded.run.results import Entry, Listener, Result, RunStopped, Status, start_in_words
@@ -212,7 +212,7 @@ class LocalRun(Run):
         self._spec = with_initial_weights(self._spec, self._storage, starts, self._files.key, vouched=vouched)
         if self._spec.initial_weights is not None:
             self._files = files_of(self._spec, self._storage, versions())
-        for sentence in untested_versions():
+        for sentence in (*untested_versions(), *file_limits(self._spec.scaling.max_workers)):
             _log.warning("%s", sentence)
         self._groups.check_memory()
         if self._launch is None:
