@@ -1,4 +1,4 @@
-"""Threads for transfers beside training, which last: a later transfer runs in the thread of an earlier one.
+"""Threads for transfers in the background, which last: a later transfer runs in the thread of an earlier one.
 
 torch's gloo keeps 145 bytes for each thread that has called it, for as long as the process lives (torch 2.13): a new
 thread for each step's transfer took 150 MB in a million steps. A thread that gloo keeps blocked is no reason to wait:
@@ -24,7 +24,7 @@ class Transfer:
         self.name = name
         self._do: Callable[[], None] | None = do
         self.ended = threading.Event()
-        """Set when the function has ended. Who waits does it in a function with the mark of `abortable_wait`."""
+        """Set when the function has ended. Wait for it only in a function with the mark of `abortable_wait`."""
 
     def run_in(self, thread: _LastingThread) -> None:
         """Call the function. Only in this thread, which takes another transfer as soon as this one has ended."""
@@ -33,7 +33,7 @@ class Transfer:
             if do is not None:
                 do()
             del do  # it may hold a whole snapshot
-            _idle.append(thread)  # first: whoever has waited for the end may begin the next transfer
+            _idle.append(thread)  # first: the caller that waits for the end may begin the next transfer
         finally:
             self.ended.set()
 

@@ -16,8 +16,8 @@ _LEAST_S = 0.005
 _LEAST_SHARE = 0.1
 """Smaller shares of a step are no reason for its length.
 
-Where one node's network is slow, all wait for it in most of the step, and a healthy worker may be slower than its peers
-in the little that they compute.
+Where one node's network is slow, all wait for it in most of the step. A healthy worker may then be slower than its
+peers in the little that they compute.
 """
 _STEPS = 5
 """Smallest number of steps in an average."""

@@ -1,4 +1,4 @@
-"""Open files: processes raise their limit, what a run needs is said, and the error at the limit has its name."""
+"""Open files: processes raise their limit, the start reports the need, and the error at the limit has its name."""
 
 from __future__ import annotations
 
