@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import resource
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,10 +87,15 @@ def memory() -> Finding:
 
 
 def open_files() -> Finding:
-    """Whether this process may open enough files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
-        return Finding(name="open files", found="no limit" if soft == resource.RLIM_INFINITY else str(soft))
-    possible = hard == resource.RLIM_INFINITY or hard >= OPEN_FILES
-    advice = f"Raise it: `ulimit -n {OPEN_FILES}`." if possible else f"Have {OPEN_FILES} allowed (limits.conf: nofile)."
-    return Finding(name="open files", found=f"at most {soft}", ok=False, advice=advice)
+    """Whether processes here may open enough files. Drivers and workers raise their own limit to the hard one."""
+    from raysharded.protocol.descriptors import hard_limit, limit, most_workers
+
+    soft, hard = limit(), hard_limit()
+    if hard == sys.maxsize:
+        return Finding(name="open files", found="no limit")
+    enough = f"enough for a run of {most_workers(hard)} workers"
+    found = f"{hard}, {enough}" if soft == hard else f"{soft}, which a run raises to {hard}, {enough}"
+    if hard >= OPEN_FILES:
+        return Finding(name="open files", found=found)
+    advice = f"Have {OPEN_FILES} allowed where processes start (`ulimit -Hn`, limits.conf: nofile)."
+    return Finding(name="open files", found=f"at most {found}", ok=False, advice=advice)

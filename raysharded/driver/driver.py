@@ -67,6 +67,7 @@ from raysharded.errors import ClusterError, RayshardedError, RunOwnedElsewhere, 
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.entry_text import LOUD, incident_text
 from raysharded.journal.log import Journal, refusing_damage
+from raysharded.journal.verified import JournalReader
 from raysharded.journal.writer import Recorder
 from raysharded.ownership.leadership import LeaseTerms, RunLeadership
 from raysharded.protocol.worker_launcher import Launcher
@@ -158,9 +159,9 @@ class Driver:
             limits=limits, driver=name, numerics=numerics.newest(), build_seed=build_seed_of(files.metadata)
         )
 
-    def restore(self) -> None:
-        """Acquire the run, and prepare to resume from its newest checkpoint, if one exists."""
-        self.state = self._startup.own(self.state)
+    def restore(self, journal: JournalReader | None = None) -> None:
+        """Acquire the run, and prepare to resume from its newest checkpoint. `journal`: a reader used before."""
+        self.state = self._startup.own(self.state, journal)
         self.state, found = self._startup.resume(self.state)
         for step, reason in found.damaged:
             self._record("checkpoint_skipped", {"step": step, "reason": reason})

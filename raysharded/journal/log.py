@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from raysharded.checkpoint import SigningKey, Storage
@@ -22,10 +22,9 @@ from raysharded.checkpoint.format.signing import place_of
 from raysharded.checkpoint.storage.small_objects import read_small
 from raysharded.clock import Clock
 from raysharded.display.plain_text import masked
-from raysharded.display.quantities import count
 from raysharded.errors import CorruptCheckpoint, RayshardedError, RunOwnedElsewhere, StorageError
 from raysharded.journal.backlog import MOST_BYTES, Backlog
-from raysharded.journal.signed_segments import Link, check, encode_signed, head_of, is_signed, link_after
+from raysharded.journal.signed_segments import Link, encode_signed, head_of, link_after
 from raysharded.locations import join_url
 
 _log = logging.getLogger("raysharded.driver")
@@ -261,14 +260,15 @@ def placed_of(segments: Iterable[tuple[str, bytes]], url: str) -> Iterator[Place
         *lines, _torn = segment.split(b"\n")
         writer = ""
         for number, line in enumerate(lines, 1):
-            entry = _entry(line, f"line {number} of {join_url(url, key)}")
+            entry = entry_of(line, f"line {number} of {join_url(url, key)}")
             if entry["kind"] == "segment":
                 writer = str(entry.get("writer", ""))
             else:
                 yield Placed(entry=entry, writer=writer, key=key, line=number)
 
 
-def _entry(line: bytes, where: str) -> dict[str, Any]:
+def entry_of(line: bytes, where: str) -> dict[str, Any]:
+    """A line's entry. Raises DamagedJournal, which names `where`, if it is none."""
     try:
         entry = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
@@ -297,41 +297,3 @@ def newest_generation(entries: Iterable[Mapping[str, Any]]) -> int:
     Raises an error of `DAMAGE` for an entry that no driver wrote.
     """
     return max((int(entry["generation"]) for entry in entries if entry["kind"] == "generation"), default=0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VerifiedJournal:
-    """A run's journal, as far as it counts."""
-
-    entries: list[dict[str, Any]]
-    """The entries, oldest first."""
-    link: Link = field(default_factory=Link)
-    """Predecessor of the next signed segment."""
-    is_unsigned: bool = False
-    """Whether there is a key, it signed none of the entries, and nobody has accepted them."""
-    lacks_key: bool = False
-    """Whether there is no key, and segments are signed."""
-
-
-def read_verified(storage: Storage, key: SigningKey | None, *, accept_unsigned: bool = False) -> VerifiedJournal:
-    """The journal of a run. With a key, entries that it did not sign are left out, with a warning.
-
-    A journal without any signature counts as a whole: then `is_unsigned` is set. With `accept_unsigned` every entry
-    counts. Raises RefusedCheckpoint if signed segments were removed or replaced, or are signed with another key.
-    """
-    if key is None:
-        entries, lacks_key = list[dict[str, Any]](), False
-        for segment in read_segments(storage):
-            lacks_key = lacks_key or is_signed(segment[1])
-            entries += (placed.entry for placed in placed_of([segment], storage.url))
-        return VerifiedJournal(entries=entries, lacks_key=lacks_key)
-    found = check(read_segments(storage), key, storage.url, accept_unsigned=accept_unsigned)
-    if found.ignored:
-        _log.warning(
-            "%s of the journal of %s, first %s, are not signed with the run's key, and are ignored",
-            count(len(found.ignored), "segment"),
-            storage.url,
-            found.ignored[0],
-        )
-    entries = [placed.entry for placed in placed_of(found.segments, storage.url)]
-    return VerifiedJournal(entries=entries, link=found.link, is_unsigned=found.is_unsigned and bool(entries))

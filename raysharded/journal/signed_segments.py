@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from blake3 import blake3
 
@@ -24,6 +24,7 @@ from raysharded.checkpoint.format.signing import place_of
 from raysharded.errors import RefusedCheckpoint
 from raysharded.locations import join_url
 
+T = TypeVar("T")
 _HEAD = b'{"hmac":"'
 _HEAD_END = len(_HEAD) + 64
 ACCEPT = (
@@ -47,11 +48,11 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Checked:
+class Checked(Generic[T]):
     """A journal whose signatures were checked."""
 
-    segments: Sequence[tuple[str, bytes]]
-    """The segments that count, each with its storage key, in order."""
+    segments: Sequence[tuple[str, T]]
+    """The kept values of the segments that count, each with its storage key, in order."""
     link: Link
     """Predecessor of the next signed segment."""
     is_unsigned: bool = False
@@ -85,40 +86,34 @@ def head_of(segment: bytes, key: SigningKey, place: str) -> dict[str, Any] | Non
     return head if head.get("place") == place else None
 
 
-def check(
-    segments: Iterable[tuple[str, bytes]], key: SigningKey, url: str, *, accept_unsigned: bool = False
-) -> Checked:
-    """The segments of the run at `url`, all of them in order, as far as they count.
+@dataclass(kw_only=True, slots=True)
+class Chain(Generic[T]):
+    """The segments of the run at `url`, added in order, as far as they count. Of each it keeps what it is given."""
 
-    With `accept_unsigned` all count as they are, and the next signed segment states that. Raises RefusedCheckpoint if a
-    signed segment does not follow the one before, or if all signatures are of another key.
-    """
-    chain = _Chain(key=key, url=url)
-    for at, data in segments:
-        chain.add(at, data)
-    return chain.all() if accept_unsigned else chain.checked()
-
-
-@dataclass(slots=True)
-class _Chain:
     key: SigningKey
     url: str
-    _segments: list[tuple[str, bytes]] = field(default_factory=list)
+    _segments: list[tuple[str, T]] = field(default_factory=list)
     _counts: list[bool] = field(default_factory=list)
     """Whether each segment counts, as far as is known."""
+    _have_entries: list[bool] = field(default_factory=list)
     _digests: dict[int, str] = field(default_factory=dict)
     """Number of a segment -> digest of all up to it."""
     _hash: Any = field(default_factory=blake3)
     _last: str = ""
     """Signature of the newest signed segment."""
+    _foreign: str = ""
+    """The first segment with any signature."""
     _problem: str = ""
     """The first place where the chain is broken."""
 
-    def add(self, at: str, data: bytes) -> None:
-        """Add the next segment."""
-        self._segments.append((at, data))
+    def add(self, at: str, data: bytes, kept: T) -> None:
+        """Add the next segment, of which `kept` stays."""
+        self._segments.append((at, kept))
+        self._have_entries.append(data.count(b"\n") > 1)
         self._hash.update(f"{at}\n{len(data)}\n".encode() + data)
         self._digests[_number(at)] = self._hash.hexdigest()
+        if is_signed(data):
+            self._foreign = self._foreign or at
         head = head_of(data, self.key, place_of(self.url, at))
         self._counts.append(head is not None)
         if head is None:
@@ -144,33 +139,37 @@ class _Chain:
             "removed or replaced after they were written. Restore the run's folder journal/ from a copy."
         )
 
-    def all(self) -> Checked:
-        """All segments, as they are: accepted unless they count anyway."""
+    def all(self) -> Checked[T]:
+        """All segments as they are, accepted unless they count anyway. The next signed segment states that."""
         if self._last and not self._problem and not self._ignored():
             return self.checked()
         newest = self._segments[-1][0] if self._segments else ""
         link = Link(unsigned=(_number(newest), self._hash.hexdigest())) if newest else Link()
-        return Checked(segments=self._segments, link=link)
+        return Checked(segments=tuple(self._segments), link=link)
 
-    def checked(self) -> Checked:
-        """The segments that count. Raises RefusedCheckpoint as `check` does."""
+    def checked(self) -> Checked[T]:
+        """The segments that count.
+
+        Raises RefusedCheckpoint if a signed segment does not follow the one before, or if all signatures are of another
+        key.
+        """
         if self._problem:
             raise RefusedCheckpoint(f"{self._problem} {ACCEPT}")
         if self._last or not self._segments:
             counting = [segment for segment, counts in zip(self._segments, self._counts, strict=True) if counts]
             return Checked(segments=counting, link=Link(after=self._last), ignored=self._ignored())
-        other = next((at for at, data in self._segments if is_signed(data)), None)
-        if other is not None:
+        if self._foreign:
             raise RefusedCheckpoint(
-                f"{join_url(self.url, other)} is signed with another key than the one given, or elsewhere, and no "
-                f"segment of the journal with this one: it is refused. Give the key that its writers had. {ACCEPT}"
+                f"{join_url(self.url, self._foreign)} is signed with another key than the one given, or elsewhere, and "
+                "no segment of the journal with this one: it is refused. Give the key that its writers had. "
+                f"{ACCEPT}"
             )
         link = Link(unsigned=(_number(self._segments[-1][0]), self._hash.hexdigest()))
-        return Checked(segments=self._segments, link=link, is_unsigned=True)
+        return Checked(segments=tuple(self._segments), link=link, is_unsigned=True)
 
     def _ignored(self) -> list[str]:
-        both = zip(self._segments, self._counts, strict=True)
-        return [at for (at, data), counts in both if not counts and data.count(b"\n") > 1]
+        each = zip(self._segments, self._counts, self._have_entries, strict=True)
+        return [at for (at, _), counts, has_entries in each if not counts and has_entries]
 
 
 def _number(at: str) -> int:

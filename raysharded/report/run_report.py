@@ -143,9 +143,11 @@ def _proof_table(report: RunReport) -> RenderableType:
     if summary.entries_dropped:
         what = f"{summary.entries_dropped} not recorded, because storage took none for too long"
         table.add_row("journal entries", verdict(good=False, text=what))
-    for difference in summary.differences:
+    for difference in summary.differences[:_SHOWN]:
         what = f"step {difference.step}: another {listing(difference.fields)} when it was computed again"
         table.add_row("not the same", verdict(good=False, text=what))
+    if more := summary.differences[_SHOWN:]:
+        table.add_row("not the same", verdict(good=False, text=f"and {count(len(more), 'step')} more"))
     if summary.fingerprint:
         table.add_row("fingerprint", summary.fingerprint)
     elif summary.committed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +31,25 @@ Ask = Literal[
 _FOLLOW_S = 5.0
 _BEGIN_S = 0.2
 """Interval at which a start is checked."""
+
+
+class StepsOnce:
+    """The entries for one follower, without steps that it has seen. A generation's steps only grow."""
+
+    def __init__(self) -> None:
+        self._newest: dict[int, int] = {}
+        """Generation -> its newest step seen."""
+
+    def of(self, entries: Sequence[Entry]) -> list[Entry]:
+        """The entries, in order, without repeated steps. One that a later generation computes again is none."""
+        return [entry for entry in entries if entry[1] != "step" or self._is_new(entry[2])]
+
+    def _is_new(self, fields: Mapping[str, Any]) -> bool:
+        generation, step = int(fields["generation"]), int(fields["step"])
+        is_new = step > self._newest.get(generation, 0)
+        if is_new:
+            self._newest[generation] = step
+        return is_new
 
 
 class Run(ABC):
@@ -98,13 +117,19 @@ class Run(ABC):
     # -- observation --
 
     def follow(self, after: int = 0) -> Iterator[list[Entry]]:
-        """Journal entries as they are made, in batches as `entries` returns them, until the run is over."""
+        """Journal entries as they are made, in batches as `entries` returns them, until the run is over.
+
+        A driver that takes over records steps again that the one before had reported and not yet written to the
+        journal. They are left out here: a step of a generation comes once.
+        """
+        steps = StepsOnce()
         while True:
             over = self.is_over()
             new = self.entries(after, 0.0 if over else _FOLLOW_S)
             if new:
                 after = new[-1][0]
-                yield new
+                if left := steps.of(new):
+                    yield left
             elif over:
                 return
 

@@ -117,6 +117,14 @@ def untested_versions() -> list[str]:
     return untested(found)
 
 
+def file_limits(most_workers: int) -> list[str]:
+    """A sentence if this machine's limit of open files is too low for the run's workers; raises this process's own."""
+    from raysharded.protocol.descriptors import raise_limit, shortage
+
+    raise_limit()
+    return list(filter(None, [shortage(most_workers)]))
+
+
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that matter for a run's record."""
     from importlib.metadata import version

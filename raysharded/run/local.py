@@ -23,7 +23,7 @@ from raysharded.ownership.start_mark import StartMark
 from raysharded.run.control import RunControl
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Ask, Run
-from raysharded.run.listeners import announce, listening, measuring, untested_versions, versions
+from raysharded.run.listeners import announce, file_limits, listening, measuring, untested_versions, versions
 from raysharded.run.outcome import of_checkpoint, of_finished, of_stopped, with_best
 from raysharded.run.process_hooks import on_notice
 from raysharded.run.results import Entry, Listener, Result, RunStopped, Status, start_in_words
@@ -33,9 +33,10 @@ from raysharded.run.status import of_failed_start, with_driver
 from raysharded.run.translation import files_of, job_of, limits_of
 
 if TYPE_CHECKING:
-    from raysharded.checkpoint import Checkpoint
+    from raysharded.checkpoint import Checkpoint, Storage
     from raysharded.driver.checkpoints.committer import RunFiles
     from raysharded.driver.state.state import State
+    from raysharded.journal.verified import JournalReader
     from raysharded.protocol.job import Job
     from raysharded.protocol.worker_launcher import Launcher
 
@@ -93,6 +94,20 @@ def _newest(files: RunFiles) -> Checkpoint | None:
     from raysharded.driver.startup.resume_point import newest_of
 
     return newest_of(files).checkpoint
+
+
+def _starts(spec: RunSpec, storage: Storage, journal: JournalReader) -> tuple[list[dict[str, Any]], bool]:
+    """The first entries of earlier drivers, and whether a key that the run has signed them, or a user accepted them.
+
+    Raises ConfigError if they had other settings; DamagedJournal, RefusedCheckpoint, StorageError.
+    """
+    from raysharded.journal.log import refusing_damage
+
+    with refusing_damage(storage):
+        found = journal.read()
+        starts = [entry for entry in found.entries if entry["kind"] == "started"]
+        require_same_settings(spec, starts)
+    return starts, not found.is_unsigned
 
 
 def _connect(spec: RunSpec, *, shown: bool) -> bool:
@@ -189,20 +204,15 @@ class LocalRun(Run):
             self._entries.close()
 
     def _drive(self) -> Result:
-        from raysharded.journal.log import read_verified, refusing_damage
-
-        key, accept_unsigned = self._files.key, self._files.accept_unsigned
-        with refusing_damage(self._storage):
-            journal = read_verified(self._storage, key, accept_unsigned=accept_unsigned)
-            starts = [entry for entry in journal.entries if entry["kind"] == "started"]
-            require_same_settings(self._spec, starts)
+        self._journal: JournalReader | None = self._files.journal()  # the driver reads what is written from here on
+        starts, vouched = _starts(self._spec, self._storage, self._journal)
         finished = self._finished_before()
         if finished is not None:
             return finished
-        self._spec = with_initial_weights(self._spec, self._storage, starts, key, vouched=not journal.is_unsigned)
+        self._spec = with_initial_weights(self._spec, self._storage, starts, self._files.key, vouched=vouched)
         if self._spec.initial_weights is not None:
             self._files = files_of(self._spec, self._storage, versions())
-        for sentence in untested_versions():
+        for sentence in (*untested_versions(), *file_limits(self._spec.scaling.max_workers)):
             _log.warning("%s", sentence)
         self._groups.check_memory()
         if self._launch is None:
@@ -254,7 +264,8 @@ class LocalRun(Run):
                     spec.run.failure.orphan_wait_s,
                     record_events=spec.run.record_events,
                 )
-                driver.restore()
+                driver.restore(self._journal)
+                self._journal = None
                 self._mark.remove()
                 self._steering.begin(driver)
                 with self._on_notice():

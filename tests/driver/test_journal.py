@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,16 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from raysharded.checkpoint import SigningKey, Storage, open_storage
+from raysharded.driver.startup import resume_point
+from raysharded.driver.startup.persisted_requests import asked_last
+from raysharded.driver.state.state import State
 from raysharded.errors import RefusedCheckpoint, RunOwnedElsewhere, StorageError
-from raysharded.journal.log import FOLDER, Journal, newest_generation, next_segment, read, read_verified, segment_key
+from raysharded.journal.log import FOLDER, DamagedJournal, Journal, newest_generation, next_segment, read, segment_key
 from raysharded.journal.reader import entries_of, steps_of
-from raysharded.journal.signed_segments import Link, check, is_signed
+from raysharded.journal.signed_segments import Chain, Link, is_signed
+from raysharded.journal.verified import JournalReader, read_verified, reduced
+from raysharded.protocol.session import last_recorded_step, taken_back
+from tests.driver.schedules import BASE
 
 
 class SetClock:
@@ -271,8 +277,9 @@ def steps(storage: Storage, key: SigningKey | None = KEY, *, accept: bool = Fals
 
 
 def write(journal: Journal, *steps: int) -> None:
+    """Entries that a new driver keeps one by one."""
     for step in steps:
-        journal.append("step", {"step": step}, durable=True)
+        journal.append("audit", {"step": step}, durable=True)
 
 
 def test_entries_of_several_drivers_with_the_key_count_and_others_are_left_out(storage: Storage) -> None:
@@ -306,7 +313,10 @@ def test_a_fence_is_not_signed_and_breaks_no_chain(storage: Storage) -> None:
     Journal(storage, SetClock(), "orphan").fence()
     write(signed(storage, "b"), 2)
     assert steps(storage) == [1, 2]
-    assert check([(key, storage.read(key)) for key in storage.list(FOLDER)], KEY, storage.url).ignored == []
+    chain = Chain[None](key=KEY, url=storage.url)
+    for key in storage.list(FOLDER):
+        chain.add(key, storage.read(key), None)
+    assert chain.checked().ignored == []
 
 
 @pytest.mark.parametrize("change", ["removed", "unsigned", "swapped", "cut", "earlier"])
@@ -368,8 +378,7 @@ def test_what_a_user_accepts_counts_from_the_next_signed_segment_on(storage: Sto
 
 
 def test_readers_without_the_key_read_signed_segments_as_others(storage: Storage) -> None:
-    journal = signed(storage)
-    write(journal, 1)
+    signed(storage).append("step", {"step": 1}, durable=True)
     newest = storage.read(storage.list(FOLDER)[-1])
     assert is_signed(newest)
     assert [entry["step"] for entry in steps_of(newest) or []] == [1]
@@ -429,3 +438,84 @@ def test_of_entries_that_cannot_be_written_the_newest_are_kept_and_the_dropped_a
     assert entries.index(gap) == 2, "it stands where they would"
     journal.append("step", {"step": 1001}, durable=True)
     assert [entry["kind"] for entry in read(storage)].count("entries_dropped") == 1
+
+
+# -- what a new driver reads --
+
+
+def _ordinary(numbers: Iterable[int]) -> list[dict[str, Any]]:
+    return [{"kind": "step", "at": 1.0, "step": number, "seconds": {"forward": 0.5}} for number in numbers]
+
+
+def test_consecutive_steps_are_reduced_to_the_highest_and_the_last_and_recordings_are_left_out() -> None:
+    lost, event = {"kind": "worker_lost", "worker": 3}, {"kind": "event", "number": 1}
+    odd = {"kind": "step", "step": "7", "seconds": {}}
+    entries = [*_ordinary([1, 2]), event, *_ordinary([3]), lost, odd, *_ordinary([9, 8, 4, 5]), {"kind": "recording"}]
+    plain = [{"kind": "step", "step": number} for number in (3, 9, 5)]
+    assert list(reduced(entries)) == [plain[0], lost, odd, plain[1], plain[2]]
+
+
+@given(st.lists(st.one_of(st.integers(1, 5), st.sampled_from(["generation", "rewind", "resize", "started"]))))
+def test_a_new_driver_decides_the_same_by_the_reduced_journal(drawn: list[int | str]) -> None:
+    fields: dict[str, dict[str, Any]] = {
+        "generation": {"generation": 4, "step": 2},
+        "rewind": {"to_step": 1, "reason": "x"},
+        "resize": {"workers": 3},
+        "started": {"resumed_after_step": 2, "scaling": {}},
+    }
+    entries = [{"kind": "step", "step": one} if isinstance(one, int) else {"kind": one, **fields[one]} for one in drawn]
+    short = list(reduced(entries))
+    workers = lambda entry: int(entry["workers"])  # noqa: E731
+    assert asked_last(entries, {}, "resize", workers) == asked_last(short, {}, "resize", workers)
+    assert last_recorded_step(entries) == last_recorded_step(short)
+    assert taken_back(entries) == taken_back(short)
+    state = State(limits=BASE)
+    assert resume_point._with_decisions(state, entries) == resume_point._with_decisions(state, short)
+    kinds = [entry["kind"] for entry in short]
+    assert ["step"] * 3 not in [kinds[at : at + 3] for at in range(len(kinds))]
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_second_read_reads_only_what_was_written_since(storage: Storage, key: SigningKey | None) -> None:
+    counted = CountsReads(storage)
+    write(signed(storage, "a", key), 1, 2)
+    reader = JournalReader(counted, key)
+    assert [entry["step"] for entry in reader.read().entries] == [1, 2]
+    write(signed(storage, "b", key), 3)
+    counted.keys.clear()
+    found = reader.read()
+    assert [entry["step"] for entry in found.entries] == [1, 2, 3]
+    assert found == read_verified(storage, key)
+    assert counted.keys == [segment_key(4), segment_key(5)], "a fence, and what was written since"
+
+
+def test_a_second_read_begins_again_if_what_was_read_is_no_longer_there(storage: Storage) -> None:
+    write(signed(storage, "a"), 1, 2, 3)
+    reader = JournalReader(storage, KEY)
+    assert len(reader.read().entries) == 3
+    storage.delete([segment_key(3)])
+    with pytest.raises(RefusedCheckpoint, match="some were removed or replaced"):
+        reader.read()
+
+
+@pytest.mark.parametrize("line", [b"{", b'"kind"', b"[1]", b'{"kind":1}', b'{"kind":"a","x":[1\n2],"y":{}}'])
+def test_damage_counts_where_its_segment_counts(storage: Storage, line: bytes) -> None:
+    write(signed(storage), 1)
+    storage.write(segment_key(9), [b'{"kind":"segment"}\n' + line + b"\n"])
+    assert steps(storage) == [1], "nobody with the key wrote the damaged one"
+    with pytest.raises(DamagedJournal, match=f"line 2 of .*{segment_key(9)}"):
+        read_verified(storage, None)
+
+
+class CountsReads:
+    """A storage that notes which keys are read."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage, self.keys = storage, list[str]()
+
+    def read(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
+        self.keys.append(key)
+        return self._storage.read(key, offset, size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)

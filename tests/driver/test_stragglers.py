@@ -50,14 +50,23 @@ def test_it_is_reported_when_somebody_is_slow_again_and_again_and_not_every_time
     well = stragglers.paces_of(of(seen(0.1, 0.9), seen(0.1, 0.9), seen(0.1, 0.9)))
     paces, said = StepTimes(), []
     for looks in [found, found, well, found, found, found, found, found, found]:
-        paces, told = stragglers.judged(paces, looks)
+        paces, told = stragglers.judged(paces, looks, step_s=1.6)
         said.append(told)
     assert said == [[], [], [], [], [], [1], [], [], [1]]
 
 
 def test_differences_that_are_noise_are_not_mentioned() -> None:
     found = stragglers.paces_of(of(seen(0.001, 0.002), seen(0.001, 0.005)))
-    assert not any(stragglers.judged(StepTimes(slow={WorkerId(1): 2}), found)[1:][0])
+    assert not any(stragglers.judged(StepTimes(slow={WorkerId(1): 2}), found, step_s=0.01)[1:][0])
+
+
+def test_a_healthy_worker_is_not_blamed_for_steps_that_wait_for_a_slow_network() -> None:
+    """Steps of 25 s, in which four workers compute for less than a second and wait for a slow link."""
+    found = stragglers.paces_of(of(seen(0.1, 0.8), seen(0.1, 0.6), seen(0.1, 0.6), seen(0.1, 0.5)))
+    assert found[WorkerId(0)].score > stragglers.SLOW
+    almost = StepTimes(slow={WorkerId(0): 2})
+    assert stragglers.judged(almost, found, step_s=25.0)[1] == []
+    assert stragglers.judged(almost, found, step_s=1.0)[1] == [0]
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=2, max_size=9))

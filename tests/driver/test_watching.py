@@ -312,10 +312,34 @@ def test_the_deadline_follows_the_newest_steps_within_its_bounds(
     found = step_watch.deadline_s(watch, shortest_s=shortest, longest_s=longest, first=False)
     assert shortest <= found <= longest
     if durations:
-        assert found == longest or found >= 5 * max(durations[-32:])
+        assert found == longest or found >= 5 * max(durations[-8:])
+        assert found <= max(shortest, 5 * max(durations[-64:]))
         assert found <= step_watch.deadline_s(watch, shortest_s=shortest, longest_s=longest, first=True)
     else:
         assert found == longest
+
+
+def after(*durations: float) -> float:
+    """The deadline after steps of these durations."""
+    watch = StepWatch()
+    for seconds in durations:
+        watch = step_watch.measured(watch, seconds, first=False)
+    return step_watch.deadline_s(watch, shortest_s=0.1, longest_s=300.0, first=False)
+
+
+@given(st.lists(st.floats(3.0, 40.0), min_size=1, max_size=30), st.integers(0, 30))
+def test_a_deadline_that_slow_steps_stretched_comes_back_within_8_steps(slow: list[float], before: int) -> None:
+    fast = [1.0] * before
+    assert after(*fast, *slow) >= 5 * max(slow[-8:])
+    assert after(*fast, *slow, *[1.0] * 7) >= 5 * slow[-1]
+    assert after(*fast, *slow, *[1.0] * 8) == 5.0
+    assert after(*fast, *slow, 1.0, 1.0, *slow, *[1.0] * 8) == 5.0, "slow again at once: one stretch"
+
+
+@pytest.mark.parametrize("every", [9, 16, 20, 31])
+def test_long_steps_that_recur_keep_their_deadline_between_them(every: int) -> None:
+    steps = [10.0 if step % every == 0 else 1.0 for step in range(1, 4 * every)]
+    assert {after(*steps[: 2 * every + more]) for more in range(every)} == {50.0}
 
 
 def test_a_slow_first_step_of_a_generation_does_not_lengthen_the_deadline_of_those_that_follow() -> None:
@@ -327,6 +351,18 @@ def test_a_slow_first_step_of_a_generation_does_not_lengthen_the_deadline_of_tho
     run.wait(4.0)
     run.trained(run.state.step + 1)
     assert step_watch.deadline_s(run.state.watch, shortest_s=5.0, longest_s=300.0, first=False) == 10.0
+
+
+def test_a_member_that_hangs_after_a_slow_stretch_is_found_as_fast_as_before_it() -> None:
+    run = steady(3, seconds=40.0)
+    assert step_watch.deadline_s(run.state.watch, shortest_s=5.0, longest_s=300.0, first=False) == 200.0
+    for _ in range(8):
+        run.wait(1.0)
+        run.trained(run.state.step + 1)
+    assert step_watch.deadline_s(run.state.watch, shortest_s=5.0, longest_s=300.0, first=False) == 5.0
+    run.mute = frozenset({1})
+    run.wait(60.0)
+    assert [command.worker for command in of(run.commands, KillWorker)] == [1]
 
 
 def test_nobody_is_blamed_for_an_evaluation() -> None:

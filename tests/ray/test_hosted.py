@@ -104,9 +104,10 @@ def test_a_run_continues_when_the_process_that_started_it_is_killed_and_is_attac
 
 def test_a_host_that_is_killed_is_started_again_and_takes_the_workers_over_from_memory(tmp_path: Path) -> None:
     run = trainer(tmp_path, 1).start()
-    numbers, killed, stored = [], False, StoredRun("driven", run.url)
+    numbers, steps, killed, stored = [], list[int](), False, StoredRun("driven", run.url)
     for batch in run.follow():
         numbers += [number for number, _, _ in batch]
+        steps += [fields["step"] for _, kind, fields in batch if kind == "step"]
         if not killed and any(kind == "step" and fields["step"] >= 3 for _, kind, fields in batch):
             killed = True
             before = run.status()
@@ -114,6 +115,7 @@ def test_a_host_that_is_killed_is_started_again_and_takes_the_workers_over_from_
             wait_until(lambda: stored.status().state == "restarting", "storage and cluster know of the restart")
             hurry(tmp_path)
     assert numbers == sorted(set(numbers))
+    assert steps == sorted(set(steps)), "a step comes once, though the next driver records it again"
     entries = list(read(open_storage(run.url)))
     (taken,) = [entry for entry in entries if entry["kind"] == "taken_over"]
     assert taken["workers"] == list(before.workers)

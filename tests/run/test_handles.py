@@ -16,7 +16,9 @@ from raysharded.checkpoint import fork, list_checkpoints, open_storage
 from raysharded.errors import ClusterError, ConfigError, RunFailed
 from raysharded.ids import WorkerId
 from raysharded.journal.log import read
+from raysharded.run.handle import StepsOnce
 from raysharded.run.offline import StoredRun
+from raysharded.run.results import Entry
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests.ray.driving import PacedTokens, hurry
@@ -236,3 +238,15 @@ def test_a_learning_rate_that_does_not_hold_yet_is_undone_by_going_back(tmp_path
     run.rewind(4)
     held.go_on()
     assert run.wait(WAIT_S).fingerprint == undisturbed().fingerprint
+
+
+def test_a_follower_sees_a_step_once_though_the_next_driver_records_it_again() -> None:
+    def step(number: int, generation: int, step: int) -> Entry:
+        return number, "step", {"generation": generation, "step": step}
+
+    taken: Entry = (20_001, "taken_over", {"step": 4})
+    first = [step(1, 1, 1), step(2, 1, 2), step(3, 2, 3), step(4, 2, 4)]
+    second = [step(20_000, 2, 3), step(20_000, 2, 4), taken, step(20_002, 3, 4), step(20_003, 3, 5)]
+    steps = StepsOnce()
+    assert steps.of(first) == first
+    assert steps.of(second) == second[2:], "a step that is computed again in a later generation is another"

@@ -18,6 +18,7 @@ from concurrent.futures import Future, wait
 from types import CodeType
 from typing import Any, TypeVar
 
+from raysharded.actors.comm.lasting_threads import Transfer, begin
 from raysharded.errors import CollectiveAborted
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -72,7 +73,7 @@ def has_ended(work: Any) -> bool:
 
 @waits_for_peers
 def run_or_leave(do: Callable[[], T], is_aborted: Callable[[], bool], name: str) -> T:
-    """Run `do` in a separate thread; return its result or raise its error.
+    """Run `do` in another thread; return its result or raise its error.
 
     On abort it raises CollectiveAborted and abandons the thread.
     """
@@ -84,7 +85,7 @@ def run_or_leave(do: Callable[[], T], is_aborted: Callable[[], bool], name: str)
         except BaseException as error:  # noqa: BLE001 - handed over to the waiting thread
             outcome.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name=name).start()
+    begin(run, name)
     while not wait([outcome], _POLL_S).done:
         if is_aborted():
             raise CollectiveAborted(f"aborted: {name}")
@@ -92,12 +93,11 @@ def run_or_leave(do: Callable[[], T], is_aborted: Callable[[], bool], name: str)
 
 
 @waits_for_peers
-def join_or_leave(thread: threading.Thread, is_aborted: Callable[[], bool]) -> None:
-    """Return when the thread has ended; raises CollectiveAborted on abort."""
-    while thread.is_alive():
-        thread.join(_POLL_S)
-        if thread.is_alive() and is_aborted():
-            raise CollectiveAborted(f"aborted: {thread.name}")
+def join_or_leave(transfer: Transfer, is_aborted: Callable[[], bool]) -> None:
+    """Return when the transfer has ended; raises CollectiveAborted on abort."""
+    while not transfer.ended.wait(_POLL_S):
+        if is_aborted():
+            raise CollectiveAborted(f"aborted: {transfer.name}")
 
 
 def keep_until_ended(groups: Iterable[Any], works: Iterable[Any]) -> None:

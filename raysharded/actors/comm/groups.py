@@ -39,8 +39,9 @@ from raysharded.actors.comm.gloo import ConnectedGroup
 from raysharded.actors.comm.host_group import HostGroup, Replicas
 from raysharded.actors.comm.links import CONNECT_TIMEOUT_S, Intruded, Links, arrive, connect_alone
 from raysharded.actors.comm.store_client import StoreClient
-from raysharded.errors import CollectiveAborted
+from raysharded.errors import ClusterError, CollectiveAborted
 from raysharded.layout import Mesh
+from raysharded.protocol import descriptors
 
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 12
@@ -178,7 +179,12 @@ class Groups:
             raise CollectiveAborted(f"taking over what was prepared: {error}") from error
 
     def _connect_or_leave(self, where: Rendezvous) -> None:
-        """Connect in a separate thread: gloo cannot be freed while it connects to a dead peer."""
+        """Connect in a separate thread: gloo cannot be freed while it connects to a dead peer.
+
+        Raises ClusterError at the limit of open files, where gloo's threads would end the process.
+        """
+        if lacking := descriptors.lacking(descriptors.of_groups(where.world_size)):
+            raise ClusterError(lacking)
         self.beside(lambda: self._connect(where), f"connect {where.prefix}")
 
     @waits_for_peers

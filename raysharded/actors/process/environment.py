@@ -17,6 +17,7 @@ from raysharded.actors.process.os_processes import start_ticks
 from raysharded.actors.step import recomputation
 from raysharded.config import EngineConfig
 from raysharded.errors import ConfigError
+from raysharded.protocol.descriptors import raise_limit
 from raysharded.protocol.messages import WorkerInfo
 
 _KEEPING = ((-3, 32 << 20), (-1, (1 << 31) - 1), (-2, 128 << 20))
@@ -28,6 +29,7 @@ _MALLOC_CHOICES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_T
 def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> torch.device:
     """Configure a worker's process, once, before anything is computed; returns the device to compute on."""
     exact = config.reduction == "exact"
+    raise_limit()
     if use_gpu and exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: reproducible cuBLAS
     use_threads(num_threads)

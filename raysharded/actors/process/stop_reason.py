@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from raysharded.actors.task_calls.task_errors import is_collective_failure
 from raysharded.errors import (
     CheckpointError,
+    ClusterError,
     CollectiveAborted,
     ConfigError,
     CorruptNumbers,
@@ -19,6 +20,7 @@ from raysharded.errors import (
     user_traceback,
 )
 from raysharded.ids import WorkerId
+from raysharded.protocol import descriptors
 from raysharded.protocol.messages import StopReason
 
 _log = logging.getLogger("raysharded.worker")
@@ -36,6 +38,9 @@ class Ending:
 
 def ending_of(error: BaseException, *, interrupted: bool) -> Ending:
     """The end for a raised error. `interrupted`: the worker's collectives were aborted, so the task is not to blame."""
+    limit = descriptors.exhausted(error)
+    if limit:
+        return Ending(reason=StopReason.TASK_ERROR, error=ClusterError(limit))  # a retry may help
     if isinstance(error, RayshardedError):
         error = travelling(error)
     match error:

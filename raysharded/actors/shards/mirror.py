@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, Protocol
 
 from raysharded.actors.comm.abortable_wait import GRACE_S, join_or_leave, waits_for_peers
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.comm.host_group import HostGroup
+from raysharded.actors.comm.lasting_threads import begin
 from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.store import ShardBuffer, ShardStore
 from raysharded.errors import CollectiveAborted
@@ -55,7 +55,7 @@ class Mirror:
         transfer = self._transfer
         if transfer is None:
             return 0
-        join_or_leave(transfer, lambda: self._groups.aborted)
+        join_or_leave(transfer.running, lambda: self._groups.aborted)
         self._transfer = None
         if transfer.error is not None:
             raise CollectiveAborted(f"the mirror's transfer: {transfer.error}") from transfer.error
@@ -65,14 +65,13 @@ class Mirror:
     def settle(self) -> None:
         """After an abort: wait for the transfers, but abandon one that gloo keeps: what it fills never counts."""
         if self._transfer is not None:
-            self._transfer.join(GRACE_S)
+            self._transfer.running.ended.wait(GRACE_S)
 
 
-class _Transfer(threading.Thread):
+class _Transfer:
     """Transfer of one mirror to its holder, as soon as its bytes are in host memory, and of one to this worker."""
 
     def __init__(self, group: HostGroup, into: ShardBuffer, own: ShardBuffer, target: int) -> None:
-        super().__init__(name="mirror", daemon=True)
         self._group, self._target = group, target
         self._into, self._own = into, own
         """Kept unchanged, with the works: gloo writes to, and reads from, their memory."""
@@ -80,9 +79,9 @@ class _Transfer(threading.Thread):
         self.size_bytes = into.data.numel()
         self.error: Exception | None = None
         own.hold()
-        self.start()
+        self.running = begin(self._run, "mirror")
 
-    def run(self) -> None:
+    def _run(self) -> None:
         group, into, own = self._group, self._into, self._own
         try:
             own.wait()

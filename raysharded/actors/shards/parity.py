@@ -6,13 +6,13 @@ Without parity a mirror replaces them.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 from raysharded.actors.comm.abortable_wait import GRACE_S, join_or_leave, waits_for_peers
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.comm.host_group import HostGroup
+from raysharded.actors.comm.lasting_threads import begin
 from raysharded.actors.shards import block_gather
 from raysharded.actors.shards.block_gather import GatherBuffers, Needed, Stream, gather, num_pieces, send
 from raysharded.actors.shards.erasure import Bytes, ErasureCode, erasure_code
@@ -63,7 +63,7 @@ class ParityKeeper:
         """
         if self._round is None:
             return 0
-        join_or_leave(self._round, lambda: self._groups.aborted)
+        join_or_leave(self._round.running, lambda: self._groups.aborted)
         if self._round.error is not None:  # kept, as it may still receive into its own memory
             raise CollectiveAborted(f"the parity's transfer: {self._round.error}") from self._round.error
         received, self._round = self._round.received, None
@@ -73,7 +73,7 @@ class ParityKeeper:
     def settle(self) -> None:
         """After an abort: wait for the round, but abandon one that gloo keeps: what it fills never counts."""
         if self._round is not None:
-            self._round.join(GRACE_S)
+            self._round.running.ended.wait(GRACE_S)
 
 
 class _Sizes:
@@ -87,7 +87,7 @@ class _Sizes:
         self.of_rank = {member: shard_map(own.spec, world_size, member, degree).size_bytes for member in members}
 
 
-class _Round(threading.Thread):
+class _Round:
     """One step's parity blocks: this worker's parts are offered to their holders, and its own blocks computed."""
 
     def __init__(
@@ -101,16 +101,15 @@ class _Round(threading.Thread):
         room: GatherBuffers,
         outgoing: GatherBuffers,
     ) -> None:
-        super().__init__(name="parity", daemon=True)
         self._group, self._parity, self._code, self._sizes = group, parity, code, sizes
         self._own, self._into, self._room = own, into, room
         self._outgoing, self._forwarded = outgoing, list[list[Any]]()
         self.received = 0
         self.error: Exception | None = None
         own.hold()
-        self.start()
+        self.running = begin(self._run, "parity")
 
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
             self._own.wait()
             coming = self._receive_others()

@@ -73,7 +73,11 @@ def read_part(path: str, offset: int, size: int | None) -> bytes:
     """Up to `size` bytes from `offset` on; None: to the end."""
     with open_file(path, -1) as file:
         file.seek(offset)
-        return file.read(-1 if size is None else size)
+        if size is None:
+            return file.read()
+        likely = max(0, os.fstat(file.fileno()).st_size - offset) + 1
+        part = file.read(min(size, likely))  # `read(size)` allocates `size` bytes, however few there are
+        return part + file.read(size - likely) if len(part) == likely < size else part
 
 
 def read_into(path: str, offset: int, outs: Sequence[memoryview]) -> int:

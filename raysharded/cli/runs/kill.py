@@ -44,7 +44,7 @@ def _process_of(storage: Storage, worker: int) -> int:
     import platform
 
     from raysharded.checkpoint import signing_key_from_environment
-    from raysharded.journal.log import read_verified
+    from raysharded.journal.verified import read_verified
     from raysharded.run.live_processes import is_worker
 
     entries = read_verified(storage, signing_key_from_environment()).entries

@@ -24,6 +24,7 @@ from raysharded.driver.state.commands import CommitSave
 from raysharded.driver.state.events import CommitFailed, Committed, Deleted, LeadershipLost, Overtaken
 from raysharded.errors import RayshardedError, RunOwnedElsewhere, StaleGeneration, StorageError
 from raysharded.journal.backlog import MOST_BYTES
+from raysharded.journal.verified import JournalReader
 from raysharded.layout import combine, digest
 from raysharded.overrides import Decisions, Skips, rates_before, skipped_before
 from raysharded.protocol.messages import Saved, save_id, save_prefix
@@ -53,6 +54,10 @@ class RunFiles:
     """Time for which storage may take no entries of the journal before the run ends."""
     backlog_bytes: int = MOST_BYTES
     """Bytes of entries that are kept meanwhile."""
+
+    def journal(self) -> JournalReader:
+        """A reader of the run's journal, as far as the key and the user let it count."""
+        return JournalReader(self.storage, self.key, accept_unsigned=self.accept_unsigned)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

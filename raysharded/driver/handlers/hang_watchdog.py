@@ -88,7 +88,7 @@ def _compare(state: State, worker: WorkerId, seen: ProbeReply, at: float) -> Out
     if len(answers) < len(state.members) or not answers.keys() >= set(state.members):
         return replace(state, step_times=replace(state.step_times, answers=answers)), []
     found = stragglers.paces_of({member: answers[member] for member in state.members})
-    paces, told = stragglers.judged(state.step_times, found)
+    paces, told = stragglers.judged(state.step_times, found, step_s=step_watch.usual_s(state.watch))
     state = replace(state, step_times=paces)
     commands: list[Command] = [_straggler(state, slow, found[slow]) for slow in told]
     limit = state.limits.evict_slower_than

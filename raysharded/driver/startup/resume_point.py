@@ -188,21 +188,21 @@ def _with_decisions(state: State, entries: Iterable[Mapping[str, Any]]) -> State
 
     Decisions are made once, and hold for repeated steps.
     """
+    decisions, reached, rewound, verified = state.decisions, state.reached, state.rewound, state.verified_step
     for entry in entries:
-        state = replace(state, decisions=after(state.decisions, entry))
+        decisions = after(decisions, entry)
         match entry["kind"]:
             case "step":
-                state = replace(state, reached=max(state.reached, int(entry["step"])))
+                reached = max(reached, int(entry["step"]))
             case "rewind":
-                to_step, asked = int(entry["to_step"]), entry.get("who") == ASKED
-                rewound = None if asked else (to_step, str(entry["reason"]))
-                verified = min(state.verified_step, to_step)
-                state = replace(state, rewound=rewound, reached=to_step, verified_step=verified)
+                reached, asked = int(entry["to_step"]), entry.get("who") == ASKED
+                rewound = None if asked else (reached, str(entry["reason"]))
+                verified = min(verified, reached)
             case "audit":
-                state = replace(state, verified_step=int(entry["step"]))
+                verified = int(entry["step"])
             case "corruption":
-                state = replace(state, verified_step=int(entry["verified_step"]))
-    return state
+                verified = int(entry["verified_step"])
+    return replace(state, decisions=decisions, reached=reached, rewound=rewound, verified_step=verified)
 
 
 def _decisions_at(decisions: Decisions, checkpoint: Checkpoint, global_batch_size: int) -> Decisions:

@@ -30,7 +30,8 @@ from raysharded.driver.state.commands import Command, Record
 from raysharded.driver.state.state import State
 from raysharded.errors import RefusedCheckpoint
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.journal.log import Journal, newest_generation, read_verified, refusing_damage
+from raysharded.journal.log import Journal, newest_generation, refusing_damage
+from raysharded.journal.verified import JournalReader
 from raysharded.ownership.leadership import AcquiredLease, Leadership
 from raysharded.ownership.run_folder import identify
 from raysharded.protocol.session import DriverSession, FoundWorkers, last_recorded_step, taken_back, unrecorded
@@ -67,7 +68,10 @@ class RunStartup:
         self._dropped: arithmetic.Differing = {}
         """Rules that the run no longer uses, as a user accepted."""
         self.entries: list[Mapping[str, Any]] = []
-        """The run's journal at the time when the run was acquired, as far as it counts."""
+        """The run's journal at the time when the run was acquired, as far as it counts, until workers are taken over.
+
+        Without what no new driver needs (`journal.verified`).
+        """
         self._is_unsigned = False
         """Whether the run has a key, and the key signed no entry."""
         self._unfinished: tuple[int, ...] = ()
@@ -75,8 +79,11 @@ class RunStartup:
         self._lacks_key = False
         """Whether the run's journal is signed, and there is no key."""
 
-    def own(self, state: State) -> State:
-        """Acquire the run: no earlier driver can commit from here on. A second call does nothing."""
+    def own(self, state: State, journal: JournalReader | None = None) -> State:
+        """Acquire the run: no earlier driver can commit from here on. A second call does nothing.
+
+        `journal`: a reader that has read the run's journal before; it then reads only what was written since.
+        """
         if self._acquired is not None:
             return state
         self._before()
@@ -85,7 +92,7 @@ class RunStartup:
             self._identity = identify(self._files.storage)
             if self._acquired.before:
                 self._journal.fence()
-            self._read_journal()  # not earlier: the driver before may have written until now
+            self._read_journal(journal)  # not earlier: the driver before may have written until now
             with refusing_damage(self._files.storage):
                 first = max(self._acquired.first, newest_generation(self.entries) + 1)
                 state = resized(state, self.entries, self._files.metadata.get("scaling"))
@@ -94,14 +101,13 @@ class RunStartup:
             self.let_go()
             raise
 
-    def _read_journal(self) -> None:
-        files = self._files
+    def _read_journal(self, journal: JournalReader | None) -> None:
         try:
-            found = read_verified(files.storage, files.key, accept_unsigned=files.accept_unsigned)
+            found = (journal or self._files.journal()).read()
         except BaseException:
             self.let_go()
             raise
-        self.entries, self._is_unsigned, self._lacks_key = list(found.entries), found.is_unsigned, found.lacks_key
+        self.entries, self._is_unsigned, self._lacks_key = [*found.entries], found.is_unsigned, found.lacks_key
         self._journal.follow(found.link)
 
     def resume(self, state: State) -> tuple[State, ResumePoint]:
@@ -154,7 +160,9 @@ class RunStartup:
             terms = self._terms(acquired)
         entered = self._enter(terms, self._leadership)
         with refusing_damage(self._files.storage):
-            return self._taken_over(state, acquired, entered)
+            found = self._taken_over(state, acquired, entered)
+        self.entries = []
+        return found
 
     def _taken_over(
         self, state: State, acquired: AcquiredLease, entered: FoundWorkers

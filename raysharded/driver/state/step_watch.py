@@ -1,5 +1,7 @@
 """Detection of stuck workers: a deadline that follows the measured step time, and the members' probe replies. Pure.
 
+Slow steps stretch the deadline, and 8 fast ones bring it back.
+
 If the next step does not come within half of the deadline, the members are probed. A member that has not answered by
 the deadline is stopped, wedged or cut off: answering takes no more than a thread that can run. If all answered, they
 are probed again. A member that runs its own code while others wait for it in a collective is stuck there. If all wait,
@@ -9,13 +11,17 @@ stuck.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median_low
 
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import ProbeReply
 
-_KEPT = 32
+_NEWEST = 8
+"""Number of steps after which a longer one before them no longer counts, unless such steps recur."""
+_KEPT = 64
+"""Number of steps in which long ones recur: two in it, one every 31 steps."""
 _FACTOR = 5.0
 """A step that takes this many times the longest of the newest ones is stuck, not slow."""
 _FIRST_FACTOR = 2.0
@@ -55,6 +61,11 @@ def measured(watch: StepWatch, seconds: float, *, first: bool) -> StepWatch:
     return StepWatch(durations=(*watch.durations, seconds / (_FIRST_FACTOR if first else 1.0))[-_KEPT:])
 
 
+def usual_s(watch: StepWatch) -> float:
+    """Median of the newest steps' durations; 0 before the first."""
+    return median_low(watch.durations[-_NEWEST:]) if watch.durations else 0.0
+
+
 def at_rest(watch: StepWatch) -> StepWatch:
     """The watch of a new phase: no probe is pending, and answers are discarded."""
     return StepWatch(durations=watch.durations)
@@ -69,8 +80,28 @@ def deadline_s(watch: StepWatch, *, shortest_s: float, longest_s: float, first: 
     """Longest time that a step may take; a generation's `first` step may take longer."""
     if not watch.durations:
         return longest_s
-    expected = _FACTOR * max(watch.durations) * (_FIRST_FACTOR if first else 1.0)
+    expected = _FACTOR * _longest(watch.durations) * (_FIRST_FACTOR if first else 1.0)
     return min(max(expected, shortest_s), longest_s)
+
+
+def _longest(durations: Sequence[float]) -> float:
+    """The longest step to be expected: the longest of the newest ones, or one as long as steps that recur.
+
+    Slow steps are one stretch until `_NEWEST` faster ones follow in a row. A stretch that is over counts only if there
+    was another: an evaluation every 20 steps recurs, and a network that was slow for a minute does not.
+    """
+    newest = max(durations[-_NEWEST:])
+    peaks, since = list[float](), _NEWEST
+    for seconds in durations[:-_NEWEST]:
+        if seconds <= newest:
+            since += 1
+            continue
+        if since >= _NEWEST:
+            peaks.append(seconds)
+        else:
+            peaks[-1] = max(peaks[-1], seconds)
+        since = 0
+    return sorted(peaks)[-2] if len(peaks) > 1 else newest
 
 
 def answer_s(deadline: float) -> float:

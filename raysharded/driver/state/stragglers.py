@@ -13,6 +13,12 @@ SLOW = 1.25
 """A worker that takes this many times as long as its peers is slow."""
 _LEAST_S = 0.005
 """Smaller differences per step are noise."""
+_LEAST_SHARE = 0.1
+"""Smaller shares of a step are no reason for its length.
+
+Where one node's network is slow, all wait for it in most of the step. A healthy worker may then be slower than its
+peers in the little that they compute.
+"""
 _STEPS = 5
 """Smallest number of steps in an average."""
 _TIMES = 3
@@ -69,12 +75,15 @@ def paces_of(answers: Mapping[WorkerId, ProbeReply]) -> dict[WorkerId, StepTime]
     return paces
 
 
-def judged(paces: StepTimes, found: Mapping[WorkerId, StepTime]) -> tuple[StepTimes, list[WorkerId]]:
-    """The step times after a comparison, and the workers now slow so often in a row that they are reported."""
+def judged(paces: StepTimes, found: Mapping[WorkerId, StepTime], *, step_s: float) -> tuple[StepTimes, list[WorkerId]]:
+    """The step times after a comparison, and the workers now slow so often in a row that they are reported.
+
+    `step_s`: seconds that a step takes.
+    """
     slow = {
         worker: paces.slow.get(worker, 0) + 1
         for worker, pace in found.items()
-        if pace.score >= SLOW and pace.lost_s >= _LEAST_S
+        if pace.score >= SLOW and pace.lost_s >= max(_LEAST_S, _LEAST_SHARE * step_s)
     }
     told = sorted(worker for worker, times in slow.items() if times % _TIMES == 0)
     return StepTimes(asked_at=paces.asked_at, slow=slow, newest=paces.answers), told

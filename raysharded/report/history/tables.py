@@ -16,7 +16,9 @@ from raysharded.report.history.row_table import RowTable
 from raysharded.report.history.run_summary import RunSummary
 from raysharded.report.history.wall_time import MEANING, PARTS, Times
 
-_MOST_INCIDENTS = 100
+MOST_ROWS = 25
+"""Rows of a table. A run of weeks has thousands of incidents, and its report stays a page."""
+_ALL = "`raysharded report --json` has all"
 GOOD, BAD, DIM = "green", "bold red", "dim"
 
 
@@ -82,7 +84,9 @@ def add_numbers(table: Table, summary: RunSummary) -> None:
     if summary.skipped_steps:
         steps = listing([str(skipped.step) for skipped in summary.skipped_steps])
         table.add_row("left out", f"step {steps}: a loss or gradient that was not finite")
-    for rewind in summary.rewinds:
+    if older := summary.rewinds[:-MOST_ROWS]:
+        table.add_row("rewound", f"{count(len(older), 'earlier time', 'earlier times')}; {_ALL}")
+    for rewind in summary.rewinds[-MOST_ROWS:]:
         past = f", past {count(rewind.samples, 'sample')}" if rewind.samples or not rewind.asked else ""
         asked = ", as requested" if rewind.asked else ""
         what = f"back to step {rewind.to_step} from step {rewind.step}{asked}{past}"
@@ -136,18 +140,18 @@ def time_table(times: Times) -> RowTable:
 
 
 def incident_table(incidents: Sequence[Incident]) -> RowTable:
-    """The incidents in order; if there are very many, those with the highest cost."""
+    """The incidents in order; if there are many, those with the highest cost."""
     table = RowTable("incidents")
     table.add_column("at", right=True)
     table.add_column("step", right=True)
     table.add_column("cost", right=True)
     table.add_column("what happened", long="wrap")
-    shown = costliest(incidents, _MOST_INCIDENTS)
+    shown = costliest(incidents, MOST_ROWS)
     for incident in map(incidents.__getitem__, shown):
         cost = duration(incident.cost_s) if incident.costs else ""
         table.add_row(duration(incident.at_s), str(incident.step), cost, Text(incident.text))
     if len(shown) < len(incidents):
-        table.add_row("", "", "", f"and {len(incidents) - len(shown)} more, which cost less")
+        table.add_row("", "", "", f"and {len(incidents) - len(shown)} more, which cost less; {_ALL}")
     return table
 
 
@@ -178,32 +182,36 @@ def recovery_table(recoveries: Sequence[Recovery], *, found_s: Sequence[float] |
 
 
 def worker_table(summary: RunSummary) -> RowTable:
-    """The workers that left or joined, in order."""
+    """The workers that left or joined, in order; if there are many, the newest."""
     table = RowTable("workers")
     table.add_column("step", right=True)
     table.add_column("worker", right=True)
     table.add_column("what")
     table.add_column("why", long="wrap")
-    for event in summary.worker_events:
+    if older := summary.worker_events[:-MOST_ROWS]:
+        table.add_row("", "", f"{len(older)} earlier", _ALL)
+    for event in summary.worker_events[-MOST_ROWS:]:
         table.add_row(str(event.step), str(event.worker), event.what, Text(event.reason))
     return table
 
 
 def node_table(nodes: Sequence[AvoidedNode]) -> RowTable:
-    """The nodes that get no new workers."""
+    """The nodes that get no new workers; if there are many, the newest."""
     table = RowTable("avoided nodes")
     table.add_column("step", right=True)
     table.add_column("node", long="shorten")
     table.add_column("failures", right=True)
     table.add_column("the last ones", long="wrap")
-    for node in nodes:
+    if older := nodes[:-MOST_ROWS]:
+        table.add_row("", f"{len(older)} earlier", "", _ALL)
+    for node in nodes[-MOST_ROWS:]:
         name = f"{node.host or '?'} ({node.node[:8]})"
         table.add_row(str(node.step), name, str(node.failures), Text("; ".join(node.reasons)))
     return table
 
 
 def checkpoint_table(checkpoints: Sequence[CheckpointRecord]) -> RowTable:
-    """The checkpoints that were written, failed, or were skipped."""
+    """The checkpoints that were written, failed, or were skipped; if there are many, the newest."""
     table = RowTable("checkpoints")
     table.add_column("step", right=True)
     table.add_column("when")
@@ -211,7 +219,9 @@ def checkpoint_table(checkpoints: Sequence[CheckpointRecord]) -> RowTable:
     table.add_column("took", right=True)
     table.add_column("folder", long="shorten")
     table.add_column("fingerprint", long="shorten")
-    for record in checkpoints:
+    if older := checkpoints[:-MOST_ROWS]:
+        table.add_row("", f"{len(older)} earlier", "", "", _ALL)
+    for record in checkpoints[-MOST_ROWS:]:
         where = Text("deleted" if record.deleted else record.prefix)
         if not record.prefix:
             where = verdict(good=False, text=record.problem)

@@ -21,6 +21,7 @@ from torch import nn
 from raysharded.actors.comm.abortable_wait import join_or_leave
 from raysharded.actors.comm.fsdp_collectives import AllGather, ReduceScatter, all_to_all
 from raysharded.actors.comm.groups import Groups, Rendezvous
+from raysharded.actors.comm.lasting_threads import begin
 from raysharded.actors.comm.links import CONNECT_TIMEOUT_S
 from raysharded.actors.telemetry.stack_probe import is_waiting
 from raysharded.errors import CollectiveAborted
@@ -222,8 +223,7 @@ def receives(groups: Groups) -> None:
 
 def joins(groups: Groups) -> None:
     data = torch.zeros(3)
-    beside = threading.Thread(target=lambda: groups.state.deliver(groups.state.recv(data, 1, 7)), daemon=True)
-    beside.start()
+    beside = begin(lambda: groups.state.deliver(groups.state.recv(data, 1, 7)), "beside")
     join_or_leave(beside, lambda: groups.aborted)
 
 
