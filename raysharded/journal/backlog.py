@@ -49,7 +49,7 @@ class _Dropped:
 
     def line(self) -> _Line:
         """The entry about it."""
-        fields = {"entries": self.entries, "steps": self.steps}
+        fields: dict[str, int | None] = {"entries": self.entries, "steps": self.steps}
         fields |= {"first_step": self.first_step, "last_step": self.last_step} if self.steps else {}
         return _Line(text_of({"kind": "entries_dropped", "at": self.since, **fields}), None, True)
 
