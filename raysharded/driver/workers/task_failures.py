@@ -56,8 +56,8 @@ def count(state: State, errors: Mapping[WorkerId, Stopped]) -> Outcome:
 def shift_of_retry(state: State, members: Sequence[WorkerId], mesh: Mesh, source: Source) -> tuple[int, int]:
     """The failed step, and by how many places its microbatches are shifted: `GenerationSpec.shift`; or (0, 0).
 
-    There is a shift if the step failed in the generation before, with the same members: then another worker computes what
-    failed, on another node if there is one. A further retry takes a further worker.
+    There is a shift if the step failed in the generation before, with the same members: then another worker computes
+    what failed, on another node if there is one. A further retry takes a further worker.
     """
     worker = state.failed_worker
     is_retry = state.task_errors > 0 and source.step < state.failing_step and state.limits.exact
