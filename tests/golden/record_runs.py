@@ -36,7 +36,7 @@ from raysharded.driver.state.commands import AskReport
 from raysharded.driver.state.events import CheckpointRequested, LeadershipLost, Overtaken, ReshardRequested
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import Phase
-from raysharded.errors import InexactError, RunFailed, StorageError, TaskError
+from raysharded.errors import InexactError, RunFailed, StepFailed, StorageError, TaskError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import FOLDER as JOURNAL
 from raysharded.protocol.messages import StopReason
@@ -48,10 +48,11 @@ from tests import patches
 from tests.driver.recorded import recorded
 from tests.driver.scripted import Run, training
 from tests.driver.test_tensor_groups import in_pairs, stop_at_boundary
+from tests.faults.dying import Dies, leave
 from tests.faults.test_stragglers import SlowInOneWorker
 from tests.golden import recordings
 from tests.paths import ROOT
-from tests.training.harness import Collector, GptTask, Tokens, grouped, make_driver, make_job, make_limits
+from tests.training.harness import Collector, GptTask, Tokens, grouped, make_driver, make_job, make_limits, samples
 from tests.training.test_checkpoints import Storing, damage
 from tests.training.test_non_finite import Diverging, first_sample_of
 from tests.training.test_preparation import FailsBeside
@@ -678,6 +679,12 @@ def an_error_of_the_task(stage: Stage) -> None:
     require(found, "failed")
 
 
+def the_same_death_again(stage: Stage) -> None:
+    task = Dies(stage.folder, leave, times=9)
+    found = stage.run(4, steps=8, task=task, data=samples(), min_workers=1, max_same_deaths=3, expect=StepFailed)
+    require(found, "worker_died", "repeated_death", "failed")
+
+
 def in_chaos(stage: Stage) -> None:
     plan = FaultPlan(faults=(), folder=str(stage.folder), listens=True)
     trainer = rs.ElasticTrainer(
@@ -829,6 +836,7 @@ RUNS: dict[str, Callable[[Stage], None]] = {
         a_slow_worker_is_replaced,
         drained,
         an_error_of_the_task,
+        the_same_death_again,
         in_chaos,
         parts_that_arrive_late,
         all_wait_for_each_other,
