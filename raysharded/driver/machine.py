@@ -41,10 +41,10 @@ from raysharded.driver.state.events import (
     WorkerReply,
 )
 from raysharded.driver.state.state import Phase, State
-from raysharded.driver.workers import admission, failure_budget
+from raysharded.driver.workers import admission, failure_budget, node_verdicts
 from raysharded.errors import RunOwnedElsewhere
 from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped
-from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
+from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
 
 def begin(state: State, at: float) -> Outcome:
@@ -88,6 +88,10 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             return worker_loss.on_lost(state, event, at)
         case LeaveNotice():
             return leave_notice.on_noticed(state, event, at)
+        case NodeLost():
+            return node_verdicts.on_lost(state, event, at)
+        case NodeBack():
+            return node_verdicts.on_back(state, event, at)
         case WorkerReply():
             return _on_said(state, event, at)
         case Committed(step=done):
@@ -127,11 +131,16 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             return replace(state, phase=Phase.OVER), [End(error=RunOwnedElsewhere(reason))]
         case Annotation(kind=kind, fields=fields):
             return state, [Record(kind=kind, fields=fields, durable=True)]
-        case Tick() if state.phase not in (Phase.GATHERING, Phase.PAUSED, Phase.OVER):
-            state, watched = hang_watchdog.on_tick(state, at)
-            return prepend(_on_tick(state, at), watched) if state.phase is not Phase.OVER else (state, watched)
         case Tick():
-            return _on_tick(state, at)
+            state, restored = node_verdicts.review(state, at)
+            return prepend(_watch(state, at), restored)
+
+
+def _watch(state: State, at: float) -> Outcome:
+    if state.phase in (Phase.GATHERING, Phase.PAUSED):
+        return _on_tick(state, at)
+    state, watched = hang_watchdog.on_tick(state, at)
+    return prepend(_on_tick(state, at), watched) if state.phase is not Phase.OVER else (state, watched)
 
 
 def _on_said(state: State, event: WorkerReply, at: float) -> Outcome:

@@ -10,7 +10,7 @@ from raysharded.driver.state.events import Event, Ready, WorkerReply
 from raysharded.errors import StaleGeneration
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import WorkerInfo, WorkerNotice
-from raysharded.protocol.worker_launcher import Launcher, LeaveNotice, Reply, WorkerLost
+from raysharded.protocol.worker_launcher import Happened, Launcher, LeaveNotice, NodeBack, NodeLost, Reply, WorkerLost
 
 _NOTICE_TIMEOUT_S = 60.0
 """Duration of one query for a leave notice; then it is repeated."""
@@ -38,13 +38,13 @@ class ReplyTranslator:
         self._notices.pop(worker, None)
         self._collecting.forget(worker)
 
-    def event_of(self, happened: Reply | WorkerLost | LeaveNotice) -> Event | None:
+    def event_of(self, happened: Happened) -> Event | None:
         """The event for a reply, or None if it has no meaning for the machine."""
         match happened:
             case WorkerLost(worker=worker):
                 self.forget(worker)
                 return happened
-            case LeaveNotice():
+            case LeaveNotice() | NodeLost() | NodeBack():
                 return happened
             case Reply():
                 return self._replied(happened)

@@ -68,6 +68,12 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return f"step {fields['step']}: node {fields['node']} is not drained: {brief(fields['reason'])}"
         case "node_avoided":
             return _avoided_text(fields)
+        case "node_allowed":
+            return f"step {fields['step']}: {_node(fields)} is used again: {brief(fields['reason'])}"
+        case "node_lost":
+            return f"step {fields['step']}: {_node(fields)} is lost: {brief(fields['reason'])}"
+        case "node_back":
+            return f"step {fields['step']}: {_node(fields)} answers again, after {duration(fields['after_s'])}"
         case "start_failed":
             return f"worker {fields['worker']} did not start: {brief(fields['reason'])}"
         case "waiting":
@@ -203,9 +209,13 @@ def _checkpoint_text(fields: Mapping[str, Any]) -> str:
 def _avoided_text(fields: Mapping[str, Any]) -> str:
     reasons = fields["reasons"]
     return (
-        f"step {fields['step']}: node {fields.get('host') or '?'} ({fields['node'][:8]}) is avoided after "
+        f"step {fields['step']}: {_node(fields)} is avoided after "
         f"{count(fields['failures'], 'failure')}; the last: {brief(reasons[-1]) if reasons else '?'}"
     )
+
+
+def _node(fields: Mapping[str, Any]) -> str:
+    return f"node {fields.get('host') or '?'} ({fields['node'][:8]})"
 
 
 def _late_text(fields: Mapping[str, Any]) -> str:

@@ -16,7 +16,15 @@ from raysharded.ids import WorkerId
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.session import DriverSession, FoundWorkers, job_identity, run_digest
-from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost, WorkersOfAnotherVersion
+from raysharded.protocol.worker_launcher import (
+    Happened,
+    LeadershipCheck,
+    NodeBack,
+    NodeLost,
+    Reply,
+    WorkerLost,
+    WorkersOfAnotherVersion,
+)
 from raysharded.ray_backend import adoption, other_versions
 from raysharded.ray_backend.agents import Agents, Aside, OwnNode
 from raysharded.ray_backend.bundles import places
@@ -73,6 +81,8 @@ class RayLauncher:
         self._killing, self._doubts = Aside("ray.kill"), Aside("doubts")
         self._watch = NodeWatch(node_table)
         self._avoided: tuple[str, ...] = ()
+        self._places: dict[WorkerId, tuple[frozenset[str], int]] = {}
+        """Worker -> (nodes on which it must not be placed, number of its withdrawn requests for a place)."""
         self._slice_s = math.inf if owns_cluster else _SLICE_S
         """Length of one wait in Ray, which a dead or drained node does not end; unlimited under a Ray started here."""
         self._unheard: list[ray.ObjectRef[Any]] = []
@@ -111,14 +121,21 @@ class RayLauncher:
     def start(self, worker: WorkerId, avoid: tuple[str, ...] = ()) -> None:
         assert self._terms is not None
         self._avoided = avoid
-        options, peers = dict(self._options), None
-        unfit = {*avoid, *self._watch.dead()}  # the cluster may not know of a dead node yet
+        options, peers, place = dict(self._options), None, 0
+        unfit = frozenset({*avoid, *self._watch.dead()})  # the cluster may not know of a dead node yet
+        if worker in self._actors:
+            before, place = self._places.get(worker, (unfit, 0))
+            if before <= unfit or worker in self._facts or has_process(self._actors[worker]):
+                return
+            self.kill(worker)
+            place += 1
+        self._places[worker] = unfit, place
         there = {one: facts.node_id for one, facts in self._facts.items()}
         options["scheduling_strategy"] = self._placing.strategy(worker, there, unfit)
         if unfit:
             options["label_selector"] = not_on(unfit)
         if not self._owns_cluster:
-            name = name_of(self._run, self._terms.epoch, worker)
+            name = name_of(self._run, self._terms.epoch, worker, place)
             options |= {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
             peers = RayPeers(self._run, name)
         actor = self._actor_class.options(**options).remote(worker, self._job, self._terms, self._identity, peers)
@@ -144,6 +161,7 @@ class RayLauncher:
     def kill(self, worker: WorkerId, *, at_once: bool = True) -> None:
         actor = self._actors.pop(worker, None)
         self._placing.forget(worker)
+        self._places.pop(worker, None)
         self._calls = {ref: call for ref, call in self._calls.items() if call[0] != worker}
         facts = self._facts.pop(worker, None)
         if actor is None:
@@ -173,15 +191,15 @@ class RayLauncher:
 
     def _ask_to_leave(self, actor: ActorHandle[Any]) -> None:
         """Request that the worker exits; if it obeys another driver by now, it refuses."""
-        if self._terms is not None:
-            self._unheard.append(actor.leave.options(concurrency_group=GROUP).remote(self._terms.epoch))
+        assert self._terms is not None
+        self._unheard.append(actor.leave.options(concurrency_group=GROUP).remote(self._terms.epoch))
 
-    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | LeaveNotice]:
+    def wait(self, timeout_s: float) -> list[Happened]:
         self._renew()
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = max(0.0, deadline - time.monotonic())
-            happened: list[Reply | WorkerLost | LeaveNotice] = [*self._draining.fetch(), *self._of_dead_nodes()]
+            happened: list[Happened] = [*self._draining.fetch(), *self._of_dead_nodes(), *self._verdicts()]
             happened = happened or [*self._wait(min(left_s, self._slice_s))]
             if happened or left_s == 0.0:
                 return happened
@@ -196,6 +214,13 @@ class RayLauncher:
                 reason = f"its node {facts.node} ({facts.node_id[:8]}) died: {dead[facts.node_id]}"
                 gone.append(WorkerLost(worker=worker, reason=reason, node_id=facts.node_id, node_died=True))
         return gone
+
+    def _verdicts(self) -> list[NodeLost | NodeBack]:
+        """Nodes that are lost, or back, since the last call. Workers that wait for a place may get the latter."""
+        found = self._watch.fetch()
+        for worker in list(self._places) if any(isinstance(one, NodeBack) for one in found) else ():
+            self.start(worker, self._avoided)
+        return found
 
     def _wait(self, timeout_s: float) -> list[Reply | WorkerLost]:
         refs = list(self._calls)
@@ -240,13 +265,14 @@ class RayLauncher:
     def _note(self, worker: WorkerId, facts: WorkerInfo) -> None:
         self._facts[worker] = facts
         self._agents.ensure(facts.node_id)
-        self._watch.watch(facts.node_id)
+        self._watch.watch(facts.node_id, facts.node)
 
     def describe_shortage(self) -> str:
         if not self._is_short():
             return ""
-        resources, where = self._placing.resources(), self._placing.where
-        return shortage_text(needs_of(self._scaling), self._scaling.min_workers, *resources, self._avoided, where=where)
+        resources, where, least = self._placing.resources(), self._placing.where, self._scaling.min_workers
+        lost = self._watch.descriptions()
+        return shortage_text(needs_of(self._scaling), least, *resources, self._avoided, lost=lost, where=where)
 
     def _is_short(self) -> bool:
         """False if enough workers for the run are ready, or have their resources, or can have them at once."""

@@ -30,7 +30,7 @@ from raysharded.driver.state import (
     stragglers,
 )
 from raysharded.protocol import messages
-from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
+from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
 Value: TypeAlias = "str | int | float | bool | None"
 View: TypeAlias = tuple[Value, ...]
@@ -78,6 +78,8 @@ NAMES: Mapping[type, Names] = {
     events.Ready: Names("ready", "worker facts"),
     WorkerLost: Names("lost", "worker reason error node_id node_died"),
     LeaveNotice: Names("noticed", "workers reason within_s whole_node"),
+    NodeLost: Names("node_lost", "node_id host reason"),
+    NodeBack: Names("node_back", "node_id host"),
     events.WorkerReply: Names("said", "worker message"),
     events.Committed: Names(
         "committed",
@@ -155,8 +157,13 @@ NAMES: Mapping[type, Names] = {
         "save_timeout_s max_failed_saves stop_on_failed_saves last_save_retries spares grouping "
         "last_save_backoff_s max_start_failures start_backoff_s max_start_backoff_s max_idle_generations "
         "max_node_failures configured_workers max_losses_without_step accept_arithmetic "
-        "proves_first_step save_every_s",
-        later={"accept_arithmetic": False, "proves_first_step": False, "save_every_s": None},
+        "proves_first_step save_every_s node_failure_window_s",
+        later={
+            "node_failure_window_s": 3600.0,
+            "accept_arithmetic": False,
+            "proves_first_step": False,
+            "save_every_s": None,
+        },
     ),
     state.Checkpointed: Names("checkpointed", "step prefix fingerprint digest url", numbered=frozenset({"digest"})),
     state.Saving: Names("saving", "generation step members since measured answers parts committing fingerprint_only"),
@@ -173,7 +180,11 @@ NAMES: Mapping[type, Names] = {
     state.Pause: Names("pause", "asked_at reached_at tried"),
     step_watch.StepWatch: Names("watch", "durations asked_at again listened seen excused_at"),
     stragglers.StepTimes: Names("paces", "asked_at asking answers slow newest"),
-    node_health.NodeRecord: Names("node_record", "host failures reasons dead avoided drained"),
+    node_health.NodeRecord: Names(
+        "node_record",
+        "host failures reasons dead avoided drained failed_at lost_at",
+        later={"failed_at": (), "lost_at": 0.0},
+    ),
     mesh_choice.Grouping: Names("grouping", "shards least_shards num_microbatches tensor least_workers step_s fits"),
     overrides.Decisions: Names("decisions", "skips rates"),
     messages.GenerationSpec: Names(

@@ -16,7 +16,7 @@ from raysharded.driver.state.persistent_map import with_entry
 from raysharded.driver.state.state import Phase, State
 from raysharded.driver.state.step_watch import StepWatch
 from raysharded.driver.state.stragglers import StepTime
-from raysharded.driver.workers import admission
+from raysharded.driver.workers import node_verdicts
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import ProbeReply
 from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
@@ -97,7 +97,7 @@ def _compare(state: State, worker: WorkerId, seen: ProbeReply, at: float) -> Out
         return state, commands
     reason = f"{limit:g} times slower than its peers"
     for slow in [worker for worker in evicted if worker not in state.leaving and worker in state.facts]:
-        state, avoiding = admission.count_against_node(state, state.facts[slow].node_id, reason)
+        state, avoiding = node_verdicts.count_failure(state, state.facts[slow].node_id, reason, at)
         commands += avoiding  # otherwise the next one may be placed there again, for ever
     notice = LeaveNotice(workers=evicted, reason=reason, within_s=_EVICTED_WITHIN_S)
     return prepend(leave_notice.on_noticed(state, notice, at), commands)

@@ -51,7 +51,7 @@ def _without(state: State, event: WorkerLost, at: float) -> Outcome:
     is_member = worker in state.members
     if worker in state.leaving and not is_member:
         return departures.leave(state, worker, at)
-    state, commands = failure_budget.count_loss(state, event)
+    state, commands = failure_budget.count_loss(state, event, at)
     if is_member and state.phase is not Phase.OVER:
         state = replace(state, incident=recovery_timeline.found(state, at, lost=worker, reason=event.reason))
     return state, commands

@@ -59,7 +59,7 @@ from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import State
 from raysharded.layout import Mesh
 from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped
-from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
+from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
 
 def of_event(event: Event) -> str:
@@ -76,6 +76,10 @@ def _of_event(event: Event) -> str:
         case LeaveNotice(workers=workers, reason=reason, within_s=within_s, whole_node=whole_node):
             whom = f"the node of {_workers(workers)}" if whole_node else _workers(workers)
             return f"{whom} must leave within {duration(within_s)}: {brief(reason)}"
+        case NodeLost(host=host, reason=reason):
+            return f"node {host} is lost: {brief(reason)}"
+        case NodeBack(host=host):
+            return f"node {host} answers again"
         case WorkerReply(worker=worker):
             return f"{_workers([worker])} {_said(event)}"
         case Committed(step=step):

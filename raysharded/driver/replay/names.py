@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from raysharded.driver.state import events
 from raysharded.driver.state.state import State
 from raysharded.protocol import messages
-from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
+from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
 FORMAT = 3
 """Format of the recordings that are written."""
@@ -23,6 +23,8 @@ NAMES: Mapping[type, tuple[str, str]] = {
     events.Ready: ("Ready", "worker_ready"),
     WorkerLost: ("Lost", "worker_lost"),
     LeaveNotice: ("Noticed", "leave_notice"),
+    NodeLost: ("NodeLost", "node_lost"),
+    NodeBack: ("NodeBack", "node_back"),
     events.WorkerReply: ("Said", "worker_reply"),
     events.Committed: ("Committed", "checkpoint_committed"),
     events.CommitFailed: ("CommitFailed", "commit_failed"),

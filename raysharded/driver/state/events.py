@@ -9,7 +9,7 @@ from typing import Any
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped, WorkerInfo
-from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
+from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
 LEAVERS = -1
 """Request number of checkpoints that the driver itself requests for leaving workers that are still needed."""
@@ -181,6 +181,8 @@ Event = (
     Ready
     | WorkerLost
     | LeaveNotice
+    | NodeLost
+    | NodeBack
     | WorkerReply
     | Committed
     | CommitFailed

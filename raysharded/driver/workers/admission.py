@@ -11,22 +11,18 @@ from raysharded.driver.state.commands import Command, KillWorker, Outcome, Recor
 from raysharded.driver.state.events import Ready
 from raysharded.driver.state.persistent_map import with_entry, without
 from raysharded.driver.state.state import Phase, State
+from raysharded.driver.workers import node_verdicts
 from raysharded.errors import ClusterError, ConfigError, RayshardedError, RunFailed, TaskError
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.worker_launcher import WorkerLost
-
-_DOOMED_S = 60.0
-"""Time past its deadline for which a machine is still expected to disappear soon."""
 
 
 def start_workers(state: State, count: int, at: float) -> Outcome:
     """Request more workers."""
     commands: list[Command] = []
     starting = dict(state.starting)
-    avoid = node_health.avoided(
-        state.nodes, {node for node, by in state.terminating_nodes.items() if at < by + _DOOMED_S}
-    )
+    avoid = node_verdicts.to_avoid(state, at)
     for offset in range(count):
         worker = WorkerId(state.next_worker + offset)
         starting[worker] = at
@@ -136,8 +132,8 @@ def _refuse(state: State, event: Ready, differing: arithmetic.Differing, at: flo
         KillWorker(worker=event.worker, at_once=False),
         Record(kind="worker_refused", fields={"worker": event.worker, "node": event.facts.node, "reason": reason}),
     ]
-    state, avoiding = count_against_node(
-        _count_start_failure(state, reason, at), event.facts.node_id, f"refused: {reason}"
+    state, avoiding = node_verdicts.count_failure(
+        _count_start_failure(state, reason, at), event.facts.node_id, f"refused: {reason}", at
     )
     commands.extend(avoiding)
     if _cannot_start(state):
@@ -160,7 +156,7 @@ def failed_to_start(state: State, event: WorkerLost, at: float) -> Outcome:
         Record(kind="start_failed", fields={"worker": event.worker, "reason": event.reason}, durable=True)
     ]
     if not isinstance(event.error, TaskError | ConfigError):  # these would happen anywhere
-        state, avoiding = count_against_node(state, event.node_id, event.reason, died=event.node_died)
+        state, avoiding = node_verdicts.count_failure(state, event.node_id, event.reason, at, died=event.node_died)
         commands.extend(avoiding)
     if _is_short_of_workers(state) and isinstance(event.error, RayshardedError):
         return prepend(
@@ -172,24 +168,6 @@ def failed_to_start(state: State, event: WorkerLost, at: float) -> Outcome:
         error = RunFailed(f"{state.start_failures} workers in a row failed to start; {last}")
         return prepend(finish(state, error), commands)
     return state, commands
-
-
-def count_against_node(state: State, node_id: str, reason: str, *, died: bool = False) -> Outcome:
-    """Count a lost worker, or a failed start, against a node. After too many, no new worker is placed there."""
-    limit = state.limits.max_node_failures
-    known, newly = node_health.failed(state.nodes, node_id, reason, died=died, limit=limit)
-    state = replace(state, nodes=known)
-    if newly is None:
-        return state, []
-    fields = {
-        "node": node_id,
-        "host": newly.host,
-        "step": state.step,
-        "failures": newly.failures,
-        "reasons": list(newly.reasons),
-    }
-    state = replace(state, start_failures=0)  # later failures are on other nodes
-    return state, [Record(kind="node_avoided", fields=fields, durable=True)]
 
 
 def _count_start_failure(state: State, reason: str, at: float) -> State:

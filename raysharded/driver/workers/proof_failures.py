@@ -58,7 +58,7 @@ def without_culprits(state: State, corruption: Corruption, at: float) -> Outcome
         reason = f"computed wrong numbers: {corruption.text()}"
         commands.append(KillWorker(worker=worker))
         state = replace(state, incident=recovery_timeline.found(state, at, lost=worker, reason=reason))
-        state, more = failure_budget.count_loss(state, WorkerLost(worker=worker, reason=reason))
+        state, more = failure_budget.count_loss(state, WorkerLost(worker=worker, reason=reason), at)
         commands.extend(more)
         if state.phase is Phase.OVER:
             break
