@@ -34,13 +34,12 @@ from raysharded.driver.state.commands import (
     CommitSave,
     DeleteCheckpoints,
     End,
-    Form,
     KillWorker,
-    Prepare,
     Record,
     StartWorker,
     SumFingerprint,
     calls_of,
+    with_secret,
 )
 from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.events import (
@@ -80,6 +79,7 @@ _LOUD |= {"storage_failing": logging.ERROR, "storage_back": logging.WARNING}
 _LOUD |= {"taken_over": logging.WARNING, "reshard_refused": logging.WARNING}
 _LOUD |= {"learning_rate_refused": logging.WARNING, "rewind_refused": logging.WARNING, "arithmetic": logging.WARNING}
 _LOUD |= dict.fromkeys(("checkpoint_skipped", "pause_refused", "resize_refused", "drain_refused"), logging.WARNING)
+_LOUD |= dict.fromkeys(("node_lost", "node_back", "links_broken", "links_mended"), logging.WARNING)
 _TICK_S = 0.25
 _LAST_WORDS_S = 1.0
 """Time limit for the journal's last entries when the run must end at once."""
@@ -339,7 +339,7 @@ class Driver:
             self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:
-        for worker, method, args in calls_of(self._with_secret(command)):
+        for worker, method, args in calls_of(with_secret(command, self._launcher.secret)):
             self._launcher.call(worker, method, *args)
         match command:
             case StartWorker(worker=worker, avoid=avoid):
@@ -362,13 +362,6 @@ class Driver:
                 self._record(kind, dict(fields), durable=durable, awaited_by=generation)
             case End(error=error):
                 self._ended, self._error = True, self._explained(error)
-
-    def _with_secret(self, command: Command) -> Command:
-        """The command with the secret that the members of its generation need to meet."""
-        if isinstance(command, Form | Prepare):
-            spec = replace(command.spec, secret=self._launcher.secret(command.spec.prefix))
-            return replace(command, spec=spec)
-        return command
 
     def _collect(self, worker: WorkerId, generation: GenerationId, step: int) -> None:
         self._launcher.call(worker, "collect_save", generation, step, self.state.limits.save_timeout_s)

@@ -68,6 +68,12 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return f"step {fields['step']}: node {fields['node']} is not drained: {brief(fields['reason'])}"
         case "node_avoided":
             return _avoided_text(fields)
+        case "links_broken":
+            return f"step {fields['step']}: {_links(fields)} do not reach each other"
+        case "links_mended":
+            return (
+                f"step {fields['step']}: {_links(fields)} reach each other again, after {duration(fields['after_s'])}"
+            )
         case "node_allowed":
             return f"step {fields['step']}: {_node(fields)} is used again: {brief(fields['reason'])}"
         case "node_lost":
@@ -212,6 +218,13 @@ def _avoided_text(fields: Mapping[str, Any]) -> str:
         f"step {fields['step']}: {_node(fields)} is avoided after "
         f"{count(fields['failures'], 'failure')}; the last: {brief(reasons[-1]) if reasons else '?'}"
     )
+
+
+def _links(fields: Mapping[str, Any]) -> str:
+    """The two ends of links: nodes, and workers."""
+    one, other = (listing(sorted({str(pair[end]) for pair in fields["pairs"]}, key=int)) for end in (0, 1))
+    nodes = listing([" and ".join(nodes) for nodes in fields["nodes"]])
+    return f"{nodes} (workers {one} and {other})"
 
 
 def _node(fields: Mapping[str, Any]) -> str:

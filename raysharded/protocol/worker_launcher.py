@@ -53,7 +53,7 @@ class NodeBack:
 
 
 Happened: TypeAlias = "Reply | WorkerLost | LeaveNotice | NodeLost | NodeBack"
-"""What a launcher reports."""
+"""Everything that a launcher reports."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

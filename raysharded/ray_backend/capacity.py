@@ -94,7 +94,7 @@ def shortage_text(
     ]
     text = f"Each worker needs {' and '.join(parts)}."
     if lost:
-        text += f" No worker is placed on {'; nor on '.join(lost)}; tried again every few seconds."
+        text += f" No worker is placed on {'; nor on '.join(lost)}; retried every few seconds."
     if avoided:
         nodes = ", ".join(node_id[:8] for node_id in avoided)
         text += f" No worker is placed on {nodes}: drained by request, or failed too often."

@@ -1,6 +1,6 @@
 """Immediate detection of a lost node by a connection to its raylet, long before the cluster reports it.
 
-A node that the cluster still lists is tried again. If its raylet accepts a connection, it is no longer dead: it was cut
+A node that the cluster still lists is retried. If its raylet accepts a connection, it is no longer dead: it was cut
 off. A node that the cluster has lost never comes back: Ray gives the machine another id.
 
 Ray's own health checks take 15 s and more to find a dead node. A call to one of its workers waits a second for the
@@ -90,7 +90,7 @@ class NodeWatch:
             return dict(self._dead)
 
     def descriptions(self) -> list[str]:
-        """The lost nodes that the cluster still lists, which are tried again, each with the reason."""
+        """The lost nodes that the cluster still lists, which are retried, each with the reason."""
         with self._lock:
             lost = [(node_id, why) for node_id, why in self._dead.items() if node_id in self._listed]
             return [f"{self._wanted[node_id] or '?'} ({node_id[:8]}): {why}" for node_id, why in lost]

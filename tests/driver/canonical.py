@@ -20,6 +20,7 @@ import numpy as np
 
 from raysharded import layout, numerics, overrides
 from raysharded.driver.state import (
+    broken_links,
     commands,
     driver_config,
     events,
@@ -112,6 +113,7 @@ NAMES: Mapping[type, Names] = {
     commands.AskReport: Names("ask_report", "worker generation"),
     commands.RequestBoundary: Names("request_boundary", "worker generation"),
     commands.RequestSave: Names("request_save", "worker generation"),
+    commands.CheckLinks: Names("check_links", "spec"),
     commands.SaveSnapshot: Names("save_held", "generation members"),
     commands.Poll: Names("poll", "worker generation after_step"),
     commands.Probe: Names("look", "worker generation"),
@@ -136,8 +138,10 @@ NAMES: Mapping[type, Names] = {
         "skipped_steps first_skip decisions reached changes_asked wanted_rate wanted_rewind plan unrecorded "
         "rolled_back=undone rewound invalidated_up_to=distrusted invalidated_after=distrusted_after verified_step "
         "corrupted num_samples driver rendezvous result_fingerprint pause stop_requested stop_by arithmetic_unmet "
-        "differing numerics proven build_seed save_began_at save_requested_in",
+        "differing numerics proven build_seed save_began_at save_requested_in links relayed",
         later={
+            "links": broken_links.Links(),
+            "relayed": False,
             "arithmetic_unmet": False,
             "differing": {},
             "numerics": RULES_AT_FIRST,
@@ -206,6 +210,11 @@ NAMES: Mapping[type, Names] = {
     messages.Stopped: Names("stopped", "generation reason step phase stopped_at held specs reports error corruption"),
     messages.Progress: Names("progress", "generation reports"),
     messages.ProbeReply: Names("seen", "generation step phase phase_s waits stack where busy num_steps"),
+    messages.LinkCheck: Names("link_check", "number pairs host port prefix secret", later={"secret": b""}),
+    messages.LinkReport: Names("link_report", "number failed"),
+    broken_links.Links: Names("links", "broken test num_tests tested"),
+    broken_links.BrokenLink: Names("broken_link", "pair since tests next_at"),
+    broken_links.LinkTest: Names("link_test", "number asked_at generation pairs awaited failed"),
     messages.Saved: Names("saved", "generation step files fingerprint spec error unknown seconds retries"),
     messages.StepReport: Names(
         "step_report",

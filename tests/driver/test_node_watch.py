@@ -159,7 +159,7 @@ def test_a_node_that_answers_again_is_back_and_is_watched_as_before() -> None:
             assert watch.descriptions() == [f"host a (a): {lost.reason}"]
         nodes["a"] = replace(again, alive=False)
         watch.check()
-        until(lambda: watch.descriptions() == [])  # the cluster has lost it: it is not tried again
+        until(lambda: watch.descriptions() == [])  # the cluster has lost it: it is not retried
         watch.close()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from raysharded.driver.checkpoints import saves
-from raysharded.driver.generation import lifecycle
+from raysharded.driver.generation import lifecycle, link_tests
 from raysharded.driver.handlers import leave_notice, worker_loss
 from raysharded.driver.membership.state_source import needs
 from raysharded.driver.rollback import corruption_rollback, non_finite
@@ -41,7 +41,9 @@ def on_tick(state: State, at: float) -> Outcome:
     if missing:
         return _give_up(state, missing, at)
     if state.phase is not Phase.TRAINING or watch.again:
-        return replace(state, watch=step_watch.excused(watch, at)), []
+        state = replace(state, watch=step_watch.excused(watch, at))
+        waits = state.phase is Phase.FORMING and all(one.waits for one in watch.seen.values())
+        return link_tests.ask_all(state, at) if waits else (state, [])
     return _ask(state, at, again=True)
 
 
@@ -199,7 +201,8 @@ def _break_up(state: State, at: float) -> Outcome:
     state = replace(
         state, watch=step_watch.at_rest(state.watch), incident=recovery_timeline.found(state, at, reason=reason)
     )
-    return prepend(lifecycle.stop_all(state, at), [Record(kind="stuck", fields=fields, durable=True)])
+    state, asked = link_tests.ask_all(state, at)
+    return prepend(lifecycle.stop_all(state, at), [Record(kind="stuck", fields=fields, durable=True), *asked])
 
 
 def _reason(state: State, watch: StepWatch, worker: WorkerId, waited: float) -> str:

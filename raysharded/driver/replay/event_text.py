@@ -13,6 +13,7 @@ from raysharded.driver.state.commands import (
     Answer,
     AskFingerprint,
     AskReport,
+    CheckLinks,
     CollectSave,
     Command,
     CommitSave,
@@ -58,7 +59,7 @@ from raysharded.driver.state.events import (
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import State
 from raysharded.layout import Mesh
-from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped
+from raysharded.protocol.messages import GenerationReady, LinkReport, Prepared, ProbeReply, Progress, Saved, Stopped
 from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
 
@@ -150,6 +151,10 @@ def _said(said: WorkerReply) -> str:
             return f"has written its part of step {step}"
         case Saved(step=step, error=error):
             return f"has not written its part of step {step}: {brief(str(error))}"
+        case LinkReport(failed=()):
+            return "reaches all others"
+        case LinkReport(failed=failed):
+            return f"does not reach {_workers(failed)}"
         case ProbeReply(step=step, phase=phase, phase_s=phase_s, waits=waits):
             how = "waits" if waits else "is"
             return f"{how} in {phase or 'no phase'} after step {step}, for {duration(phase_s)}"
@@ -192,6 +197,8 @@ def _of_command(command: Command, workers: Sequence[int]) -> str:
             return "write a checkpoint of what is held"
         case Poll(after_step=after_step):
             return f"ask for steps after {after_step}"
+        case CheckLinks(spec=spec):
+            return f"test the links between {_workers(sorted({one for pair in spec.pairs for one in pair}))}"
         case Probe():
             return f"ask {_workers(workers)} where it is"
         case CollectSave(step=step):

@@ -50,6 +50,7 @@ NAMES: Mapping[type, tuple[str, str]] = {
     messages.Progress: ("Progress", "progress"),
     messages.ProbeReply: ("Seen", "probe_reply"),
     messages.Saved: ("Saved", "part_saved"),
+    messages.LinkReport: ("LinkReport", "link_report"),
 }
 """Class -> its name in formats 2 and 3."""
 

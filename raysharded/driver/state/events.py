@@ -8,7 +8,16 @@ from typing import Any
 
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped, WorkerInfo
+from raysharded.protocol.messages import (
+    GenerationReady,
+    LinkReport,
+    Prepared,
+    ProbeReply,
+    Progress,
+    Saved,
+    Stopped,
+    WorkerInfo,
+)
 from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
 LEAVERS = -1
@@ -33,7 +42,7 @@ class WorkerReply:
     """A worker answered a call."""
 
     worker: WorkerId
-    message: GenerationReady | Prepared | Stopped | Progress | Saved | ProbeReply
+    message: GenerationReady | Prepared | Stopped | Progress | Saved | ProbeReply | LinkReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from raysharded import numerics
-from raysharded.driver.state import arithmetic, node_health
+from raysharded.driver.state import arithmetic, broken_links, node_health
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, StartWorker, finish, prepend
 from raysharded.driver.state.events import Ready
 from raysharded.driver.state.persistent_map import with_entry, without
@@ -61,6 +61,12 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         starting=starting,
         ready=state.ready | {event.worker},
         facts=with_entry(state.facts, event.worker, event.facts),
+        links=broken_links.with_newcomer(
+            state.links,
+            event.worker,
+            event.facts.node_id,
+            {worker: state.facts[worker].node_id for worker in state.ready} if state.links.broken else {},
+        ),
         nodes=node_health.seen(state.nodes, event.facts.node_id, event.facts.node),
         arithmetic=numerics.of_machine(event.facts.arithmetic) if state.arithmetic is None else state.arithmetic,
         arithmetic_unmet=False,
@@ -187,10 +193,16 @@ def _cannot_start(state: State) -> bool:
     return _is_short_of_workers(state) and state.start_failures >= state.limits.max_start_failures
 
 
-def too_few(state: State) -> ClusterError:
-    """Error of a run whose workers do not start."""
+def too_few(state: State, apart: str = "") -> ClusterError:
+    """Error of a run whose workers do not start, or do not reach each other: `apart` is a sentence about these."""
     limits, held = state.limits, state.differing.keys() & state.starting.keys()
     would_differ = f" and {len(held)} would compute other bits than the run has so far" if held else ""
+    if apart:
+        return ClusterError(
+            f"{len(state.ready)} workers are ready, and for {limits.start_timeout_s:.0f} s fewer than the minimum of "
+            f"{limits.min_workers} have reached each other. {apart} Repair the network between them, add nodes, or "
+            "lower the minimum in ScalingConfig.num_workers."
+        )
     return ClusterError(
         f"{len(state.ready)} of at least {limits.min_workers} workers could be started within "
         f"{limits.start_timeout_s:.0f} s{would_differ}; {len(state.starting) - len(held)} still wait for resources. "

@@ -37,6 +37,8 @@ KINDS = {
     "start_failed": "worker",
     "stuck": "worker",
     "straggler": "straggler",
+    "links_broken": "node",
+    "links_mended": "node",
     "node_avoided": "node",
     "node_allowed": "node",
     "node_lost": "node",
