@@ -221,10 +221,12 @@ def _avoided_text(fields: Mapping[str, Any]) -> str:
 
 
 def _links(fields: Mapping[str, Any]) -> str:
-    """The two ends of links: nodes, and workers."""
-    one, other = (listing(sorted({str(pair[end]) for pair in fields["pairs"]}, key=int)) for end in (0, 1))
-    nodes = listing([" and ".join(nodes) for nodes in fields["nodes"]])
-    return f"{nodes} (workers {one} and {other})"
+    """The nodes at the two ends of links; their workers, if it is one pair of nodes."""
+    pairs, nodes = fields["pairs"], fields["nodes"]
+    if len(nodes) > 1:
+        return f"pairs of nodes: {'; '.join(' and '.join(pair) for pair in nodes)}:"
+    ends = [", ".join(map(str, sorted({pair[end] for pair in pairs}))) for end in (0, 1)]
+    return " and ".join(f"{node} (worker {workers})" for node, workers in zip(nodes[0], ends, strict=True))
 
 
 def _node(fields: Mapping[str, Any]) -> str:

@@ -161,9 +161,10 @@ NAMES: Mapping[type, Names] = {
         "save_timeout_s max_failed_saves stop_on_failed_saves last_save_retries spares grouping "
         "last_save_backoff_s max_start_failures start_backoff_s max_start_backoff_s max_idle_generations "
         "max_node_failures configured_workers max_losses_without_step accept_arithmetic "
-        "proves_first_step save_every_s node_failure_window_s",
+        "proves_first_step save_every_s node_failure_window_s link_pause_s",
         later={
             "node_failure_window_s": 3600.0,
+            "link_pause_s": 30.0,
             "accept_arithmetic": False,
             "proves_first_step": False,
             "save_every_s": None,

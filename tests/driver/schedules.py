@@ -157,7 +157,7 @@ def left_alone(draw: st.DrawFn) -> Schedule:
 
 @st.composite
 def cut_apart(draw: st.DrawFn) -> Schedule:
-    """Histories in which links between nodes are cut, for a while or for good, among other faults."""
+    """Histories in which links between nodes are cut, for a while or until the end, among other faults."""
     cut = st.builds(
         Fault,
         strike=st.just(Strike.CUT),

@@ -1,6 +1,6 @@
-"""Tests of the links between workers, when a generation fails although nobody is gone. Pure; below the lifecycle.
+"""Tests of the links between workers, when a generation fails although no worker is lost. Pure; below the lifecycle.
 
-A collective that breaks without a loss, or in which all wait for each other, says nothing about whom it could not
+A collective that breaks without a loss, or in which all wait for each other, does not report whom it could not
 reach. So all workers that are ready connect to each other, beside what they do. The driver waits for their reports
 before it forms the next generation.
 """

@@ -36,7 +36,7 @@ def _conclude(state: State, at: float) -> Outcome:
     if test is None or not broken_links.is_over(test, at):
         return state, []
     was_awaited = link_tests.must_wait(state)
-    links, new, mended = broken_links.concluded(state.links, at)
+    links, new, mended = broken_links.concluded(state.links, at, state.limits.link_pause_s)
     state = replace(state, links=links)
     commands: list[Command] = []
     if new:

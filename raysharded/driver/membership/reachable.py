@@ -21,7 +21,7 @@ from raysharded.ids import WorkerId
 from raysharded.protocol.messages import FromMemory
 
 _EXACT = 12
-"""So many parts of conflicts, at most, are tried in all combinations."""
+"""Largest number of conflicting items of which all combinations are tried."""
 T = TypeVar("T", bound=Hashable)
 
 

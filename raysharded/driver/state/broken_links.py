@@ -1,6 +1,6 @@
 """The links between workers, as far as they are known to be broken. Pure.
 
-Workers test the links between them when their collectives fail and none of them is gone: each connects to every other
+Workers test the links between them when their collectives fail and none of them is lost: each connects to every other
 and waits for its answer. A pair of which either one fails is broken. Broken pairs are tested again from time to time.
 """
 
@@ -17,7 +17,6 @@ from raysharded.protocol.messages import LinkReport
 _BEFORE_THE_FIRST = GenerationId(0)
 ANSWER_S = 15.0
 """Time after which a worker that has not reported on its links is no longer waited for."""
-_FIRST_PAUSE_S = 30.0
 _LONGEST_PAUSE_S = 600.0
 
 Pair: TypeAlias = tuple[WorkerId, WorkerId]
@@ -95,10 +94,11 @@ def reported(links: Links, worker: WorkerId, report: LinkReport) -> Links:
     return replace(links, test=replace(test, awaited=test.awaited - {worker}, failed=failed & test.pairs))
 
 
-def concluded(links: Links, at: float) -> tuple[Links, tuple[BrokenLink, ...], tuple[BrokenLink, ...]]:
+def concluded(links: Links, at: float, pause_s: float) -> tuple[Links, tuple[BrokenLink, ...], tuple[BrokenLink, ...]]:
     """The links after the test, those that are newly broken, and those that are mended.
 
-    A pair of which one end has not reported, and the other has found nothing, stays what it was.
+    A pair of which one end has not reported, and the other has found nothing, stays what it was. `pause_s`: time until
+    a newly broken link is tested again.
     """
     test = links.test
     assert test is not None
@@ -109,14 +109,14 @@ def concluded(links: Links, at: float) -> tuple[Links, tuple[BrokenLink, ...], t
         before = known.get(pair)
         tests = before.tests + 1 if before else 1
         since = before.since if before else at
-        after[pair] = BrokenLink(pair=pair, since=since, tests=tests, next_at=at + _pause_s(tests))
+        after[pair] = BrokenLink(pair=pair, since=since, tests=tests, next_at=at + _pause_s(pause_s, tests))
     new = tuple(after[pair] for pair in sorted(after.keys() - known.keys()))
     mended = tuple(known[pair] for pair in sorted(known.keys() - after.keys()))
     return replace(links, test=None, broken=_in_order(after)), new, mended
 
 
-def _pause_s(tests: int) -> float:
-    return min(_FIRST_PAUSE_S * 2.0 ** min(tests - 1, 10), _LONGEST_PAUSE_S)
+def _pause_s(first_s: float, tests: int) -> float:
+    return min(first_s * 2.0 ** min(tests - 1, 10), _LONGEST_PAUSE_S)
 
 
 def _in_order(links: Mapping[Pair, BrokenLink]) -> tuple[BrokenLink, ...]:

@@ -213,7 +213,7 @@ class State:
     facts: Mapping[WorkerId, WorkerInfo] = field(default_factory=dict)
     links: Links = field(default_factory=Links)
     relayed: bool = False
-    """Whether the current generation does no step: its members hand their state over to those that go on."""
+    """Whether the current generation does no step: its members hand their state over to those that continue."""
     nodes: Nodes = field(default_factory=dict)
     """Observations of the nodes that workers ran on."""
     arithmetic: Mapping[str, str] | None = None
