@@ -22,7 +22,7 @@ from raysharded.ids import WorkerId
 from raysharded.ownership.run_folder import run_storage
 from raysharded.protocol.job import Job
 from raysharded.protocol.session import DriverSession, FoundWorkers
-from raysharded.protocol.worker_launcher import Happened, LeadershipCheck, Reply, WorkerLost
+from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, NodeBack, NodeLost, Reply, WorkerLost
 from raysharded.rendezvous.server import RendezvousStore
 from raysharded.testing import network
 
@@ -120,12 +120,12 @@ class ProcessLauncher:
             process.kill()
             process.join()
 
-    def wait(self, timeout_s: float) -> list[Happened]:
+    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | LeaveNotice | NodeLost | NodeBack]:
         if not self._pipes:
             threading.Event().wait(timeout_s)
             return []
         workers = {pipe: worker for worker, pipe in self._pipes.items()}
-        happened: list[Happened] = []
+        happened: list[Reply | WorkerLost | LeaveNotice | NodeLost | NodeBack] = []
         for pipe in wait(list(workers), timeout_s):
             assert isinstance(pipe, Connection)
             worker = workers[pipe]

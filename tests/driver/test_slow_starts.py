@@ -59,7 +59,7 @@ class NeverReady:
     def kill(self, worker: WorkerId, *, at_once: bool = True) -> None:
         pass
 
-    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | LeaveNotice]:
+    def wait(self, timeout_s: float) -> list[Happened]:
         self.clock.now += 0.5
         died = self.started if self.failing else []
         self.started = []
