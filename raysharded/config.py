@@ -286,9 +286,11 @@ class FailureConfig:
     max_worker_losses: int | None = None
     """Workers that may be lost in one `fit()`; None: no limit. Workers that leave with notice do not count."""
     max_node_failures: int | None = 3
-    """After this many failures on a node in one `fit()`, no new worker is placed on it, unless no other node is left.
-    Failures are lost workers, failed starts and evictions of slow workers; a whole node's death counts once. None:
-    nodes are never avoided."""
+    """After this many failures on a node within `node_failure_window_s`, no new worker is placed on it, unless no other
+    node is left. Failures are lost workers, failed starts and evictions of slow workers. Those within 30 s are one
+    failure, however many workers they hit. None: nodes are never avoided."""
+    node_failure_window_s: float = 3600.0
+    """Seconds for which a failure on a node counts. An avoided node is used again when too few of them count."""
     preemption_notices: tuple[str | Callable[[], float | None], ...] = ()
     """Each worker's source of notices that its machine will be taken away: "aws" (spot instances), "gcp", or a
     function. The function is called every second and returns the seconds left, or None."""
@@ -333,6 +335,7 @@ class FailureConfig:
             self.max_node_failures is None or (is_int(self.max_node_failures) and self.max_node_failures >= 1),
             f"FailureConfig.max_node_failures={self.max_node_failures!r}: give a whole number of 1 or more, or None.",
         )
+        require_number("FailureConfig", "node_failure_window_s", self.node_failure_window_s, 0, above=True)
         require(
             is_int(self.task_error_retries) and self.task_error_retries >= 0,
             f"FailureConfig.task_error_retries={self.task_error_retries!r}: give a whole number >= 0.",

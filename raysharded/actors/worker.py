@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
+from raysharded.actors.comm import link_check
 from raysharded.actors.comm.groups import Groups, prepare_environment
 from raysharded.actors.compilation.compiled_blocks import Compilation
 from raysharded.actors.model.build import Units, Wrapped, warm_up
@@ -178,9 +179,8 @@ class Worker:
 
     def _form(self, spec: GenerationSpec, built: Units | Wrapped | None) -> GenerationReady:
         assert self._groups is not None
-        config = self._job.engine
-        parity = parity_of(config.redundancy, spec.tensor)
-        place = RankPosition(spec=spec, worker=self._worker, mirrors=config.mirrors, parity=parity)
+        parity = parity_of(self._job.engine.redundancy, spec.tensor)
+        place = RankPosition(spec=spec, worker=self._worker, mirrors=self._job.engine.mirrors, parity=parity)
         self._share = place.share
         self._probe("form", spec.source.step + 1)
         started = time.perf_counter()
@@ -299,6 +299,7 @@ class Worker:
         gc.collect()
 
     # -- short calls, from other threads --
+    check_links = staticmethod(link_check.check_links)
 
     def interrupt(self, generation: GenerationId) -> None:
         """Abort every collective of `generation`, or of an older one, that this worker is in or will enter."""
@@ -374,7 +375,6 @@ class Worker:
         engine = self._engine
         if generation != self._generation or engine is None:
             return Progress(generation=generation, reports=())
-
         reports, changed = engine.reports, engine.updated
         del engine  # a waiting call must not keep the model of a generation that is over
 

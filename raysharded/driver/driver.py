@@ -35,13 +35,12 @@ from raysharded.driver.state.commands import (
     CommitSave,
     DeleteCheckpoints,
     End,
-    Form,
     KillWorker,
-    Prepare,
     Record,
     StartWorker,
     SumFingerprint,
     calls_of,
+    with_secret,
 )
 from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.events import (
@@ -339,7 +338,7 @@ class Driver:
             self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:
-        for worker, method, args in calls_of(self._with_secret(command)):
+        for worker, method, args in calls_of(with_secret(command, self._launcher.secret)):
             self._launcher.call(worker, method, *args)
         match command:
             case StartWorker(worker=worker, avoid=avoid):
@@ -362,13 +361,6 @@ class Driver:
                 self._record(kind, dict(fields), durable=durable, awaited_by=generation)
             case End(error=error):
                 self._ended, self._error = True, self._explained(error)
-
-    def _with_secret(self, command: Command) -> Command:
-        """The command with the secret that the members of its generation need to meet."""
-        if isinstance(command, Form | Prepare):
-            spec = replace(command.spec, secret=self._launcher.secret(command.spec.prefix))
-            return replace(command, spec=spec)
-        return command
 
     def _collect(self, worker: WorkerId, generation: GenerationId, step: int) -> None:
         self._launcher.call(worker, "collect_save", generation, step, self.state.limits.save_timeout_s)

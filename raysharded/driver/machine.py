@@ -11,15 +11,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raysharded.driver.checkpoints import save_timer, saves
-from raysharded.driver.generation import lifecycle, step_reports
+from raysharded.driver.generation import lifecycle, link_tests, step_reports
 from raysharded.driver.handlers import (
     hang_watchdog,
     leave_notice,
+    link_reports,
     run_changes,
     user_requests,
     worker_death,
     worker_loss,
 )
+from raysharded.driver.membership import reachable
 from raysharded.driver.rollback import non_finite, pending_overrides
 from raysharded.driver.startup import adopted_workers
 from raysharded.driver.state import recovery_timeline
@@ -48,11 +50,11 @@ from raysharded.driver.state.events import (
     WorkerReply,
 )
 from raysharded.driver.state.state import Phase, State
-from raysharded.driver.workers import admission, failure_budget
+from raysharded.driver.workers import admission, failure_budget, node_verdicts
 from raysharded.errors import RunOwnedElsewhere
 from raysharded.protocol.death import DeathExplained
-from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped
-from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
+from raysharded.protocol.messages import GenerationReady, LinkReport, Prepared, ProbeReply, Progress, Saved, Stopped
+from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
 
 def begin(state: State, at: float) -> Outcome:
@@ -98,6 +100,10 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             return worker_death.on_explained(state, event)
         case LeaveNotice():
             return leave_notice.on_noticed(state, event, at)
+        case NodeLost():
+            return node_verdicts.on_lost(state, event, at)
+        case NodeBack():
+            return node_verdicts.on_back(state, event, at)
         case WorkerReply():
             return _on_said(state, event, at)
         case Committed(step=done):
@@ -137,11 +143,19 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             return replace(state, phase=Phase.OVER), [End(error=RunOwnedElsewhere(reason))]
         case Annotation(kind=kind, fields=fields):
             return state, [Record(kind=kind, fields=fields, durable=True)]
-        case Tick() if state.phase not in (Phase.GATHERING, Phase.PAUSED, Phase.OVER):
-            state, watched = hang_watchdog.on_tick(state, at)
-            return prepend(_on_tick(state, at), watched) if state.phase is not Phase.OVER else (state, watched)
         case Tick():
-            return _on_tick(state, at)
+            state, restored = node_verdicts.review(state, at)
+            state, tested = link_reports.on_tick(state, at)
+            return (
+                prepend(_watch(state, at), [*restored, *tested]) if state.phase is not Phase.OVER else (state, tested)
+            )
+
+
+def _watch(state: State, at: float) -> Outcome:
+    if state.phase in (Phase.GATHERING, Phase.PAUSED):
+        return _on_tick(state, at)
+    state, watched = hang_watchdog.on_tick(state, at)
+    return prepend(_on_tick(state, at), watched) if state.phase is not Phase.OVER else (state, watched)
 
 
 def _on_said(state: State, event: WorkerReply, at: float) -> Outcome:
@@ -158,6 +172,8 @@ def _on_said(state: State, event: WorkerReply, at: float) -> Outcome:
             return saves.on_saved(state, event.worker, saved, at)
         case ProbeReply() as seen:
             return hang_watchdog.on_seen(state, event.worker, seen, at)
+        case LinkReport() as report:
+            return link_reports.on_report(state, event.worker, report, at)
 
 
 def _on_progress(state: State, progress: Progress, at: float) -> Outcome:
@@ -186,8 +202,8 @@ def _on_tick(state: State, at: float) -> Outcome:
             state, decided = admission.decide_on_differing(state, at)
             if state.phase is Phase.OVER:
                 return state, decided
-            if len(state.ready) < limits.min_workers and waited > limits.start_timeout_s:
-                return prepend(finish(state, admission.too_few(state)), decided)
+            if len(reachable.usable(state)) < limits.min_workers and waited > limits.start_timeout_s:
+                return prepend(finish(state, admission.too_few(state, link_tests.text(state))), decided)
             state, commands = admission.replace_missing(state, at)
             commands = [*decided, *commands]
             if state.members and waited < limits.replacement_wait_s:  # after a loss, not at the start

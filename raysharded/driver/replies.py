@@ -11,7 +11,7 @@ from raysharded.errors import StaleGeneration
 from raysharded.ids import WorkerId
 from raysharded.protocol.death import DeathExplained
 from raysharded.protocol.messages import WorkerInfo, WorkerNotice
-from raysharded.protocol.worker_launcher import Launcher, LeaveNotice, Reply, WorkerLost
+from raysharded.protocol.worker_launcher import Happened, Launcher, LeaveNotice, NodeBack, NodeLost, Reply, WorkerLost
 
 _NOTICE_TIMEOUT_S = 60.0
 """Duration of one query for a leave notice; then it is repeated."""
@@ -39,13 +39,13 @@ class ReplyTranslator:
         self._notices.pop(worker, None)
         self._collecting.forget(worker)
 
-    def event_of(self, happened: Reply | WorkerLost | DeathExplained | LeaveNotice) -> Event | None:
+    def event_of(self, happened: Happened) -> Event | None:
         """The event for a reply, or None if it has no meaning for the machine."""
         match happened:
             case WorkerLost(worker=worker):
                 self.forget(worker)
                 return happened
-            case DeathExplained() | LeaveNotice():
+            case DeathExplained() | LeaveNotice() | NodeLost() | NodeBack():
                 return happened
             case Reply():
                 return self._replied(happened)

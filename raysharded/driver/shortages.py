@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from raysharded.clock import Clock
+from raysharded.driver.generation import link_tests
+from raysharded.driver.membership import reachable
 from raysharded.driver.state.state import Phase, State
 from raysharded.journal.entry_text import incident_text
 from raysharded.journal.writer import Failure, Recorder
@@ -53,13 +55,14 @@ class Shortages:
         return "" if failure is None else incident_text("storage_failing", self._failing(failure, state, now)) or ""
 
     def _report_workers(self, state: State, now: float) -> None:
-        waiting = state.phase is Phase.GATHERING and len(state.ready) < state.limits.min_workers
+        num_usable = len(reachable.usable(state)) if state.phase is Phase.GATHERING else 0
+        waiting = state.phase is Phase.GATHERING and num_usable < state.limits.min_workers
         if not waiting or now - max(state.since, self._looked_at) < _LOOK_FOR_WORKERS_S:
             return
         self._looked_at = now
-        missing = self._launcher.describe_shortage()
+        missing = " ".join(filter(None, (link_tests.text(state), self._launcher.describe_shortage())))
         if missing or state.start_failures or now - state.since >= _SLOW_START_S:
-            self._record("waiting", {"ready": len(state.ready), "needed": state.limits.min_workers, "missing": missing})
+            self._record("waiting", {"ready": num_usable, "needed": state.limits.min_workers, "missing": missing})
 
     def _report_storage(self, state: State, now: float) -> None:
         if state.phase is Phase.PAUSED:

@@ -92,6 +92,18 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return f"step {fields['step']}: node {fields['node']} is not drained: {brief(fields['reason'])}"
         case "node_avoided":
             return _avoided_text(fields)
+        case "links_broken":
+            return f"step {fields['step']}: {_links(fields)} do not reach each other"
+        case "links_mended":
+            return (
+                f"step {fields['step']}: {_links(fields)} reach each other again, after {duration(fields['after_s'])}"
+            )
+        case "node_allowed":
+            return f"step {fields['step']}: {_node(fields)} is used again: {brief(fields['reason'])}"
+        case "node_lost":
+            return f"step {fields['step']}: {_node(fields)} is lost: {brief(fields['reason'])}"
+        case "node_back":
+            return f"step {fields['step']}: {_node(fields)} answers again, after {duration(fields['after_s'])}"
         case "start_failed":
             return f"worker {fields['worker']} did not start: {brief(fields['reason'])}"
         case "waiting":
@@ -265,9 +277,22 @@ def _gcs_text(kind: str, fields: Mapping[str, Any]) -> str:
 def _avoided_text(fields: Mapping[str, Any]) -> str:
     reasons = fields["reasons"]
     return (
-        f"step {fields['step']}: node {fields.get('host') or '?'} ({fields['node'][:8]}) is avoided after "
+        f"step {fields['step']}: {_node(fields)} is avoided after "
         f"{count(fields['failures'], 'failure')}; the last: {brief(reasons[-1]) if reasons else '?'}"
     )
+
+
+def _links(fields: Mapping[str, Any]) -> str:
+    """The nodes at the two ends of links; their workers, if it is one pair of nodes."""
+    pairs, nodes = fields["pairs"], fields["nodes"]
+    if len(nodes) > 1:
+        return f"pairs of nodes: {'; '.join(' and '.join(pair) for pair in nodes)}:"
+    ends = [", ".join(map(str, sorted({pair[end] for pair in pairs}))) for end in (0, 1)]
+    return " and ".join(f"{node} (worker {workers})" for node, workers in zip(nodes[0], ends, strict=True))
+
+
+def _node(fields: Mapping[str, Any]) -> str:
+    return f"node {fields.get('host') or '?'} ({fields['node'][:8]})"
 
 
 def _late_text(fields: Mapping[str, Any]) -> str:

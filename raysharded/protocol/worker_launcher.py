@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from raysharded.ids import WorkerId
 from raysharded.protocol.death import DeathExplained
@@ -34,6 +34,27 @@ class WorkerLost:
     """Node of the worker, if known; for a worker that was ready, its `WorkerInfo` has the node too."""
     node_died: bool = False
     """Whether the whole node died."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeLost:
+    """A node with workers of the run does not answer; `WorkerLost` of its workers came before. It may come back."""
+
+    node_id: str
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeBack:
+    """A node that was `NodeLost` answers again: workers are placed there as on any other."""
+
+    node_id: str
+    host: str
+
+
+Happened: TypeAlias = "Reply | WorkerLost | DeathExplained | LeaveNotice | NodeLost | NodeBack"
+"""Everything that a launcher reports."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +145,8 @@ class Launcher(Protocol):
     def start(self, worker: WorkerId, avoid: tuple[str, ...] = ()) -> None:
         """Start a worker on none of the nodes `avoid`; a `Reply` to its method `ready` follows, or `WorkerLost`.
 
-        It waits as long as no other node has enough free resources.
+        It waits as long as no other node has enough free resources. A worker that still waits may be started again,
+        with other nodes to avoid.
         """
         ...
 
@@ -136,7 +158,7 @@ class Launcher(Protocol):
         """End a worker's process; a healthy one may get a moment to exit in order. No `WorkerLost` follows."""
         ...
 
-    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | DeathExplained | LeaveNotice]:
+    def wait(self, timeout_s: float) -> list[Happened]:
         """Events since the last call; waits up to `timeout_s` for the first.
 
         When a node dies, all of its workers are `WorkerLost` in one answer.

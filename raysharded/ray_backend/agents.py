@@ -1,11 +1,13 @@
-"""Agents on the workers' nodes, as Ray actors; and background calls to Ray."""
+"""The ends of workers: agents on their nodes, as Ray actors, signal them and know what they died of."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from dataclasses import replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, cast
 
@@ -15,11 +17,16 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharded.ids import WorkerId
-from raysharded.protocol.death import Death
+from raysharded.protocol.death import Death, DeathExplained
+from raysharded.protocol.messages import WorkerInfo
+from raysharded.protocol.worker_launcher import LeadershipCheck
+from raysharded.ray_backend.peers import GROUP
 
 WAITING = "waiting"
 """Concurrency group of the agent's waiting calls, so that an immediate kill waits for none of them."""
 _WAIT_AT_ONCE = 8
+_ENDS_WITHIN_S = 1.0
+"""A process that does not exit this soon on Ray's request is stopped or stuck: a signal ends it."""
 
 
 class Agents:
@@ -195,3 +202,85 @@ class Aside:
         while (work := self._work.get()) is not None:
             with contextlib.suppress(Exception):  # the actor is dead, or Ray has shut down
                 work()
+
+
+class WorkerEnds:
+    """Ends workers' actors, and explains the deaths of others. One thread; only `close` waits."""
+
+    def __init__(self, *, owns_cluster: bool) -> None:
+        self._owns_cluster = owns_cluster
+        self._agents: Agents | OwnNode = OwnNode() if owns_cluster else Agents()
+        self._killing, self._doubts = Aside("ray.kill"), Aside("doubts")
+        self._lost: dict[WorkerId, tuple[bool, str]] = {}
+        """Lost workers whose cause is asked for: (whether Ray ended them, node)."""
+        self._unheard: list[ray.ObjectRef[Any]] = []
+
+    def watch(self, facts: WorkerInfo) -> None:
+        """Watch a worker that is ready, on its node."""
+        self._agents.ensure(facts.node_id)
+        self._agents.watch(facts.node_id, facts.pid, facts.started)
+
+    def forget_node(self, node_id: str) -> None:
+        self._agents.forget(node_id)
+
+    def end(
+        self,
+        actor: ActorHandle[Any],
+        facts: WorkerInfo | None,
+        leadership: LeadershipCheck | None,
+        epoch: int,
+        *,
+        at_once: bool,
+    ) -> None:
+        """End a worker, unless another driver leads the run by now; then request that it exits.
+
+        `epoch`: the driver's own. `at_once`: without a moment to exit in order.
+        """
+        if self._owns_cluster or leadership is None or leadership.is_sure():
+            self._end(actor, facts, at_once=at_once)
+        else:  # storage may be slow to show who leads the run: do not wait
+            self._doubts.do(partial(self._end_if_ours, leadership, actor, facts, epoch, at_once=at_once))
+
+    def _end(self, actor: ActorHandle[Any], facts: WorkerInfo | None, *, at_once: bool) -> None:
+        """Signal the process through its agent, then end the actor through Ray.
+
+        Ray alone may take seconds for a stopped process; the agent's signal looks like a fault to Ray, which reports
+        it.
+        """
+        if facts is not None:
+            self._agents.kill(facts.node_id, facts.pid, facts.started, after_s=0.0 if at_once else _ENDS_WITHIN_S)
+        self._killing.do(partial(ray.kill, actor, no_restart=True))
+
+    def _end_if_ours(
+        self,
+        leadership: LeadershipCheck,
+        actor: ActorHandle[Any],
+        facts: WorkerInfo | None,
+        epoch: int,
+        *,
+        at_once: bool,
+    ) -> None:
+        if leadership.may_act():
+            self._end(actor, facts, at_once=at_once)
+        else:  # if it obeys another driver by now, it refuses
+            self._unheard.append(actor.leave.options(concurrency_group=GROUP).remote(epoch))
+
+    def explain(self, worker: WorkerId, facts: WorkerInfo, *, by_ray: bool) -> None:
+        """Find out what a lost worker died of. `by_ray`: whether Ray says that it ended it."""
+        self._lost[worker] = (by_ray, facts.node_id)
+        self._agents.ask_cause(worker, facts.node_id, facts.pid)
+
+    def explained(self, dead_nodes: Container[str]) -> list[DeathExplained]:
+        """What was found out since the last call. Workers of dead nodes were ended from outside."""
+        found = []
+        for worker, death in self._agents.causes():
+            outside, node_id = self._lost.pop(worker, (True, ""))
+            outside = outside or node_id in dead_nodes
+            found.append(DeathExplained(worker=worker, death=replace(death, from_outside=outside)))
+        return found
+
+    def close(self, within_s: float) -> None:
+        """Wait until the ends that were begun are done: about `within_s` each for doubts, kills and agents."""
+        self._doubts.close(within_s)
+        self._killing.do(partial(self._agents.close, within_s))
+        self._killing.close(2 * within_s)

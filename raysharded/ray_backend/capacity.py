@@ -80,20 +80,26 @@ def shortage_text(
     free: Mapping[str, float],
     avoided: Sequence[str] = (),
     *,
+    lost: Sequence[str] = (),
     where: str = "the cluster",
 ) -> str:
     """Sentences about what a run lacks: resources that its place has not, or that others use there now.
 
-    `where`: the place. `avoided`: ids of nodes that get no workers, which the resources include.
+    `where`: the place. `avoided`: ids of nodes that get no workers, which the resources include; `lost`: descriptions
+    of those that the cluster has and this process cannot reach.
     """
     parts = [
         f"{amount:g} {name} ({where} has {have.get(name, 0):g}, {free.get(name, 0):g} free)"
         for name, amount in needs.items()
     ]
     text = f"Each worker needs {' and '.join(parts)}."
+    if lost:
+        text += f" No worker is placed on {'; nor on '.join(lost)}; retried every few seconds."
     if avoided:
         nodes = ", ".join(node_id[:8] for node_id in avoided)
-        return f"{text} No worker is placed on {nodes}: drained by request, or failed too often."
+        text += f" No worker is placed on {nodes}: drained by request, or failed too often."
+    if lost or avoided:
+        return text
     if any(have.get(name, 0) < amount * min_workers for name, amount in needs.items()):
         return text
     return f"{text} That is enough for the run: it starts when what others use now is free."

@@ -20,7 +20,7 @@ from raysharded.protocol.version import ASK
 from raysharded.protocol.worker_launcher import GCS_LIMIT_SETTING
 
 NAMESPACE = "raysharded"
-_NAME = re.compile(r"([0-9a-f]+)-e([0-9]+)-w([0-9]+)")
+_NAME = re.compile(r"([0-9a-f]+)-e([0-9]+)-w([0-9]+)(?:-p[0-9]+)?")
 GROUP = "lease"
 """Concurrency group of calls that a worker must always be able to answer."""
 GROUP_SIZE = 4
@@ -41,9 +41,12 @@ class Named:
     worker: WorkerId
 
 
-def name_of(run: str, epoch: int, worker: WorkerId) -> str:
-    """Unique name of a worker, never used again; `run` is the run's digest."""
-    return f"{run}-e{epoch}-w{worker}"
+def name_of(run: str, epoch: int, worker: WorkerId, place: int = 0) -> str:
+    """Unique name of a worker, never used again; `run` is the run's digest.
+
+    `place`: number of earlier requests for a place that were withdrawn before the worker had one.
+    """
+    return f"{run}-e{epoch}-w{worker}{f'-p{place}' if place else ''}"
 
 
 def find(run: str) -> list[Named]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import ray
@@ -14,20 +12,21 @@ from ray.exceptions import RayError, RayTaskError
 
 from raysharded.config import ScalingConfig
 from raysharded.ids import WorkerId
-from raysharded.protocol.death import DeathExplained
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.session import DriverSession, FoundWorkers, job_identity, run_digest
 from raysharded.protocol.worker_launcher import (
     GcsHealth,
+    Happened,
     LeadershipCheck,
-    LeaveNotice,
+    NodeBack,
+    NodeLost,
     Reply,
     WorkerLost,
     WorkersOfAnotherVersion,
 )
 from raysharded.ray_backend import adoption, other_versions
-from raysharded.ray_backend.agents import Agents, Aside, OwnNode
+from raysharded.ray_backend.agents import WorkerEnds
 from raysharded.ray_backend.bundles import places
 from raysharded.ray_backend.capacity import needs_of, shortage_text
 from raysharded.ray_backend.death_causes import cause_of_death, is_from_outside
@@ -51,8 +50,6 @@ _CONCURRENT_CALLS = 16
 """Concurrent calls of a worker. One waits for notices; those of earlier drivers may wait for a notice or a save."""
 _LAST_KILLS_S = 5.0
 """Longest wait at the end of a run until its workers have received their kills."""
-_ENDS_WITHIN_S = 1.0
-"""A process that does not exit this soon on Ray's request is stopped or stuck: a signal ends it."""
 _GCS_TIMEOUT_S = 5.0
 _GCS_AT_ONCE_S = 1.0
 """Time in which the GCS must answer before a call to Ray that would wait for it without a limit."""
@@ -88,12 +85,11 @@ class RayLauncher:
         self._calls: dict[ray.ObjectRef[Any], tuple[WorkerId, str]] = {}
         self._facts: dict[WorkerId, WorkerInfo] = {}
         """Facts of the workers that are ready."""
-        self._lost: dict[WorkerId, tuple[bool, str]] = {}
-        """Lost workers whose cause is asked for: (whether Ray ended them, node)."""
-        self._agents: Agents | OwnNode = OwnNode() if owns_cluster else Agents()
-        self._killing, self._doubts = Aside("ray.kill"), Aside("doubts")
+        self._ends = WorkerEnds(owns_cluster=owns_cluster)
         self._watch = NodeWatch(node_table)
         self._avoided: tuple[str, ...] = ()
+        self._places: dict[WorkerId, tuple[frozenset[str], int]] = {}
+        """Worker -> (nodes on which it must not be placed, number of its withdrawn requests for a place)."""
         self._slice_s = math.inf if owns_cluster else _SLICE_S
         """Length of one wait in Ray, which a dead or drained node does not end; unlimited under a Ray started here."""
         self._postponed: dict[WorkerId, tuple[str, ...]] = {}
@@ -138,14 +134,21 @@ class RayLauncher:
         if self._draining.silent_s() or not gcs_answers(_GCS_AT_ONCE_S):
             self._postponed[worker] = avoid
             return
-        options, peers = dict(self._options), None
-        unfit = {*avoid, *self._watch.dead()}  # the cluster may not know of a dead node yet
+        options, peers, place = dict(self._options), None, 0
+        unfit = frozenset({*avoid, *self._watch.dead()})  # the cluster may not know of a dead node yet
+        if worker in self._actors:
+            before, place = self._places.get(worker, (unfit, 0))
+            if before <= unfit or worker in self._facts or has_process(self._actors[worker]):
+                return
+            self.kill(worker)
+            place += 1
+        self._places[worker] = unfit, place
         there = {one: facts.node_id for one, facts in self._facts.items()}
         options["scheduling_strategy"] = self._placing.strategy(worker, there, unfit)
         if unfit:
             options["label_selector"] = not_on(unfit)
         if not self._owns_cluster:
-            name = name_of(self._run, self._terms.epoch, worker)
+            name = name_of(self._run, self._terms.epoch, worker, place)
             options |= {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
             peers = RayPeers(self._run, name)
         actor = self._actor_class.options(**options).remote(worker, self._job, self._terms, self._identity, peers)
@@ -167,41 +170,15 @@ class RayLauncher:
     def kill(self, worker: WorkerId, *, at_once: bool = True) -> None:
         actor = self._actors.pop(worker, None)
         self._placing.forget(worker)
+        self._places.pop(worker, None)
         self._calls = {ref: call for ref, call in self._calls.items() if call[0] != worker}
         facts = self._facts.pop(worker, None)
         self._leases.forget(worker)
         self._postponed.pop(worker, None)
-        if actor is None:
-            return
-        if self._owns_cluster or self._leadership is None or self._leadership.is_sure():
-            self._end(actor, facts, at_once=at_once)
-        else:  # storage may be slow to show who leads the run: do not wait
-            self._doubts.do(partial(self._end_if_ours, self._leadership, actor, facts, at_once=at_once))
+        if actor is not None and self._terms is not None:
+            self._ends.end(actor, facts, self._leadership, self._terms.epoch, at_once=at_once)
 
-    def _end(self, actor: ActorHandle[Any], facts: WorkerInfo | None, *, at_once: bool) -> None:
-        """Signal the process through its agent, then end the actor through Ray.
-
-        Ray alone may take seconds for a stopped process; the agent's signal looks like a fault to Ray, which reports
-        it.
-        """
-        if facts is not None:
-            self._agents.kill(facts.node_id, facts.pid, facts.started, after_s=0.0 if at_once else _ENDS_WITHIN_S)
-        self._killing.do(partial(ray.kill, actor, no_restart=True))
-
-    def _end_if_ours(
-        self, leadership: LeadershipCheck, actor: ActorHandle[Any], facts: WorkerInfo | None, *, at_once: bool
-    ) -> None:
-        if leadership.may_act():
-            self._end(actor, facts, at_once=at_once)
-        else:
-            self._ask_to_leave(actor)
-
-    def _ask_to_leave(self, actor: ActorHandle[Any]) -> None:
-        """Request that the worker exits; if it obeys another driver by now, it refuses."""
-        if self._terms is not None:
-            self._unheard.append(actor.leave.options(concurrency_group=GROUP).remote(self._terms.epoch))
-
-    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | DeathExplained | LeaveNotice]:
+    def wait(self, timeout_s: float) -> list[Happened]:
         self._renew()
         if self._postponed and not self._draining.silent_s():
             for worker in list(self._postponed):
@@ -209,10 +186,11 @@ class RayLauncher:
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = max(0.0, deadline - time.monotonic())
-            happened: list[Reply | WorkerLost | DeathExplained | LeaveNotice] = [
+            happened: list[Happened] = [
                 *self._draining.fetch(),
                 *self._of_dead_nodes(),
-                *self._explained(),
+                *self._verdicts(),
+                *self._ends.explained(self._watch.dead()),
             ]
             happened = happened or [*self._wait(min(left_s, self._slice_s))]
             if happened or left_s == 0.0:
@@ -223,18 +201,17 @@ class RayLauncher:
         gone: list[WorkerLost] = []
         for worker, facts in list(self._facts.items()):
             if facts.node_id in dead:
-                self._agents.forget(facts.node_id)
+                self._ends.forget_node(facts.node_id)
                 self.kill(worker)
                 reason = f"its node {facts.node} ({facts.node_id[:8]}) died: {dead[facts.node_id]}"
                 gone.append(WorkerLost(worker=worker, reason=reason, node_id=facts.node_id, node_died=True))
         return gone
 
-    def _explained(self) -> list[DeathExplained]:
-        found = []
-        for worker, death in self._agents.causes():
-            outside, node_id = self._lost.pop(worker, (True, ""))
-            outside = outside or node_id in self._watch.dead()
-            found.append(DeathExplained(worker=worker, death=replace(death, from_outside=outside)))
+    def _verdicts(self) -> list[NodeLost | NodeBack]:
+        """Nodes that are lost, or back, since the last call. Workers that wait for a place may get the latter."""
+        found = self._watch.fetch()
+        for worker in list(self._places) if any(isinstance(one, NodeBack) for one in found) else ():
+            self.start(worker, self._avoided)
         return found
 
     def _wait(self, timeout_s: float) -> list[Reply | WorkerLost]:
@@ -263,8 +240,7 @@ class RayLauncher:
             node_id, facts = self._node_of(worker), self._facts.get(worker)
             self._watch.check()
             if facts is not None:
-                self._lost[worker] = (is_from_outside(error), facts.node_id)
-                self._agents.ask_cause(worker, facts.node_id, facts.pid)
+                self._ends.explain(worker, facts, by_ray=is_from_outside(error))
             self.kill(worker)
             return WorkerLost(worker=worker, reason=cause_of_death(error), error=_cause(error), node_id=node_id)
 
@@ -283,17 +259,17 @@ class RayLauncher:
     def _note(self, worker: WorkerId, facts: WorkerInfo) -> None:
         self._facts[worker] = facts
         self._leases.change()
-        self._agents.ensure(facts.node_id)
-        self._agents.watch(facts.node_id, facts.pid, facts.started)
-        self._watch.watch(facts.node_id)
+        self._ends.watch(facts)
+        self._watch.watch(facts.node_id, facts.node)
 
     def describe_shortage(self) -> str:
         if self._draining.silent_s():
             return "The cluster's GCS does not answer: no worker can start until it is back."
         if not self._is_short():
             return ""
-        resources, where = self._placing.resources(), self._placing.where
-        return shortage_text(needs_of(self._scaling), self._scaling.min_workers, *resources, self._avoided, where=where)
+        resources, where, least = self._placing.resources(), self._placing.where, self._scaling.min_workers
+        lost = self._watch.descriptions()
+        return shortage_text(needs_of(self._scaling), least, *resources, self._avoided, lost=lost, where=where)
 
     def _is_short(self) -> bool:
         """False if enough workers for the run are ready, or have their resources, or can have them at once."""
@@ -320,9 +296,7 @@ class RayLauncher:
         for worker in list(self._actors):
             self.kill(worker, at_once=silent)
         self._watch.close()
-        self._doubts.close(within_s)
-        self._killing.do(partial(self._agents.close, within_s))
-        self._killing.close(2 * within_s)
+        self._ends.close(within_s)
         if self._store is not None:
             self._store.close()
             self._store = None

@@ -41,6 +41,7 @@ def limits_of(spec: RunSpec, grouping: Grouping | None) -> DriverConfig:
         grouping=grouping,
         max_worker_losses=failure.max_worker_losses,
         max_node_failures=failure.max_node_failures,
+        node_failure_window_s=failure.node_failure_window_s,
         task_error_retries=failure.task_error_retries,
         max_same_deaths=failure.max_same_deaths,
         evict_slower_than=failure.evict_slower_than,

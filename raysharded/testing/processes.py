@@ -26,7 +26,7 @@ from raysharded.protocol.death import DeathExplained
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.session import DriverSession, FoundWorkers
-from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost
+from raysharded.protocol.worker_launcher import Happened, LeadershipCheck, Reply, WorkerLost
 from raysharded.rendezvous.server import RendezvousStore
 from raysharded.testing import network
 
@@ -83,7 +83,7 @@ class ProcessLauncher:
         self.close()
 
     def start(self, worker: WorkerId, avoid: tuple[str, ...] = ()) -> None:
-        if platform.node() in avoid:  # there is no other node: it would wait for one
+        if platform.node() in avoid or worker in self._processes:  # there is no other node: it would wait for one
             return
         ours, theirs = self._context.Pipe()
         prepare = self._prepare.get(worker)
@@ -126,12 +126,12 @@ class ProcessLauncher:
             process.kill()
             process.join()
 
-    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | DeathExplained | LeaveNotice]:
+    def wait(self, timeout_s: float) -> list[Happened]:
         if not self._pipes:
             threading.Event().wait(timeout_s)
             return []
         workers = {pipe: worker for worker, pipe in self._pipes.items()}
-        happened: list[Reply | WorkerLost | DeathExplained | LeaveNotice] = []
+        happened: list[Happened] = []
         for pipe in wait(list(workers), timeout_s):
             assert isinstance(pipe, Connection)
             worker = workers[pipe]

@@ -20,6 +20,7 @@ import numpy as np
 
 from raysharded import layout, numerics, overrides
 from raysharded.driver.state import (
+    broken_links,
     commands,
     driver_config,
     events,
@@ -31,7 +32,7 @@ from raysharded.driver.state import (
 )
 from raysharded.protocol import messages
 from raysharded.protocol.death import Death, DeathExplained
-from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
+from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
 Value: TypeAlias = "str | int | float | bool | None"
 View: TypeAlias = tuple[Value, ...]
@@ -83,6 +84,8 @@ NAMES: Mapping[type, Names] = {
         "death", "status signal out_of_memory from_outside generation step phase microbatch samples stderr stderr_file"
     ),
     LeaveNotice: Names("noticed", "workers reason within_s whole_node"),
+    NodeLost: Names("node_lost", "node_id host reason"),
+    NodeBack: Names("node_back", "node_id host"),
     events.WorkerReply: Names("said", "worker message"),
     events.Committed: Names(
         "committed",
@@ -115,6 +118,7 @@ NAMES: Mapping[type, Names] = {
     commands.AskReport: Names("ask_report", "worker generation"),
     commands.RequestBoundary: Names("request_boundary", "worker generation"),
     commands.RequestSave: Names("request_save", "worker generation"),
+    commands.CheckLinks: Names("check_links", "spec"),
     commands.SaveSnapshot: Names("save_held", "generation members"),
     commands.Poll: Names("poll", "worker generation after_step"),
     commands.Probe: Names("look", "worker generation"),
@@ -140,8 +144,10 @@ NAMES: Mapping[type, Names] = {
         "rolled_back=undone rewound invalidated_up_to=distrusted invalidated_after=distrusted_after verified_step "
         "corrupted num_samples driver rendezvous result_fingerprint pause stop_requested stop_by arithmetic_unmet "
         "differing numerics proven build_seed save_began_at save_requested_in given_up "
-        "ending failed_at failed_worker deaths",
+        "ending failed_at failed_worker deaths links relayed",
         later={
+            "links": broken_links.Links(),
+            "relayed": False,
             "arithmetic_unmet": False,
             "differing": {},
             "numerics": RULES_AT_FIRST,
@@ -166,13 +172,15 @@ NAMES: Mapping[type, Names] = {
         "save_timeout_s max_failed_saves stop_on_failed_saves last_save_retries spares grouping "
         "last_save_backoff_s max_start_failures start_backoff_s max_start_backoff_s max_idle_generations "
         "max_node_failures configured_workers max_losses_without_step accept_arithmetic "
-        "proves_first_step save_every_s audits max_same_deaths",
+        "proves_first_step save_every_s audits max_same_deaths node_failure_window_s link_pause_s",
         later={
             "audits": True,
+            "max_same_deaths": None,
+            "node_failure_window_s": 3600.0,
+            "link_pause_s": 30.0,
             "accept_arithmetic": False,
             "proves_first_step": False,
             "save_every_s": None,
-            "max_same_deaths": None,
         },
     ),
     state.Checkpointed: Names("checkpointed", "step prefix fingerprint digest url", numbered=frozenset({"digest"})),
@@ -196,7 +204,11 @@ NAMES: Mapping[type, Names] = {
     state.Pause: Names("pause", "asked_at reached_at tried"),
     step_watch.StepWatch: Names("watch", "durations asked_at again listened seen excused_at"),
     stragglers.StepTimes: Names("paces", "asked_at asking answers slow newest"),
-    node_health.NodeRecord: Names("node_record", "host failures reasons dead avoided drained"),
+    node_health.NodeRecord: Names(
+        "node_record",
+        "host failures reasons dead avoided drained failed_at lost_at",
+        later={"failed_at": (), "lost_at": 0.0},
+    ),
     mesh_choice.Grouping: Names("grouping", "shards least_shards num_microbatches tensor least_workers step_s fits"),
     overrides.Decisions: Names("decisions", "skips rates"),
     messages.GenerationSpec: Names(
@@ -218,6 +230,11 @@ NAMES: Mapping[type, Names] = {
     messages.Stopped: Names("stopped", "generation reason step phase stopped_at held specs reports error corruption"),
     messages.Progress: Names("progress", "generation reports"),
     messages.ProbeReply: Names("seen", "generation step phase phase_s waits stack where busy num_steps"),
+    messages.LinkCheck: Names("link_check", "number pairs host port prefix secret", later={"secret": b""}),
+    messages.LinkReport: Names("link_report", "number failed"),
+    broken_links.Links: Names("links", "broken test num_tests tested"),
+    broken_links.BrokenLink: Names("broken_link", "pair since tests next_at"),
+    broken_links.LinkTest: Names("link_test", "number asked_at generation pairs awaited failed"),
     messages.Saved: Names("saved", "generation step files fingerprint spec error unknown seconds retries"),
     messages.StepReport: Names(
         "step_report",

@@ -156,6 +156,25 @@ def left_alone(draw: st.DrawFn) -> Schedule:
 
 
 @st.composite
+def cut_apart(draw: st.DrawFn) -> Schedule:
+    """Histories in which links between nodes are cut, for a while or until the end, among other faults."""
+    cut = st.builds(
+        Fault,
+        strike=st.just(Strike.CUT),
+        whom=st.integers(0, 6),
+        nth=st.integers(0, 60),
+        phase=st.sampled_from([Phase.TRAINING, Phase.TRAINING, Phase.FORMING, None]),
+    )
+    schedule = draw(schedules())
+    number, nodes = draw(st.integers(0, 2**30)), draw(st.sampled_from([2, 3, 3]))  # the seed decides how many nodes
+    limits = replace(schedule.limits, max_steps=draw(st.integers(5, 12)))
+    if limits.tensor == 1:
+        limits = replace(limits, max_workers=draw(st.integers(2, 6)), min_workers=draw(st.integers(1, 2)))
+    faults = (*draw(st.lists(cut, min_size=1, max_size=4)), *draw(st.lists(FAULTS, max_size=3)))
+    return replace(schedule, limits=limits, seed=3 * number + nodes - 1, faults=faults)
+
+
+@st.composite
 def deciding(draw: st.DrawFn) -> Schedule:
     """Histories in which people change the decisions, and roll back, again and again."""
     asked = st.builds(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from raysharded.driver import machine
-from raysharded.driver.state.commands import Command, End, Form, Probe, Record
+from raysharded.driver.state.commands import CheckLinks, Command, End, Form, Probe, Record
 from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.events import Committed, Event, Ready, Tick, WorkerReply
 from raysharded.driver.state.state import Checkpointed, State
@@ -16,6 +16,8 @@ from raysharded.layout import Held, has_mirrors, mirror_of
 from raysharded.protocol.messages import (
     GenerationReady,
     GenerationSpec,
+    LinkCheck,
+    LinkReport,
     ProbeReply,
     Progress,
     Saved,
@@ -73,6 +75,9 @@ class Run:
         """Members that answer a probe with waiting for others; all others answer that they compute."""
         self.mute: frozenset[int] = frozenset()
         """Members that do not answer the liveness probe."""
+        self.apart: set[frozenset[int]] = set()
+        """Pairs of workers that do not reach each other, as they report when they are to test their links."""
+        self.tests_answered = True
         self._follow(machine.begin(self.state, self.at))
 
     def _follow(self, outcome: tuple[State, list[Command]]) -> list[Command]:
@@ -82,7 +87,20 @@ class Run:
 
     def hear(self, event: Event) -> list[Command]:
         self.log.append((event, self.at))
-        return self._follow(machine.step(self.state, event, self.at))
+        commands = self._follow(machine.step(self.state, event, self.at))
+        for asked in of(commands, CheckLinks) if self.tests_answered else []:
+            commands = [*commands, *self.tested(asked.spec)]
+        return commands
+
+    def tested(self, spec: LinkCheck) -> list[Command]:
+        """All workers report on their links."""
+        commands: list[Command] = []
+        for worker in sorted({worker for pair in spec.pairs for worker in pair}):
+            peers = {peer for pair in spec.pairs if worker in pair for peer in pair} - {worker}
+            failed = tuple(sorted(peer for peer in peers if frozenset((worker, peer)) in self.apart))
+            report = LinkReport(number=spec.number, failed=failed)
+            commands += self.hear(WorkerReply(worker=worker, message=report))
+        return commands
 
     @property
     def spoken_of(self) -> GenerationId:

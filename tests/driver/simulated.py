@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
+from itertools import combinations
 from typing import Any, Protocol
 
 from raysharded.checkpoint import Claims
@@ -115,6 +116,8 @@ class Cluster:
         self.nodes = [f"node{number}" for number in range(1 + seed % 3)]
         self.keep_last = 1 + seed // 3 % 2
         """Number of checkpoints to keep."""
+        self._cut: dict[frozenset[str], float] = {}
+        """Two nodes -> the time until which they do not reach each other."""
         self.groups: dict[str, Group] = {}
         """Groups by the prefix of their generation."""
         self.meetings: dict[str, set[WorkerId]] = {}
@@ -402,6 +405,15 @@ class Cluster:
             return self.limits.save_at_end
         return self.save_every is not None and step % self.save_every == 0
 
+    def is_cut(self, one: str, other: str) -> bool:
+        """True if two nodes do not reach each other now; both reach the driver."""
+        return self.now < self._cut.get(frozenset((one, other)), 0.0)
+
+    def is_whole(self, group: Group) -> bool:
+        """True if all members of a group reach each other now."""
+        nodes = sorted({worker.node for worker in group.workers.values()})
+        return not any(self.is_cut(one, other) for one, other in combinations(nodes, 2)) if self._cut else True
+
     def living_on(self, node: str) -> list[Worker]:
         return [worker for worker in self.everyone if worker.alive and worker.placed and worker.node == node]
 
@@ -457,6 +469,12 @@ class Cluster:
             if driver.awake:
                 self.struck.append(strike)
                 driver.hear(StopRequested(checkpoint_within_s=LEAVE_WITHIN_S))
+        elif strike is Strike.CUT:
+            pairs = list(combinations(self.nodes, 2))
+            if pairs:
+                self.struck.append(strike)
+                seconds = self.random.choice((10.0, 100.0, 400.0, 2 * DEADLOCK_S))
+                self._cut[frozenset(pairs[fault.whom % len(pairs)])] = self.now + seconds
         elif strike is Strike.REPEAT:
             if driver.last_said:
                 said = driver.last_said[-1 - fault.whom % len(driver.last_said)]

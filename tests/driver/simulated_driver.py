@@ -27,6 +27,7 @@ from raysharded.driver.state.commands import (
     Answer,
     AskFingerprint,
     AskReport,
+    CheckLinks,
     CollectSave,
     Command,
     CommitSave,
@@ -358,6 +359,9 @@ class SimulatedDriver:
                 self._call(worker, lambda w: w.poll(generation, after_step))
             case Probe(worker=worker, generation=generation):
                 self._call(worker, lambda w: w.look(generation))
+            case CheckLinks(spec=links):
+                for worker in sorted({worker for pair in links.pairs for worker in pair}):
+                    self._call(worker, lambda w: w.check_links(links))
             case CollectSave(generation=generation, step=step, members=members):
                 for member in members:
                     self._collecting.ask(member, generation, step)
@@ -391,6 +395,8 @@ class SimulatedDriver:
     def _start(self, worker: WorkerId, avoid: tuple[str, ...]) -> None:
         cluster = self.cluster
         assert self.terms is not None
+        if worker in self.workers:  # it waits for a place, and may have others
+            return
         started = self.workers[worker] = Worker(cluster, worker, self.terms)
         cluster.everyone.append(started)
         cluster.later(LEASE_S, started.watch)

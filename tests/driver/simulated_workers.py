@@ -9,7 +9,7 @@ a worker obeys.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -29,6 +29,8 @@ from raysharded.protocol.messages import (
     FromMemory,
     GenerationReady,
     GenerationSpec,
+    LinkCheck,
+    LinkReport,
     Prepared,
     ProbeReply,
     Progress,
@@ -62,6 +64,8 @@ JOB = "job"
 POLL_TIMEOUT_S = 5.0
 BEGIN_TIMEOUT_S = 30.0
 MEET_TIMEOUT_S = 20.0
+CONNECT_S = 30.0
+"""Time after which members that do not reach each other cannot form a generation."""
 END_WITHIN_S = 180.0
 """Time limit of the last checkpoint."""
 REFUSED = object()
@@ -85,7 +89,9 @@ class Interrupted(Exception):
 
 
 Wish: TypeAlias = "float | Callable[[], bool]"
-Call: TypeAlias = "Generator[Wish, None, GenerationReady | Prepared | Stopped | Progress | Saved | ProbeReply | None]"
+Call: TypeAlias = (
+    "Generator[Wish, None, GenerationReady | Prepared | Stopped | Progress | Saved | ProbeReply | LinkReport | None]"
+)
 """A driver's call: its result is the message that the driver receives, if any."""
 Beside: TypeAlias = "Generator[Wish, None, Any]"
 """A call of a new driver or a peer: it always finds a free thread; may raise StaleGeneration."""
@@ -445,6 +451,13 @@ class Worker:
         phase = "save" if self.deaf else "forward"
         return ProbeReply(generation=generation, step=self.step, phase=phase, phase_s=1.0, waits=self.waits, stack="")
 
+    def check_links(self, spec: LinkCheck) -> Call:
+        nodes = self.cluster.where
+        peers = sorted({peer for pair in spec.pairs if self.id in pair for peer in pair} - {self.id})
+        failed = tuple(peer for peer in peers if peer in nodes and self.cluster.is_cut(self.node, nodes[peer]))
+        yield 4.0 if failed else self.delay()
+        return LinkReport(number=spec.number, failed=failed)
+
     def poll(self, generation: GenerationId, after_step: int) -> Call:
         if generation != self.generation:
             return Progress(generation=generation, reports=())
@@ -672,15 +685,23 @@ class Worker:
         group = self.members()
         arrived = group.arrived.setdefault(name, set())
         arrived.add(self.id)
-        world = group.spec.world_size
+        world, cluster = group.spec.world_size, self.cluster
         self.waits = True
         yield lambda: len(arrived) == world
+        if not cluster.is_whole(group):
+            deadline = cluster.now + CONNECT_S if name == "met" else float("inf")
+            yield lambda: cluster.is_whole(group) or cluster.now >= deadline
+            if not cluster.is_whole(group):
+                raise Interrupted
         self.waits = False
         yield self.delay()
 
 
-def deliver(group: Group, key: tuple[int, int], pair: Iterable[Worker]) -> None:
-    """A mirror arrives if both sides are still there."""
+def deliver(group: Group, key: tuple[int, int], pair: Sequence[Worker]) -> None:
+    """A mirror arrives if both sides are still there, and when they reach each other."""
+    if pair[0].cluster.is_cut(*(worker.node for worker in pair)):
+        pair[0].cluster.later(1.0, lambda: deliver(group, key, pair))
+        return
     if all(worker.responsive and worker.interrupted < group.spec.generation for worker in pair):
         group.mirrored.add(key)
 

@@ -38,6 +38,7 @@ class Strike(Enum):
     NOT_FINITE = "a loss is not finite"
     NOTICE_NODE = "a worker and all others of its node are told to leave, and are gone after a while"
     DRIVER_DIES = "the driver is killed, and another comes: soon, late, or too late for the workers"
+    CUT = "the link between two nodes is cut, for a while or for good"
     DRIVER_STOPS = "the driver is stopped, another comes, and the first one wakes up"
 
 

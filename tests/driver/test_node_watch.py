@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from raysharded.protocol.worker_launcher import NodeBack, NodeLost
 from raysharded.ray_backend.node_watch import NodeInfo, NodeWatch
 
 LISTENER = """
@@ -134,3 +135,49 @@ def test_a_check_queries_the_cluster_at_once() -> None:
         watch.check()
         assert until(lambda: "a" in watch.dead()) < 4.0  # by itself it would query every 5 s
         watch.close()
+
+
+def test_a_node_that_answers_again_is_back_and_is_watched_as_before() -> None:
+    with raylet() as (first, info):
+        nodes = {"a": info}
+        watch = NodeWatch(lambda: nodes)
+        watch.watch("a", "host a")
+        met(first)
+        first.kill()
+        until(lambda: "a" in watch.dead())
+        assert [type(one) for one in watch.fetch()] == [NodeLost]
+        with raylet() as (second, again):  # as if the cut was mended: the cluster has listed the node all the time
+            nodes["a"] = again
+            watch.check()
+            met(second)
+            until(lambda: watch.dead() == {})
+            assert watch.fetch() == [NodeBack(node_id="a", host="host a")]
+            second.kill()
+            until(lambda: "a" in watch.dead())
+            (lost,) = watch.fetch()
+            assert isinstance(lost, NodeLost)
+            assert watch.descriptions() == [f"host a (a): {lost.reason}"]
+        nodes["a"] = replace(again, alive=False)
+        watch.check()
+        until(lambda: watch.descriptions() == [])  # the cluster has lost it: it is not retried
+        watch.close()
+
+
+def test_a_process_that_answers_from_a_dead_node_shows_that_it_lives() -> None:
+    with raylet() as (process, info):
+        silent = socket.socket()
+        silent.bind(("127.0.0.1", 0))
+        gone = NodeInfo(host="127.0.0.1", port=silent.getsockname()[1], alive=True)
+        nodes = {"a": info}
+        watch = NodeWatch(lambda: nodes)
+        watch.watch("a", "host a")
+        met(process)
+        nodes["a"] = gone
+        process.kill()
+        until(lambda: "a" in watch.dead())
+        watch.fetch()
+        watch.watch("a", "host a")
+        assert watch.fetch()[0] == NodeBack(node_id="a", host="host a")
+        until(lambda: "a" in watch.dead())  # but if its raylet does not answer then, it was the last word of a dead one
+        watch.close()
+        silent.close()

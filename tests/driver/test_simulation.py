@@ -58,7 +58,7 @@ from raysharded.protocol.messages import (
 )
 from raysharded.protocol.session import AdoptedWorker, believed, taken_back
 from raysharded.report.history.summary import summarise
-from tests.driver.schedules import Schedule, controlled, deciding, left_alone, schedules, well_controlled
+from tests.driver.schedules import Schedule, controlled, cut_apart, deciding, left_alone, schedules, well_controlled
 from tests.driver.simulated import Cluster
 from tests.driver.simulated_driver import SimulatedDriver
 from tests.driver.simulated_workers import SPEC, Group, Worker, fingerprint_at, newest_complete_step, states
@@ -187,10 +187,28 @@ class Laws:
         assert len(spec.members) % spec.tensor == 0
         self.workers_are_where_they_should(cluster, spec)
         kept = len(cluster.state.leaving.keys() & set(spec.members))
-        assert limits.min_workers // spec.tensor * spec.tensor <= len(spec.members) <= limits.max_workers + kept
+        least = 1 if cluster.state.relayed else limits.min_workers // spec.tensor * spec.tensor
+        assert least <= len(spec.members) <= limits.max_workers + kept
+        self.members_reach_each_other(cluster, spec)
         self.nobody_leaves_too_late(cluster, spec)
         busy = [worker.id for worker in cluster.workers.values() if worker.alive and worker.busy and not worker.silent]
         assert not busy, f"workers {busy} are still in an older generation"
+
+    def members_reach_each_other(self, cluster: Cluster, spec: GenerationSpec) -> None:
+        """As far as is known. The newest step that a large enough set of such workers holds is not lost."""
+        state = cluster.state
+        broken, tensor = state.links.pairs, spec.tensor
+        members = frozenset(spec.members)
+        assert not any(members.issuperset(pair) for pair in broken)
+        rewinds = state.plan is not None and state.plan.rewind is not None
+        if tensor > 1 or rewinds or not any(state.ready.issuperset(pair) for pair in broken):
+            return
+        newest = 0
+        for count in range(state.limits.min_workers, len(state.ready) + 1):
+            for chosen in combinations(sorted(state.ready), count):
+                if not any(set(chosen).issuperset(pair) for pair in broken):
+                    newest = max(newest, newest_at_work(state, chosen, len(chosen)) or 0)
+        assert spec.source.step >= newest, f"step {newest} is held by workers that reach each other"
 
     def workers_are_where_they_should(self, cluster: Cluster, spec: GenerationSpec) -> None:
         """As many tensor parallel groups as possible are on one node, and a shard and its mirror on different ones. The
@@ -240,7 +258,8 @@ class Laws:
         newest = newest_complete_step([one for known, one in held if not doubted or agree(known, decisions, one.step)])
         assert spec.source.step >= (newest or 0)
         assert spec.source.step >= (checkpoint.step if checkpoint else 0)
-        if doubted:
+        apart = any(cluster.state.ready.issuperset(pair) for pair in cluster.state.links.pairs)
+        if doubted or apart:  # `members_reach_each_other` knows more
             return
         group = newest_trained(cluster)
         if group is None or group.spec.generation <= trusted:
@@ -405,7 +424,7 @@ def check_end(schedule: Schedule, cluster: Cluster) -> None:
             assert limits.stop_on_failed_saves
             assert kinds["checkpoint_failed"] >= limits.max_failed_saves
         case ClusterError():
-            assert struck[Strike.NEVER_START] or set(cluster.nodes) <= set(avoided(state.nodes))
+            assert struck[Strike.NEVER_START] or struck[Strike.CUT] or set(cluster.nodes) <= set(avoided(state.nodes))
         case InexactError():
             assert kinds["corruption"] >= 2 or (limits.proves_first_step and kinds["proof_failed"] >= 1)
         case NonFiniteLoss():
@@ -492,6 +511,8 @@ def check_journal(cluster: Cluster, driver: SimulatedDriver) -> None:
                 assert fields["reasons"]
                 assert fields["node"] not in avoiding
                 avoiding.add(fields["node"])
+            case "node_allowed":
+                avoiding.remove(fields["node"])
             case "worker_lost":
                 assert fields["worker"] not in lost
                 lost.add(fields["worker"])
@@ -540,6 +561,12 @@ def test_in_every_history_the_run_ends_well_or_gives_the_reason(schedule: Schedu
 @settings(max_examples=NUM_SCHEDULES // 4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(left_alone())
 def test_with_any_fault_to_workers_without_a_driver_the_run_ends_well_or_gives_the_reason(schedule: Schedule) -> None:
+    run(schedule)
+
+
+@settings(max_examples=NUM_SCHEDULES // 2, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cut_apart())
+def test_with_links_that_are_cut_the_run_goes_on_with_those_that_reach_each_other(schedule: Schedule) -> None:
     run(schedule)
 
 

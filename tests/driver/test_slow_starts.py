@@ -15,9 +15,8 @@ from raysharded.driver.driver import Driver
 from raysharded.errors import ClusterError, RunFailed
 from raysharded.ids import WorkerId
 from raysharded.journal.reader import entries_of, read_segments
-from raysharded.protocol.death import DeathExplained
 from raysharded.protocol.session import DriverSession, FoundWorkers
-from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost
+from raysharded.protocol.worker_launcher import Happened, LeadershipCheck, WorkerLost
 from raysharded.ray_backend.capacity import shortage_text
 from raysharded.run.listeners import ignore
 from tests.driver.scripted import LIMITS
@@ -60,7 +59,7 @@ class NeverReady:
     def kill(self, worker: WorkerId, *, at_once: bool = True) -> None:
         pass
 
-    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | DeathExplained | LeaveNotice]:
+    def wait(self, timeout_s: float) -> list[Happened]:
         self.clock.now += 0.5
         died = self.started if self.failing else []
         self.started = []

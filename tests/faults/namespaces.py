@@ -1,4 +1,4 @@
-"""A separate network for a process, joined to ours by a link that can be cut and mended. Linux, and root."""
+"""Separate networks for processes, joined by links that can be cut and mended. Linux, and root."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ class Network:
 
     def enter(self) -> None:
         """Have the calling thread, and the threads that it starts, live in this network from now on."""
-        descriptor = os.open(f"/run/netns/{self.name}", os.O_RDONLY)
-        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns to {self.name}")
-        os.close(descriptor)
+        _enter(self.name)
 
     def cut(self) -> None:
         """From now on packets vanish, both ways: no reset, no error, and the link looks well to both ends."""
@@ -75,6 +72,75 @@ def network() -> Iterator[Network]:
         yield made
     finally:
         _ip(f"netns del {name}")  # both ends of the link are deleted with it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """A network namespace on a segment that it shares with others and with us."""
+
+    name: str
+    address: str
+    hardware_address: str
+
+    def enter(self) -> None:
+        """As `Network.enter`."""
+        _enter(self.name)
+
+    def cut_to(self, other: Host) -> None:
+        """From now on packets to the other host vanish; those from it arrive."""
+        _ip(f"-n {self.name} neigh replace {other.address} lladdr {_NOBODY} dev {self.name}b nud permanent")
+
+    def mend_to(self, other: Host) -> None:
+        """Packets to the other host arrive again."""
+        _ip(
+            f"-n {self.name} neigh replace {other.address} lladdr {other.hardware_address} dev {self.name}b "
+            "nud reachable"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Hosts that reach each other and us."""
+
+    our_address: str
+    hosts: tuple[Host, ...]
+
+
+@contextmanager
+def segment(count: int) -> Iterator[Segment]:
+    """A new segment, deleted afterwards. Raises CalledProcessError where that is not permitted."""
+    name, number = f"rs{secrets.token_hex(3)}", secrets.randbelow(256)
+    hosts: list[Host] = []
+    _ip(f"link add {name} type bridge")
+    try:
+        _ip(f"addr add 10.214.{number}.1/24 dev {name}")
+        _ip(f"link set {name} up")
+        hosts.extend(_add_host(name, number, at) for at in range(count))
+        yield Segment(our_address=f"10.214.{number}.1", hosts=tuple(hosts))
+    finally:
+        for host in hosts:
+            _ip(f"netns del {host.name}")
+        _ip(f"link del {name}")
+
+
+def _add_host(bridge: str, number: int, at: int) -> Host:
+    name, address, hardware_address = f"{bridge}{at}", f"10.214.{number}.{at + 2}", f"02:00:00:{number:02x}:01:{at:02x}"
+    _ip(f"netns add {name}")
+    _ip(f"link add {name}a type veth peer name {name}b netns {name}")
+    _ip(f"link set {name}a master {bridge}")
+    _ip(f"link set {name}a up")
+    _ip(f"-n {name} link set {name}b address {hardware_address}")
+    _ip(f"-n {name} addr add {address}/24 dev {name}b")
+    _ip(f"-n {name} link set {name}b up")
+    _ip(f"-n {name} link set lo up")
+    return Host(name=name, address=address, hardware_address=hardware_address)
+
+
+def _enter(name: str) -> None:
+    descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), f"setns to {name}")
+    os.close(descriptor)
 
 
 def _ip(arguments: str) -> None:

@@ -40,13 +40,14 @@ from raysharded.errors import InexactError, RunFailed, StepFailed, StorageError,
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import FOLDER as JOURNAL
 from raysharded.protocol.messages import StopReason
-from raysharded.protocol.worker_launcher import GcsHealth
+from raysharded.protocol.worker_launcher import GcsHealth, NodeBack, NodeLost
 from raysharded.testing import Chaos, Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from raysharded.testing.storages import StorageAround
 from tests import patches
 from tests.driver.recorded import recorded
 from tests.driver.scripted import Run, training
+from tests.driver.test_links import break_off, cut, on
 from tests.driver.test_tensor_groups import in_pairs, stop_at_boundary
 from tests.faults.dying import Dies, leave
 from tests.faults.test_stragglers import SlowInOneWorker
@@ -585,7 +586,7 @@ def another_processor_is_refused(stage: Stage) -> None:
         steps=120,
         min_workers=1,
         max_worker_losses=2,
-        max_node_failures=2,
+        max_node_failures=1,
         max_start_failures=9,
         start_backoff_s=0.2,
         data=Slow(0.02),
@@ -741,6 +742,25 @@ def all_wait_for_each_other(stage: Stage) -> None:
     recorded(stage.folder / "run", run)
 
 
+def verdicts_on_links_and_nodes(stage: Stage) -> None:
+    """What takes several nodes and hours: told to the machine, and recorded by the driver's own recorder."""
+    run = on("aabb", min_workers=1, max_node_failures=1, node_failure_window_s=50.0, hang_timeout_s=200.0)
+    cut(run, "aabb", "a", "b")
+    break_off(run)
+    run.formed()
+    run.trained(3)
+    run.apart.clear()
+    run.wait(31.0)
+    run.lost(2)  # on node b, which is avoided from now on
+    run.hear(NodeLost(node_id="b", host="host b", reason="it does not answer"))
+    run.wait(20.0)
+    run.hear(NodeBack(node_id="b", host="host b"))
+    run.wait(31.0)
+    for kind in ("links_broken", "links_mended", "node_avoided", "node_lost", "node_back", "node_allowed"):
+        assert len(run.records(kind)) == 1, kind
+    recorded(stage.folder / "run", run)
+
+
 def lost_when_the_others_had_formed(stage: Stage) -> None:
     """What takes a loss within milliseconds, and then another owner of the run: told to the machine, and recorded by
     the driver's own recorder."""
@@ -840,6 +860,7 @@ RUNS: dict[str, Callable[[Stage], None]] = {
         in_chaos,
         parts_that_arrive_late,
         all_wait_for_each_other,
+        verdicts_on_links_and_nodes,
         lost_when_the_others_had_formed,
         tensor_parallel_groups,
         taken_over,

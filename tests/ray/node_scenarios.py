@@ -18,9 +18,8 @@ import raysharded as rs
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.display.raylet_output import quiet_raylet
 from raysharded.ids import WorkerId
-from raysharded.protocol.death import DeathExplained
 from raysharded.protocol.messages import WorkerInfo
-from raysharded.protocol.worker_launcher import LeaveNotice, Reply, WorkerLost
+from raysharded.protocol.worker_launcher import Happened, Reply
 from raysharded.ray_backend.placement import has_process
 from raysharded.ray_backend.ray_launcher import RayLauncher
 from raysharded.testing.ray_nodes import RayNodes
@@ -225,7 +224,7 @@ def failed_starts(folder: Path, node: str) -> dict[str, Any]:
         launcher = make_launcher(job)
         launcher.start(WorkerId(0))
         deadline = time.monotonic() + WAIT_S
-        happened: list[Reply | WorkerLost | DeathExplained | LeaveNotice] = []
+        happened: list[Happened] = []
         while not happened and time.monotonic() < deadline:
             happened = launcher.wait(0.2)
         launcher.close()

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver.checkpoints import save_timer, saves
-from raysharded.driver.generation import paused_run, planned_change, step_reports
-from raysharded.driver.membership import candidates
+from raysharded.driver.generation import link_tests, paused_run, planned_change, step_reports
+from raysharded.driver.membership import candidates, reachable
 from raysharded.driver.membership.generation_plan import plan_generation
 from raysharded.driver.membership.state_source import (
     clamp_leave_steps,
@@ -49,8 +49,9 @@ def maybe_request_change(state: State, at: float) -> Outcome:
     """
     settled = not state.starting or at - state.last_ready_at >= state.limits.join_wait_s
     if state.phase is Phase.GATHERING:
-        enough = len(state.ready) >= state.limits.min_workers
-        full = len(state.staying) >= state.limits.max_workers
+        usable = reachable.usable(state)
+        enough = len(usable) >= state.limits.min_workers
+        full = len(state.staying & usable) >= state.limits.max_workers
         return next_generation(state, at) if full or (enough and settled) else (state, [])
     if state.phase is not Phase.TRAINING or state.boundary_requested:
         return state, []
@@ -69,8 +70,9 @@ def maybe_request_change(state: State, at: float) -> Outcome:
 
 def _has_room_for_joiners(state: State) -> bool:
     """Whether a ready worker that is no member may become one."""
-    joiners = state.staying.difference(state.members)
-    return bool(joiners) and len(state.staying) - len(joiners) < state.limits.max_workers
+    staying = reachable.joinable(state)
+    joiners = staying.difference(state.members)
+    return bool(joiners) and len(staying) - len(joiners) < state.limits.max_workers
 
 
 def _is_to_reshard(state: State) -> bool:
@@ -91,7 +93,7 @@ def _is_worth_it(state: State) -> bool:
 
 def _num_workers(state: State) -> int:
     """Largest possible size of the next generation, without workers that must leave."""
-    return min(len(state.staying), state.limits.max_workers)
+    return min(len(reachable.joinable(state)), state.limits.max_workers)
 
 
 def _num_needed(state: State) -> int:
@@ -106,10 +108,11 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
     """
     if paused_run.holds_back(state) and not resting:
         return paused_run.enter(state, at)
-    if len(state.ready) < state.limits.min_workers:
+    chosen = reachable.choose(state)
+    if len(chosen.workers) < state.limits.min_workers and not chosen.hands_over:
         return gather(state, at)
     state, refused = pending_overrides.without_impossible(state)
-    composed = plan_generation(pending_overrides.as_wanted(state))
+    composed = plan_generation(replace(pending_overrides.as_wanted(state), ready=chosen.workers))
     plan = pending_overrides.plan(state, composed.source)
     source, members, mesh, prepared = composed.source, composed.members, composed.mesh, composed.preparation
     step = state.step if plan and plan.rewind else source.step  # a requested rewind is not decided yet
@@ -152,6 +155,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         step=step,
         generation_start_step=step,
         has_trained=False,
+        relayed=chosen.hands_over,
         verified_step=min(state.verified_step, step),
         leaving=clamp_leave_steps(state.leaving, step),
         source=source,
@@ -167,16 +171,22 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
     }
     if resting:
         fields["paused"] = True
-    if composed.why:
-        fields |= {"mesh": str(mesh), "why": composed.why}
+    if chosen.hands_over:
+        fields["hands_over"] = True
+    why = "; ".join(filter(None, (composed.why, chosen.why)))
+    if why:
+        fields |= {"mesh": str(mesh), "why": why}
     redundancy = describe_redundancy(state.limits, state.mesh)
     if redundancy is not None:
         fields["redundancy"] = redundancy
     if prepared is not None:
         fields["prepared_s"] = at - prepared.since
-    spares = sorted(state.staying.difference(members))
+    spares = sorted(state.staying.intersection(chosen.workers).difference(members))
     if spares:
         fields["spares"] = spares
+    excluded = sorted(state.ready - chosen.workers)
+    if excluded:
+        fields["excluded"] = excluded
     return state, [*refused, Record(kind="generation", fields=fields, durable=True), Form(spec=spec)]
 
 
@@ -218,7 +228,7 @@ def on_formed(state: State, worker: WorkerId, formed: GenerationReady, at: float
 def train(state: State, at: float) -> Outcome:
     """Start training: all members hold the state, and the journal has the decisions."""
     state, late = paused_run.too_late(state) if state.step >= state.limits.max_steps else (state, [])
-    awaited, rest = frozenset(state.members), paused_run.holds_back(state)
+    awaited, rest = frozenset(state.members), paused_run.holds_back(state) or state.relayed
     state = replace(state, phase=Phase.TRAINING, since=at, awaited=awaited, holdings={}, has_trained=True)
     state = replace(state, boundary_requested=rest)
     commands: list[Command] = [*late, Train(generation=state.generation, members=state.members, rest=rest)]
@@ -275,6 +285,8 @@ def all_stopped(state: State, at: float) -> Outcome:
 
 def after_all_stopped(state: State, at: float) -> Outcome:
     state = replace(state, incident=recovery_timeline.stopped(state.incident, state.step, at))
+    if link_tests.must_wait(state):
+        return state, []
     corruption = corruption_rollback.found(state)
     if corruption is not None:
         return _evict(state, corruption, at) if corruption.takes_back else _without_failed(state, corruption, at)
@@ -307,6 +319,9 @@ def _go_on(state: State, stops: Sequence[Stopped], at: float) -> Outcome:
         state, undecided = pending_overrides.without_impossible(state)
         state, late = paused_run.too_late(state)
         return prepend(saves.close(state, at), [*undecided, *late])
+    if link_tests.is_suspicious(state, stops):
+        state = replace(state, incident=recovery_timeline.found(state, at))
+        return link_tests.ask_all(state, at)
     planned = all(s.reason is StopReason.BOUNDARY for s in stops)
     progressed = state.step > state.generation_start_step
     idle = 0 if lost or planned or progressed else state.idle_generations + 1

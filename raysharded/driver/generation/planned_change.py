@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raysharded.driver.membership import reachable
 from raysharded.driver.membership.generation_plan import plan_generation
 from raysharded.driver.state.commands import Command, Outcome, Prepare, Record, RequestBoundary
 from raysharded.driver.state.state import Preparation, State
@@ -59,7 +60,7 @@ def _begin(state: State, at: float, by: float) -> Outcome | None:
     """Start a preparation; None if there is nothing to prepare, or no time."""
     if by <= at or state.spec is None or state.mesh.tensor > 1 or (state.leaving and _has_parity(state)):
         return None
-    expected = plan_generation(replace(as_if_stopped(state), preparation=None))
+    expected = plan_generation(replace(as_if_stopped(state), preparation=None, ready=reachable.prepared_from(state)))
     mesh = expected.mesh
     if not isinstance(expected.source, FromMemory) or expected.source.rebuilds or mesh.tensor > 1:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from raysharded.driver.checkpoints import saves
-from raysharded.driver.generation import lifecycle
+from raysharded.driver.generation import lifecycle, link_tests
 from raysharded.driver.handlers import leave_notice, worker_loss
 from raysharded.driver.membership.state_source import needs
 from raysharded.driver.rollback import corruption_rollback, non_finite
@@ -16,7 +16,7 @@ from raysharded.driver.state.persistent_map import with_entry
 from raysharded.driver.state.state import Phase, State
 from raysharded.driver.state.step_watch import StepWatch
 from raysharded.driver.state.stragglers import StepTime
-from raysharded.driver.workers import admission
+from raysharded.driver.workers import node_verdicts
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import ProbeReply
 from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
@@ -41,7 +41,9 @@ def on_tick(state: State, at: float) -> Outcome:
     if missing:
         return _give_up(state, missing, at)
     if state.phase is not Phase.TRAINING or watch.again:
-        return replace(state, watch=step_watch.excused(watch, at)), []
+        state = replace(state, watch=step_watch.excused(watch, at))
+        waits = state.phase is Phase.FORMING and all(one.waits for one in watch.seen.values())
+        return link_tests.ask_all(state, at) if waits else (state, [])
     return _ask(state, at, again=True)
 
 
@@ -97,7 +99,7 @@ def _compare(state: State, worker: WorkerId, seen: ProbeReply, at: float) -> Out
         return state, commands
     reason = f"{limit:g} times slower than its peers"
     for slow in [worker for worker in evicted if worker not in state.leaving and worker in state.facts]:
-        state, avoiding = admission.count_against_node(state, state.facts[slow].node_id, reason)
+        state, avoiding = node_verdicts.count_failure(state, state.facts[slow].node_id, reason, at)
         commands += avoiding  # otherwise the next one may be placed there again, for ever
     notice = LeaveNotice(workers=evicted, reason=reason, within_s=_EVICTED_WITHIN_S)
     return prepend(leave_notice.on_noticed(state, notice, at), commands)
@@ -199,7 +201,8 @@ def _break_up(state: State, at: float) -> Outcome:
     state = replace(
         state, watch=step_watch.at_rest(state.watch), incident=recovery_timeline.found(state, at, reason=reason)
     )
-    return prepend(lifecycle.stop_all(state, at), [Record(kind="stuck", fields=fields, durable=True)])
+    state, asked = link_tests.ask_all(state, at)
+    return prepend(lifecycle.stop_all(state, at), [Record(kind="stuck", fields=fields, durable=True), *asked])
 
 
 def _reason(state: State, watch: StepWatch, worker: WorkerId, waited: float) -> str:

@@ -59,13 +59,17 @@ def needs(state: State, workers: Collection[WorkerId]) -> bool:
 
 
 def _has_all_shards(state: State, workers: frozenset[WorkerId]) -> bool:
-    mesh, held = state.mesh, set()
-    parity = state.limits.parity
+    return held_by(state.limits, state.mesh, state.members, workers)
+
+
+def held_by(limits: DriverConfig, mesh: Mesh, members: Sequence[WorkerId], workers: Collection[WorkerId]) -> bool:
+    """Whether these workers would hold the whole state after the members have formed a generation with this mesh."""
+    parity = limits.parity
     if parity is not None and parity.protects(mesh):
         parity = replace(parity, tensor=mesh.tensor)
-        return survives(parity, mesh.shards, [rank for rank, worker in enumerate(state.members) if worker in workers])
-    mirrored = state.limits.mirrors and has_mirrors(mesh)
-    for rank, worker in enumerate(state.members):
+        return survives(parity, mesh.shards, [rank for rank, worker in enumerate(members) if worker in workers])
+    mirrored, held = limits.mirrors and has_mirrors(mesh), set()
+    for rank, worker in enumerate(members):
         if worker in workers:
             held |= {rank, mirror_of(rank, mesh.shards, mesh.apart)} if mirrored else {mesh.shard_of(rank)}
     return len(held) == mesh.shards

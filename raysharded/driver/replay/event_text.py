@@ -13,6 +13,7 @@ from raysharded.driver.state.commands import (
     Answer,
     AskFingerprint,
     AskReport,
+    CheckLinks,
     CollectSave,
     Command,
     CommitSave,
@@ -59,8 +60,8 @@ from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import State
 from raysharded.layout import Mesh
 from raysharded.protocol.death import DeathExplained
-from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped
-from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
+from raysharded.protocol.messages import GenerationReady, LinkReport, Prepared, ProbeReply, Progress, Saved, Stopped
+from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
 
 def of_event(event: Event) -> str:
@@ -79,6 +80,10 @@ def _of_event(event: Event) -> str:
         case LeaveNotice(workers=workers, reason=reason, within_s=within_s, whole_node=whole_node):
             whom = f"the node of {_workers(workers)}" if whole_node else _workers(workers)
             return f"{whom} must leave within {duration(within_s)}: {brief(reason)}"
+        case NodeLost(host=host, reason=reason):
+            return f"node {host} is lost: {brief(reason)}"
+        case NodeBack(host=host):
+            return f"node {host} answers again"
         case WorkerReply(worker=worker):
             return f"{_workers([worker])} {_said(event)}"
         case Committed(step=step):
@@ -149,6 +154,10 @@ def _said(said: WorkerReply) -> str:
             return f"has written its part of step {step}"
         case Saved(step=step, error=error):
             return f"has not written its part of step {step}: {brief(str(error))}"
+        case LinkReport(failed=()):
+            return "reaches all others"
+        case LinkReport(failed=failed):
+            return f"does not reach {_workers(failed)}"
         case ProbeReply(step=step, phase=phase, phase_s=phase_s, waits=waits):
             how = "waits" if waits else "is"
             return f"{how} in {phase or 'no phase'} after step {step}, for {duration(phase_s)}"
@@ -191,6 +200,8 @@ def _of_command(command: Command, workers: Sequence[int]) -> str:
             return "write a checkpoint of what is held"
         case Poll(after_step=after_step):
             return f"ask for steps after {after_step}"
+        case CheckLinks(spec=spec):
+            return f"test the links between {_workers(sorted({one for pair in spec.pairs for one in pair}))}"
         case Probe():
             return f"ask {_workers(workers)} where it is"
         case CollectSave(step=step):

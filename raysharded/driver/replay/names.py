@@ -13,7 +13,7 @@ from raysharded.driver.state import events
 from raysharded.driver.state.state import State
 from raysharded.protocol import messages
 from raysharded.protocol.death import DeathExplained
-from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
+from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
 FORMAT = 3
 """Format of the recordings that are written."""
@@ -25,6 +25,8 @@ NAMES: Mapping[type, tuple[str, str]] = {
     WorkerLost: ("Lost", "worker_lost"),
     DeathExplained: ("Explained", "death_explained"),
     LeaveNotice: ("Noticed", "leave_notice"),
+    NodeLost: ("NodeLost", "node_lost"),
+    NodeBack: ("NodeBack", "node_back"),
     events.WorkerReply: ("Said", "worker_reply"),
     events.Committed: ("Committed", "checkpoint_committed"),
     events.CommitFailed: ("CommitFailed", "commit_failed"),
@@ -50,6 +52,7 @@ NAMES: Mapping[type, tuple[str, str]] = {
     messages.Progress: ("Progress", "progress"),
     messages.ProbeReply: ("Seen", "probe_reply"),
     messages.Saved: ("Saved", "part_saved"),
+    messages.LinkReport: ("LinkReport", "link_report"),
 }
 """Class -> its name in formats 2 and 3."""
 

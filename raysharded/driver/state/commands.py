@@ -5,13 +5,13 @@ An outcome is the next state with the commands that lead there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from raysharded.driver.state.state import Phase, State
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.protocol.messages import GenerationSpec, Saved
+from raysharded.protocol.messages import GenerationSpec, LinkCheck, Saved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +93,13 @@ class Probe:
 
     worker: WorkerId
     generation: GenerationId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckLinks:
+    """Have workers test the links between them."""
+
+    spec: LinkCheck
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,6 +192,7 @@ Command = (
     | SaveSnapshot
     | Poll
     | Probe
+    | CheckLinks
     | CollectSave
     | AskFingerprint
     | SumFingerprint
@@ -225,9 +233,22 @@ def calls_of(command: Command) -> list[Call]:
             return [(worker, "request_save", (generation,))]
         case Poll(worker=worker, generation=generation, after_step=after_step):
             return [(worker, "poll", (generation, after_step, _POLL_TIMEOUT_S))]
+        case CheckLinks(spec=spec):
+            ends = sorted({worker for pair in spec.pairs for worker in pair})
+            return [(worker, "check_links", (spec, worker)) for worker in ends]
         case Probe(worker=worker, generation=generation):
             return [(worker, "look", (generation,))]
     return []
+
+
+def with_secret(command: Command, secret: Callable[[str], bytes]) -> Command:
+    """The command with the secret that its workers need to meet; `secret`: of a prefix in the rendezvous store."""
+    match command:
+        case Form(spec=spec) | Prepare(spec=spec):
+            return replace(command, spec=replace(spec, secret=secret(spec.prefix)))
+        case CheckLinks(spec=links):
+            return replace(command, spec=replace(links, secret=secret(links.prefix)))
+    return command
 
 
 Outcome: TypeAlias = tuple[State, list[Command]]

@@ -75,6 +75,10 @@ class DriverConfig:
     """Consecutive generations that may end without a step and without a loss."""
     max_node_failures: int | None = None
     """Failures after which a node gets no new workers; None: no limit."""
+    node_failure_window_s: float = 3600.0
+    """Time for which a failure on a node counts."""
+    link_pause_s: float = 30.0
+    """Time until a broken link is tested again; it doubles with every further test that fails, up to 10 minutes."""
     configured_workers: int | None = None
     """The configured maximum, if another number of workers was requested since."""
     max_losses_without_step: int = 64

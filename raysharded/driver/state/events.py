@@ -9,8 +9,17 @@ from typing import Any
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.death import DeathExplained
-from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped, WorkerInfo
-from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
+from raysharded.protocol.messages import (
+    GenerationReady,
+    LinkReport,
+    Prepared,
+    ProbeReply,
+    Progress,
+    Saved,
+    Stopped,
+    WorkerInfo,
+)
+from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
 LEAVERS = -1
 """Request number of checkpoints that the driver itself requests for leaving workers that are still needed."""
@@ -34,7 +43,7 @@ class WorkerReply:
     """A worker answered a call."""
 
     worker: WorkerId
-    message: GenerationReady | Prepared | Stopped | Progress | Saved | ProbeReply
+    message: GenerationReady | Prepared | Stopped | Progress | Saved | ProbeReply | LinkReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +192,8 @@ Event = (
     | WorkerLost
     | DeathExplained
     | LeaveNotice
+    | NodeLost
+    | NodeBack
     | WorkerReply
     | Committed
     | CommitFailed

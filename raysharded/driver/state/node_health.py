@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 _REASONS_KEPT = 3
+INCIDENT_S = 30.0
+"""Failures on a node within this time of the first one have one cause, and count once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,10 +18,16 @@ class NodeRecord:
     host: str = ""
     """Host name for people; empty if no worker was ever ready there."""
     failures: int = 0
-    """Workers lost there or failed to start there; the death of the whole node counts once."""
+    """Incidents that counted at the newest one: workers lost there or failed to start there, or the whole node's
+    death."""
     reasons: tuple[str, ...] = ()
-    """Reasons of the last few failures."""
+    """Reasons of the last few incidents."""
+    failed_at: tuple[float, ...] = ()
+    """Times at which these incidents began."""
     dead: bool = False
+    """Whether the whole node is lost. It may come back: it was cut off."""
+    lost_at: float = 0.0
+    """Time at which a dead node was lost."""
     avoided: bool = False
     """Whether no new worker is placed there because of failures."""
     drained: bool = False
@@ -39,23 +47,64 @@ def seen(nodes: Nodes, node_id: str, host: str) -> Nodes:
 
 
 def failed(
-    nodes: Nodes, node_id: str, reason: str, *, died: bool, limit: int | None
+    nodes: Nodes, node_id: str, reason: str, at: float, *, died: bool, limit: int | None, window_s: float
 ) -> tuple[Nodes, NodeRecord | None]:
     """Record that a worker was lost on a node, or failed to start there; `died`: because the whole node did.
 
-    Also returns the node's record if it is avoided from now on: after `limit` failures, unless it is the only node that
-    is left. `node_id` is empty if the worker's node is unknown.
+    Also returns the node's record if it is avoided from now on: after `limit` incidents within `window_s`, unless it is
+    the only node that is left. `node_id` is empty if the worker's node is unknown.
     """
     record = nodes.get(node_id, NodeRecord())
     if not node_id or record.dead:  # the other workers of a node that died are not further failures
         return nodes, None
-    record = replace(
-        record, failures=record.failures + 1, reasons=(*record.reasons, reason)[-_REASONS_KEPT:], dead=died
-    )
-    others = any(not (other.avoided or other.drained or other.dead) for name, other in nodes.items() if name != node_id)
-    newly = limit is not None and record.failures >= limit and others and not (record.avoided or record.dead)
+    begun = _counted(record, at, window_s)
+    if not begun or at - begun[-1] >= INCIDENT_S:
+        begun = (*begun, at)
+        record = replace(record, reasons=(*record.reasons, reason)[-_REASONS_KEPT:])
+    record = replace(record, failures=len(begun), failed_at=begun)
+    if died:
+        record = replace(record, dead=True, lost_at=at)
+    newly = limit is not None and len(begun) >= limit and not (record.avoided or record.dead)
+    newly = newly and _others(nodes, node_id)
     record = replace(record, avoided=record.avoided or newly)
     return {**nodes, node_id: record}, record if newly else None
+
+
+def _counted(record: NodeRecord, at: float, window_s: float) -> tuple[float, ...]:
+    return tuple(began for began in record.failed_at if at - began < window_s)
+
+
+def _others(nodes: Nodes, node_id: str) -> bool:
+    """Whether workers may be placed on another known node."""
+    return any(not (one.avoided or one.drained or one.dead) for name, one in nodes.items() if name != node_id)
+
+
+def restored(nodes: Nodes, at: float, *, limit: int | None, window_s: float) -> tuple[Nodes, Mapping[str, str]]:
+    """The records without verdicts that no longer hold, and node id -> why the node is used again.
+
+    An avoided node is used again if fewer than `limit` of its incidents count, or if no other node is left: then the
+    one whose newest incident is the oldest.
+    """
+    found: dict[str, str] = {}
+    for node_id, record in nodes.items():
+        counted = len(_counted(record, at, window_s))
+        if record.avoided and not record.dead and counted < (limit or 1):
+            found[node_id] = f"{counted} of its failures are less than {window_s:.0f} s old"
+    nodes = {**nodes, **{node_id: replace(nodes[node_id], avoided=False) for node_id in found}}
+    kept = [node_id for node_id, record in nodes.items() if record.avoided and not (record.dead or record.drained)]
+    if kept and not _others(nodes, ""):
+        first = min(kept, key=lambda node_id: (nodes[node_id].failed_at[-1:], node_id))
+        nodes, found = {**nodes, first: replace(nodes[first], avoided=False)}, {**found, first: "no other node is left"}
+    return nodes, found
+
+
+def back(nodes: Nodes, node_id: str) -> Nodes:
+    """Record that a node that counted as dead answers again."""
+    return {**nodes, node_id: replace(nodes[node_id], dead=False)} if is_dead(nodes, node_id) else nodes
+
+
+def is_dead(nodes: Nodes, node_id: str) -> bool:
+    return node_id in nodes and nodes[node_id].dead
 
 
 def drained(nodes: Nodes, node_ids: AbstractSet[str]) -> Nodes:

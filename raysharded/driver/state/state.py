@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from raysharded.driver.state.broken_links import Links
 from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.node_health import Nodes
@@ -238,6 +239,9 @@ class State:
     bytes_read: int = 0
     """Bytes that all members read from storage to form it; `bytes_received` came from each other."""
     facts: Mapping[WorkerId, WorkerInfo] = field(default_factory=dict)
+    links: Links = field(default_factory=Links)
+    relayed: bool = False
+    """Whether the current generation does no step: its members hand their state over to those that continue."""
     nodes: Nodes = field(default_factory=dict)
     """Observations of the nodes that workers ran on."""
     arithmetic: Mapping[str, str] | None = None

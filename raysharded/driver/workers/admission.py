@@ -6,27 +6,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from raysharded import numerics
-from raysharded.driver.state import arithmetic, node_health
+from raysharded.driver.state import arithmetic, broken_links, node_health
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, StartWorker, finish, prepend
 from raysharded.driver.state.events import Ready
 from raysharded.driver.state.persistent_map import with_entry, without
 from raysharded.driver.state.state import Phase, State
+from raysharded.driver.workers import node_verdicts
 from raysharded.errors import ClusterError, ConfigError, RayshardedError, RunFailed, TaskError
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.worker_launcher import WorkerLost
-
-_DOOMED_S = 60.0
-"""Time past its deadline for which a machine is still expected to disappear soon."""
 
 
 def start_workers(state: State, count: int, at: float) -> Outcome:
     """Request more workers."""
     commands: list[Command] = []
     starting = dict(state.starting)
-    avoid = node_health.avoided(
-        state.nodes, {node for node, by in state.terminating_nodes.items() if at < by + _DOOMED_S}
-    )
+    avoid = node_verdicts.to_avoid(state, at)
     for offset in range(count):
         worker = WorkerId(state.next_worker + offset)
         starting[worker] = at
@@ -65,6 +61,12 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         starting=starting,
         ready=state.ready | {event.worker},
         facts=with_entry(state.facts, event.worker, event.facts),
+        links=broken_links.with_newcomer(
+            state.links,
+            event.worker,
+            event.facts.node_id,
+            {worker: state.facts[worker].node_id for worker in state.ready} if state.links.broken else {},
+        ),
         nodes=node_health.seen(state.nodes, event.facts.node_id, event.facts.node),
         arithmetic=numerics.of_machine(event.facts.arithmetic) if state.arithmetic is None else state.arithmetic,
         arithmetic_unmet=False,
@@ -136,8 +138,8 @@ def _refuse(state: State, event: Ready, differing: arithmetic.Differing, at: flo
         KillWorker(worker=event.worker, at_once=False),
         Record(kind="worker_refused", fields={"worker": event.worker, "node": event.facts.node, "reason": reason}),
     ]
-    state, avoiding = count_against_node(
-        _count_start_failure(state, reason, at), event.facts.node_id, f"refused: {reason}"
+    state, avoiding = node_verdicts.count_failure(
+        _count_start_failure(state, reason, at), event.facts.node_id, f"refused: {reason}", at
     )
     commands.extend(avoiding)
     if _cannot_start(state):
@@ -160,7 +162,7 @@ def failed_to_start(state: State, event: WorkerLost, at: float) -> Outcome:
         Record(kind="start_failed", fields={"worker": event.worker, "reason": event.reason}, durable=True)
     ]
     if not isinstance(event.error, TaskError | ConfigError):  # these would happen anywhere
-        state, avoiding = count_against_node(state, event.node_id, event.reason, died=event.node_died)
+        state, avoiding = node_verdicts.count_failure(state, event.node_id, event.reason, at, died=event.node_died)
         commands.extend(avoiding)
     if _is_short_of_workers(state) and isinstance(event.error, RayshardedError):
         return prepend(
@@ -172,24 +174,6 @@ def failed_to_start(state: State, event: WorkerLost, at: float) -> Outcome:
         error = RunFailed(f"{state.start_failures} workers in a row failed to start; {last}")
         return prepend(finish(state, error), commands)
     return state, commands
-
-
-def count_against_node(state: State, node_id: str, reason: str, *, died: bool = False) -> Outcome:
-    """Count a lost worker, or a failed start, against a node. After too many, no new worker is placed there."""
-    limit = state.limits.max_node_failures
-    known, newly = node_health.failed(state.nodes, node_id, reason, died=died, limit=limit)
-    state = replace(state, nodes=known)
-    if newly is None:
-        return state, []
-    fields = {
-        "node": node_id,
-        "host": newly.host,
-        "step": state.step,
-        "failures": newly.failures,
-        "reasons": list(newly.reasons),
-    }
-    state = replace(state, start_failures=0)  # later failures are on other nodes
-    return state, [Record(kind="node_avoided", fields=fields, durable=True)]
 
 
 def _count_start_failure(state: State, reason: str, at: float) -> State:
@@ -209,10 +193,16 @@ def _cannot_start(state: State) -> bool:
     return _is_short_of_workers(state) and state.start_failures >= state.limits.max_start_failures
 
 
-def too_few(state: State) -> ClusterError:
-    """Error of a run whose workers do not start."""
+def too_few(state: State, apart: str = "") -> ClusterError:
+    """Error of a run whose workers do not start, or do not reach each other: `apart` is a sentence about these."""
     limits, held = state.limits, state.differing.keys() & state.starting.keys()
     would_differ = f" and {len(held)} would compute other bits than the run has so far" if held else ""
+    if apart:
+        return ClusterError(
+            f"{len(state.ready)} workers are ready, and for {limits.start_timeout_s:.0f} s fewer than the minimum of "
+            f"{limits.min_workers} have reached each other. {apart} Repair the network between them, add nodes, or "
+            "lower the minimum in ScalingConfig.num_workers."
+        )
     return ClusterError(
         f"{len(state.ready)} of at least {limits.min_workers} workers could be started within "
         f"{limits.start_timeout_s:.0f} s{would_differ}; {len(state.starting) - len(held)} still wait for resources. "

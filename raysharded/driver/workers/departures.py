@@ -7,6 +7,7 @@ from dataclasses import replace
 from raysharded.driver.checkpoints import saves
 from raysharded.driver.membership.candidates import source_among
 from raysharded.driver.membership.state_source import newest_source
+from raysharded.driver.state import broken_links
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record
 from raysharded.driver.state.state import Phase, State
 from raysharded.ids import WorkerId
@@ -49,6 +50,7 @@ def forget(state: State, worker: WorkerId) -> State:
         state,
         ready=state.ready - {worker},
         awaited=state.awaited - {worker},
+        links=broken_links.without(state.links, worker),
         leaving={w: departure for w, departure in state.leaving.items() if w != worker},
         holdings={w: stopped for w, stopped in state.holdings.items() if w != worker},
     )

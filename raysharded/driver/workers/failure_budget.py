@@ -10,7 +10,7 @@ from dataclasses import replace
 from raysharded.driver.checkpoints import saves
 from raysharded.driver.state.commands import Command, Outcome, Record, prepend
 from raysharded.driver.state.state import State
-from raysharded.driver.workers import admission, departures
+from raysharded.driver.workers import departures, node_verdicts
 from raysharded.errors import RunFailed, StepFailed
 from raysharded.ids import WorkerId
 from raysharded.protocol.worker_launcher import WorkerLost
@@ -38,7 +38,7 @@ def count_loss(state: State, event: WorkerLost, at: float) -> Outcome:
         Record(kind="worker_lost", fields={"worker": worker, "step": state.step, "reason": event.reason}, durable=True)
     ]
     if not told or event.node_died:
-        state, avoiding = admission.count_against_node(state, node_id, event.reason, died=event.node_died)
+        state, avoiding = node_verdicts.count_failure(state, node_id, event.reason, at, died=event.node_died)
         commands.extend(avoiding)
     state, abandoned = saves.abandon_those_of(state, worker)
     commands.extend(abandoned)

@@ -184,6 +184,8 @@ class Watched:
                     self._doing = "recovering"
             case "node_avoided":
                 self._avoided += 1
+            case "node_allowed":
+                self._avoided -= 1
             case "generation":
                 self._forming = set(fields["members"])
                 self._workers, self._step = len(self._forming), int(fields["step"])
