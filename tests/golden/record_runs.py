@@ -682,7 +682,9 @@ def an_error_of_the_task(stage: Stage) -> None:
 
 def the_same_death_again(stage: Stage) -> None:
     task = Dies(stage.folder, leave, times=9)
-    found = stage.run(4, steps=8, task=task, data=samples(), min_workers=1, max_same_deaths=3, expect=StepFailed)
+    found = stage.run(
+        4, steps=8, task=task, data=samples(), min_workers=1, max_worker_losses=9, max_same_deaths=3, expect=StepFailed
+    )
     require(found, "worker_died", "repeated_death", "failed")
 
 
