@@ -19,6 +19,7 @@ from raysharded.display.quantities import count
 from raysharded.errors import ConfigError, DataError
 
 _OPEN_THREADS = 16
+_BLOCK_TOKENS = 1 << 16
 _PART = re.compile(r"part-([0-9]{5,})\.parquet")
 """Pattern of `pack`'s file names."""
 
@@ -28,6 +29,9 @@ class Dataset(Protocol):
     """A map-style dataset. It must be picklable, and give the same sample for the same index every time.
 
     raysharded reads it from one thread at a time, in a process beside each worker, or in the training thread.
+
+    If samples are cheaper to read together, `samples_per_block` (an int, a power of two) tells how many in a row. A
+    run then has the order of samples that reads such blocks (docs/determinism.md).
     """
 
     def __len__(self) -> int:
@@ -88,6 +92,11 @@ class TokenDataset:
     def vocab_size(self) -> int:
         """One more than the largest token that may occur."""
         return self._opened().vocab_size
+
+    @property
+    def samples_per_block(self) -> int:
+        """Samples that are cheap to read together: the least power of two with at least 65,536 tokens."""
+        return 1 << max(0, (_BLOCK_TOKENS - 1) // self.seq_len).bit_length()
 
     def validate(self) -> None:
         """Read and check the footers of all files now, and use their contents from now on.

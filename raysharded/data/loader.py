@@ -13,7 +13,7 @@ from raysharded.config import BatchConfig
 from raysharded.data.access.prefetch import Prefetcher
 from raysharded.data.access.sample_reader import DatasetReader, Reader
 from raysharded.data.ledger import Digest, ReadRecorder, digest_of_reads
-from raysharded.data.order import Int64s, positions_of_microbatch, sample_ids
+from raysharded.data.order import NO_BLOCKS, Blocks, Int64s, positions_of_microbatch, sample_ids
 from raysharded.errors import DataError
 from raysharded.ids import derive_seed
 from raysharded.overrides import Skips, skipped_before
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 MicrobatchKey: TypeAlias = tuple[int, int]
 """The pair (step, microbatch): the step from 1 on, the logical microbatch from 0 on."""
-_Place: TypeAlias = tuple[int, int, int, int]
-"""The tuple (step, microbatch, samples skipped before, number of the rule `order`)."""
+_Place: TypeAlias = tuple[int, int, int, int, Blocks]
+"""The tuple (step, microbatch, samples skipped before, number of the rule `order`, the run's blocks)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,8 +68,8 @@ def _proved(step: int, index: int, samples: list[Any], ids: Int64s, positions: I
 class Loader(Protocol):
     """Loader interface of the engine. `load` must give the same samples for the same key and skips every time."""
 
-    def skip(self, skips: Skips, order: int = 1) -> None:
-        """Set the skipped data of the run and the number of its rule `order`, from now on.
+    def skip(self, skips: Skips, order: int = 1, blocks: tuple[int, int] = (1, 1)) -> None:
+        """Set the skipped data of the run, the number of its rule `order` and its `Blocks`, from now on.
 
         Must not run concurrently with `load`.
         """
@@ -116,8 +116,10 @@ class MicrobatchLoader:
         """Held by the thread that reads the dataset in this process."""
         self._batch = batch
         self._num_samples: int | None = None
+        self._samples_per_block: int | None = None
         self._skips: Skips = ()
         self._order = 1
+        self._blocks = NO_BLOCKS
         self._prefetcher: Prefetcher[_Place, Microbatch] | None = Prefetcher(self._read) if prefetch else None
 
     @property
@@ -127,15 +129,22 @@ class MicrobatchLoader:
             self._num_samples = self._reader.num_samples()
         return self._num_samples
 
-    def skip(self, skips: Skips, order: int = 1) -> None:
+    @property
+    def samples_per_block(self) -> int:
+        """Consecutive samples that are read at once. Raises ConfigError for another number than a power of two."""
+        if self._samples_per_block is None:
+            self._samples_per_block = self._reader.samples_per_block()
+        return self._samples_per_block
+
+    def skip(self, skips: Skips, order: int = 1, blocks: tuple[int, int] = (1, 1)) -> None:
         """Take the samples at the positions that follow from these decisions, in this order, from now on.
 
         Must not run concurrently with `load`.
         """
-        self._skips, self._order = skips, order
+        self._skips, self._order, self._blocks = skips, order, Blocks(*blocks)
 
     def _place(self, key: MicrobatchKey) -> _Place:
-        return *key, skipped_before(self._skips, key[0]), self._order
+        return *key, skipped_before(self._skips, key[0]), self._order, self._blocks
 
     def load(self, step: int, microbatch: int) -> Microbatch:
         """The microbatch with its samples in order. Raises ValueError for one that no step has.
@@ -175,10 +184,10 @@ class MicrobatchLoader:
             self._prefetcher.close()
 
     def _read(self, place: _Place) -> Microbatch:
-        step, index, skipped, order = place
+        step, index, skipped, order, blocks = place
         batch = self._batch
         positions = positions_of_microbatch(step, index, batch.global_batch_size, batch.microbatch_size, skipped)
-        ids = sample_ids(batch.seed, positions, self.num_samples, order)
+        ids = sample_ids(batch.seed, positions, self.num_samples, order, blocks)
         number = derive_seed(batch.seed, "samples", step, index)
         reads = self._reader.read_samples(ids.tolist(), f"in step {step}, microbatch {index}", number)
         return _proved(step, index, reads.samples, np.asarray(reads.ids, dtype=np.int64), positions)

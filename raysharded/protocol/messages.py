@@ -100,6 +100,8 @@ class GenerationSpec:
     """Members without a computed step that others could have checked: the first step is to be proven."""
     build_seed: int = 0
     """Seed of the run's constructors, with which it began."""
+    blocks: tuple[int, int] = (1, 1)
+    """(samples per block of the data, samples per step), with which the run began: its order of samples."""
 
     @property
     def world_size(self) -> int:
@@ -132,6 +134,8 @@ class WorkerInfo:
     """CPU seconds that the process has used so far, mostly for imports; others may have lacked them."""
     device: str = ""
     """GPU, by number and UUID, as nvidia-smi lists it; empty: none."""
+    samples_per_block: int = 1
+    """Consecutive samples of the data that are read at once; 1: it has no blocks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

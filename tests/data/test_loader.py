@@ -273,7 +273,7 @@ class ReadsAs:
         samples = [recorder[i] for i in self._fault(_ids(step, microbatch))]
         return Microbatch.from_reads(step, microbatch, samples, recorder=recorder, batch=BATCH)
 
-    def skip(self, skips: Skips, order: int = 1) -> None:
+    def skip(self, skips: Skips, order: int = 1, blocks: tuple[int, int] = (1, 1)) -> None:
         pass
 
     def plan(self, upcoming: Sequence[tuple[int, int]]) -> None:

@@ -134,8 +134,9 @@ NAMES: Mapping[type, Names] = {
         "skipped_steps first_skip decisions reached changes_asked wanted_rate wanted_rewind plan unrecorded "
         "rolled_back=undone rewound invalidated_up_to=distrusted invalidated_after=distrusted_after verified_step "
         "corrupted num_samples driver rendezvous result_fingerprint pause stop_requested stop_by arithmetic_unmet "
-        "differing numerics proven build_seed save_began_at save_requested_in",
+        "differing numerics proven build_seed save_began_at save_requested_in blocks",
         later={
+            "blocks": (1, 1),
             "arithmetic_unmet": False,
             "differing": {},
             "numerics": RULES_AT_FIRST,
@@ -179,16 +180,16 @@ NAMES: Mapping[type, Names] = {
     messages.GenerationSpec: Names(
         "generation_spec",
         "generation members source host port prefix driver decisions replicas tensor apart nodes prepared attempt "
-        "numerics newcomers build_seed secret",
-        later={"numerics": RULES_AT_FIRST, "newcomers": (), "build_seed": 0, "secret": b""},
+        "numerics newcomers build_seed secret blocks",
+        later={"numerics": RULES_AT_FIRST, "newcomers": (), "build_seed": 0, "secret": b"", "blocks": (1, 1)},
     ),
     messages.FromMemory: Names("from_memory", "step spec copies rebuilds"),
     messages.FromCheckpoint: Names("from_checkpoint", "step prefix digest url", numbered=frozenset({"digest"})),
     messages.FromStart: Names("from_start", "step"),
     messages.WorkerInfo: Names(
         "facts",
-        "pid node arithmetic num_samples node_id started start_cpu_s device",
-        later={"device": ""},
+        "pid node arithmetic num_samples node_id started start_cpu_s device samples_per_block",
+        later={"device": "", "samples_per_block": 1},
     ),
     messages.GenerationReady: Names("formed", "generation step spec seconds bytes_received bytes_read"),
     messages.Prepared: Names("prepared", "prefix error"),

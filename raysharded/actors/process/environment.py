@@ -15,6 +15,7 @@ from raysharded import numerics
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.actors.step import recomputation
 from raysharded.config import EngineConfig
+from raysharded.data.loader import MicrobatchLoader
 from raysharded.protocol.messages import WorkerInfo
 
 _KEEPING = ((-3, 32 << 20), (-1, (1 << 31) - 1), (-2, 128 << 20))
@@ -105,13 +106,14 @@ def node_id() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def facts_of(device: torch.device, num_threads: int, num_samples: int) -> WorkerInfo:
-    """Facts about this process for the driver. `num_samples`: size of the training data in this process."""
+def facts_of(device: torch.device, num_threads: int, data: MicrobatchLoader) -> WorkerInfo:
+    """Facts about this process for the driver. `data`: the training data in this process."""
     return WorkerInfo(
         pid=os.getpid(),
         node=platform.node(),
         arithmetic=arithmetic(device, num_threads),
-        num_samples=num_samples,
+        num_samples=data.num_samples,
+        samples_per_block=data.samples_per_block,
         node_id=node_id(),
         started=start_ticks(os.getpid()) or 0,
         start_cpu_s=time.process_time(),

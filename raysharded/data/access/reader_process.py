@@ -210,6 +210,9 @@ class ProcessReader:
     def num_samples(self) -> int:
         return int(self._process.ask("num_samples", self._which))
 
+    def samples_per_block(self) -> int:
+        return int(self._process.ask("samples_per_block", self._which))
+
     def read_samples(self, ids: Sequence[int], where: str, number: int) -> Reads:
         reads: Reads = self._process.ask("read_samples", self._which, ids, where, number)
         return reads

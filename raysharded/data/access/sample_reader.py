@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -76,6 +76,10 @@ class Reader(Protocol):
         """Length of the dataset. Raises DataError if it is empty, TaskError if its `__len__` fails."""
         ...
 
+    def samples_per_block(self) -> int:
+        """The dataset's `samples_per_block`; 1 if it has none. Raises TaskError as `num_samples`, and ConfigError."""
+        ...
+
     def read_samples(self, ids: Sequence[int], where: str, number: int) -> Reads:
         """The samples with these ids.
 
@@ -123,18 +127,29 @@ class DatasetReader:
         """Number of samples that moved a generator. After the first, the generators are seeded for each sample."""
 
     def num_samples(self) -> int:
-        with self.lock:
-            try:
-                length = len(self._dataset)
-            except RayshardedError:
-                raise
-            except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
-                if is_ctrl_c(error):
-                    raise
-                raise task_error(f"{self.name}.__len__()", "at the start", error) from error
+        with self.lock, self._explaining("__len__()"):
+            length = len(self._dataset)
         if length < 1:
             raise DataError(f"{self.name} has no samples. Give data with at least 1.")
         return length
+
+    def samples_per_block(self) -> int:
+        with self.lock, self._explaining("samples_per_block"):
+            found = getattr(self._dataset, "samples_per_block", 1)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1 or found & (found - 1):
+            raise ConfigError(f"{self.name}.samples_per_block={found!r}: give a power of two, or leave it out.")
+        return found
+
+    @contextlib.contextmanager
+    def _explaining(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RayshardedError:
+            raise
+        except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
+            if is_ctrl_c(error):
+                raise
+            raise task_error(f"{self.name}.{what}", "at the start", error) from error
 
     def read_samples(self, ids: Sequence[int], where: str, number: int) -> Reads:
         with self.lock:

@@ -131,6 +131,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         prepared=prepared.prefix if prepared else "",
         numerics=state.numerics,
         build_seed=state.build_seed,
+        blocks=state.blocks,
         newcomers=proof_failures.newcomers(state, members),
     )
     state = replace(
