@@ -30,8 +30,8 @@ class Dataset(Protocol):
 
     raysharded reads it from one thread at a time, in a process beside each worker, or in the training thread.
 
-    If samples are cheaper to read together, `samples_per_block` (an int, a power of two) tells how many in a row. A
-    run then has the order of samples that reads such blocks (docs/determinism.md).
+    If consecutive samples are cheaper to read together, it has an attribute `samples_per_block`, their number, a power
+    of two. A run then has the order of samples that reads such blocks (docs/determinism.md).
     """
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ Order 1 is a permutation of all samples. Order 2 is the same for data without bl
 that are cheaper to read whole are read in a window of open blocks:
 
 - The positions of a step are divided into columns, and each column has the same positions of every step. Workers have
-  fixed positions in a step, so each reads the blocks of its own columns, at any number of workers.
+  fixed positions in a step, so each reads the blocks of these columns alone, at any number of workers.
 - A column has rows, each with one open block. One round of the column takes one sample of each row, rotated by a drawn
   number. When a block is used up, its row opens the next block of the permutation of blocks.
 - The rows begin at different places of their blocks, so that blocks are opened evenly over time. Two rows share their
