@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from raysharded.data.access import generators
 from raysharded.data.access.repeat_check import differ
 from raysharded.data.ledger import ReadRecorder
+from raysharded.data.order import Int64s
 from raysharded.errors import (
     ConfigError,
     DataError,
@@ -66,6 +67,16 @@ class _Looked:
 
 
 @runtime_checkable
+class ReadsAhead(Protocol):
+    """A dataset that reads samples before they are used. Any thread may call it."""
+
+    @property
+    def num_read_ahead(self) -> int: ...
+
+    def read_ahead(self, ids: Int64s, *, anew: bool) -> None: ...
+
+
+@runtime_checkable
 class Reader(Protocol):
     """Reader of one dataset, here or in another process. One call at a time reads."""
 
@@ -99,6 +110,14 @@ class Reader(Protocol):
 
     def validate(self) -> None:
         """Call the dataset's `validate()`, if it has one."""
+        ...
+
+    def num_read_ahead(self) -> int:
+        """Number of samples whose ids `read_ahead` takes in advance; 0: the dataset reads nothing ahead."""
+        ...
+
+    def read_ahead(self, ids: Int64s, *, anew: bool) -> None:
+        """Announce that these samples are read next. Does not wait. `anew`: what was announced before is void."""
         ...
 
     def close(self) -> None:
@@ -174,6 +193,13 @@ class DatasetReader:
             validate = getattr(self._dataset, "validate", None)
             if callable(validate):
                 validate()
+
+    def num_read_ahead(self) -> int:
+        return self._dataset.num_read_ahead if isinstance(self._dataset, ReadsAhead) else 0
+
+    def read_ahead(self, ids: Int64s, *, anew: bool) -> None:
+        if isinstance(self._dataset, ReadsAhead) and not self._closing.is_set():
+            self._dataset.read_ahead(ids, anew=anew)
 
     def close(self) -> None:
         self._closing.set()
