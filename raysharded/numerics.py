@@ -64,7 +64,12 @@ RULES: dict[str, Rule] = {
         "learning rate, and the optimizer's inputs",
         (1, 2),
     ),
-    "order": Rule("the sample at each position, and the positions of each microbatch", in_fast_mode=True),
+    "order": Rule(
+        "the sample at each position, and the positions of each microbatch: a permutation of all samples (1), or, for "
+        "data in blocks, which only `TokenDataset` has by itself, blocks and then a window (2)",
+        (1, 2),
+        in_fast_mode=True,
+    ),
     "reduce": Rule("the tree that adds the gradients of the microbatches, and the dtype of the sums"),
     "unused": Rule(
         "the gradient of a parameter that some, or all, microbatches of a step do not use",

@@ -19,7 +19,7 @@ NAMES = st.from_regex(r"[a-z]{1,8}", fullmatch=True)
 NUMBERS = st.sets(st.integers(1, 99), min_size=1, max_size=3).map(lambda found: tuple(sorted(found)))
 ALL_ONE = "build 1, compile 1, draws 1, modes 1, numbers 1, order 1, reduce 1, unused 1"
 NEWEST = ALL_ONE
-for _rule in ("build", "compile", "draws", "modes", "numbers", "unused"):
+for _rule in ("build", "compile", "draws", "modes", "numbers", "order", "unused"):
     NEWEST = NEWEST.replace(f"{_rule} 1", f"{_rule} 2")
 PROGRAM = {"exact": True, "compiles": False}
 

@@ -136,7 +136,7 @@ class Worker:
         gc.collect()
         gc.freeze()  # imported objects stay: otherwise every recovery's collection would scan them
         self._probe("ready", 0)
-        return facts_of(self._device, self._job.num_threads, self._sources.training.num_samples)
+        return facts_of(self._device, self._job.num_threads, self._sources.training)
 
     # -- the long calls --
 

@@ -1,4 +1,4 @@
-"""`raysharded data`: create token files from text, and inspect them."""
+"""`raysharded data`: create token stores and token files from text, convert and inspect them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raysharded.cli.errors import AsJson, print_json
 from raysharded.cli.output import console, echo
 from raysharded.cli.usage import App
 
-app = App(help="Create token files from text, and inspect them.")
+app = App(help="Create token stores from text, and inspect them.")
 
 
 class Format(StrEnum):
@@ -22,8 +22,15 @@ class Format(StrEnum):
     PARQUET = "parquet"
 
 
+class Layout(StrEnum):
+    """Layout of packed tokens."""
+
+    STORE = "store"
+    PARQUET = "parquet"
+
+
 class Compression(StrEnum):
-    """Compression of token files."""
+    """Compression of Parquet files."""
 
     ZSTD = "zstd"
     NONE = "none"
@@ -32,7 +39,7 @@ class Compression(StrEnum):
 @app.command()
 def pack(
     inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Files, folders or globs; local paths or URLs.")],
-    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="A folder without Parquet files, or its URL.")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="A folder without packed data, or its URL.")],
     input_format: Annotated[
         Format | None, typer.Option("--format", help="By default from each file's suffix.", case_sensitive=False)
     ] = None,
@@ -46,11 +53,14 @@ def pack(
         str | None, typer.Option(metavar="TOKEN", help="The tokenizer's token that ends a document, if unusual.")
     ] = None,
     tokens_per_file: Annotated[int, typer.Option(min=1, help="The last file has the rest.")] = 1 << 26,
-    tokens_per_row_group: Annotated[int, typer.Option(min=1, help="The unit of reads.")] = 1 << 16,
-    compression: Annotated[Compression, typer.Option(help="Of the token files.")] = Compression.ZSTD,
+    tokens_per_row_group: Annotated[int, typer.Option(min=1, help="The unit of reads, of Parquet files.")] = 1 << 16,
+    compression: Annotated[Compression, typer.Option(help="Of Parquet files.")] = Compression.ZSTD,
+    layout: Annotated[Layout, typer.Option(help="A token store, or Parquet files that other tools read, too.")] = (
+        Layout.STORE
+    ),
     as_json: AsJson = False,
 ) -> None:
-    """Pack text, JSON Lines or Parquet text columns into token files for TokenDataset."""
+    """Pack text, JSON Lines or Parquet text columns for TokenDataset."""
     from dataclasses import asdict
 
     from raysharded.data.pack import pack as pack_files
@@ -66,6 +76,7 @@ def pack(
         tokens_per_file=tokens_per_file,
         tokens_per_row_group=tokens_per_row_group,
         compression=compression.value,
+        layout=layout.value,
     )
     if as_json:
         print_json({"output": output, **asdict(packed)})
@@ -80,28 +91,42 @@ def pack(
 
 
 @app.command()
+def convert(
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Token files, folders or globs; paths or URLs.")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="A folder without packed data, or its URL.")],
+    tokens_per_file: Annotated[int, typer.Option(min=1, help="Tokens per shard; the last one has the rest.")] = 1 << 26,
+    as_json: AsJson = False,
+) -> None:
+    """Convert token files to a token store with the same stream of tokens."""
+    from dataclasses import asdict
+
+    from raysharded.data.convert import convert as convert_files
+    from raysharded.display.quantities import count, size
+
+    done = convert_files(inputs, output, tokens_per_file=tokens_per_file)
+    if as_json:
+        print_json({"output": output, **asdict(done)})
+        return
+    echo(f"{output}: {count(done.tokens, 'token')} in {count(done.files, 'shard')}, {size(done.bytes)}")
+
+
+@app.command()
 def info(
-    paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Token files, folders or globs.")],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Token stores; or token files, folders or globs.")],
     seq_len: Annotated[int | None, typer.Option(metavar="N", min=1, help="Also count samples of N tokens.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check token files, all together as one data set, and show their contents. Reads only their footers."""
+    """Check stores or files, all together as one data set, and show their contents. Reads only indexes and footers."""
     from raysharded.data import TokenDataset
-    from raysharded.data.text.files import find_files
-    from raysharded.data.text.token_file import TokenFile
     from raysharded.report.history.tables import facts_table
 
     dataset = TokenDataset(paths, seq_len=seq_len or 1)
     dataset.validate()
-    files = sorted({file.name: file for path in dataset.paths for file in find_files(path, suffix=".parquet")}.values())
-    first = TokenFile(files[0])
-    tokenizer = first.header.tokenizer
-    first.close()
     found = {
-        "files": len(files),
+        "files": dataset.num_files,
         "tokens": dataset.num_tokens,
         "vocab_size": dataset.vocab_size,
-        "tokenizer": tokenizer,
+        "tokenizer": dataset.tokenizer,
         **({"seq_len": seq_len, "samples": len(dataset)} if seq_len else {}),
     }
     if as_json:

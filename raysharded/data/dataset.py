@@ -1,4 +1,4 @@
-"""Sources of samples: any object with a length and an index, or packed token files."""
+"""Sources of samples: any object with a length and an index, token stores, and packed token files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from raysharded.data.text.files import File, PathLike, as_paths, file_system, find_files
+from raysharded.data.store.disk_cache import DiskCache, default_folder
+from raysharded.data.store.find import check_shards, find_stores
+from raysharded.data.store.store_source import READ_AHEAD_BLOCKS, FoundStore, StoreSource
+from raysharded.data.text.files import File, PathLike, as_paths, file_system, find_files, require_files
 from raysharded.data.text.token_file import TokenFile, TokenHeader
 from raysharded.data.text.token_reader import TokenReader
 from raysharded.display.quantities import count
 from raysharded.errors import ConfigError, DataError
+from raysharded.locations import local_path
 
 _OPEN_THREADS = 16
+_BLOCK_TOKENS = 1 << 16
 _PART = re.compile(r"part-([0-9]{5,})\.parquet")
 """Pattern of `pack`'s file names."""
 
@@ -28,6 +33,9 @@ class Dataset(Protocol):
     """A map-style dataset. It must be picklable, and give the same sample for the same index every time.
 
     raysharded reads it from one thread at a time, in a process beside each worker, or in the training thread.
+
+    If consecutive samples are cheaper to read together, it has an attribute `samples_per_block`, their number, a power
+    of two. A run then has the order of samples that reads such blocks (docs/determinism.md).
     """
 
     def __len__(self) -> int:
@@ -41,39 +49,58 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """Contents of all files' footers: enough to find any token."""
+    """Contents of the stores' indexes, or of all files' footers: enough to find any token."""
 
+    stores: tuple[FoundStore, ...]
     files: tuple[File, ...]
+    """Token files, if there are no stores."""
     starts: npt.NDArray[np.int64]
     """File f has the tokens from `starts[f]` to `starts[f + 1]` of the whole stream; [F + 1]."""
     vocab_size: int
+    tokenizer: str
 
 
 class TokenDataset:
-    """Samples of `seq_len + 1` consecutive tokens from packed token files (see `token_file` for the format).
+    """Samples of `seq_len + 1` consecutive tokens from token stores, or from packed token files.
 
-    Sample i is `stream[i * seq_len : i * seq_len + seq_len + 1]`, an int64 array. `stream` is the tokens of all files
-    in the order of their names. Inputs are `sample[:-1]` and targets `sample[1:]`; every token is a target once. Any
-    thread may read it.
+    Sample i is `stream[i * seq_len : i * seq_len + seq_len + 1]`, an int64 array. `stream` is the tokens of all stores
+    in their order, or of all files in the order of their names. Inputs are `sample[:-1]` and targets `sample[1:]`;
+    every token is a target once. Any thread may read it.
 
-    Files are opened on first use: a copy that is pickled into a worker opens its files itself. If the original had read
-    the footers, the copy knows them, and either finds the same data or raises an error.
+    Data are opened on first use: a copy that is pickled into a worker opens them itself. If the original had read the
+    indexes or footers, the copy knows them, and either finds the same data or raises an error.
     """
 
-    def __init__(self, paths: PathLike | Sequence[PathLike], *, seq_len: int, cache_bytes: int = 64 << 20) -> None:
-        """`paths`: files, folders or globs; local, or any fsspec URL. `cache_bytes`: memory for decoded row groups.
+    def __init__(
+        self,
+        paths: PathLike | Sequence[PathLike],
+        *,
+        seq_len: int,
+        cache_bytes: int = 256 << 20,
+        disk_cache: PathLike | None = None,
+        disk_cache_bytes: int = 8 << 30,
+    ) -> None:
+        """`paths`: folders of token stores, local or at any URL that checkpoints can be written to; or token files,
+        folders of them or globs, local or at any fsspec URL.
 
-        In a folder that `pack` filled, no file between the first and the last may be missing. Raises ConfigError; reads
-        no file.
+        `cache_bytes`: memory of each process for blocks that were read. `disk_cache`: a folder of this node for what
+        was read from remote stores, by default below the folder of temporary files. The processes of a node share it,
+        and it survives them. `disk_cache_bytes`: its limit; 0: none is kept.
+
+        In a folder of token files that `pack` filled, no file between the first and the last may be missing. Raises
+        ConfigError; reads no file.
         """
-        for name, value in (("seq_len", seq_len), ("cache_bytes", cache_bytes)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"TokenDataset.{name}={value!r}: give a whole number of 1 or more.")
+        least = {"seq_len": (seq_len, 1), "cache_bytes": (cache_bytes, 1), "disk_cache_bytes": (disk_cache_bytes, 0)}
+        for name, (value, low) in least.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ConfigError(f"TokenDataset.{name}={value!r}: give a whole number of {low} or more.")
         self.paths = as_paths(paths, "TokenDataset.paths")
         self.seq_len = seq_len
         self._cache_bytes = cache_bytes
+        self._disk_cache = None if disk_cache is None else as_paths(disk_cache, "TokenDataset.disk_cache")[0]
+        self._disk_cache_bytes = disk_cache_bytes
         self._index: _Index | None = None
-        self._reader: TokenReader | None = None
+        self._reader: TokenReader | StoreSource | None = None
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -81,7 +108,7 @@ class TokenDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in all files together."""
+        """Number of tokens in all stores or files together."""
         return int(self._opened().starts[-1])
 
     @property
@@ -89,15 +116,38 @@ class TokenDataset:
         """One more than the largest token that may occur."""
         return self._opened().vocab_size
 
-    def validate(self) -> None:
-        """Read and check the footers of all files now, and use their contents from now on.
+    @property
+    def tokenizer(self) -> str:
+        """Id of the tokenizer: "bytes", or "sha256:" and the digest of its file."""
+        return self._opened().tokenizer
 
-        Raises DataError with the first file that is missing, truncated, of another format or schema, or does not fit
-        the others. Too few tokens for one sample raise it too.
+    @property
+    def num_files(self) -> int:
+        """Number of shards or token files."""
+        return len(self._opened().starts) - 1
+
+    @property
+    def samples_per_block(self) -> int:
+        """Samples that are cheap to read together: the least power of two with at least 65,536 tokens."""
+        return 1 << max(0, (_BLOCK_TOKENS - 1) // self.seq_len).bit_length()
+
+    def validate(self) -> None:
+        """Read and check the indexes of stores or the footers of files now, and use their contents from now on.
+
+        Raises DataError with the first shard or file that is missing, truncated, of another format or schema, or does
+        not fit the others. Too few tokens for one sample raise it too. Of shards it checks names and sizes; their
+        contents are checked when they are read.
         """
         index = _read_index(self.paths, self.seq_len)
+        check_shards(index.stores)
         with self._lock:
             self._index, self._reader = index, None
+
+    def require_local_files(self) -> None:
+        """Raise DataError if a path of this machine has neither a token store nor token files; URLs are ignored."""
+        local = [path for path in self.paths if local_path(path) is not None]
+        if not find_stores(local):
+            require_files(local, suffix=".parquet")
 
     def __len__(self) -> int:
         return (self.num_tokens - 1) // self.seq_len
@@ -106,7 +156,11 @@ class TokenDataset:
         """Sample `index`, shape [seq_len + 1]. Raises IndexError outside [0, len), DataError for damaged files."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} in {self!r}")
-        files, starts = self._opened().files, self._opened().starts
+        opened = self._opened()
+        reader = self._open_reader(opened)
+        if isinstance(reader, StoreSource):
+            return reader.read(int(index))
+        starts = opened.starts
         begin = int(index) * self.seq_len
         end = begin + self.seq_len + 1
         sample = np.empty(self.seq_len + 1, dtype=np.int64)
@@ -115,9 +169,23 @@ class TokenDataset:
             number = int(np.searchsorted(starts, position, side="right")) - 1
             stop = min(end, int(starts[number + 1]))
             part = sample[position - begin : stop - begin]
-            self._open_reader(files, starts).read(number, position - int(starts[number]), part)
+            reader.read(number, position - int(starts[number]), part)
             position = stop
         return sample
+
+    @property
+    def num_read_ahead(self) -> int:
+        """Number of samples that `read_ahead` is worth; 0: it does nothing."""
+        return READ_AHEAD_BLOCKS * self.samples_per_block if self._opened().stores else 0
+
+    def read_ahead(self, ids: npt.NDArray[np.int64], *, anew: bool = False) -> None:
+        """Begin to read these samples, which will be used next, in this order; within the cache's bounds.
+
+        `anew`: what was announced before will not be used.
+        """
+        reader = self._open_reader(self._opened())
+        if isinstance(reader, StoreSource):
+            reader.expect(ids, anew=anew)
 
     def _opened(self) -> _Index:
         with self._lock:
@@ -125,11 +193,26 @@ class TokenDataset:
                 self._index = _read_index(self.paths, self.seq_len)
             return self._index
 
-    def _open_reader(self, files: tuple[File, ...], starts: npt.NDArray[np.int64]) -> TokenReader:
+    def _open_reader(self, index: _Index) -> TokenReader | StoreSource:
         with self._lock:
             if self._reader is None:
-                self._reader = TokenReader(files, np.diff(starts), self._cache_bytes)
+                self._reader = self._new_source(index) if index.stores else self._new_reader(index)
             return self._reader
+
+    def _new_reader(self, index: _Index) -> TokenReader:
+        return TokenReader(index.files, np.diff(index.starts), self._cache_bytes)
+
+    def _new_source(self, index: _Index) -> StoreSource:
+        disk = None
+        if self._disk_cache_bytes and any(local_path(store.url) is None for store in index.stores):
+            disk = DiskCache(self._disk_cache or default_folder(), self._disk_cache_bytes)
+        return StoreSource(
+            index.stores,
+            seq_len=self.seq_len,
+            samples_per_block=self.samples_per_block,
+            cache_bytes=self._cache_bytes,
+            disk=disk,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_reader", "_lock")}
@@ -139,6 +222,16 @@ class TokenDataset:
 
 
 def _read_index(paths: tuple[str, ...], seq_len: int) -> _Index:
+    stores = find_stores(paths)
+    if not stores:
+        return _read_footers(paths, seq_len)
+    lengths = [shard.num_tokens for store in stores for shard in store.index.shards]
+    starts = np.cumsum([0, *lengths], dtype=np.int64)
+    _require_one_sample([store.url for store in stores], int(starts[-1]), len(lengths), seq_len)
+    return _Index(stores, (), starts, stores[0].index.kind.vocab_size, stores[0].index.kind.tokenizer)
+
+
+def _read_footers(paths: tuple[str, ...], seq_len: int) -> _Index:
     found = {path: find_files(path, suffix=".parquet") for path in paths}
     for path, inside in found.items():
         _require_no_gap(path, inside)
@@ -149,13 +242,16 @@ def _read_index(paths: tuple[str, ...], seq_len: int) -> _Index:
         _require_same("tokenizer", files[0], headers[0].tokenizer, file, header.tokenizer)
         _require_same("vocab_size", files[0], headers[0].vocab_size, file, header.vocab_size)
     starts = np.cumsum([0, *(header.num_tokens for header in headers)], dtype=np.int64)
-    if starts[-1] < seq_len + 1:
+    _require_one_sample([file.name for file in files], int(starts[-1]), len(files), seq_len)
+    return _Index((), tuple(files), starts, headers[0].vocab_size, headers[0].tokenizer)
+
+
+def _require_one_sample(names: Sequence[str], num_tokens: int, num_files: int, seq_len: int) -> None:
+    if num_tokens < seq_len + 1:
         raise DataError(
-            f"{', '.join(file.name for file in files[:3])}: {count(int(starts[-1]), 'token')} in "
-            f"{count(len(files), 'file')} are too few for one sample of seq_len + 1 = {seq_len + 1} tokens. Add data, "
-            "or take a smaller seq_len."
+            f"{', '.join(names[:3])}: {count(num_tokens, 'token')} in {count(num_files, 'file')} are too few for one "
+            f"sample of seq_len + 1 = {seq_len + 1} tokens. Add data, or take a smaller seq_len."
         )
-    return _Index(tuple(files), starts, headers[0].vocab_size)
 
 
 def _require_no_gap(path: str, files: Sequence[File]) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysharded.config import BatchConfig
-from raysharded.data.order import Int64s, mix64, positions_of_step, sample_ids
+from raysharded.data.order import NO_BLOCKS, Blocks, Int64s, mix64, positions_of_step, sample_ids
 
 if TYPE_CHECKING:
     from raysharded.data.dataset import Dataset
@@ -75,17 +75,19 @@ def digest_of_reads(step: int, positions: Int64s, ids_read: Int64s) -> Digest:
     return digest(step, paired, ids_read)
 
 
-def expected_digest(step: int, batch: BatchConfig, num_samples: int, skipped: int = 0, order: int = 1) -> Digest:
+def expected_digest(
+    step: int, batch: BatchConfig, num_samples: int, skipped: int = 0, order: int = 1, blocks: Blocks = NO_BLOCKS
+) -> Digest:
     """The digest of `step` when exactly the samples that belong to it are read, each once.
 
-    `skipped`: samples that the run skipped earlier. `order`: as for `sample_ids`.
+    `skipped`: samples that the run skipped earlier. `order`, `blocks`: as for `sample_ids`.
     """
-    low, high = next(iter(expected_digests(np.asarray([step]), batch, num_samples, skipped, order)))[1]
+    low, high = next(iter(expected_digests(np.asarray([step]), batch, num_samples, skipped, order, blocks)))[1]
     return int(low[0]), int(high[0])
 
 
 def expected_digests(
-    steps: Int64s, batch: BatchConfig, num_samples: int, skipped: int, order: int = 1
+    steps: Int64s, batch: BatchConfig, num_samples: int, skipped: int, order: int = 1, blocks: Blocks = NO_BLOCKS
 ) -> Iterator[tuple[slice, tuple[UInt64s, UInt64s]]]:
     """Rows of `steps`, a part at a time, and both words of their expected digests. For very many steps."""
     stride = max(1, _STEPS_AT_A_TIME_READS // batch.global_batch_size)
@@ -94,7 +96,7 @@ def expected_digests(
         some = steps[rows].astype(np.int64)
         firsts = (some - 1) * batch.global_batch_size + skipped
         positions = firsts[:, None] + np.arange(batch.global_batch_size)[None, :]
-        return rows, _digests(some, positions, sample_ids(batch.seed, positions, num_samples, order))
+        return rows, _digests(some, positions, sample_ids(batch.seed, positions, num_samples, order, blocks))
 
     parts = [slice(start, start + stride) for start in range(0, len(steps), stride)]
     if len(parts) < _PARTS_FOR_THREADS:
@@ -217,6 +219,7 @@ def check(
     first_step: int = 1,
     skipped: int = 0,
     order: int = 1,
+    blocks: Blocks = NO_BLOCKS,
     read_ids: Mapping[int, Sequence[int]] | None = None,
 ) -> LedgerReport:
     """Compare the committed steps' records with the expected reads up to `final_step`.
@@ -232,7 +235,7 @@ def check(
     among = (found.steps >= first_step) & (found.steps <= final_step)
     right = np.zeros(len(found.steps), dtype=np.bool_)
     inside = np.flatnonzero(among)
-    for rows, (low, high) in expected_digests(found.steps[inside], batch, num_samples, skipped, order):
+    for rows, (low, high) in expected_digests(found.steps[inside], batch, num_samples, skipped, order, blocks):
         these = inside[rows]
         right[these] = (found.low[these] == low) & (found.high[these] == high)
     right &= found.num_reads == batch.global_batch_size
@@ -247,7 +250,9 @@ def check(
         should = batch.global_batch_size if step in steps else 0
         if read_ids is not None and step in read_ids:
             all_of_it = positions_of_step(step, batch.global_batch_size, skipped) if should else np.empty(0, np.int64)
-            step_lost, step_repeated = compare(sample_ids(batch.seed, all_of_it, num_samples, order), read_ids[step])
+            step_lost, step_repeated = compare(
+                sample_ids(batch.seed, all_of_it, num_samples, order, blocks), read_ids[step]
+            )
         else:
             short = should - num_reads[step]
             step_lost, step_repeated = (max(0, short), max(0, -short)) if short else (1, 1)

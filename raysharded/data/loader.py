@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -13,7 +13,7 @@ from raysharded.config import BatchConfig
 from raysharded.data.access.prefetch import Prefetcher
 from raysharded.data.access.sample_reader import DatasetReader, Reader
 from raysharded.data.ledger import Digest, ReadRecorder, digest_of_reads
-from raysharded.data.order import Int64s, positions_of_microbatch, sample_ids
+from raysharded.data.order import NO_BLOCKS, Blocks, Int64s, positions_of_microbatch, sample_ids
 from raysharded.errors import DataError
 from raysharded.ids import derive_seed
 from raysharded.overrides import Skips, skipped_before
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 MicrobatchKey: TypeAlias = tuple[int, int]
 """The pair (step, microbatch): the step from 1 on, the logical microbatch from 0 on."""
-_Place: TypeAlias = tuple[int, int, int, int]
-"""The tuple (step, microbatch, samples skipped before, number of the rule `order`)."""
+_LEAST_IDS = 4096  # computed at once: for few of them most of the time goes to calls
+_Place: TypeAlias = tuple[int, int, int, int, Blocks]
+"""The tuple (step, microbatch, samples skipped before, number of the rule `order`, the run's blocks)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,8 +69,8 @@ def _proved(step: int, index: int, samples: list[Any], ids: Int64s, positions: I
 class Loader(Protocol):
     """Loader interface of the engine. `load` must give the same samples for the same key and skips every time."""
 
-    def skip(self, skips: Skips, order: int = 1) -> None:
-        """Set the skipped data of the run and the number of its rule `order`, from now on.
+    def skip(self, skips: Skips, order: int = 1, blocks: tuple[int, int] = (1, 1)) -> None:
+        """Set the skipped data of the run, the number of its rule `order` and its `Blocks`, from now on.
 
         Must not run concurrently with `load`.
         """
@@ -116,9 +117,12 @@ class MicrobatchLoader:
         """Held by the thread that reads the dataset in this process."""
         self._batch = batch
         self._num_samples: int | None = None
+        self._samples_per_block: int | None = None
         self._skips: Skips = ()
         self._order = 1
+        self._blocks = NO_BLOCKS
         self._prefetcher: Prefetcher[_Place, Microbatch] | None = Prefetcher(self._read) if prefetch else None
+        self._upcoming = _Upcoming(self._reader, batch.microbatch_size, self._ids_of)
 
     @property
     def num_samples(self) -> int:
@@ -127,15 +131,23 @@ class MicrobatchLoader:
             self._num_samples = self._reader.num_samples()
         return self._num_samples
 
-    def skip(self, skips: Skips, order: int = 1) -> None:
+    @property
+    def samples_per_block(self) -> int:
+        """Consecutive samples that are read at once. Raises ConfigError for another number than a power of two."""
+        if self._samples_per_block is None:
+            self._samples_per_block = self._reader.samples_per_block()
+        return self._samples_per_block
+
+    def skip(self, skips: Skips, order: int = 1, blocks: tuple[int, int] = (1, 1)) -> None:
         """Take the samples at the positions that follow from these decisions, in this order, from now on.
 
         Must not run concurrently with `load`.
         """
-        self._skips, self._order = skips, order
+        self._skips, self._order, self._blocks = skips, order, Blocks(*blocks)
+        self._upcoming.restart()
 
     def _place(self, key: MicrobatchKey) -> _Place:
-        return *key, skipped_before(self._skips, key[0]), self._order
+        return *key, skipped_before(self._skips, key[0]), self._order, self._blocks
 
     def load(self, step: int, microbatch: int) -> Microbatch:
         """The microbatch with its samples in order. Raises ValueError for one that no step has.
@@ -152,7 +164,9 @@ class MicrobatchLoader:
     def plan(self, upcoming: Iterable[MicrobatchKey]) -> None:
         """Prefetch these, in order, instead of the previous plan. Does nothing without `prefetch`."""
         if self._prefetcher is not None:
-            self._prefetcher.plan(self._place(key) for key in upcoming)
+            keys = list(upcoming)
+            self._upcoming.plan(keys)
+            self._prefetcher.plan(self._place(key) for key in keys)
 
     def load_range(self, start: int, stop: int) -> list[Any]:
         """The samples start .. stop-1 in the dataset's own order, unrecorded.
@@ -174,11 +188,70 @@ class MicrobatchLoader:
         if self._prefetcher is not None:
             self._prefetcher.close()
 
+    def _ids_of(self, steps: range, microbatches: Sequence[int]) -> Int64s:
+        """The ids that these microbatches of these steps read, in this order."""
+        size = self._batch.microbatch_size
+        within = np.concatenate([np.arange(index * size, (index + 1) * size) for index in microbatches])
+        firsts = [(step - 1) * self._batch.global_batch_size + skipped_before(self._skips, step) for step in steps]
+        positions = (np.asarray(firsts, dtype=np.int64)[:, None] + within).reshape(-1)
+        return sample_ids(self._batch.seed, positions, self.num_samples, self._order, self._blocks)
+
     def _read(self, place: _Place) -> Microbatch:
-        step, index, skipped, order = place
+        step, index, skipped, order, blocks = place
         batch = self._batch
         positions = positions_of_microbatch(step, index, batch.global_batch_size, batch.microbatch_size, skipped)
-        ids = sample_ids(batch.seed, positions, self.num_samples, order)
+        known = self._upcoming.ids(step, index) if place == self._place((step, index)) else None
+        ids = sample_ids(batch.seed, positions, self.num_samples, order, blocks) if known is None else known
         number = derive_seed(batch.seed, "samples", step, index)
         reads = self._reader.read_samples(ids.tolist(), f"in step {step}, microbatch {index}", number)
         return _proved(step, index, reads.samples, np.asarray(reads.ids, dtype=np.int64), positions)
+
+
+class _Upcoming:
+    """Ids of the samples that a worker reads next, computed for many steps at once, and announced to a dataset that
+    reads ahead.
+
+    The order is known exactly, and a worker's microbatches are the same in every step of a generation.
+    """
+
+    def __init__(self, reader: Reader, size: int, ids_of: Callable[[range, Sequence[int]], Int64s]) -> None:
+        """`size`: samples per microbatch."""
+        self._reader, self._size, self._ids_of = reader, size, ids_of
+        self._num_ahead: int | None = None
+        self._computed: tuple[list[int], tuple[tuple[range, Int64s], ...]] = ([], ())
+        """Microbatches, and for parts of consecutive steps their ids, [steps, microbatches, size]."""
+
+    def restart(self) -> None:
+        """The order is another one from now on."""
+        self._computed = ([], ())
+
+    def plan(self, keys: Sequence[MicrobatchKey]) -> None:
+        """These are loaded next, and then the same microbatches of the steps that follow."""
+        if not keys:
+            return
+        if self._num_ahead is None:
+            self._num_ahead = self._reader.num_read_ahead()
+        step = keys[0][0]
+        microbatches = [index for at, index in keys if at == step]
+        before, known = self._computed
+        parts = tuple(part for part in known if step < part[0].stop)
+        if microbatches != before or not parts or step < parts[0][0].start:
+            parts = ()
+        next_step = parts[-1][0].stop if parts else step
+        num_steps = max(self._num_ahead, _LEAST_IDS) // (self._size * len(microbatches)) + 1
+        if next_step - step <= num_steps // 2:
+            steps = range(next_step, step + num_steps)
+            ids = self._ids_of(steps, microbatches)
+            if self._num_ahead:
+                self._reader.read_ahead(ids, anew=not parts)
+            parts = (*parts, (steps, ids.reshape(len(steps), len(microbatches), self._size)))
+        self._computed = microbatches, parts
+
+    def ids(self, step: int, microbatch: int) -> Int64s | None:
+        """The ids of a microbatch, if they were computed. Any thread."""
+        microbatches, parts = self._computed
+        for steps, ids in parts:
+            if step in steps and microbatch in microbatches:
+                found: Int64s = ids[step - steps.start, microbatches.index(microbatch)]
+                return found
+        return None

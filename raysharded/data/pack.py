@@ -1,4 +1,7 @@
-"""Packing of text into token files. Their format is in `raysharded.data.text.token_file`."""
+"""Packing of text into token stores, or into token files.
+
+The formats are in `raysharded.data.store.layout` and `raysharded.data.text.token_file`.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raysharded.data.store.layout import INDEX, Kind
+from raysharded.data.store.writer import StoreWriter
 from raysharded.data.text.documents import InputFormat, documents
 from raysharded.data.text.files import File, PathLike, as_paths, file_system, find_files, is_local
 from raysharded.data.text.token_file import COLUMN, TokenHeader, token_dtype
 from raysharded.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from raysharded.display.quantities import count
 from raysharded.errors import ConfigError, DataError, StorageError
+from raysharded.locations import scheme_of
 
 Compression = Literal["zstd", "none"]
+Layout = Literal["store", "parquet"]
 _TOOLS_FOLDERS = frozenset(("_temporary", "_spark_metadata", "_delta_log", "__pycache__"))
 
 
@@ -31,12 +38,12 @@ class PackReport:
     """Result of `pack`."""
 
     files: int
-    """Number of token files."""
+    """Number of shards or token files."""
     documents: int
     tokens: int
     """Number of tokens, with the end-of-document tokens."""
     bytes: int
-    """Size of the token files."""
+    """Size of the store, or of the token files."""
     skipped: tuple[str, ...] = ()
     """Files of the input folders that were left out, by their paths below the folder."""
 
@@ -52,20 +59,26 @@ def pack(
     tokens_per_file: int = 1 << 26,
     tokens_per_row_group: int = 1 << 16,
     compression: Compression = "zstd",
+    layout: Layout = "store",
 ) -> PackReport:
-    """Tokenize documents into the folder `output`, as `part-00000.parquet` and on, for `TokenDataset`.
+    """Tokenize documents into the folder `output`, for `TokenDataset`: as a token store, or as Parquet files.
+
+    A store costs about the bytes that are used wherever it is read; `output` is a folder or any URL that checkpoints
+    can be written to. `layout="parquet"` writes `part-00000.parquet` and on, which other tools read, too; to a folder
+    or any fsspec URL. `tokens_per_row_group` and `compression` are for these files alone.
 
     `inputs`: files, folders (with all their files, except hidden ones) or globs; local or any fsspec URL. They are used
     in the given order, each sorted by name; a repeated file is used once. `input_format` None: by suffix. `text_field`:
     for JSON Lines and Parquet. `tokenizer` None: bytes (vocabulary 257); else the file of a `tokenizers` tokenizer.
     `end_of_document`: the text of the token that ends documents, if that tokenizer has an unusual one.
 
-    Memory: one row group and one document (for a text file with the byte tokenizer, one chunk of it). The same input
-    gives the same token stream. On a local disk the files appear when all are complete. Elsewhere they are written in
-    place, and removed if packing fails. Of several calls into one folder one succeeds. No call replaces or removes
-    another call's files, if the storage can create a file only where there is none.
+    Memory: one row group and one document (for a text file with the byte tokenizer, one chunk of it). A shard of a
+    store is spooled into a temporary file first. The same input gives the same token stream. Of several calls into one
+    folder one succeeds. A store is one once its index is there, which is written last. On a local disk Parquet files
+    appear when all are complete. Elsewhere they are written in place, and removed if packing fails. No call replaces or
+    removes another call's files, if the storage can create a file only where there is none.
 
-    Raises ConfigError for arguments that cannot work (also if `output` has Parquet files, or gets them meanwhile),
+    Raises ConfigError for arguments that cannot work (also if `output` has packed data, or gets them meanwhile),
     DataError that names the invalid input, StorageError if the output cannot be written.
     """
     for name, value in (("tokens_per_file", tokens_per_file), ("tokens_per_row_group", tokens_per_row_group)):
@@ -74,6 +87,7 @@ def pack(
     for name, choice, choices in (
         ("input_format", input_format, (None, *get_args(InputFormat))),
         ("compression", compression, get_args(Compression)),
+        ("layout", layout, get_args(Layout)),
     ):
         if choice not in choices:
             raise ConfigError(f"pack: {name}={choice!r}: choose one of {', '.join(map(repr, choices))}.")
@@ -85,7 +99,13 @@ def pack(
         encoder = FileTokenizer(as_paths(tokenizer, "tokenizer")[0], end_of_document)
     num_documents = 0
     end = np.asarray([encoder.end_of_document])
-    with _Parts(folder, encoder, tokens_per_file, tokens_per_row_group, compression) as parts:
+    writer: StoreWriter | _Parts
+    if layout == "store":
+        kind = Kind(tokenizer=encoder.id, vocab_size=encoder.vocab_size)
+        writer = StoreWriter(folder, kind, tokens_per_file)
+    else:
+        writer = _Parts(folder, encoder, tokens_per_file, tokens_per_row_group, compression)
+    with writer as parts:
         for file in files:
             for document in documents(file, input_format, text_field):
                 for tokens in encoder.encode(document):
@@ -115,8 +135,10 @@ def _find_inputs(paths: Sequence[str], folder: str, skipped: list[str]) -> list[
 
     found = (file for path in paths for file in find_files(path, recursive=True, hides=hides))
     files = list({file.name: file for file in found}.values())
-    fs, within = file_system(folder)
-    inside = [f.name for f in files if type(f.fs) is type(fs) and f.path.startswith(f"{within.rstrip('/')}/")]
+    inside = []
+    if any(scheme_of(file.name) == scheme_of(folder) for file in files):  # else the output's package may be missing
+        fs, within = file_system(folder)
+        inside = [f.name for f in files if type(f.fs) is type(fs) and f.path.startswith(f"{within.rstrip('/')}/")]
     if inside:
         raise ConfigError(f"pack: the output folder {folder} has inputs in it ({inside[0]}). Choose another output.")
     return files
@@ -163,7 +185,10 @@ class _Parts:
         with self._writing():
             self._made = not self._fs.exists(self._path)
             self._fs.makedirs(self._path, exist_ok=True)
-            old = [p for p in self._fs.find(self._path, maxdepth=1) if p.endswith(".parquet")]
+            there = self._fs.find(self._path, maxdepth=1)
+            old = [p for p in there if p.endswith(".parquet")]
+        if any(p.rsplit("/", 1)[-1] == INDEX for p in there):
+            raise ConfigError(f"pack: {self._folder} already has a token store. Empty it, or choose another.")
         if old:
             raise ConfigError(
                 f"pack: {self._folder} already has {count(len(old), 'Parquet file')}. Empty it, or choose another."

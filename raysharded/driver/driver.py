@@ -371,10 +371,10 @@ class Driver:
 
     def _known(self) -> ManifestContext:
         state = self.state
-        arithmetic = {**(state.arithmetic or {}), numerics.KEY: numerics.whole(state.numerics)}
         return ManifestContext(
-            arithmetic=arithmetic,
+            arithmetic={**(state.arithmetic or {}), numerics.KEY: numerics.whole(state.numerics)},
             num_samples=state.num_samples,
+            blocks=state.blocks,
             decisions=state.decisions,
             build_seed=state.build_seed,
         )

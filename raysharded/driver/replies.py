@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raysharded.driver.checkpoints.requests import SaveCallThrottle
+from raysharded.driver.state.arithmetic import data_entry
 from raysharded.driver.state.events import Event, Ready, WorkerReply
 from raysharded.errors import StaleGeneration
 from raysharded.ids import WorkerId
@@ -70,7 +71,7 @@ class ReplyTranslator:
     def _ready(self, worker: WorkerId, facts: WorkerInfo) -> Ready:
         if not self._knows_data:
             self._knows_data = True
-            self._record("data", {"num_samples": facts.num_samples})
+            self._record("data", data_entry(facts))
         self._ask_for_notices(worker)
         return Ready(worker=worker, facts=facts)
 

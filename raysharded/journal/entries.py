@@ -65,6 +65,12 @@ def whole_or_none(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
+def blocks(value: Any) -> tuple[int, int]:
+    """(samples per block, samples per step). Raises TypeError or ValueError unless they are two numbers."""
+    samples, batch = value
+    return int(samples), int(batch)
+
+
 def _why_late(entry: Entry) -> str:
     which = f"the one of step {entry['writing']}" if "writing" in entry else "the one before"
     return f"left out: {which} was still being written"

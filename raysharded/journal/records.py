@@ -158,6 +158,8 @@ class Span:
     """Samples that the run skipped before."""
     order: int = 1
     """The number of the rule `order` (`raysharded.numerics`)."""
+    blocks: tuple[int, int] = (1, 1)
+    """(samples per block of the data, samples per step), with which the run began."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from raysharded.clock import Clock, SystemClock
 from raysharded.driver.checkpoints.committer import ManifestContext, RunFiles, fingerprint_of, manifest_of
 from raysharded.driver.membership.state_source import choose_source
 from raysharded.driver.startup.resume_point import distrusted
-from raysharded.driver.state.arithmetic import build_seed_of, rules_on_record
+from raysharded.driver.state.arithmetic import begun_blocks, blocks_of, build_seed_of, rules_on_record
 from raysharded.driver.state.commands import CommitSave
 from raysharded.errors import CheckpointError, RunOwnedElsewhere, StorageError
 from raysharded.ids import GenerationId, WorkerId
@@ -218,6 +218,7 @@ def _commit(
         num_samples=facts.num_samples,
         decisions=decisions,
         build_seed=build_seed_of(started),
+        blocks=begun_blocks(blocks_of(started), facts, terms.global_batch_size),
     )
     fingerprint = fingerprint_of(saved)
     manifest = manifest_of(files, claims.writer, clock, command, known, fingerprint)

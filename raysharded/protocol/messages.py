@@ -102,6 +102,8 @@ class GenerationSpec:
     """Seed of the run's constructors, with which it began."""
     shift: tuple[int, int] = (0, 0)
     """(step, places): each worker computes the microbatches of the worker so many places further, in a retried step."""
+    blocks: tuple[int, int] = (1, 1)
+    """(samples per block of the data, samples per step), with which the run began: its order of samples."""
 
     @property
     def world_size(self) -> int:
@@ -136,6 +138,8 @@ class WorkerInfo:
     """GPU, by number and UUID, as nvidia-smi lists it; empty: none."""
     mailbox: str = ""
     """HOST:PORT at which the run's other workers reach it without the driver and the cluster; empty: they cannot."""
+    samples_per_block: int = 1
+    """Consecutive samples of the data that are read at once; 1: it has no blocks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from raysharded.checkpoint.removal_mark import refuse_removed
 from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER
 from raysharded.config import BatchConfig
 from raysharded.data.ledger import LedgerReport, ReadColumns, check
-from raysharded.data.order import ORDERS
+from raysharded.data.order import ORDERS, Blocks
 from raysharded.errors import StorageError
 from raysharded.journal import log
 from raysharded.journal.reader import entries_of, read_some, steps_of
@@ -72,6 +72,7 @@ def _check_span(span: Span, batch: Mapping[str, int], num_samples: int, records:
         num_samples=num_samples,
         skipped=span.skipped,
         order=span.order,
+        blocks=Blocks(*span.blocks),
     )
 
 

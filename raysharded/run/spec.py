@@ -85,11 +85,10 @@ class RunSpec:
         For runs whose workers are all on this machine: on a cluster, files may exist on the workers' nodes alone.
         """
         from raysharded.data import TokenDataset
-        from raysharded.data.text.files import require_files
 
         for data in (self.data, self.evaluation.data if self.evaluation else None):
             if isinstance(data, TokenDataset):
-                require_files(data.paths, suffix=".parquet")
+                data.require_local_files()
 
     def settings(self) -> dict[str, Any]:
         """The settings that the journal and every checkpoint record. A resumed run has the same, except for

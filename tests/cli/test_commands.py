@@ -163,9 +163,25 @@ def test_pack_names_what_is_wrong_with_its_input(tmp_path: Path) -> None:
 def test_info_names_a_file_that_was_cut_short(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc" * 1000)
     succeed("data", "pack", tmp_path / "a.txt", tmp_path / "out")
-    part = tmp_path / "out" / "part-00000.parquet"
+    (shard,) = (tmp_path / "out").glob("*.tokens")
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert fail("data", "info", tmp_path / "out").startswith(str(shard))
+    succeed("data", "pack", tmp_path / "a.txt", tmp_path / "files", "--layout", "parquet")
+    part = tmp_path / "files" / "part-00000.parquet"
     part.write_bytes(part.read_bytes()[:-100])
-    assert fail("data", "info", tmp_path / "out").startswith(str(part))
+    assert fail("data", "info", tmp_path / "files").startswith(str(part))
+
+
+def test_token_files_become_a_store_with_the_same_samples(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc" * 1000)
+    succeed("data", "pack", tmp_path / "a.txt", tmp_path / "files", "--layout", "parquet", "--tokens-per-file", "700")
+    assert "3001 tokens in 2 shards" in succeed(
+        "data", "convert", tmp_path / "files", tmp_path / "store", "--tokens-per-file", "2000"
+    )
+    files, store = (json.loads(succeed("data", "info", tmp_path / name, "--json")) for name in ("files", "store"))
+    assert {**files, "files": 2} == store
+    assert fail("data", "convert", tmp_path / "store", tmp_path / "other").endswith("store is a token store already.")
+    assert "already has a token store" in fail("data", "convert", tmp_path / "files", tmp_path / "store")
 
 
 # -- the rest --

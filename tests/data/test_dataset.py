@@ -191,7 +191,7 @@ def test_nothing_there_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_is_missing_between_those_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"x" * 50)
-    pack(tmp_path / "a.txt", tmp_path / "out", tokens_per_file=10)
+    pack(tmp_path / "a.txt", tmp_path / "out", tokens_per_file=10, layout="parquet")
     (tmp_path / "out" / "part-00002.parquet").unlink()
     _refused(tmp_path / "out", "part-00002.parquet is missing", "Restore it")
     assert TokenDataset(f"{tmp_path}/out/*.parquet", seq_len=4).num_tokens == 41
@@ -296,5 +296,5 @@ def test_the_smallest_integer_type_is_chosen() -> None:
 def test_a_fresh_pack_is_read_back_through_any_storage() -> None:
     root = f"memory://{uuid.uuid4().hex}"
     fsspec.filesystem("memory").pipe_file(f"{root}/in/a.txt", b"hello world")
-    pack(f"{root}/in", f"{root}/out")
+    pack(f"{root}/in", f"{root}/out", layout="parquet")
     assert TokenDataset(f"{root}/out", seq_len=11)[0].tolist() == [*b"hello world", 256]

@@ -30,12 +30,14 @@ class Squares:
     def __init__(self, length: int = 50) -> None:
         self._length = length
         self.threads: list[str] = []
+        self.was_read = threading.Event()
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> int:
         self.threads.append(threading.current_thread().name)
+        self.was_read.set()
         return index * index
 
 
@@ -107,6 +109,7 @@ def test_planned_microbatches_are_read_beside_the_caller_and_only_once() -> None
     loader = MicrobatchLoader(dataset, BATCH, prefetch=True)
     plan = [(step, index) for step in (1, 2, 3) for index in range(3)]
     loader.plan(plan)
+    assert dataset.was_read.wait(DEADLINE_S), "before anybody loads"
     for step, index in plan:
         assert loader.load(step, index).samples == [i * i for i in _ids(step, index)]
     loader.close()
@@ -273,7 +276,7 @@ class ReadsAs:
         samples = [recorder[i] for i in self._fault(_ids(step, microbatch))]
         return Microbatch.from_reads(step, microbatch, samples, recorder=recorder, batch=BATCH)
 
-    def skip(self, skips: Skips, order: int = 1) -> None:
+    def skip(self, skips: Skips, order: int = 1, blocks: tuple[int, int] = (1, 1)) -> None:
         pass
 
     def plan(self, upcoming: Sequence[tuple[int, int]]) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings, strategies as st
 
 from raysharded.data.dataset import TokenDataset
-from raysharded.data.pack import pack
+from raysharded.data.pack import pack as pack_either
 from raysharded.data.text import documents
 from raysharded.errors import ConfigError, DataError, StorageError
 
 END = 256
+pack = partial(pack_either, layout="parquet")
 
 
 def _stream(folder: Path | str) -> list[int]:

@@ -144,8 +144,9 @@ NAMES: Mapping[type, Names] = {
         "rolled_back=undone rewound invalidated_up_to=distrusted invalidated_after=distrusted_after verified_step "
         "corrupted num_samples driver rendezvous result_fingerprint pause stop_requested stop_by arithmetic_unmet "
         "differing numerics proven build_seed save_began_at save_requested_in given_up "
-        "ending failed_at failed_worker deaths links relayed",
+        "ending failed_at failed_worker deaths links relayed blocks",
         later={
+            "blocks": (1, 1),
             "links": broken_links.Links(),
             "relayed": False,
             "arithmetic_unmet": False,
@@ -214,16 +215,23 @@ NAMES: Mapping[type, Names] = {
     messages.GenerationSpec: Names(
         "generation_spec",
         "generation members source host port prefix driver decisions replicas tensor apart nodes prepared attempt "
-        "numerics newcomers build_seed secret shift",
-        later={"numerics": RULES_AT_FIRST, "newcomers": (), "build_seed": 0, "secret": b"", "shift": (0, 0)},
+        "numerics newcomers build_seed secret shift blocks",
+        later={
+            "numerics": RULES_AT_FIRST,
+            "newcomers": (),
+            "build_seed": 0,
+            "secret": b"",
+            "shift": (0, 0),
+            "blocks": (1, 1),
+        },
     ),
     messages.FromMemory: Names("from_memory", "step spec copies rebuilds"),
     messages.FromCheckpoint: Names("from_checkpoint", "step prefix digest url", numbered=frozenset({"digest"})),
     messages.FromStart: Names("from_start", "step"),
     messages.WorkerInfo: Names(
         "facts",
-        "pid node arithmetic num_samples node_id started start_cpu_s device mailbox",
-        later={"device": "", "mailbox": ""},
+        "pid node arithmetic num_samples node_id started start_cpu_s device mailbox samples_per_block",
+        later={"device": "", "mailbox": "", "samples_per_block": 1},
     ),
     messages.GenerationReady: Names("formed", "generation step spec seconds bytes_received bytes_read"),
     messages.Prepared: Names("prepared", "prefix error"),

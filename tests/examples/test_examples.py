@@ -80,7 +80,7 @@ def test_without_a_corpus_the_pretraining_script_packs_one(tmp_path: Path, monke
     monkeypatch.setattr(train_gpt, "standard_library_sources", lambda: [str(EXAMPLES / "train_gpt.py")])
     trainer = train_gpt.trainer("run.max_steps=3")
     assert (trainer.run.max_steps, trainer.data.vocab_size) == (3, 257)
-    assert list((tmp_path / "corpus").glob("*.parquet"))
+    assert list((tmp_path / "corpus").glob("*.tokens"))
 
 
 @pytest.mark.procs

@@ -149,7 +149,7 @@ def _write_checkpoints(folder: Path, patch: pytest.MonkeyPatch) -> None:
     plan.strike(WorkerId(1), 3, "forward")
     plan.strike(WorkerId(1), 0, "ready")
     (folder / "text.txt").write_text("some text")
-    pack(folder / "text.txt", folder / "tokens")
+    pack(folder / "text.txt", folder / "tokens", layout="parquet")
     (folder / "text.txt").unlink()
 
 

@@ -94,7 +94,7 @@ def test_a_data_file_cut_short_is_named(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("many words " * 5000)
     pack([str(text)], str(tmp_path / "packed"))
-    part = next((tmp_path / "packed").glob("*.parquet"))
+    part = next((tmp_path / "packed").glob("*.tokens"))
     part.write_bytes(part.read_bytes()[:-100])
     with pytest.raises(DataError, match=part.name):
         processes.fit(trainer(tmp_path, data=rs.TokenDataset(str(tmp_path / "packed"), seq_len=8)))

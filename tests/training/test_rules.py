@@ -142,8 +142,8 @@ def test_compiled_blocks_give_the_bits_of_the_first_version(tmp_path: Path) -> N
 # -- a rule with one more number --
 
 
-def _other_order(seed: int, positions: Int64s, num_samples: int) -> Int64s:
-    return np.asarray(num_samples - 1 - order.ORDERS[1](seed, positions, num_samples), dtype=np.int64)
+def _other_order(seed: int, positions: Int64s, num_samples: int, blocks: order.Blocks) -> Int64s:
+    return np.asarray(num_samples - 1 - order.ORDERS[1](seed, positions, num_samples, blocks), dtype=np.int64)
 
 
 def _drawn_otherwise(*of: int | str) -> None:

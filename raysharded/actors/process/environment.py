@@ -16,6 +16,7 @@ from raysharded import numerics
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.actors.step import recomputation
 from raysharded.config import EngineConfig
+from raysharded.data.loader import MicrobatchLoader
 from raysharded.errors import ConfigError
 from raysharded.protocol.descriptors import raise_limit
 from raysharded.protocol.messages import WorkerInfo
@@ -124,8 +125,8 @@ def node_id() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def facts_of(device: torch.device, num_threads: int, num_samples: int) -> WorkerInfo:
-    """Facts about this process for the driver. `num_samples`: size of the training data in this process.
+def facts_of(device: torch.device, num_threads: int, data: MicrobatchLoader) -> WorkerInfo:
+    """Facts about this process for the driver. `data`: the training data in this process.
 
     Raises ConfigError if gloo lacks the transport that the environment selects.
     """
@@ -134,7 +135,8 @@ def facts_of(device: torch.device, num_threads: int, num_samples: int) -> Worker
         pid=os.getpid(),
         node=platform.node(),
         arithmetic=arithmetic(device, num_threads),
-        num_samples=num_samples,
+        num_samples=data.num_samples,
+        samples_per_block=data.samples_per_block,
         node_id=node_id(),
         started=start_ticks(os.getpid()) or 0,
         start_cpu_s=time.process_time(),

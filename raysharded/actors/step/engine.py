@@ -94,7 +94,7 @@ class Engine:
         self._memory_is_checked = False
         self.tried: TriedOptimizer | None = None
         """Result of the trial of the task's optimizer."""
-        loader.skip(place.spec.decisions.skips, order=place.number_of("order"))
+        loader.skip(place.spec.decisions.skips, place.number_of("order"), place.spec.blocks)
 
     @property
     def generation(self) -> GenerationId:

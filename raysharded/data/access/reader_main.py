@@ -58,6 +58,9 @@ class _Served:
     def num_samples(self, which: int) -> int:
         return self._reader(which).num_samples()
 
+    def samples_per_block(self, which: int) -> int:
+        return self._reader(which).samples_per_block()
+
     def read_samples(self, which: int, ids: Sequence[int], where: str, number: int) -> Reads:
         return self._reader(which).read_samples(ids, where, number)
 

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from raysharded.data.access.reader_main import SHOW_STACKS, Payload, serve
 from raysharded.data.access.sample_reader import Reads
 from raysharded.data.access.transport import Receiver, dump, offsets_of, shared_file
+from raysharded.data.order import Int64s
 from raysharded.errors import TaskError, text_of, user_traceback
 
 _log = logging.getLogger("raysharded.data")
@@ -210,6 +211,9 @@ class ProcessReader:
     def num_samples(self) -> int:
         return int(self._process.ask("num_samples", self._which))
 
+    def samples_per_block(self) -> int:
+        return int(self._process.ask("samples_per_block", self._which))
+
     def read_samples(self, ids: Sequence[int], where: str, number: int) -> Reads:
         reads: Reads = self._process.ask("read_samples", self._which, ids, where, number)
         return reads
@@ -219,6 +223,12 @@ class ProcessReader:
 
     def validate(self) -> None:
         self._process.ask("validate", self._which)
+
+    def num_read_ahead(self) -> int:
+        return 0
+
+    def read_ahead(self, ids: Int64s, *, anew: bool) -> None:
+        """Nothing: the process reads one sample after the other."""
 
     def close(self) -> None:
         self._process.close()

@@ -11,13 +11,14 @@ import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from raysharded.data.access import generators
 from raysharded.data.access.repeat_check import differ
 from raysharded.data.ledger import ReadRecorder
+from raysharded.data.order import Int64s
 from raysharded.errors import (
     ConfigError,
     DataError,
@@ -66,6 +67,16 @@ class _Looked:
 
 
 @runtime_checkable
+class ReadsAhead(Protocol):
+    """A dataset that reads samples before they are used. Any thread may call it."""
+
+    @property
+    def num_read_ahead(self) -> int: ...
+
+    def read_ahead(self, ids: Int64s, *, anew: bool) -> None: ...
+
+
+@runtime_checkable
 class Reader(Protocol):
     """Reader of one dataset, here or in another process. One call at a time reads."""
 
@@ -74,6 +85,10 @@ class Reader(Protocol):
 
     def num_samples(self) -> int:
         """Length of the dataset. Raises DataError if it is empty, TaskError if its `__len__` fails."""
+        ...
+
+    def samples_per_block(self) -> int:
+        """The dataset's `samples_per_block`; 1 if it has none. Raises TaskError as `num_samples`, and ConfigError."""
         ...
 
     def read_samples(self, ids: Sequence[int], where: str, number: int) -> Reads:
@@ -95,6 +110,14 @@ class Reader(Protocol):
 
     def validate(self) -> None:
         """Call the dataset's `validate()`, if it has one."""
+        ...
+
+    def num_read_ahead(self) -> int:
+        """Number of samples whose ids `read_ahead` takes in advance; 0: the dataset reads nothing ahead."""
+        ...
+
+    def read_ahead(self, ids: Int64s, *, anew: bool) -> None:
+        """Announce that these samples are read next. Does not wait. `anew`: what was announced before is void."""
         ...
 
     def close(self) -> None:
@@ -123,18 +146,29 @@ class DatasetReader:
         """Number of samples that moved a generator. After the first, the generators are seeded for each sample."""
 
     def num_samples(self) -> int:
-        with self.lock:
-            try:
-                length = len(self._dataset)
-            except RayshardedError:
-                raise
-            except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
-                if is_ctrl_c(error):
-                    raise
-                raise task_error(f"{self.name}.__len__()", "at the start", error) from error
+        with self.lock, self._explaining("__len__()"):
+            length = len(self._dataset)
         if length < 1:
             raise DataError(f"{self.name} has no samples. Give data with at least 1.")
         return length
+
+    def samples_per_block(self) -> int:
+        with self.lock, self._explaining("samples_per_block"):
+            found = getattr(self._dataset, "samples_per_block", 1)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1 or found & (found - 1):
+            raise ConfigError(f"{self.name}.samples_per_block={found!r}: give a power of two, or leave it out.")
+        return found
+
+    @contextlib.contextmanager
+    def _explaining(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RayshardedError:
+            raise
+        except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
+            if is_ctrl_c(error):
+                raise
+            raise task_error(f"{self.name}.{what}", "at the start", error) from error
 
     def read_samples(self, ids: Sequence[int], where: str, number: int) -> Reads:
         with self.lock:
@@ -159,6 +193,13 @@ class DatasetReader:
             validate = getattr(self._dataset, "validate", None)
             if callable(validate):
                 validate()
+
+    def num_read_ahead(self) -> int:
+        return self._dataset.num_read_ahead if isinstance(self._dataset, ReadsAhead) else 0
+
+    def read_ahead(self, ids: Int64s, *, anew: bool) -> None:
+        if isinstance(self._dataset, ReadsAhead) and not self._closing.is_set():
+            self._dataset.read_ahead(ids, anew=anew)
 
     def close(self) -> None:
         self._closing.set()

@@ -19,7 +19,7 @@ from raysharded.checkpoint.retention.two_phase_delete import retire
 from raysharded.checkpoint.stored_claims import find_newest, list_numbers
 from raysharded.clock import Clock
 from raysharded.driver.checkpoints.protected import ProtectedCheckpoints
-from raysharded.driver.state.arithmetic import own_build_seed
+from raysharded.driver.state.arithmetic import own_blocks, own_build_seed
 from raysharded.driver.state.commands import CommitSave
 from raysharded.driver.state.events import CommitFailed, Committed, Deleted, LeadershipLost, Overtaken
 from raysharded.errors import RayshardedError, RunOwnedElsewhere, StaleGeneration, StorageError
@@ -69,6 +69,8 @@ class ManifestContext:
     decisions: Decisions = field(default_factory=Decisions)
     build_seed: int = 0
     """Seed of the task's constructors."""
+    blocks: tuple[int, int] = (1, 1)
+    """As in the state."""
 
 
 class Committer:
@@ -236,6 +238,7 @@ def manifest_of(
             "workers": len(command.parts),
             "arithmetic": dict(known.arithmetic),
             "num_samples": known.num_samples,
+            **own_blocks(known.blocks),
             "metrics": dict(command.measured),
             **({"learning_rate": [list(rate) for rate in rates]} if rates else {}),
             **own_build_seed(known.build_seed, files.metadata),

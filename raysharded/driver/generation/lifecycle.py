@@ -134,6 +134,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         prepared=prepared.prefix if prepared else "",
         numerics=state.numerics,
         build_seed=state.build_seed,
+        blocks=state.blocks,
         newcomers=proof_failures.newcomers(state, members),
         shift=task_failures.shift_of_retry(state, members, mesh, source),
     )

@@ -92,6 +92,7 @@ def _begin(state: State, at: float, by: float) -> Outcome | None:
         apart=mesh.apart,
         numerics=state.numerics,
         build_seed=state.build_seed,
+        blocks=state.blocks,
     )
     return replace(state, preparation=made, num_preparations=count), [Prepare(spec=spec)]
 

@@ -45,6 +45,7 @@ def taken_over(state: State, adopted: Sequence[AdoptedWorker]) -> State:
         arithmetic=numerics.of_machine(first.arithmetic) if state.arithmetic is None else state.arithmetic,
         arithmetic_unmet=False,
         num_samples=first.num_samples if state.num_samples is None else state.num_samples,
+        blocks=arithmetic.blocks_with(state, first),
     )
     step = first_source(state).step
     return replace(state, step=step, reached=max(state.reached, step))

@@ -186,7 +186,7 @@ class RunStartup:
         missing = unrecorded(reports, last_recorded_step(self.entries), state.step)
         records: list[Command] = [Record(kind="step", fields=report.fields()) for report in missing]
         if entered.adopted:
-            records.insert(0, Record(kind="data", fields={"num_samples": entered.adopted[0].facts.num_samples}))
+            records.insert(0, Record(kind="data", fields=arithmetic.data_entry(entered.adopted[0].facts)))
         records.append(entry(state, entered, before=acquired.before))
         return state, [*records, *accepted, *refused, *left], tuple(one.worker for one in entered.adopted)
 
@@ -201,6 +201,7 @@ class RunStartup:
             "resumed_after_step": source.step,
             "source": describe_source(source),
             **arithmetic.own_build_seed(state.build_seed, self._files.metadata),
+            **arithmetic.own_blocks(state.blocks),
         }
         if acquired.before:
             about |= {"after": acquired.before, "because": acquired.because}

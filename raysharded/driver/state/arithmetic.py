@@ -18,6 +18,7 @@ from raysharded.protocol.messages import WorkerInfo
 KIND = "arithmetic"
 """Kind of the journal entry that states from which step on the run has other bits than it would have had."""
 BUILD_SEED = "build_seed"
+BLOCKS = "blocks"
 """Key of the build seed in checkpoints' metadata and in a driver's first journal entry."""
 Differing = Mapping[str, tuple[str, str]]
 """Name -> (the run's value, the other value)."""
@@ -137,6 +138,47 @@ def build_seed_of(about: Mapping[str, Any]) -> int:
 def own_build_seed(build_seed: int, about: Mapping[str, Any]) -> dict[str, int]:
     """Entry to add to a run's settings for `build_seed_of`; empty if the settings already give this seed."""
     return {} if build_seed == build_seed_of(about) else {BUILD_SEED: build_seed}
+
+
+def blocks_of(about: Mapping[str, Any]) -> tuple[int, int]:
+    """(samples per block, samples per step) of a checkpoint or a driver's first entry; (1, 1) if it has none."""
+    found = about.get(BLOCKS)
+    if isinstance(found, Sequence) and len(found) == 2 and all(isinstance(one, int) and one > 0 for one in found):
+        return found[0], found[1]
+    return 1, 1
+
+
+def own_blocks(blocks: tuple[int, int]) -> dict[str, list[int]]:
+    """Entry to add to a run's settings for `blocks_of`; empty for data without blocks."""
+    return {BLOCKS: list(blocks)} if blocks[0] > 1 else {}
+
+
+def has_other_blocks(state: State, facts: WorkerInfo) -> bool:
+    """Whether a worker's data have other blocks than the run's, which has an order that depends on them."""
+    return (
+        state.num_samples is not None
+        and numerics.number_of(state.numerics, "order") > 1
+        and facts.samples_per_block != state.blocks[0]
+    )
+
+
+def blocks_with(state: State, facts: WorkerInfo) -> tuple[int, int]:
+    """The run's blocks once a worker with these facts is admitted: its data's, if the run has just begun."""
+    known = state.num_samples is not None
+    return state.blocks if known else begun_blocks(state.blocks, facts, state.limits.global_batch_size)
+
+
+def begun_blocks(recorded: tuple[int, int], facts: WorkerInfo, global_batch_size: int) -> tuple[int, int]:
+    """The recorded blocks of a run; without a record it has just begun, with the blocks of this worker's data."""
+    if recorded[0] > 1 or facts.samples_per_block == 1:
+        return recorded
+    return facts.samples_per_block, global_batch_size
+
+
+def data_entry(facts: WorkerInfo) -> dict[str, int]:
+    """Fields of the journal's entry about a run's data."""
+    blocks = {"samples_per_block": facts.samples_per_block} if facts.samples_per_block > 1 else {}
+    return {"num_samples": facts.num_samples, **blocks}
 
 
 def _lacking(limits: DriverConfig, run: str, there: str) -> Differing:

@@ -346,6 +346,8 @@ class State:
     proven: frozenset[WorkerId] = frozenset()
     """Workers of generations whose first step was proven, if a proof is required."""
     num_samples: int | None = None
+    blocks: tuple[int, int] = (1, 1)
+    """(samples per block of the data, samples per step), with which the run began. Known once `num_samples` is."""
     driver: str = ""
     """The driver's name, in what its workers write."""
     rendezvous: Any = None

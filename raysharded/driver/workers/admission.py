@@ -51,6 +51,8 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         return replace(state, starting=starting), [KillWorker(worker=event.worker, at_once=False), refused]
     if state.num_samples not in (None, event.facts.num_samples):
         return finish(state, _other_data(state, event))
+    if arithmetic.has_other_blocks(state, event.facts):
+        return finish(state, _other_blocks(state, event))
     lacks, differs = arithmetic.lacks(state, event.facts), arithmetic.differs(state, event.facts)
     if differs and not lacks and state.arithmetic_unmet:
         return _hold(state, event, at)
@@ -71,6 +73,7 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         arithmetic=numerics.of_machine(event.facts.arithmetic) if state.arithmetic is None else state.arithmetic,
         arithmetic_unmet=False,
         num_samples=event.facts.num_samples,
+        blocks=arithmetic.blocks_with(state, event.facts),
         last_ready_at=at,
         start_failures=0,
         start_after=0.0,
@@ -92,6 +95,14 @@ def _other_data(state: State, event: Ready) -> ConfigError:
         f"worker {event.worker} on {event.facts.node} finds {event.facts.num_samples} samples, the run began with "
         f"{state.num_samples}: the order of samples depends on their number. Give the data that the run began with, or "
         "give the run another name."
+    )
+
+
+def _other_blocks(state: State, event: Ready) -> ConfigError:
+    return ConfigError(
+        f"worker {event.worker} on {event.facts.node} finds data whose blocks have {event.facts.samples_per_block} "
+        f"samples, the run began with {state.blocks[0]}: the order of samples depends on them. Give the data that the "
+        "run began with, with the same seq_len, or give the run another name."
     )
 
 

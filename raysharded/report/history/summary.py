@@ -8,7 +8,7 @@ again must be the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -113,7 +113,7 @@ class Fold:
             case "worker_ready":
                 self.starting_cpu_s += float(entry.get("start_cpu_s", 0.0))
             case "data":
-                self.spans[-1:] = [replace(span, num_samples=int(entry["num_samples"])) for span in self.spans[-1:]]
+                self.spans[-1:] = [_with_data(span, entry) for span in self.spans[-1:]]
             case "generation":
                 self._generation(entry, at)
             case "formed":
@@ -187,11 +187,21 @@ class Fold:
         step = int(entry["resumed_after_step"])
         self._go_on_after(step)
         known = self.spans[-1].num_samples if self.spans else None
+        blocks = entries.blocks(entry.get("blocks", (1, 1)))
         kept = [replace(span, last_step=min(span.last_step, step)) for span in self.spans]
         self.spans = [span for span in kept if span.first_step <= span.last_step]
         # open-ended until the next start; the first ready worker reports its number of samples
         order = number_of(str(entry.get(KEY, "")), "order")
-        self.spans.append(_open_span(first_step=step + 1, batch=entry.get("batch"), num_samples=known, order=order))
+        self.spans.append(
+            Span(
+                first_step=step + 1,
+                last_step=1 << 62,
+                batch=entry.get("batch"),
+                num_samples=known,
+                order=order,
+                blocks=blocks,
+            )
+        )
 
     def _go_on_after(self, step: int) -> None:
         """Continue after `step`. Later steps are lost. Lost steps up to it count after all, if a checkpoint of it was
@@ -362,8 +372,13 @@ def differing_fields(before: StepRecord, after: StepRecord, *, exact: bool) -> t
     return tuple(name for name in names if repr(getattr(before, name)) != repr(getattr(after, name)))  # NaN is NaN
 
 
-def _open_span(*, first_step: int, batch: Mapping[str, int] | None, num_samples: int | None, order: int) -> Span:
-    return Span(first_step=first_step, last_step=1 << 62, batch=batch, num_samples=num_samples, order=order)
+def _with_data(span: Span, entry: Entry) -> Span:
+    """The span with the data of the first ready worker. They determine the blocks of a run that has just begun."""
+    per_block = int(entry.get("samples_per_block", 1))
+    blocks = span.blocks
+    if blocks[0] == 1 < per_block and span.batch is not None:
+        blocks = per_block, int(span.batch["global_batch_size"])
+    return replace(span, num_samples=int(entry["num_samples"]), blocks=blocks)
 
 
 def _merged(spans: list[Span]) -> list[Span]:

@@ -1,0 +1,152 @@
+"""Blocks in memory: read by several threads at once, ahead of their use, and bounded.
+
+The order of reads is known exactly, so blocks are read ahead in the order of their first use, and only those that are
+not there. Blocks that were read ahead and not used yet are bounded by themselves: nobody reads further ahead than that.
+Of the used ones, those that were not used longest are dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from raysharded.data.store.layout import Bytes
+
+
+class BlockCache:
+    """Blocks by number. Any thread may call it.
+
+    Memory: `limit_bytes`, and in addition one block for each thread of `num_readers`.
+    """
+
+    def __init__(self, read: Callable[[int], Bytes], *, limit_bytes: int, ahead_bytes: int, num_readers: int) -> None:
+        """`read`: called by several threads at once. `ahead_bytes`: for blocks that were read ahead, of the limit."""
+        self._read, self._limit_bytes, self._ahead_bytes = read, limit_bytes, ahead_bytes
+        self._num_readers = num_readers
+        self._used: OrderedDict[int, Bytes] = OrderedDict()
+        self._ahead: dict[int, Bytes] = {}
+        self._in_flight: dict[int, Future[Bytes]] = {}
+        self._wanted: deque[int] = deque()
+        self._block_bytes = 0
+        """Size of the largest block so far."""
+        self._bytes = self._bytes_ahead = 0
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks in memory."""
+        with self._lock:
+            return self._bytes
+
+    def get(self, number: int) -> Bytes:
+        """The block, read now if it is not there. Raises what `read` raises."""
+        with self._lock:
+            found = self._taken(number)
+            future = None if found is not None else self._begin(number)
+            self._pump()
+        if found is not None:
+            return found
+        assert future is not None
+        block = future.result()
+        with self._lock:
+            self._taken(number)  # unless others pushed it out meanwhile
+            self._pump()
+        return block
+
+    def expect(self, numbers: Iterable[int]) -> None:
+        """These blocks will be used next, in this order, after those that were expected before."""
+        with self._lock:
+            waiting = set(self._wanted)
+            for number in numbers:
+                if number not in waiting and not self._has(number):
+                    waiting.add(number)
+                    self._wanted.append(number)
+            self._pump()
+
+    def forget(self) -> None:
+        """Nothing is expected any more, as after a change of what is read."""
+        with self._lock:
+            self._wanted.clear()
+            for number, block in self._ahead.items():  # they may still be used: they are the first to be dropped
+                self._used[number] = block
+                self._used.move_to_end(number, last=False)
+            self._ahead.clear()
+            self._bytes_ahead = 0
+            self._drop_oldest()
+
+    def close(self) -> None:
+        """End the threads after the reads in progress."""
+        with self._lock:
+            self._closed = True
+            self._wanted.clear()
+            threads = self._threads
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _has(self, number: int) -> bool:
+        return number in self._used or number in self._ahead or number in self._in_flight
+
+    def _taken(self, number: int) -> Bytes | None:
+        block = self._used.get(number)
+        if block is None:
+            block = self._ahead.pop(number, None)
+            if block is None:
+                return None
+            self._bytes_ahead -= len(block)
+            self._used[number] = block
+            self._drop_oldest()
+        self._used.move_to_end(number)
+        return block
+
+    def _begin(self, number: int) -> Future[Bytes]:
+        """The read of a block, in progress or begun now. With the lock."""
+        if number not in self._in_flight:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self._num_readers, "raysharded-blocks")
+            future: Future[Bytes] = Future()
+            self._in_flight[number] = future
+            self._threads.submit(self._carry_out, number, future)
+        return self._in_flight[number]
+
+    def _carry_out(self, number: int, future: Future[Bytes]) -> None:
+        block, failure = None, None
+        try:
+            block = self._read(number)
+        except BaseException as error:  # noqa: BLE001 - raised where the block is taken
+            failure = error
+        with self._lock:
+            del self._in_flight[number]
+            if block is not None and not self._closed:
+                self._ahead[number] = block
+                self._bytes += len(block)
+                self._bytes_ahead += len(block)
+                self._block_bytes = max(self._block_bytes, len(block))
+                self._drop_oldest()
+            self._pump()
+        if failure is not None:
+            future.set_exception(failure)
+        elif block is not None:
+            future.set_result(block)
+
+    def _pump(self) -> None:
+        """Begin the next reads ahead, within the bounds. With the lock."""
+        while self._wanted and not self._closed and len(self._in_flight) < self._num_readers:
+            expected = self._bytes_ahead + len(self._in_flight) * self._block_bytes
+            if self._ahead_bytes and expected + self._block_bytes > self._ahead_bytes and expected:
+                return
+            number = self._wanted.popleft()
+            if not self._has(number):
+                self._begin(number)
+
+    def _drop_oldest(self) -> None:
+        while self._bytes > self._limit_bytes and self._used:
+            self._bytes -= len(self._used.popitem(last=False)[1])
+        while self._bytes > self._limit_bytes and len(self._ahead) > 1:  # the limit is smaller than what is read ahead
+            number = next(iter(self._ahead))
+            block = self._ahead.pop(number)
+            self._bytes -= len(block)
+            self._bytes_ahead -= len(block)

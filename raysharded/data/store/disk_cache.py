@@ -1,0 +1,153 @@
+"""A bounded folder of pages that were read from remote storage, shared by the processes of a node.
+
+An entry is one file. It gets its name when it is whole, so that readers see all of it or nothing. Its name has the id
+of its shard, so that a replaced shard has other entries; its pages have digests, which the reader checks as it does
+those of storage. Entries survive the processes. Those that were not used longest are removed first.
+
+Nothing here raises: a folder that is full, read-only or gone is a cache that keeps nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+
+_log = logging.getLogger("raysharded.data")
+
+_KEPT = 0.9  # of the limit, when entries are removed
+_SHARE = 16  # the folder is measured whenever this process has written this part of the limit
+_LEAST_FREE = 0.05  # of the disk
+_TEMPORARY = ".incomplete-"
+
+
+def default_folder() -> str:
+    """The folder of this user below the node's folder of temporary files."""
+    return os.path.join(tempfile.gettempdir(), f"raysharded-{os.getuid()}", "tokens")
+
+
+class DiskCache:
+    """The cache in one folder. Thread-safe, and safe with other processes in the same folder.
+
+    Several processes together may exceed `limit_bytes` by a sixteenth for each.
+    """
+
+    def __init__(self, folder: str, limit_bytes: int) -> None:
+        self.folder, self._limit_bytes = folder, limit_bytes
+        self._lock = threading.Lock()
+        self._unmeasured = 0
+        self._writes = self._make()
+        if self._writes:
+            self._remove_oldest()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether new entries are kept; False after a failure to write one."""
+        return self._writes
+
+    def get(self, name: str) -> bytes | None:
+        """The entry, or None."""
+        path = self._path(name)
+        try:
+            with open(path, "rb") as file:
+                data = file.read()
+        except OSError:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # used now
+        return data
+
+    def put(self, name: str, data: memoryview | bytes) -> None:
+        """Keep an entry, if possible."""
+        if not self._writes or len(data) > self._limit_bytes:
+            return
+        path = self._path(name)
+        temporary = os.path.join(self.folder, f"{_TEMPORARY}{secrets.token_hex(8)}")
+        try:
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            try:
+                with open(temporary, "wb") as file:
+                    file.write(data)
+                os.replace(temporary, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+        except OSError as error:
+            self._stop(error)
+            return
+        with self._lock:
+            self._unmeasured += len(data)
+            due = self._unmeasured * _SHARE >= self._limit_bytes
+            if due:
+                self._unmeasured = 0
+        if due:
+            self._remove_oldest()
+
+    def drop(self, name: str) -> None:
+        """Remove an entry, which is damaged."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.folder, name[:2], name)
+
+    def _make(self) -> bool:
+        try:
+            os.makedirs(self.folder, mode=0o700, exist_ok=True)
+            about = os.stat(self.folder)
+            if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o022:
+                raise PermissionError(f"{self.folder} belongs to another user, or others may write to it")
+        except OSError as error:
+            self._stop(error)
+            return False
+        return True
+
+    def _stop(self, error: OSError) -> None:
+        self._writes = False
+        _log.warning("data read from storage is not kept on this node's disk any more: %s", error)
+
+    def _remove_oldest(self) -> None:
+        """Remove entries until the folder is within its limit, and the disk has some free space."""
+        try:
+            with self._alone():
+                entries = sorted(self._entries())
+                total = sum(size for _, size, _ in entries)
+                disk = os.statvfs(self.folder)
+                missing = int(disk.f_blocks * disk.f_frsize * _LEAST_FREE) - disk.f_bavail * disk.f_frsize
+                allowed = min(self._limit_bytes, total - missing)
+                if total <= allowed:
+                    return
+                for _, size, path in entries:
+                    if total <= _KEPT * allowed:
+                        break
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
+                    total -= size
+                if missing > 0 and total <= 0:
+                    raise OSError(f"the disk of {self.folder} is nearly full")
+        except OSError as error:
+            self._stop(error)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One process at a time removes entries."""
+        with open(os.path.join(self.folder, ".lock"), "w", encoding="ascii") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _entries(self) -> Iterator[tuple[float, int, str]]:
+        """(time of last use, bytes, path) of every file."""
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                path = os.path.join(folder, name)
+                with contextlib.suppress(OSError):
+                    about = os.lstat(path)
+                    if name != ".lock":
+                        yield about.st_mtime, about.st_size, path

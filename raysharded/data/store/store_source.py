@@ -1,0 +1,110 @@
+"""Samples of token stores, read in blocks of consecutive samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raysharded.checkpoint.storage import open_storage
+from raysharded.data.store.block_cache import BlockCache
+from raysharded.data.store.disk_cache import DiskCache
+from raysharded.data.store.layout import Bytes, Index, from_bytes
+from raysharded.data.store.shard_reader import ShardReader
+from raysharded.locations import local_path
+
+READ_AHEAD_BLOCKS = 64
+"""Blocks that are read before their use; at 50 ms and 8 readers, 400 ms of reading."""
+_LEAST_READERS = 8  # of remote storage: latency is hidden by numbers
+
+
+@dataclass(frozen=True, slots=True)
+class FoundStore:
+    """A store and its index."""
+
+    url: str
+    index: Index
+
+
+class StoreSource:
+    """Samples of `seq_len + 1` tokens of the stores' streams, one after the other. Any thread may read.
+
+    Raises DataError as `ShardReader` does.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[FoundStore],
+        *,
+        seq_len: int,
+        samples_per_block: int,
+        cache_bytes: int,
+        disk: DiskCache | None,
+    ) -> None:
+        """`disk`: for pages of remote stores."""
+        self.kind = stores[0].index.kind
+        self._token_bytes = self.kind.token_bytes
+        self._shards: list[tuple[ShardReader, int]] = []
+        lengths, num_readers = [0], 2
+        for store in stores:
+            storage = open_storage(store.url)
+            is_remote = local_path(store.url) is None
+            if is_remote:
+                num_readers = max(num_readers, _LEAST_READERS, storage.traits.num_readers)
+            reader = ShardReader(storage, store.index, disk if is_remote else None)
+            self._shards += [(reader, number) for number in range(len(store.index.shards))]
+            lengths += [shard.num_tokens for shard in store.index.shards]
+        self._starts = np.cumsum(lengths, dtype=np.int64)
+        self._seq_len, self._per_block = seq_len, samples_per_block
+        self._num_samples = (int(self._starts[-1]) - 1) // seq_len
+        block_bytes = (samples_per_block * seq_len + 1) * self._token_bytes
+        self.blocks = BlockCache(
+            self._read_block,
+            limit_bytes=cache_bytes,
+            ahead_bytes=min(cache_bytes // 4, READ_AHEAD_BLOCKS * block_bytes),
+            num_readers=num_readers,
+        )
+
+    @property
+    def readers(self) -> list[ShardReader]:
+        """The readers of the stores."""
+        return list(dict.fromkeys(reader for reader, _ in self._shards))
+
+    def read(self, index: int) -> npt.NDArray[np.int64]:
+        """Sample `index`, shape [seq_len + 1]."""
+        number, place = divmod(index, self._per_block)
+        begin = place * self._seq_len * self._token_bytes
+        size = (self._seq_len + 1) * self._token_bytes
+        return from_bytes(self.blocks.get(number)[begin : begin + size], self._token_bytes)
+
+    def expect(self, ids: npt.NDArray[np.int64], *, anew: bool) -> None:
+        """These samples will be read next, in this order. `anew`: those of before will not."""
+        if anew:
+            self.blocks.forget()
+        numbers, firsts = np.unique(ids // self._per_block, return_index=True)
+        self.blocks.expect(numbers[np.argsort(firsts)].tolist())
+
+    def close(self) -> None:
+        """End the threads."""
+        self.blocks.close()
+
+    def _read_block(self, number: int) -> Bytes:
+        """The bytes of the tokens of all samples of a block, with the last target of the last one."""
+        first = number * self._per_block
+        start = first * self._seq_len
+        stop = min(first + self._per_block, self._num_samples) * self._seq_len + 1
+        size, page_tokens = self._token_bytes, self.kind.page_tokens
+        parts: list[Bytes] = []
+        while start < stop:
+            shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+            within = start - int(self._starts[shard])
+            until = min(stop, int(self._starts[shard + 1])) - int(self._starts[shard])
+            pages = range(within // page_tokens, -(-until // page_tokens))
+            reader, own_number = self._shards[shard]
+            data = reader.read(own_number, pages)
+            skipped = within - pages.start * page_tokens
+            parts.append(data[skipped * size : (skipped + until - within) * size])
+            start += until - within
+        return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)

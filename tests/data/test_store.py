@@ -1,0 +1,448 @@
+"""Token stores: what is written is read, from any storage, in few requests; damage is noticed; caches stay bounded."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, strategies as st
+
+from raysharded.config import BatchConfig
+from raysharded.data import MicrobatchLoader, TokenDataset, sample_ids
+from raysharded.data.convert import convert
+from raysharded.data.order import WINDOW_BLOCKS, Blocks
+from raysharded.data.pack import Layout, pack
+from raysharded.data.store.block_cache import BlockCache
+from raysharded.data.store.disk_cache import DiskCache
+from raysharded.data.store.layout import HEADER_BYTES, INDEX, Kind, from_bytes, paged, to_bytes, unpaged
+from raysharded.data.store.store_source import StoreSource
+from raysharded.data.store.writer import StoreWriter
+from raysharded.errors import ConfigError, DataError
+
+Tokens = npt.NDArray[np.uint32]
+KIND = Kind(tokenizer="bytes", vocab_size=257)
+
+
+def _tokens(number: int, vocab_size: int = 257, seed: int = 0) -> Tokens:
+    return np.random.default_rng(seed).integers(0, vocab_size, number, dtype=np.uint32)
+
+
+def _written(folder: object, tokens: Tokens, *, per_shard: int = 1 << 26, kind: Kind = KIND) -> str:
+    with StoreWriter(str(folder), kind, per_shard) as writer:
+        for part in np.array_split(tokens, 7):
+            writer.write(part)
+    assert writer.num_tokens == len(tokens)
+    return str(folder)
+
+
+def _shards(folder: str) -> list[Path]:
+    return sorted(Path(folder).glob("*.tokens"))
+
+
+def _source(dataset: TokenDataset) -> StoreSource:
+    dataset[0]
+    assert isinstance(dataset._reader, StoreSource)
+    return dataset._reader
+
+
+@given(
+    vocab_size=st.sampled_from([1, 2, 256, 257, 65_536, 65_537, 1 << 24, (1 << 24) + 1, 1 << 32]),
+    number=st.integers(1, 300),
+    page_tokens=st.sampled_from([1, 7, 64]),
+    data=st.data(),
+)
+def test_tokens_of_every_width_come_back_and_any_other_bit_is_noticed(
+    vocab_size: int, number: int, page_tokens: int, data: st.DataObject
+) -> None:
+    kind = Kind(tokenizer="bytes", vocab_size=vocab_size, page_tokens=page_tokens)
+    tokens = _tokens(number, vocab_size)
+    plain = to_bytes(tokens, kind.token_bytes)
+    key = bytes(range(32))
+    pages = np.frombuffer(b"".join(paged(plain, 5, kind, key)), np.uint8)
+    found = unpaged(pages, 5, kind, key)
+    assert found is not None
+    assert np.array_equal(from_bytes(found, kind.token_bytes), tokens)
+    assert unpaged(pages, 6, kind, key) is None, "other pages of the shard"
+    assert unpaged(pages, 5, kind, bytes(32)) is None, "pages of another shard"
+    damaged = pages.copy()
+    damaged[data.draw(st.integers(0, len(pages) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert unpaged(damaged, 5, kind, key) is None
+
+
+@pytest.mark.parametrize("vocab_size", [257, 100_000])
+@pytest.mark.parametrize("seq_len", [3, 128, 5000])
+def test_samples_are_slices_of_the_stream_across_shards_and_blocks(
+    tmp_path: Path, vocab_size: int, seq_len: int
+) -> None:
+    kind = Kind(tokenizer="bytes", vocab_size=vocab_size)
+    tokens = _tokens(200_000, vocab_size)
+    folder = _written(tmp_path / "store", tokens, per_shard=70_001, kind=kind)
+    dataset = TokenDataset(folder, seq_len=seq_len)
+    dataset.validate()
+    assert (dataset.num_tokens, dataset.vocab_size) == (len(tokens), vocab_size)
+    assert len(dataset) == (len(tokens) - 1) // seq_len
+    for index in {0, 1, len(dataset) // 3, len(dataset) // 2, len(dataset) - 1}:
+        sample = dataset[index]
+        assert sample.dtype == np.int64
+        assert np.array_equal(sample, tokens[index * seq_len : index * seq_len + seq_len + 1])
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert np.array_equal(copy[1], dataset[1])
+
+
+def test_several_stores_are_one_stream_in_the_order_of_the_paths(tmp_path: Path) -> None:
+    tokens = _tokens(10_000)
+    one, two = _written(tmp_path / "b", tokens[:4_001]), _written(tmp_path / "a", tokens[4_001:])
+    dataset = TokenDataset([one, two], seq_len=100)
+    assert np.array_equal(np.concatenate([dataset[i][:-1] for i in range(len(dataset))]), tokens[:9_900])
+
+
+def test_the_same_tokens_give_the_same_bytes_however_they_are_written(tmp_path: Path) -> None:
+    tokens = _tokens(100_000)
+    one = _written(tmp_path / "one", tokens, per_shard=30_000)
+    with StoreWriter(str(tmp_path / "two"), KIND, 30_000) as writer:
+        for token in np.array_split(tokens, 1000):
+            writer.write(token)
+    for path in Path(one).iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+
+
+def test_a_store_at_a_url_is_read_as_one_in_a_folder(tmp_path: Path) -> None:
+    tokens = _tokens(50_000)
+    url = _written("memory://stores/one", tokens, per_shard=20_000)
+    dataset = TokenDataset(url, seq_len=64, disk_cache=tmp_path / "cache")
+    dataset.validate()
+    assert np.array_equal(dataset[500], tokens[500 * 64 : 501 * 64 + 1])
+    assert _source(dataset).readers[0].num_requests <= 4
+
+
+def test_a_failed_writer_leaves_nothing_and_a_second_one_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+
+    def interrupted() -> None:
+        with StoreWriter(str(folder), KIND, 1000) as writer:
+            writer.write(_tokens(5_000))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not folder.exists()
+    with pytest.raises(DataError, match="token 300 is outside"), StoreWriter(str(folder), KIND, 1000) as writer:
+        writer.write(np.asarray([1, 300]))
+    assert not folder.exists()
+    _written(folder, _tokens(5_000))
+    before = sorted(folder.iterdir())
+    with pytest.raises(ConfigError, match="already has a token store"), StoreWriter(str(folder), KIND, 1000):
+        pass
+    assert sorted(folder.iterdir()) == before
+
+
+def test_of_two_writers_in_one_folder_one_wins_and_keeps_its_shards(tmp_path: Path) -> None:
+    folder, tokens = str(tmp_path / "store"), _tokens(5_000)
+
+    def raced() -> None:
+        with StoreWriter(folder, KIND, 2_000) as slow:
+            slow.write(_tokens(5_000, seed=1))
+            _written(folder, tokens, per_shard=2_000)
+
+    with pytest.raises(ConfigError, match="from someone else meanwhile"):
+        raced()
+    dataset = TokenDataset(folder, seq_len=1000)
+    dataset.validate()
+    assert np.array_equal(dataset[2], tokens[2_000:3_001])
+    assert len(_shards(folder)) == 3
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: path.unlink(), "the shard is missing"),
+        (lambda path: os.truncate(path, path.stat().st_size - 1), "the shard has .* bytes instead of"),
+    ],
+)
+def test_a_shard_that_is_missing_or_truncated_is_noticed_before_training(
+    tmp_path: Path, damage: object, words: str
+) -> None:
+    folder = _written(tmp_path / "store", _tokens(5_000), per_shard=2_000)
+    assert callable(damage)
+    damage(_shards(folder)[1])
+    with pytest.raises(DataError, match=words) as caught:
+        TokenDataset(folder, seq_len=10).validate()
+    assert "shard-00001" in str(caught.value)
+
+
+def test_a_damaged_byte_a_replaced_shard_and_a_truncated_one_are_noticed_at_the_read(tmp_path: Path) -> None:
+    folder = _written(tmp_path / "store", _tokens(5_000), per_shard=2_000)
+    other = _written(tmp_path / "other", _tokens(5_000, seed=1), per_shard=2_000)
+    path = _shards(folder)[1]
+    good = path.read_bytes()
+
+    def refused(words: str) -> None:
+        dataset = TokenDataset(folder, seq_len=100)
+        with pytest.raises(DataError, match=words):
+            dataset[25]
+
+    path.write_bytes(good[: HEADER_BYTES + 9] + bytes([good[HEADER_BYTES + 9] ^ 1]) + good[HEADER_BYTES + 10 :])
+    refused("do not fit their digests: the shard is damaged")
+    path.write_bytes(_shards(other)[1].read_bytes())
+    refused("the shard was replaced: it has the id")
+    path.write_bytes(good[:-100])
+    refused("the shard is truncated")
+    path.write_bytes(b"x" * len(good))
+    refused("not a shard of a token store")
+    path.write_bytes(good)
+    TokenDataset(folder, seq_len=100)[25]
+
+
+def test_an_index_that_is_damaged_or_of_another_version_is_refused(tmp_path: Path) -> None:
+    folder = _written(tmp_path / "store", _tokens(5_000))
+    index = tmp_path / "store" / INDEX
+    text = index.read_text()
+    for changed, words in (
+        (text[:50], "damaged"),
+        (text.replace('"version": 1', '"version": 2'), "this raysharded reads version 1"),
+        (text.replace('"num_tokens": 5000,', '"num_tokens": 5001,', 1), "promises 5001 tokens"),
+        (text.replace("shard-", "../shard-"), "damaged"),
+        ("[]", "not of a token store"),
+    ):
+        index.write_text(changed)
+        with pytest.raises(DataError, match=words):
+            TokenDataset(folder, seq_len=10).validate()
+
+
+def test_stores_of_different_tokenizers_and_a_store_beside_files_are_refused(tmp_path: Path) -> None:
+    one = _written(tmp_path / "one", _tokens(500))
+    two = _written(tmp_path / "two", _tokens(500), kind=Kind(tokenizer="sha256:0", vocab_size=257))
+    with pytest.raises(DataError, match=r"its tokenizer is 'sha256:0', but that of .*one is 'bytes'"):
+        TokenDataset([one, two], seq_len=10).validate()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match=r"no token store, but .*one is one"):
+        TokenDataset([one, tmp_path / "folder"], seq_len=10).validate()
+
+
+@pytest.mark.parametrize("seq_len", [128, 2048, 8192])
+def test_an_epoch_reads_each_byte_about_once_in_few_requests(
+    tmp_path: Path, seq_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sixteenth of the default window and of the default cache, and data of three such windows."""
+    monkeypatch.setattr("raysharded.data.order.WINDOW_BLOCKS", WINDOW_BLOCKS // 16)
+    window = (WINDOW_BLOCKS // 16) << 16
+    tokens = _tokens(3 * window + 100_000, 257)
+    url = _written(f"memory://epoch/{seq_len}", tokens, per_shard=1 << 22)
+    dataset = TokenDataset(url, seq_len=seq_len, cache_bytes=16 << 20, disk_cache_bytes=0)
+    batch = 32
+    num_samples = len(dataset)
+    blocks = Blocks(dataset.samples_per_block, batch)
+    source = _source(dataset)
+    for start in range(0, num_samples, 8192):
+        ids = sample_ids(3, np.arange(start, min(start + 8192, num_samples)), num_samples, 2, blocks)
+        dataset.read_ahead(ids)
+        for number in (ids // blocks.samples).tolist():
+            source.blocks.get(number)
+    (reader,) = source.readers
+    used = num_samples * seq_len * KIND.token_bytes
+    assert reader.num_bytes / used < 1.1
+    assert reader.num_requests / (num_samples * seq_len / 1e6) < 20
+    assert source.blocks.num_bytes <= 16 << 20
+
+
+class Counted:
+    """Blocks of ten bytes, each read when it is released."""
+
+    def __init__(self) -> None:
+        self.reads: list[int] = []
+        self.released = threading.Event()
+        self.lock = threading.Lock()
+        self.began = threading.Semaphore(0)
+
+    def __call__(self, number: int) -> npt.NDArray[np.uint8]:
+        with self.lock:
+            self.reads.append(number)
+        self.began.release()
+        assert self.released.wait(30)
+        if number == 99:
+            raise DataError("99 cannot be read")
+        return np.full(10, number, dtype=np.uint8)
+
+
+def test_reading_ahead_is_bounded_and_in_order_and_a_block_is_read_once() -> None:
+    counted = Counted()
+    cache = BlockCache(counted, limit_bytes=100, ahead_bytes=30, num_readers=2)
+    cache.expect([1, 2, 3, 4, 5, 6])
+    for _ in range(2):
+        assert counted.began.acquire(timeout=30)
+    assert sorted(counted.reads) == [1, 2], "as many as there are readers"
+    counted.released.set()
+    assert cache.get(1)[0] == 1
+    assert cache.get(2)[0] == 2
+    for number in range(3, 7):
+        assert cache.get(number)[0] == number
+    assert sorted(counted.reads) == [1, 2, 3, 4, 5, 6]
+    assert cache.num_bytes == 60
+    cache.close()
+
+
+def test_blocks_ahead_that_nobody_used_stop_further_reading_and_are_given_up_after_a_change() -> None:
+    counted = Counted()
+    counted.released.set()
+    cache = BlockCache(counted, limit_bytes=1000, ahead_bytes=30, num_readers=1)
+    cache.get(0)
+    cache.expect(range(1, 50))
+    for _ in range(4):
+        assert counted.began.acquire(timeout=30)
+    assert not counted.began.acquire(timeout=0.05)
+    assert counted.reads == [0, 1, 2, 3]
+    cache.forget()
+    cache.expect(range(60, 63))
+    for _ in range(3):
+        assert counted.began.acquire(timeout=30)
+    assert counted.reads == [0, 1, 2, 3, 60, 61, 62]
+    cache.close()
+
+
+def test_a_read_that_failed_is_raised_where_it_is_used_and_tried_again_then() -> None:
+    counted = Counted()
+    counted.released.set()
+    cache = BlockCache(counted, limit_bytes=1000, ahead_bytes=100, num_readers=2)
+    cache.expect([98, 99])
+    for _ in range(2):
+        with pytest.raises(DataError, match="99 cannot be read"):
+            cache.get(99)
+    assert cache.get(98)[0] == 98
+    cache.close()
+
+
+def test_memory_stays_within_its_limit_and_what_was_used_last_is_kept() -> None:
+    counted = Counted()
+    counted.released.set()
+    cache = BlockCache(counted, limit_bytes=50, ahead_bytes=20, num_readers=2)
+    for number in range(20):
+        cache.get(number)
+        cache.get(0)
+        assert cache.num_bytes <= 50
+    assert counted.reads.count(0) == 1
+    assert cache.get(1)[0] == 1
+    assert counted.reads.count(1) == 2
+    cache.close()
+
+
+def _read_all(url: str, cache: Path, **limits: int) -> StoreSource:
+    dataset = TokenDataset(url, seq_len=2048, disk_cache=cache, **limits)
+    for index in range(len(dataset)):
+        dataset[index]
+    return _source(dataset)
+
+
+def test_a_restarted_process_reads_from_the_disk_and_a_damaged_entry_is_read_again(tmp_path: Path) -> None:
+    tokens = _tokens(500_000)
+    url = _written("memory://stores/disk", tokens)
+    first = _read_all(url, tmp_path).readers[0]
+    assert (first.num_disk_hits, first.num_requests) == (0, 8)
+    second = _read_all(url, tmp_path).readers[0]
+    assert (second.num_disk_hits, second.num_requests) == (8, 0)
+    entry = next(path for path in tmp_path.rglob("*-*") if path.is_file())
+    entry.write_bytes(entry.read_bytes()[:-1] + b"?")
+    third = _read_all(url, tmp_path).readers[0]
+    assert (third.num_disk_hits, third.num_requests) == (7, 1)
+    assert _read_all(url, tmp_path).readers[0].num_requests == 0
+    assert _read_all(url, tmp_path, disk_cache_bytes=0).readers[0].num_requests == 8
+
+
+def test_the_disk_cache_is_bounded_and_removes_what_was_not_used_longest(tmp_path: Path) -> None:
+    cache = DiskCache(str(tmp_path), 10_000)
+    for number in range(100):
+        cache.put(f"aa{number}", bytes(500))
+        os.utime(tmp_path / "aa" / f"aa{number}", (number, number))
+        assert sum(path.stat().st_size for path in tmp_path.rglob("aa*") if path.is_file()) <= 10_000 + 10_000 // 16
+    assert cache.get("aa0") is None
+    assert cache.get("aa99") == bytes(500)
+    assert DiskCache(str(tmp_path), 10_000).get("aa99") == bytes(500)
+    DiskCache(str(tmp_path), 1_000)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("aa*") if path.is_file()) <= 1_000
+
+
+def test_a_disk_cache_that_cannot_be_written_keeps_nothing_and_disturbs_nobody(tmp_path: Path) -> None:
+    url = _written("memory://stores/readonly", _tokens(300_000))
+    (tmp_path / "file").write_text("no folder")
+    assert _read_all(url, tmp_path / "file").readers[0].num_requests == 5
+    for_others = tmp_path / "open"
+    for_others.mkdir()
+    for_others.chmod(0o777)
+    assert not DiskCache(str(for_others), 1000).keeps, "others could put something there"
+    gone = DiskCache(str(tmp_path / "gone"), 1000)
+    shutil.rmtree(tmp_path / "gone")
+    (tmp_path / "gone").write_text("no folder")
+    gone.put("aa", b"x")
+    assert not gone.keeps
+    assert gone.get("aa") is None
+
+
+def test_a_loader_that_reads_ahead_gives_the_same_as_one_that_does_not(tmp_path: Path) -> None:
+    tokens = _tokens(300_000)
+    folder = _written(tmp_path / "store", tokens, per_shard=100_000)
+    batch = BatchConfig(global_batch_size=8, microbatch_size=2, seed=3)
+    loaders = []
+    for prefetch in (False, True):
+        dataset = TokenDataset(folder, seq_len=64)
+        loader = MicrobatchLoader(dataset, batch, prefetch=prefetch)
+        loader.skip(((3, 16),), 2, (dataset.samples_per_block, 8))
+        loaders.append(loader)
+    plain, ahead = loaders
+    for own in ([0, 1, 2, 3], [1], [2, 3]):  # as for other numbers of workers
+        for step in (1, 2, 3, 4, 900, 901, 2):
+            ahead.plan([(step, index) for index in own])
+            for index in own:
+                one, two = plain.load(step, index), ahead.load(step, index)
+                assert one.ids.tolist() == two.ids.tolist()
+                assert one.digest == two.digest
+                assert all(np.array_equal(a, b) for a, b in zip(one.samples, two.samples, strict=True))
+    for loader in loaders:
+        loader.close()
+
+
+@pytest.mark.parametrize("position", [10**9, 10**12])
+def test_a_position_far_away_is_found_as_fast_as_the_first(position: int) -> None:
+    """An index of 15,000 shards of 2^26 tokens; the reads themselves are of a small file."""
+    starts = np.arange(15_000, dtype=np.int64) << 26
+    num_samples = int(starts[-1]) // 128
+    ids = sample_ids(0, position + np.arange(4096), num_samples, 2, Blocks(512, 32))
+    assert ids.max() < num_samples
+    assert len(np.unique(ids // 512)) > 1000
+
+
+def test_what_is_packed_into_a_store_is_what_is_packed_into_files_and_converts_to_it(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "in" / f"{name}.txt").write_text(name * 10_000)
+    packed = pack(tmp_path / "in", tmp_path / "store", tokens_per_file=7_000)
+    assert (packed.files, packed.documents, packed.tokens) == (3, 2, 20_002)
+    assert packed.bytes == sum(path.stat().st_size for path in (tmp_path / "store").iterdir())
+    pack(tmp_path / "in", tmp_path / "files", tokens_per_file=9_000, layout="parquet")
+    done = convert(tmp_path / "files", tmp_path / "converted", tokens_per_file=7_000)
+    assert (done.files, done.tokens, done.bytes) == (packed.files, packed.tokens, packed.bytes)
+    for path in (tmp_path / "store").iterdir():
+        assert path.read_bytes() == (tmp_path / "converted" / path.name).read_bytes()
+    store, files = (TokenDataset(tmp_path / name, seq_len=100) for name in ("store", "files"))
+    assert all(np.array_equal(store[i], files[i]) for i in range(len(files)))
+    assert store.samples_per_block == files.samples_per_block, "a run may go on with the converted data"
+
+
+def test_pack_refuses_a_folder_with_packed_data_of_either_layout(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    pack(tmp_path / "a.txt", tmp_path / "store")
+    pack(tmp_path / "a.txt", tmp_path / "files", layout="parquet")
+    layouts: tuple[Layout, ...] = ("store", "parquet")
+    for layout in layouts:
+        with pytest.raises(ConfigError, match="already has a token store"):
+            pack(tmp_path / "a.txt", tmp_path / "store", layout=layout)
+        with pytest.raises(ConfigError, match="already has 1 Parquet file"):
+            pack(tmp_path / "a.txt", tmp_path / "files", layout=layout)
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(DataError, match="Nothing to pack"):
+        pack(tmp_path / "empty.jsonl", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
