@@ -53,7 +53,8 @@ from raysharded.driver.state.state import Phase, State
 from raysharded.driver.workers import admission, failure_budget, node_verdicts
 from raysharded.errors import RunOwnedElsewhere
 from raysharded.protocol.death import DeathExplained
-from raysharded.protocol.messages import GenerationReady, LinkReport, Prepared, ProbeReply, Progress, Saved, Stopped
+from raysharded.protocol.link_messages import LinkReport
+from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped
 from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
 

@@ -5,6 +5,7 @@ import pickle
 import threading
 import uuid
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -159,7 +160,7 @@ def test_decoded_row_groups_stay_within_the_given_memory(folder: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [{"seq_len": 0}, {"seq_len": True}, {"seq_len": 2.5}, {"seq_len": 4, "cache_bytes": 0}]
 )
-def test_bad_numbers_are_refused_at_once(arguments: dict[str, int]) -> None:
+def test_bad_numbers_are_refused_at_once(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="give a whole number"):
         TokenDataset("nowhere", **arguments)
 

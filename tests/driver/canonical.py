@@ -30,7 +30,7 @@ from raysharded.driver.state import (
     step_watch,
     stragglers,
 )
-from raysharded.protocol import messages
+from raysharded.protocol import link_messages, messages
 from raysharded.protocol.death import Death, DeathExplained
 from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
@@ -238,8 +238,8 @@ NAMES: Mapping[type, Names] = {
     messages.Stopped: Names("stopped", "generation reason step phase stopped_at held specs reports error corruption"),
     messages.Progress: Names("progress", "generation reports"),
     messages.ProbeReply: Names("seen", "generation step phase phase_s waits stack where busy num_steps"),
-    messages.LinkCheck: Names("link_check", "number pairs host port prefix secret", later={"secret": b""}),
-    messages.LinkReport: Names("link_report", "number failed"),
+    link_messages.LinkCheck: Names("link_check", "number pairs host port prefix secret", later={"secret": b""}),
+    link_messages.LinkReport: Names("link_report", "number failed"),
     broken_links.Links: Names("links", "broken test num_tests tested"),
     broken_links.BrokenLink: Names("broken_link", "pair since tests next_at"),
     broken_links.LinkTest: Names("link_test", "number asked_at generation pairs awaited failed"),

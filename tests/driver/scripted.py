@@ -13,11 +13,10 @@ from raysharded.driver.state.events import Committed, Event, Ready, Tick, Worker
 from raysharded.driver.state.state import Checkpointed, State
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, has_mirrors, mirror_of
+from raysharded.protocol.link_messages import LinkCheck, LinkReport
 from raysharded.protocol.messages import (
     GenerationReady,
     GenerationSpec,
-    LinkCheck,
-    LinkReport,
     ProbeReply,
     Progress,
     Saved,

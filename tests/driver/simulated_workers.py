@@ -23,14 +23,13 @@ from raysharded.layout import Held, StateSpec, TensorSpec, has_mirrors, mirror_o
 from raysharded.layout.fingerprint import digest
 from raysharded.orphans.orphan_checkpoint import wait_for_turn
 from raysharded.overrides import Decisions, factor_at, skipped_before
+from raysharded.protocol.link_messages import LinkCheck, LinkReport
 from raysharded.protocol.messages import (
     Corruption,
     FromCheckpoint,
     FromMemory,
     GenerationReady,
     GenerationSpec,
-    LinkCheck,
-    LinkReport,
     Prepared,
     ProbeReply,
     Progress,

@@ -29,7 +29,8 @@ from raysharded.driver.state.state import Phase
 from raysharded.errors import ClusterError, CollectiveAborted
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held
-from raysharded.protocol.messages import FromCheckpoint, FromMemory, LinkReport, StopReason, WorkerInfo
+from raysharded.protocol.link_messages import LinkReport
+from raysharded.protocol.messages import FromCheckpoint, FromMemory, StopReason, WorkerInfo
 from tests.driver.scripted import Run, committed, of
 from tests.driver.test_nodes import ready
 

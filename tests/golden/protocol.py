@@ -17,7 +17,7 @@ import torch
 
 from raysharded.actors.worker import Worker
 from raysharded.orphans.leased_worker import LeasedWorker
-from raysharded.protocol import messages, session
+from raysharded.protocol import death, link_messages, messages, session
 from raysharded.protocol.version import PROTOCOL
 from raysharded.run.hosted.driver_actor import DriverActor
 from raysharded.run.hosted.registry import About

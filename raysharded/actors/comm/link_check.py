@@ -15,7 +15,7 @@ import secrets
 
 from raysharded.actors.comm.store_client import StoreClient
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import LinkCheck, LinkReport
+from raysharded.protocol.link_messages import LinkCheck, LinkReport
 from raysharded.rendezvous import wire
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from raysharded.driver.state.broken_links import BrokenLink, Pair
 from raysharded.driver.state.commands import CheckLinks, Outcome
 from raysharded.driver.state.state import Phase, State
 from raysharded.ids import GenerationId
-from raysharded.protocol.messages import LinkCheck, Stopped, StopReason
+from raysharded.protocol.link_messages import LinkCheck
+from raysharded.protocol.messages import Stopped, StopReason
 
 _KNOWN = GenerationId(0)
 """In place of a generation: a test of links that are known to be broken."""

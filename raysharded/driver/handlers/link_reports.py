@@ -13,7 +13,7 @@ from raysharded.driver.state import broken_links, recovery_timeline
 from raysharded.driver.state.commands import Command, Outcome, Record, prepend
 from raysharded.driver.state.state import Phase, State
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import LinkReport
+from raysharded.protocol.link_messages import LinkReport
 
 _TESTED_IN = (Phase.GATHERING, Phase.FORMING, Phase.TRAINING, Phase.PAUSED)
 

@@ -60,7 +60,8 @@ from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import State
 from raysharded.layout import Mesh
 from raysharded.protocol.death import DeathExplained
-from raysharded.protocol.messages import GenerationReady, LinkReport, Prepared, ProbeReply, Progress, Saved, Stopped
+from raysharded.protocol.link_messages import LinkReport
+from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped
 from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
 

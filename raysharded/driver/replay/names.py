@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from raysharded.driver.state import events
 from raysharded.driver.state.state import State
-from raysharded.protocol import messages
+from raysharded.protocol import link_messages, messages
 from raysharded.protocol.death import DeathExplained
 from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
@@ -52,7 +52,7 @@ NAMES: Mapping[type, tuple[str, str]] = {
     messages.Progress: ("Progress", "progress"),
     messages.ProbeReply: ("Seen", "probe_reply"),
     messages.Saved: ("Saved", "part_saved"),
-    messages.LinkReport: ("LinkReport", "link_report"),
+    link_messages.LinkReport: ("LinkReport", "link_report"),
 }
 """Class -> its name in formats 2 and 3."""
 

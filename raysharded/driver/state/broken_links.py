@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import TypeAlias
 
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.protocol.messages import LinkReport
+from raysharded.protocol.link_messages import LinkReport
 
 _BEFORE_THE_FIRST = GenerationId(0)
 ANSWER_S = 15.0

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 from raysharded.driver.state.state import Phase, State
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.protocol.messages import GenerationSpec, LinkCheck, Saved
+from raysharded.protocol.link_messages import LinkCheck
+from raysharded.protocol.messages import GenerationSpec, Saved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,16 +9,8 @@ from typing import Any
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.death import DeathExplained
-from raysharded.protocol.messages import (
-    GenerationReady,
-    LinkReport,
-    Prepared,
-    ProbeReply,
-    Progress,
-    Saved,
-    Stopped,
-    WorkerInfo,
-)
+from raysharded.protocol.link_messages import LinkReport
+from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped, WorkerInfo
 from raysharded.protocol.worker_launcher import LeaveNotice, NodeBack, NodeLost, WorkerLost
 
 LEAVERS = -1

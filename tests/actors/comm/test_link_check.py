@@ -16,7 +16,7 @@ from raysharded.actors.comm.link_check import check_links
 from raysharded.actors.comm.store_client import StoreClient
 from raysharded.driver.state.broken_links import all_pairs
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import LinkCheck
+from raysharded.protocol.link_messages import LinkCheck
 from raysharded.rendezvous.server import RendezvousStore
 
 HOST = "127.0.0.1"
