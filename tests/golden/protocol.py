@@ -31,7 +31,16 @@ _CALLED: tuple[type, ...] = (Worker, LeasedWorker, DriverActor)
 def lines() -> Iterator[str]:
     """The protocol's number, then everything that it has."""
     yield f"protocol {PROTOCOL}"
-    begin = [*_defined_in(messages), *_defined_in(session), About, RunSubmission, Result, Status]
+    begin = [
+        *_defined_in(messages),
+        *_defined_in(link_messages),
+        *_defined_in(death),
+        *_defined_in(session),
+        About,
+        RunSubmission,
+        Result,
+        Status,
+    ]
     for cls in sorted(_reached(begin), key=lambda cls: f"{cls.__module__}.{cls.__qualname__}"):
         yield f"{cls.__module__}.{cls.__qualname__}"  # by which it is pickled
         yield from (f"    {field.name}: {field.type}" for field in dataclasses.fields(cls))
