@@ -53,10 +53,6 @@ class NodeBack:
     host: str
 
 
-Happened: TypeAlias = "Reply | WorkerLost | DeathExplained | LeaveNotice | NodeLost | NodeBack"
-"""Everything that a launcher reports."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaveNotice:
     """Workers must leave soon: their node is drained or preempted, or they were notified themselves."""
@@ -69,6 +65,8 @@ class LeaveNotice:
     """Whether it concerns the machine: all other workers there must leave too."""
 
 
+Happened: TypeAlias = Reply | WorkerLost | DeathExplained | LeaveNotice | NodeLost | NodeBack
+"""Everything that a launcher reports."""
 GCS_LIMIT_SETTING = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Ray's setting of the time for which its processes outlive the GCS: an environment variable of each."""
 
