@@ -72,7 +72,7 @@ def found_wrong(run: Run, step: int, *culprits: int, speak: tuple[int, ...] | No
 
 
 def test_without_a_policy_the_run_ends_and_is_not_retried() -> None:
-    run = training(2, step=2)
+    run = training(2, step=2, save_at_end=False)
     all_raise(run, 3)
     assert isinstance(run.error, NonFiniteLoss)
 
@@ -271,7 +271,7 @@ def test_wrong_numbers_again_in_the_same_step_are_not_blamed_on_another_worker()
 
 
 def test_too_many_losses_name_the_first_and_the_last() -> None:
-    run = training(3, step=2, max_worker_losses=1, min_workers=1)
+    run = training(3, step=2, max_worker_losses=1, min_workers=1, save_at_end=False)
     run.lost(1)
     for member in (0, 2):
         run.stopped(member, ABORTED, 2)
@@ -285,7 +285,7 @@ def test_too_many_losses_name_the_first_and_the_last() -> None:
 
 
 def test_a_task_that_raises_ends_the_run_with_its_first_error_and_a_word_about_another_last_one() -> None:
-    run = training(2, step=2, task_error_retries=1)
+    run = training(2, step=2, task_error_retries=1, save_at_end=False)
     run.stopped(0, TASK_ERROR, 2, error=TaskError("the first", "its traceback"))
     run.stopped(1, ABORTED, 2)
     run.formed()
@@ -299,7 +299,7 @@ def test_a_task_that_raises_ends_the_run_with_its_first_error_and_a_word_about_a
 
 
 def test_the_same_error_every_time_is_reported_once() -> None:
-    run = training(2, step=2, task_error_retries=1)
+    run = training(2, step=2, task_error_retries=1, save_at_end=False)
     for _ in range(2):
         run.stopped(0, TASK_ERROR, 2, error=TaskError("the same"))
         run.stopped(1, ABORTED, 2)
@@ -310,7 +310,7 @@ def test_the_same_error_every_time_is_reported_once() -> None:
 
 
 def test_several_workers_that_raise_at_once_and_one_that_is_lost_besides_are_one_task_error() -> None:
-    run = training(3, step=2, task_error_retries=1, max_worker_losses=1)
+    run = training(3, step=2, task_error_retries=1, max_worker_losses=1, save_at_end=False)
     run.stopped(0, TASK_ERROR, 2, error=TaskError("the bug"))
     run.stopped(1, TASK_ERROR, 2, error=TaskError("the bug"))
     run.lost(2)

@@ -54,7 +54,7 @@ def test_the_retry_gives_the_microbatches_to_a_worker_on_another_node(failed: in
 
 
 def test_a_further_retry_goes_to_a_further_worker() -> None:
-    run = training(4, step=2, task_error_retries=3)
+    run = training(4, step=2, task_error_retries=3, save_at_end=False)
     run.state = run.with_nodes(NODES)
     shifts = []
     for _ in range(3):
@@ -68,7 +68,7 @@ def test_a_further_retry_goes_to_a_further_worker() -> None:
 
 
 def test_the_final_error_names_both_workers_and_their_nodes() -> None:
-    run = training(2, step=2)
+    run = training(2, step=2, save_at_end=False)
     raises(run, 0, 2)
     run.formed()
     raises(run, 1, 2)

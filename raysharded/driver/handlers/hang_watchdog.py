@@ -192,7 +192,7 @@ def _break_up(state: State, at: float) -> Outcome:
     phases = sorted({one.phase for one in state.watch.seen.values()})
     reason = f"all workers wait for each other in {' and '.join(phases)} for {at - state.since:.1f} s"
     fields = {
-        "step": state.step + 1,
+        "step": state.current_step,
         "seconds": at - state.since,
         "deadline_s": _patience_s(state),
         "reason": reason,
@@ -208,7 +208,8 @@ def _break_up(state: State, at: float) -> Outcome:
 def _reason(state: State, watch: StepWatch, worker: WorkerId, waited: float) -> str:
     seen = watch.seen.get(worker)
     if seen is None:
-        return f"did not answer while {state.phase.value}, {waited:.1f} s into step {_step(state)}: stopped or cut off"
+        when = f"{waited:.1f} s into step {state.current_step}"
+        return f"did not answer while {state.phase.value}, {when}: stopped or cut off"
     where = f", at {seen.where}" if seen.where else ""
     return f"stuck in {seen.phase} of step {seen.step + 1} for {seen.phase_s:.1f} s{where}"
 
@@ -218,7 +219,7 @@ def _stuck(state: State, watch: StepWatch, worker: WorkerId, waited: float, reas
     fields: dict[str, object] = {
         "worker": worker,
         "node": facts.node if facts else "",
-        "step": _step(state),
+        "step": state.current_step,
         "phase": seen.phase if seen else state.phase.value,
         "seconds": seen.phase_s if seen else waited,
         "deadline_s": _patience_s(state),
@@ -227,8 +228,3 @@ def _stuck(state: State, watch: StepWatch, worker: WorkerId, waited: float, reas
     if seen is not None:
         fields["stack"] = seen.stack
     return Record(kind="stuck", fields=fields, durable=True)
-
-
-def _step(state: State) -> int:
-    """The current step; the last one while its checkpoint is written."""
-    return min(state.step + 1, state.limits.max_steps)

@@ -22,7 +22,7 @@ def on_explained(state: State, event: DeathExplained) -> Outcome:
     worker, death = event.worker, event.death
     if not death.is_known:
         return state, []
-    step = death.step or state.step + 1
+    step = death.step or state.current_step
     host, node_id = _node(state, worker)
     fields = {
         "worker": worker,

@@ -372,6 +372,11 @@ class State:
         return self.ready - self.leaving.keys() if self.leaving else self.ready
 
     @property
+    def current_step(self) -> int:
+        """The step that is computed; the last one while its checkpoint is written."""
+        return min(self.step + 1, self.limits.max_steps)
+
+    @property
     def is_last_step_being_saved(self) -> bool:
         """Whether a checkpoint of the run's last step, or its fingerprint alone, is being written."""
         return any(step == self.limits.max_steps for _, step in self.saves)

@@ -29,7 +29,7 @@ def count_loss(state: State, event: WorkerLost, at: float) -> Outcome:
         departures.forget(state, worker),
         losses=state.losses + (not told),
         losses_without_step=state.losses_without_step + again,
-        losing_step=max(state.losing_step, state.step + 1) if again else state.losing_step,
+        losing_step=max(state.losing_step, state.current_step) if again else state.losing_step,
         losing_generation=state.generation if again else state.losing_generation,
         first_loss=state.first_loss or first,
         first_loss_without_step=state.first_loss_without_step or first,
@@ -47,7 +47,7 @@ def count_loss(state: State, event: WorkerLost, at: float) -> Outcome:
 
 
 def _told(state: State, worker: WorkerId, reason: str) -> str:
-    return f"worker {worker} in step {state.step + 1}: {reason}"
+    return f"worker {worker} in step {state.current_step}: {reason}"
 
 
 def _too_many_losses(state: State, last: str) -> RunFailed | None:
