@@ -77,7 +77,7 @@ class Agents:
             self._agents[node_id].watch.remote(pid, started)
 
     def ask_cause(self, worker: WorkerId, node_id: str, pid: int) -> None:
-        """Ask what a lost worker died of; `causes` has the answer."""
+        """Request the cause of a lost worker's death; `causes` has the answer."""
         if node_id in self._agents:
             waiting: Any = self._agents[node_id].explain.options(concurrency_group=WAITING)
             self._asked[waiting.remote(pid)] = worker

@@ -72,7 +72,7 @@ class RayLauncher:
         self._facts: dict[WorkerId, WorkerInfo] = {}
         """Facts of the workers that are ready."""
         self._lost: dict[WorkerId, tuple[bool, str]] = {}
-        """Lost workers whose cause is asked for: (whether Ray ended them, node)."""
+        """Lost workers whose cause was requested: (whether Ray ended them, node)."""
         self._agents: Agents | OwnNode = OwnNode() if owns_cluster else Agents()
         self._killing, self._doubts = Aside("ray.kill"), Aside("doubts")
         self._watch = NodeWatch(node_table)
