@@ -1,4 +1,4 @@
-"""Cause of the death of a worker's process, from its machine through its launcher. Imports little: agents need it."""
+"""Cause of the death of a worker's process, from its machine. Imports little: agents need it."""
 
 from __future__ import annotations
 

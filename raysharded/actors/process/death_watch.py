@@ -1,4 +1,4 @@
-"""Causes of the deaths of this machine's processes: status or signal, the kernel's memory killer, last lines written.
+"""Causes of the deaths of this machine's processes: status or signal, the memory killer, the last lines of stderr.
 
 Nobody here is the parent of the watched process (Ray's raylet is, and discards the status). Since Linux 6.15 a
 descriptor of the process (pidfd) reports its status after its death. Before, there are two signs: the status that
