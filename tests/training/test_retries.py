@@ -1,4 +1,4 @@
-"""A step whose task raised is retried with other workers for its microbatches: the same bits, and the journal has it."""
+"""A step whose task raised is retried with other workers for its microbatches: the same bits, and a journal entry."""
 
 from __future__ import annotations
 
