@@ -175,7 +175,7 @@ def run(
     """Train the run that a file or module defines, to its end. A second call resumes the run.
 
     The exit status is 0 for a finished run and 3 for one that was stopped. After an error it is 75 if the same command
-    may succeed later (the cluster or storage failed, or workers were lost), and 1 if something has to be changed first.
+    may succeed later: the cluster or storage failed, or workers were lost. It is 1 if something must be changed first.
     """
     from raysharded.cli.settings import apply, read_settings
     from raysharded.cli.target import load_target

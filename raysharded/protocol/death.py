@@ -1,4 +1,4 @@
-"""What a worker's process died of: told by its machine, passed on by its launcher. Imports little: agents need it."""
+"""Cause of the death of a worker's process, from its machine. Imports little: agents need it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raysharded.ids import WorkerId
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Death:
-    """The end of a worker's process, as the machine that it ran on can tell it."""
+    """The end of a worker's process, as its machine reports it."""
 
     status: int | None = None
     """Its exit status, if it exited."""
@@ -35,7 +35,7 @@ class Death:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is more to tell than that it ended."""
+        """Whether there is more to report than that it ended."""
         return self.status is not None or bool(self.signal or self.out_of_memory or self.stderr)
 
     @property
@@ -57,7 +57,7 @@ class Death:
 
 FATAL = {
     "SIGSEGV": ", a crash of native code",
-    "SIGBUS": ", a crash of native code, or memory that could not be had (a full /dev/shm)",
+    "SIGBUS": ", a crash of native code, or a lack of shared memory (a full /dev/shm)",
     "SIGILL": ", an instruction that its processor lacks",
     "SIGFPE": ", an arithmetic error of native code",
     "SIGABRT": ", an error that native code ended it for",
@@ -69,7 +69,7 @@ FATAL = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeathExplained:
-    """What a lost worker died of; follows its `WorkerLost`, if its machine can tell."""
+    """The cause of a lost worker's death; follows its `WorkerLost`, if its machine knows it."""
 
     worker: WorkerId
     death: Death

@@ -84,7 +84,7 @@ class Agents:
             self._agents[node_id].watch.remote(pid, started)
 
     def ask_cause(self, worker: WorkerId, node_id: str, pid: int) -> None:
-        """Ask what a lost worker died of; `causes` has the answer."""
+        """Request the cause of a lost worker's death; `causes` has the answer."""
         if node_id in self._agents:
             waiting: Any = self._agents[node_id].explain.options(concurrency_group=WAITING)
             self._asked[waiting.remote(pid)] = worker
@@ -212,7 +212,7 @@ class WorkerEnds:
         self._agents: Agents | OwnNode = OwnNode() if owns_cluster else Agents()
         self._killing, self._doubts = Aside("ray.kill"), Aside("doubts")
         self._lost: dict[WorkerId, tuple[bool, str]] = {}
-        """Lost workers whose cause is asked for: (whether Ray ended them, node)."""
+        """Lost workers whose cause was requested: (whether Ray ended them, node)."""
         self._unheard: list[ray.ObjectRef[Any]] = []
 
     def watch(self, facts: WorkerInfo) -> None:

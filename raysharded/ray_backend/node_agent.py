@@ -44,7 +44,7 @@ class Agent:
         return self._deaths.watch(pid, started)
 
     def explain(self, pid: int) -> Death | None:
-        """What a watched worker died of; waits a moment for its end. None if it is not known."""
+        """The cause of a watched worker's death; waits a moment for its end. None if it is not known."""
         return self._deaths.explain(pid)
 
     def pid(self) -> int:

@@ -130,7 +130,7 @@ class Cluster:
         """Folder of a save -> the number that stands for the state's bits."""
         self.struck: list[Strike] = []
         self.explain: Callable[[Worker], Sequence[Death]] = lambda _: ()
-        """What the machine of a dead worker tells of its death."""
+        """The report of a dead worker's machine."""
         self._faults: dict[tuple[Phase | None, int], list[Fault]] = {}
         for fault in faults:
             self._faults.setdefault((fault.phase, fault.nth), []).append(fault)

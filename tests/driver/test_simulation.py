@@ -589,7 +589,7 @@ def test_neither_a_pause_nor_another_number_of_workers_costs_a_step(schedule: Sc
 
 
 def killed(worker: Worker) -> Sequence[Death]:
-    """What is told of a worker that somebody else ended, in one of all ways, with its place in the run."""
+    """The report on a worker that was ended from outside, in one of all ways, with its place in the run."""
     ways = (
         Death(signal="SIGKILL"),
         Death(signal="SIGTERM"),

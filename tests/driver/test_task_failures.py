@@ -1,4 +1,4 @@
-"""An error of the task is on record with its worker and node, and its retry is dealt to other workers."""
+"""An error of the task is recorded with its worker and node, and its retry is dealt to other workers."""
 
 from __future__ import annotations
 

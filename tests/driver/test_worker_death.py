@@ -19,7 +19,7 @@ def explain(run: Run, worker: int, **death: Any) -> None:
 
 
 def dies(run: Run, worker: int, **death: Any) -> None:
-    """A member of a generation that has done two steps dies in its third; the others go on without it."""
+    """A member of a generation that has done two steps dies in its third; the others continue without it."""
     others = [member for member in run.state.members if member != worker]
     run.lost(worker)
     explain(run, worker, **death)

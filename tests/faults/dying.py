@@ -30,8 +30,8 @@ def killed() -> None:
 
 
 class Dies(GptTask):
-    """The first worker to compute its fifth loss ends its process, and then whoever computes the same samples, until
-    `times` have died."""
+    """The first worker to compute its fifth loss ends its process, and then every worker that computes the same
+    samples, until `times` have died."""
 
     def __init__(self, folder: Path, die: Callable[[], None], *, times: int) -> None:
         self._folder, self._die, self._times, self._calls = str(folder), die, times, 0

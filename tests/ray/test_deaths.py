@@ -1,4 +1,4 @@
-"""What workers of Ray died of, which Ray itself mostly does not tell."""
+"""Causes of the deaths of Ray's workers, which Ray itself mostly does not report."""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ def test_what_is_stuck_and_then_lost_has_the_step_of_its_own_reason() -> None:
     lines = map(json.loads, (JOURNALS / "losses.jsonl").read_text(encoding="utf-8").splitlines())
     stuck, gone = (entry for entry in lines if entry.get("worker") == 2 and entry["kind"] in ("stuck", "worker_lost"))
     reason = "did not answer while training, 2.2 s into step 4: stopped or cut off"
-    assert incident_text("stuck", stuck) == f"step 4: worker 2 on vm: {reason}"
+    native = "or native code holds Python's lock (the GIL)"
+    assert incident_text("stuck", stuck) == f"step 4: worker 2 on vm: {reason}, {native}"
     assert incident_text("worker_lost", gone) == f"step 4: worker 2 lost: {reason}"
 
 

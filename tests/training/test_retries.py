@@ -1,4 +1,4 @@
-"""A step whose task raised is retried with other workers for its microbatches: the same bits, and it is on record."""
+"""A step whose task raised is retried with other workers for its microbatches: the same bits, and a journal entry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS, MICROBATCHES = 4, 8
 
 
 class Fails(GptTask):
-    """Raises MemoryError in step 2, at one microbatch: once, or whoever computes it."""
+    """Raises MemoryError in step 2, at one microbatch: once, or on every worker that computes it."""
 
     def __init__(self, folder: Path, *, always: bool) -> None:
         self._folder, self._always, self._calls = str(folder), always, 0

@@ -1,7 +1,7 @@
-"""What a process of this machine died of: its status or signal, the kernel's memory killer, its last words.
+"""Causes of the deaths of this machine's processes: status or signal, the memory killer, the last lines of stderr.
 
 Nobody here is the parent of the watched process (Ray's raylet is, and discards the status). Since Linux 6.15 a
-descriptor of the process (pidfd) tells its status after its death. Before, there are two signs: the status that
+descriptor of the process (pidfd) reports its status after its death. Before, there are two signs: the status that
 `os._exit` was called with, which the worker's position record keeps, and the report of a fatal signal in its standard
 error. A death without either is not explained: SIGKILL leaves no sign.
 """
@@ -33,7 +33,7 @@ _LINES, _LONGEST = 12, 300
 _ENDS_WITHIN_S = 10.0
 """Longest wait for a process whose connections are closed: a large one takes time to free its memory."""
 _KEPT_S = 60.0
-"""Time after a process's end in which somebody may still ask for its cause."""
+"""Time after a process's end in which its cause may still be requested."""
 _REPORTED = re.compile(r"^\*\*\* (SIG[A-Z]+) received at time=|^Fatal Python error: (.+)$", re.MULTILINE)
 """Ray's report of a fatal signal, and Python's."""
 _NATIVE = re.compile(r"\s*@\s+0x|PC: @|\[.*logging\.cc:\d+\]|\s+@ ")
@@ -66,7 +66,7 @@ class _Watched:
 
 
 class DeathWatch:
-    """Watches processes of this machine. Any thread; `explain` may wait. Those that nobody asks about are forgotten."""
+    """Watches processes of this machine. Any thread; `explain` may wait. Those of no interest are forgotten later."""
 
     def __init__(self, *, asks_kernel: bool = True) -> None:
         """`asks_kernel`: False to go by the signs alone, as on a kernel before 6.15."""
@@ -98,7 +98,7 @@ class DeathWatch:
         return True
 
     def explain(self, pid: int) -> Death | None:
-        """What a watched process died of; None if it is not watched, or does not end within ten seconds."""
+        """The cause of a watched process's death; None if it is not watched, or does not end within ten seconds."""
         watched = self._watched.get(pid)
         if watched is None:
             return None
@@ -168,7 +168,7 @@ def _has_ended(process: int, within_s: float) -> bool:
 
 
 def _exit_code(process: int) -> int | None:
-    """The wait status of a process that has ended, from its pidfd; None if this kernel does not tell."""
+    """The wait status of a process that has ended, from its pidfd; None if this kernel does not report it."""
     found = bytearray(_INFO_SIZE)
     struct.pack_into("<Q", found, 0, _INFO_EXIT)
     try:
@@ -219,7 +219,7 @@ def _tail(watched: _Watched) -> str:
 
 
 def _last_lines(tail: str) -> tuple[str, ...]:
-    """The last lines; of the report of a fatal signal the beginning, with what was said before, but no native stack."""
+    """The last lines; of the report of a fatal signal the beginning, with the lines before it, but no native stack."""
     lines = [line.rstrip()[:_LONGEST] for line in tail.splitlines() if line.strip() and not _NATIVE.match(line)]
     reports = [number for number, line in enumerate(lines) if _REPORTED.match(line)]
     if not reports:

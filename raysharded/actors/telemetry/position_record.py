@@ -1,8 +1,8 @@
-"""A worker's position in its run, in memory that outlives its process: for whoever asks what it died of.
+"""A worker's position in its run, in memory that outlives its process: for the report of its death.
 
 The record is an anonymous file in memory (memfd). A watch of the same machine (`death_watch`) opens it through /proc
 while the worker lives, and reads it after its death, however that came. Writing costs less than a microsecond, and
-nothing remains when both processes are gone.
+nothing remains when both processes have exited.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NONE = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """What a record holds."""
+    """The contents of a record."""
 
     generation: int = 0
     step: int = 0
@@ -68,7 +68,7 @@ class PositionRecord:
         struct.pack_into(f"<q{len(found)}q", self._memory, _SAMPLES_AT, len(found), *found)
 
     def note_exits(self) -> None:
-        """From now on note the status of `os._exit`, for kernels that do not tell it."""
+        """From now on note the status of `os._exit`, for kernels that do not report it."""
         leave, pid = os._exit, self._pid
 
         def exit_noted(status: int) -> None:

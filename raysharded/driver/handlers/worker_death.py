@@ -1,4 +1,4 @@
-"""What lost workers died of, told after their loss; and the same death again and again, which ends the run.
+"""Causes of workers' deaths, which follow their losses; the same death again and again ends the run.
 
 A run that cannot get past a step because its own code ends the processes there is not helped by new workers. Deaths
 from outside never count: kills and preemptions are what the run is made for.

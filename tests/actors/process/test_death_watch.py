@@ -1,4 +1,4 @@
-"""A watch that is no parent tells what a process died of: by the kernel's word, and by signs alone."""
+"""A watch that is no parent reports the cause of a death: from the kernel, and from signs alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ signal.pause()
 
 
 def death_of(end: str, folder: Path, *, asks_kernel: bool = True, group: Path | None = None) -> Death:
-    """What a watch of another process tells of one that ends in this way; its parent discards its status."""
+    """The report of a watch on a process that ends in this way; its parent discards its status."""
     stderr = folder / "worker.err"
     child = [sys.executable, "-c", textwrap.dedent(BEGIN) + textwrap.dedent(end)]
     script = PARENT.format(child=child)
@@ -127,7 +127,7 @@ def test_one_that_lives_has_no_cause_and_watches_leave_no_descriptor_open(monkey
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A memory cgroup of its own with a limit (version 1), which takes root."""
+    """An own memory cgroup with a limit (version 1), which takes root."""
     folder = _MEMORY / f"raysharded-test-{os.getpid()}"
     try:
         folder.mkdir()
