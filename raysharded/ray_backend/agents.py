@@ -266,12 +266,12 @@ class WorkerEnds:
             self._unheard.append(actor.leave.options(concurrency_group=GROUP).remote(epoch))
 
     def explain(self, worker: WorkerId, facts: WorkerInfo, *, by_ray: bool) -> None:
-        """Find out what a lost worker died of. `by_ray`: whether Ray says that it ended it."""
+        """Find out what a lost worker died of. `by_ray`: whether Ray reports that it ended it."""
         self._lost[worker] = (by_ray, facts.node_id)
         self._agents.ask_cause(worker, facts.node_id, facts.pid)
 
     def explained(self, dead_nodes: Container[str]) -> list[DeathExplained]:
-        """What was found out since the last call. Workers of dead nodes were ended from outside."""
+        """The causes found since the last call. Workers of dead nodes were ended from outside."""
         found = []
         for worker, death in self._agents.causes():
             outside, node_id = self._lost.pop(worker, (True, ""))

@@ -102,7 +102,7 @@ def _sum(place: Rendezvous, is_stranger: bool) -> str:
 
 
 class _WrongProof(MembershipProof):
-    """The proof of who has another secret, and does not look at those of others."""
+    """The proof of who has another secret, and checks none of the others'."""
 
     def __init__(self, group: Any, secret: bytes, *others: Any) -> None:
         super().__init__(group, secret[::-1], *others)
