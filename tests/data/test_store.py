@@ -366,6 +366,20 @@ def test_the_disk_cache_is_bounded_and_removes_what_was_not_used_longest(tmp_pat
     assert sum(path.stat().st_size for path in tmp_path.rglob("aa*") if path.is_file()) <= 1_000
 
 
+def test_what_somebody_put_in_an_entry_s_place_is_no_entry(tmp_path: Path) -> None:
+    cache = DiskCache(str(tmp_path), 10_000)
+    cache.put("aa01", b"an entry")
+    entry = next(path for path in tmp_path.rglob("aa01") if path.is_file())
+    for put in (
+        lambda: os.mkfifo(entry),
+        lambda: entry.symlink_to("/dev/zero"),
+        lambda: entry.write_bytes(bytes(10_001)),
+    ):
+        entry.unlink()
+        put()
+        assert cache.get("aa01") is None
+
+
 def test_a_disk_cache_that_cannot_be_written_keeps_nothing_and_disturbs_nobody(tmp_path: Path) -> None:
     url = _written("memory://stores/readonly", _tokens(300_000))
     (tmp_path / "file").write_text("no folder")
