@@ -238,7 +238,8 @@ def test_a_command_that_refuses_leaves_nothing_behind(
     monkeypatch.setattr("raysharded.cli.diagnostics.collectives", list)  # they take seconds
     before = everything_below(here)
     found = invoke(*arguments.split())
-    assert found.exit_code in (1, 2), found.output
+    retry_helps = arguments.startswith("run ") and ("storage_path=a.txt" in arguments or "--detach" in arguments)
+    assert found.exit_code in ((75,) if retry_helps else (1, 2)), found.output
     assert found.exception is None or isinstance(found.exception, SystemExit)
     assert everything_below(here) == before
 

@@ -134,20 +134,20 @@ def test_a_generation_that_was_to_go_back_and_did_not_changes_nothing() -> None:
 
 
 def test_from_the_step_on_from_which_other_bits_were_accepted_steps_may_differ_and_the_report_names_it() -> None:
-    entry: dict[str, Any] = {"step": 2, "from_step": 3, "changes": {"torch": ["2.12.0", "2.13.0"], "order": ["1", "2"]}}
-    entry["arithmetic"] = {"torch": "2.13.0", "numerics": "order 2"}
+    entry: dict[str, Any] = {"step": 2, "from_step": 3, "changes": {"torch": ["2.12.0", "2.13.0"], "order": ["1", "9"]}}
+    entry["arithmetic"] = {"torch": "2.13.0", "numerics": "order 9"}
     entries = [
         *[started(numerics="order 1"), data(), *generation(1, [0, 1], 0), step(1), step(2), step(3), step(4)],
-        *[started(2, numerics="order 2"), ("arithmetic", entry), *generation(2, [0, 1], 2, "checkpoint")],
+        *[started(2, numerics="order 9"), ("arithmetic", entry), *generation(2, [0, 1], 2, "checkpoint")],
         *[step(3, gen=2, loss=7.0), step(4, gen=2, loss=7.0)],
     ]
     summary = summarise(with_times(entries))
     assert summary.differences == ()
-    assert [(span.first_step, span.last_step, span.order) for span in summary.spans] == [(1, 2, 1), (3, 4, 2)]
-    assert check_ledger(summary) is None, "this version has no order 2"
+    assert [(span.first_step, span.last_step, span.order) for span in summary.spans] == [(1, 2, 1), (3, 4, 9)]
+    assert check_ledger(summary) is None, "this version has no order 9"
     (change,) = summary.arithmetic_changes
     assert (change.from_step, change.changes["torch"]) == (3, ("2.12.0", "2.13.0"))
-    said = "order: 1 -> 2, torch: 2.12.0 -> 2.13.0"
+    said = "order: 1 -> 9, torch: 2.12.0 -> 2.13.0"
     assert incident_text("arithmetic", entry) == f"from step 3 on: other bits, as was accepted: {said}"
     console = Console(file=StringIO(), width=200, color_system=None)
     console.print(run_table(summary))
@@ -155,10 +155,10 @@ def test_from_the_step_on_from_which_other_bits_were_accepted_steps_may_differ_a
     assert f"from step 3 on, as was accepted: {said}" in printed
     report = RunReport(url="/runs/tiny", summary=summary, ledger=None)
     assert report.as_dict()["arithmetic_changes"] == [
-        {"from_step": 3, "changes": {"torch": ["2.12.0", "2.13.0"], "order": ["1", "2"]}, "at": change.at}
+        {"from_step": 3, "changes": {"torch": ["2.12.0", "2.13.0"], "order": ["1", "9"]}, "at": change.at}
     ]
     assert (
-        "From step 3 on: other bits, as was accepted: order: 1 -&gt; 2, torch: 2.12.0 -&gt; 2.13.0." in report.as_html()
+        "From step 3 on: other bits, as was accepted: order: 1 -&gt; 9, torch: 2.12.0 -&gt; 2.13.0." in report.as_html()
     )
 
 

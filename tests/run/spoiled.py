@@ -253,6 +253,9 @@ class NoLauncher:
     def enter(self, terms: DriverSession, hold: LeadershipCheck) -> FoundWorkers:
         raise NoWorkers
 
+    def gcs_health(self) -> None:
+        return None
+
     def abandon(self) -> None:
         pass
 

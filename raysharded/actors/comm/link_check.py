@@ -13,6 +13,7 @@ import datetime
 import logging
 import secrets
 
+from raysharded.actors.comm.abortable_wait import waits_for_peers
 from raysharded.actors.comm.store_client import StoreClient
 from raysharded.ids import WorkerId
 from raysharded.protocol.link_messages import LinkCheck, LinkReport
@@ -72,6 +73,7 @@ class _Test:
         finally:
             server.close()
 
+    @waits_for_peers
     def _meet(self) -> dict[WorkerId, tuple[str, int]]:
         """Worker -> its address and port, of those that have come in time. Waits for the others."""
         come = self._peers
