@@ -38,7 +38,7 @@ NAVIGATION = {
     "How exactness works": ["architecture", "glossary", "determinism", "how-it-works", "layouts", "memory"],
     "During and after a run": ["planning", "report", "metrics", "testing", "benchmarks"],
     "Checkpoints": ["checkpoints", "exchange", "storage", "security", "format"],
-    "Reference": ["api/index", "dev/log", "dev/long-runs", "/CONTRIBUTING", "Changelog </CHANGELOG>"],
+    "Reference": ["api/index", "dev/log", "dev/long-runs", "dev/session", "/CONTRIBUTING", "Changelog </CHANGELOG>"],
 }
 """The pages by heading, in the order of the sidebar."""
 
