@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm.device_mesh import forget
 from raysharded.actors.comm.groups import Groups, Rendezvous
-from raysharded.actors.in_place.built_objects import BuiltObjects
 from raysharded.actors.model.build import Wrapped, wrap
 from raysharded.actors.process.environment import use_threads
 from raysharded.errors import CollectiveAborted, StaleGeneration

@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
+from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm.groups import Groups, prepare_environment
 from raysharded.actors.compilation.compiled_blocks import Compilation
-from raysharded.actors.in_place.built_objects import BuiltObjects
 from raysharded.actors.model.build import Wrapped, warm_up
 from raysharded.actors.preparation import Preparations
 from raysharded.actors.process import preemption_notices

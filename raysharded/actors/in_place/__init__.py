@@ -1,1 +1,1 @@
-"""Python objects of the user's that stay the same in every generation of workers."""
+"""The user's modules stay the same objects: FSDP2 wraps others in their place."""

@@ -2,7 +2,7 @@
 
 FSDP2 changes a module that it wraps for ever: its class, its hooks, its parameters. So it wraps nodes: one bare module
 for each of the model's, in a tree of the same names. A node shares its module's dictionaries of parameters and buffers.
-What FSDP2 puts there, shards or gathered weights, is what a forward of the model finds. A generation ends by giving
+FSDP2 puts shards and gathered weights there, and a forward of the model finds them. A generation ends by giving
 each module a dictionary of parameters without memory; nothing of FSDP2's is undone, also after an aborted forward.
 """
 

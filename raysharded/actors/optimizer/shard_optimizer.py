@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from raysharded.actors.in_place.built_optimizer import BuiltOptimizer
 from raysharded.actors.model.inventory import Item
 from raysharded.actors.model.param_layout import ParamLayout, Replication
 from raysharded.actors.model.sharded_model import local_of
+from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
 from raysharded.actors.optimizer.kept_state import KeptState
 from raysharded.actors.optimizer.learning_rate import rate_of, require_rates, scale_of
 from raysharded.actors.optimizer.loaded_state import (

@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
+from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.guards.shard_memory import check_memory
-from raysharded.actors.in_place.built_objects import BuiltObjects
 from raysharded.actors.model.build import Wrapped
 from raysharded.actors.model.sharded_model import ShardedModel
 from raysharded.actors.numerics.step_consensus import MetricNames

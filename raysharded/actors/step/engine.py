@@ -21,9 +21,9 @@ from functools import partial
 
 import torch
 
+from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.compilation.compiled_blocks import Compilation
-from raysharded.actors.in_place.built_objects import BuiltObjects
 from raysharded.actors.model.build import Wrapped
 from raysharded.actors.model.inventory import Item, compare
 from raysharded.actors.model.param_layout import Replication

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import torch
 
 from raysharded.actors.comm.device_mesh import DeviceMeshes
-from raysharded.actors.in_place.built_optimizer import BuiltOptimizer
 from raysharded.actors.model.build import Units, Wrapped, allocate, build_units_of, wrap
 from raysharded.actors.model.modes import Modes
 from raysharded.actors.model.sharded_model import ShardedModel
+from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
 from raysharded.actors.optimizer.loaded_state import TriedOptimizer
 from raysharded.actors.task_calls.process_state import Left
 from raysharded.config import EngineConfig
@@ -22,7 +22,7 @@ from raysharded.task import Task, has_tensor_parallelism
 
 
 class BuiltObjects:
-    """What was built of a task in this process. One thread at a time, except for `release`: training thread."""
+    """A task's model and optimizer in this process. One thread at a time; `release`: training thread."""
 
     def __init__(self, task: Task, config: EngineConfig) -> None:
         self._task, self._config = task, config

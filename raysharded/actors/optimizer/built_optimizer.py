@@ -1,7 +1,7 @@
 """A task's optimizer object, which is the same in every generation: only the parameters in its groups are exchanged.
 
-Between two generations its groups hold the model's parameters without memory. What is compared with other workers, and
-with other generations, is the optimizer as it was built: steps change the groups.
+Between two generations its groups hold the model's parameters without memory. Comparisons with other workers, and with
+other generations, use the optimizer as it was built: steps change the groups.
 """
 
 from __future__ import annotations
