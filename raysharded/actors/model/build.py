@@ -151,8 +151,9 @@ def build_units_of(task: Task, config: EngineConfig, axes: DeviceMeshes | None, 
     blocks = find_units(task, config, model)
     _check_parameters(task, model, blocks)
     strategies = strategies_of(task, config, model, blocks)
+    parameters = {clean_name(name): param for name, param in model.named_parameters()}
     replicated = _parameters_of(model, blocks, {block for block in blocks if strategies[block] == "replicate"})
-    replicated |= {clean_name(name) for name, param in model.named_parameters() if not param.dim()}
+    replicated |= {name for name, param in parameters.items() if not param.dim()}
     if cut_and_whole := sorted(replicated & dims.keys()):
         raise ConfigError(
             f"{type(task).__name__}.strategy replicates {cut_and_whole[0]!r}, which {type(task).__name__}.parallelize "
@@ -165,7 +166,7 @@ def build_units_of(task: Task, config: EngineConfig, axes: DeviceMeshes | None, 
         tensor_dims=dims,
         replicated=replicated,
         origin=origin_of(model),
-        parameters={clean_name(name): param for name, param in model.named_parameters()},
+        parameters=parameters,
         hooks=tuple(UnitHooks(module) for module in (*blocks, model)),
         marks=marks,
         inventory=inventory,
@@ -221,24 +222,23 @@ def allocate(wrapped: Wrapped, device: torch.device) -> ShardedModel:
     model, root, hooks = wrapped.units.model, wrapped.tree.root, wrapped.units.hooks
     allocate_scalars(root, device)
     root._apply(lambda tensor: _materialise(tensor, device))
-    for unit in root.modules():
-        if isinstance(unit, FSDPModule):
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
-    assert isinstance(root, FSDPModule)
+    by_module = {each.module: each for each in hooks}
+    named = [(clean_name(name), by_module[m]) for name, m in model.named_modules() if m in by_module]
+    named.sort(key=lambda one: one[0] == "")
+    units = tuple((name, wrapped.tree.unit_of(each.module)) for name, each in named)
+    for _, unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
     if hasattr(root, "set_reduce_scatter_unused_params"):
         root.set_reduce_scatter_unused_params(True)
     wrapped.tree.attach(hooks)
-    by_module = {each.module: each for each in hooks}
-    units = [(clean_name(name), by_module[m]) for name, m in model.named_modules() if m in by_module]
-    units.sort(key=lambda unit: unit[0] == "")
     parameters = {clean_name(name): param for name, param in model.named_parameters()}
     wrapped.units.marks.put_on(parameters)
     return ShardedModel(
         model=model,
         tree=wrapped.tree,
-        units=tuple((name, wrapped.tree.unit_of(each.module)) for name, each in units),
-        hooks=tuple(units),
+        units=units,
+        hooks=tuple(named),
         parameters=parameters,
         marks=wrapped.units.marks,
         inventory=wrapped.units.inventory,
