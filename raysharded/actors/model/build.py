@@ -22,7 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # tor
     CheckpointWrapper,
     checkpoint_wrapper,
 )
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from raysharded.actors.comm.device_mesh import DeviceMeshes
 from raysharded.actors.in_place.fsdp_tree import FsdpTree, Origin, origin_of
@@ -215,10 +215,7 @@ def casts_inputs(config: EngineConfig, *, is_root: bool) -> bool:
 
 
 def allocate(wrapped: Wrapped, device: torch.device) -> ShardedModel:
-    """Give wrapped nodes their memory and FSDP2 the settings of the canonical sum, and let the model compute with them.
-
-    Nothing else may be attached to the model: see `ShardedModel.release`.
-    """
+    """Give wrapped nodes their memory, and FSDP2 the settings of the canonical sum; let the model compute with them."""
     model, root, hooks = wrapped.units.model, wrapped.tree.root, wrapped.units.hooks
     allocate_scalars(root, device)
     root._apply(lambda tensor: _materialise(tensor, device))
@@ -229,8 +226,9 @@ def allocate(wrapped: Wrapped, device: torch.device) -> ShardedModel:
     for _, unit in units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-    if hasattr(root, "set_reduce_scatter_unused_params"):
-        root.set_reduce_scatter_unused_params(True)
+    whole = wrapped.tree.unit_of(model)
+    if hasattr(whole, "set_reduce_scatter_unused_params"):
+        whole.set_reduce_scatter_unused_params(True)
     wrapped.tree.attach(hooks)
     parameters = {clean_name(name): param for name, param in model.named_parameters()}
     wrapped.units.marks.put_on(parameters)
