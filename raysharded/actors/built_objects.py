@@ -48,11 +48,17 @@ class BuiltObjects:
         return self._units
 
     def attach(self, prepared: Wrapped | None, axes: DeviceMeshes, seed: int, device: torch.device) -> ShardedModel:
-        """The model with memory for this generation. `prepared`: its nodes, if they are wrapped already."""
+        """The model with memory for this generation, also in the optimizer's groups, if that is built.
+
+        `prepared`: the model's nodes, if they are wrapped already.
+        """
         units = self.units(axes, seed)
         if prepared is None or prepared.units is not units:
             prepared = wrap(units, self._config, axes)
         self._sharded = allocate(prepared, device)
+        if self.optimizer is not None:
+            names = {id(param): name for name, param in units.parameters.items()}
+            self.optimizer.exchange(names, self._sharded.parameters)
         return self._sharded
 
     def modes(self, number: int) -> Modes:

@@ -78,8 +78,7 @@ class Generations:
         self.number += 1
         self._groups, cpu = Groups(use_gpu=False), torch.device("cpu")
         self._groups.form(where(self._store, f"{self._store.port}/g{self.number}"))
-        axes = self._groups.axes()
-        sharded = self.objects.attach(None, axes, 0, cpu)
+        sharded = self.objects.attach(None, self._groups.axes(), 0, cpu)
         optimizer = ShardOptimizer(
             self._task,
             sharded.model,
@@ -87,7 +86,6 @@ class Generations:
             exact=True,
             cuts=sharded.cuts,
             built=self.objects.optimizer,
-            origin=self.objects.units(axes, 0).parameters,
         )
         self.objects.optimizer, self.objects.stepped = optimizer.built, optimizer.written
         with torch.no_grad():

@@ -2,7 +2,7 @@
 
 torch's own hooks are registered once, when the model is built; each generation fills the places and clears them. So the
 user's hooks keep their order among them, and nothing of an older generation is called. A compiled block keeps the hooks
-that it was compiled with, and they are always these.
+that it was compiled with, and they are always these. They are not compiled: their code would depend on the places.
 """
 
 from __future__ import annotations
@@ -81,20 +81,23 @@ class UnitHooks(NotFollowed):
         for place in (self._before, self._gathered, self._computed, self._end):
             place.clear()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _call_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _call_pre(self._before, module, args, kwargs)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _call_gathered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _call_pre(self._gathered, module, args, kwargs)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _call_computed(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return _call_post(self._computed, module, args, output)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _call_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return _call_post(self._end, module, args, output)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
 def _call_pre(hooks: list[PreHook], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for hook in hooks:
         given = hook(module, args, kwargs)
@@ -103,7 +106,6 @@ def _call_pre(hooks: list[PreHook], module: nn.Module, args: tuple[Any, ...], kw
     return args, kwargs
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
 def _call_post(hooks: list[PostHook], module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     for hook in hooks:
         given = hook(module, args, output)

@@ -28,17 +28,12 @@ class BuiltOptimizer:
         self._kind: OptimizerKind | None = None
         self._items: tuple[Item, ...] = ()
 
-    def note(self, names: Mapping[int, str]) -> None:
-        """Record the groups as built, in the first generation. `names`: id of a parameter in the groups -> its name."""
+    def note(self, names: Mapping[int, str]) -> OptimizerKind:
+        """The optimizer as built, which the first call records. `names`: id of a parameter in the groups -> its name."""
         if self._kind is None:
             self._kind = OptimizerKind.of(self.parts, names)
             self._items = tuple(group_items(self.parts.groups, names))
             self._settings = [{k: v for k, v in group.items() if k != "params"} for group in self.parts.groups]
-
-    @property
-    def kind(self) -> OptimizerKind:
-        """The optimizer as built."""
-        assert self._kind is not None
         return self._kind
 
     @property

@@ -54,21 +54,17 @@ class ShardOptimizer:
         rates: Rates = (),
         numbers: int = 2,
         built: BuiltOptimizer | None = None,
-        origin: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         """`cuts`: the layout of the parameters over the workers; None: each one is cut over all of them. `rates`:
-        requested factors of the learning rate. `numbers`: the number of the rule `numbers`. `built`: the optimizer, if
-        it is built already, over the model's parameters without memory, `origin` by name."""
+        requested factors of the learning rate. `numbers`: the number of the rule `numbers`. `built`: the optimizer over
+        `parameters`, if an earlier generation has built it."""
         self._rates, self._numbers = rates, numbers
         self._cuts = cuts or ParamLayout()
         if built is None:
             with naming(f"{type(task).__name__}.build_optimizer", "build_optimizer"):
                 built = BuiltOptimizer(task.build_optimizer(model))
-        self.built, self._optimizer = built, built.optimizer
-        self._task = task
-        built.exchange({id(param): name for name, param in (origin or {}).items()}, parameters)
-        names = {id(param): name for name, param in parameters.items()}
-        self._parts, self._hooks = built.parts, built.hooks
+        self.built, self._optimizer, self._parts, self._hooks = built, built.optimizer, built.parts, built.hooks
+        self._task, names = task, {id(param): name for name, param in parameters.items()}
         self._keeps: Mapping[str, frozenset[str]] = {}
         self._loaded = LoadedState(self._parts, self._keeps)
         self._say: Say = say_nothing
@@ -102,8 +98,7 @@ class ShardOptimizer:
             )
         kind = type(self._optimizer).__name__
         self._kept = KeptState(self._parts, kind, self._params, self._sharded, elementwise=self._elementwise)
-        built.note({id(param): name for name, param in self._params.items()})
-        self.kind = built.kind
+        self.kind = built.note({id(param): name for name, param in self._params.items()})
 
     @property
     def written(self) -> Mapping[str, torch.Tensor]:

@@ -81,8 +81,7 @@ def assemble(
     before. `on_reduce`: called before each exchange of gradients.
     """
     job, place, groups, say = around.job, around.place, around.groups, around.say
-    seed, axes = place.spec.build_seed, groups.axes()
-    sharded = objects.attach(prepared, axes, seed, around.device)
+    sharded = objects.attach(prepared, groups.axes(), place.spec.build_seed, around.device)
     _settle_process(around, "build_model", sharded.inventory.left)
     numbers = place.number_of("numbers")
     with put_back() as left:
@@ -95,7 +94,6 @@ def assemble(
             rates=place.spec.decisions.rates,
             numbers=numbers,
             built=objects.optimizer,
-            origin=objects.units(axes, seed).parameters,
         )
     if objects.optimizer is None:
         objects.optimizer, objects.optimizer_left = optimizer.built, left
