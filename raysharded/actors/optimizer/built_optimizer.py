@@ -29,7 +29,7 @@ class BuiltOptimizer:
         self._items: tuple[Item, ...] = ()
 
     def note(self, names: Mapping[int, str]) -> OptimizerKind:
-        """The optimizer as built, which the first call records. `names`: id of a parameter in the groups -> its name."""
+        """The optimizer as built, which the first call records. `names`: id of a parameter in the groups -> name."""
         if self._kind is None:
             self._kind = OptimizerKind.of(self.parts, names)
             self._items = tuple(group_items(self.parts.groups, names))
