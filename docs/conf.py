@@ -38,7 +38,15 @@ NAVIGATION = {
     "How exactness works": ["architecture", "glossary", "determinism", "how-it-works", "layouts", "memory"],
     "During and after a run": ["planning", "report", "metrics", "testing", "benchmarks"],
     "Checkpoints": ["checkpoints", "exchange", "storage", "security", "format"],
-    "Reference": ["api/index", "dev/log", "dev/long-runs", "dev/laboratory", "/CONTRIBUTING", "Changelog </CHANGELOG>"],
+    "Reference": [
+        "api/index",
+        "dev/log",
+        "dev/long-runs",
+        "dev/laboratory",
+        "dev/session",
+        "/CONTRIBUTING",
+        "Changelog </CHANGELOG>",
+    ],
 }
 """The pages by heading, in the order of the sidebar."""
 

@@ -43,8 +43,8 @@ class Loss:
 class Task:
     """Base class of a user's task. It is pickled to every worker; its methods must be free of side effects.
 
-    `build_model` and `build_optimizer` are called for every new generation of workers; `build_model` also when a worker
-    starts.
+    `build_model` and `build_optimizer` are called once in a worker's process; `build_model` also when the worker
+    starts, and for the first weights of a run. With tensor parallelism they are called for every generation of workers.
     """
 
     max_grad_norm: float | None = None

@@ -1,8 +1,8 @@
-"""Background preparation of the next generation by a worker: groups connected, model built and wrapped.
+"""Background preparation of the next generation by a worker: groups connected, nodes of the model wrapped.
 
-An unused preparation costs only time. No code of the task runs at the same time as its forward or backward.
-Constructors draw from torch's global generator, which each microbatch seeds, and may change settings of the whole
-process, for example the default dtype. Parameters have no memory until the model is taken.
+An unused preparation costs only time. A worker that trains has built its model, and no code of the task runs here. One
+that joins builds it first: no other thread may call the task's code meanwhile. Constructors draw from torch's global
+generator, and may change settings of the whole process. Nodes have no memory until they are taken.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm.device_mesh import forget
 from raysharded.actors.comm.groups import Groups, Rendezvous
-from raysharded.actors.model.build import Units, Wrapped, build_units_of, wrap
+from raysharded.actors.model.build import Wrapped, wrap
 from raysharded.actors.process.environment import use_threads
 from raysharded.errors import CollectiveAborted, StaleGeneration
 from raysharded.ids import GenerationId
@@ -23,9 +24,9 @@ from raysharded.task import has_tensor_parallelism
 class Preparations:
     """The preparation that was requested last of one worker."""
 
-    def __init__(self, job: Job, task_calls: threading.Lock) -> None:
-        """`task_calls`: the lock that a thread holds while it calls the task's code."""
-        self._job, self._task_calls = job, task_calls
+    def __init__(self, job: Job, task_calls: threading.Lock, objects: BuiltObjects) -> None:
+        """`task_calls`: the lock that a thread holds while it calls the task's code. `objects`: those of the worker."""
+        self._job, self._task_calls, self._objects = job, task_calls, objects
         self._changing = threading.Lock()
         self._newest: Preparation | None = None
         self._formed = GenerationId(0)
@@ -37,7 +38,7 @@ class Preparations:
 
         Raises StaleGeneration for an outdated generation or attempt; otherwise as `Preparation.make`. Any thread.
         """
-        preparation = Preparation(self._job, where, self._task_calls, build_seed)
+        preparation = Preparation(self._job, where, self._task_calls, build_seed, self._objects)
         with self._changing:
             if generation <= self._formed:
                 raise StaleGeneration(f"generation {generation} was to be prepared after {self._formed}")
@@ -54,8 +55,8 @@ class Preparations:
         with self._changing:
             self._formed = max(self._formed, generation)
 
-    def take(self, prefix: str) -> tuple[Groups, Units | Wrapped | None] | None:
-        """The groups and the model prepared at this rendezvous; discards any other preparation."""
+    def take(self, prefix: str) -> tuple[Groups, Wrapped | None] | None:
+        """The groups and the nodes prepared at this rendezvous; discards any other preparation."""
         with self._changing:
             preparation, self._newest = self._newest, None
         if preparation is None:
@@ -69,11 +70,20 @@ class Preparations:
 class Preparation:
     """One attempt. `make` runs in a separate thread; any thread may `discard` the attempt until it is taken."""
 
-    def __init__(self, job: Job, where: Rendezvous, task_calls: threading.Lock, build_seed: int = 0) -> None:
-        """`task_calls`: the lock for calls of the task's code; `build_seed`: the seed of the run's constructors."""
+    def __init__(
+        self,
+        job: Job,
+        where: Rendezvous,
+        task_calls: threading.Lock,
+        build_seed: int = 0,
+        objects: BuiltObjects | None = None,
+    ) -> None:
+        """`task_calls`: the lock for calls of the task's code; `build_seed`: the seed of the run's constructors.
+        `objects`: those of the worker."""
+        self._objects = objects or BuiltObjects(job.task, job.engine)
         self._job, self._where, self._task_calls, self._build_seed = job, where, task_calls, build_seed
         self._groups = Groups(job.use_gpu)
-        self._built: Units | Wrapped | None = None
+        self._wrapped: Wrapped | None = None
         self._changing = threading.Lock()
         self._is_made = self._is_discarded = False
 
@@ -90,7 +100,7 @@ class Preparation:
         try:
             begin()
             self._groups.connect_beside(self._where)
-            self._built = self._build()
+            self._wrapped = self._wrap()
         except BaseException:
             self.discard()
             raise
@@ -104,24 +114,27 @@ class Preparation:
         if discarded:
             raise CollectiveAborted(f"{self.prefix} is not wanted any more")
 
-    def _build(self) -> Units | Wrapped | None:
-        """The model, built as far as possible; None for a task whose parallel styles need torch's default group."""
+    def _wrap(self) -> Wrapped | None:
+        """Nodes of the model, wrapped; builds the model in a worker that has none.
+
+        None for a task whose parallel styles need torch's default group, for compiled blocks, and for whole units.
+        """
         job = self._job
         if has_tensor_parallelism(job.task):
             return None
         with self._task_calls:
             if self._groups.aborted:
                 raise CollectiveAborted(f"{self.prefix} is not wanted any more")
-            units = build_units_of(job.task, job.engine, None, self._build_seed)
+            units = self._objects.units(None, self._build_seed)
         if job.engine.compile or units.whole:  # the training thread compiles; a group of one needs the default group
-            return units
+            return None
         return wrap(units, job.engine, self._groups.axes())
 
-    def take(self) -> tuple[Groups, Units | Wrapped | None] | None:
-        """The groups and the model, which the caller owns from now on; None if unfinished or discarded."""
+    def take(self) -> tuple[Groups, Wrapped | None] | None:
+        """The groups and the nodes, which the caller owns from now on; None if unfinished or discarded."""
         with self._changing:
             made = self._is_made and not self._is_discarded
-        return (self._groups, self._built) if made else None
+        return (self._groups, self._wrapped) if made else None
 
     def discard(self) -> None:
         """Free the preparation, finished or not. Idempotent."""

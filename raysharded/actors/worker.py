@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
+from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm import link_check
 from raysharded.actors.comm.groups import Groups, prepare_environment
 from raysharded.actors.compilation.compiled_blocks import Compilation
-from raysharded.actors.model.build import Units, Wrapped, warm_up
-from raysharded.actors.optimizer.loaded_state import TriedOptimizer
+from raysharded.actors.model.build import Wrapped, warm_up
 from raysharded.actors.preparation import Preparations
 from raysharded.actors.process import preemption_notices
 from raysharded.actors.process.environment import facts_of, prepare_torch, use_threads
@@ -92,12 +92,12 @@ class Worker:
         self._engine: Engine | None = None
         self._task_calls = threading.Lock()
         """Held by a thread while it calls the task's code."""
-        self._preparations = Preparations(job, self._task_calls)
+        self._objects = BuiltObjects(job.task, job.engine)
+        self._preparations = Preparations(job, self._task_calls, self._objects)
         self._reports_before: deque[StepReport] = deque(maxlen=REPORTS_KEPT)
         """Step reports of older generations: the driver may die before it has recorded them in the journal."""
         self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
         self._sampler.start()
-        self._tried: TriedOptimizer | None = None
         self._notes = Notes()
         self._unexpected = UnexpectedErrors(worker)
         self._left_s = 0.0
@@ -177,7 +177,7 @@ class Worker:
                 self._groups.abort()
         return self._guarded(lambda: self._form(spec, prepared and prepared[1]))
 
-    def _form(self, spec: GenerationSpec, built: Units | Wrapped | None) -> GenerationReady:
+    def _form(self, spec: GenerationSpec, wrapped: Wrapped | None) -> GenerationReady:
         assert self._groups is not None
         parity = parity_of(self._job.engine.redundancy, spec.tensor)
         place = RankPosition(spec=spec, worker=self._worker, mirrors=self._job.engine.mirrors, parity=parity)
@@ -205,8 +205,7 @@ class Worker:
             self._compilation,
         )
         self._engine = engine
-        restored = engine.prepare(built, self._tried)
-        self._tried = engine.tried
+        restored = engine.prepare(wrapped, self._objects)
         return GenerationReady(
             generation=spec.generation,
             step=engine.step,
@@ -288,11 +287,12 @@ class Worker:
         )
 
     def _leave(self) -> None:
-        """Release the previous generation's groups and model, but not its shards in host memory."""
+        """Release the previous generation's groups and parameters, but not its shards in host memory."""
         engine, self._engine = self._engine, None
         if engine is not None:
             self._reports_before.extend(engine.reports)
         del engine
+        self._objects.release()
         if self._groups is not None:
             self._groups.close()
             self._groups = None

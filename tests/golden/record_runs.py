@@ -56,7 +56,7 @@ from tests.paths import ROOT
 from tests.training.harness import Collector, GptTask, Tokens, grouped, make_driver, make_job, make_limits, samples
 from tests.training.test_checkpoints import Storing, damage
 from tests.training.test_non_finite import Diverging, first_sample_of
-from tests.training.test_preparation import FailsBeside
+from tests.training.test_preparation import fail_beside
 
 REPOSITORY = ROOT
 NODES = ("node-a", "node-b", "node-c")
@@ -549,7 +549,8 @@ def a_preparation_that_fails(stage: Stage) -> None:
     def other_groups(driver: Driver) -> None:
         driver.reshard(Grouping(shards=1, least_shards=1, num_microbatches=4, tensor=1))
 
-    found = stage.run(3, (after("step", step=2), other_groups), task=FailsBeside(), steps=12, min_workers=1)
+    first = dict.fromkeys(range(3), fail_beside)
+    found = stage.run(3, (after("step", step=2), other_groups), first=first, steps=12, min_workers=1)
     require(found, "preparation_failed", "reshard")
 
 

@@ -21,12 +21,13 @@ _MODULES_OF = {
     "actors/comm": "fsdp_collectives",
     "actors/compilation": "ahead_of_join compiled_blocks",
     "actors/guards": "forwards inputs parameters",
+    "actors/in_place": "fsdp_tree unit_hooks",
     "actors/model": (
         "build constants construction drawn_constants init_batches init_weights inventory meta_watch param_layout "
         "parameter_marks sharded_model"
     ),
     "actors/numerics": "bit_digest grad_norm microbatch_schedule norm_blocks step_consensus summation_tree",
-    "actors/optimizer": "inner_optimizers kept_state learning_rate shard_optimizer step_hooks trial",
+    "actors/optimizer": "built_optimizer inner_optimizers kept_state learning_rate shard_optimizer step_hooks trial",
     "actors/reduction": "gradient_exchange replica_sum tree_reducer",
     "actors/shards": "async_copy device_state erasure mirror parity position rebuild restore store transfer",
     "actors/step": (

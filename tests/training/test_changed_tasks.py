@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 import raysharded as rs
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
@@ -150,6 +152,13 @@ class Changing(rs.Task):
         return 1.0
 
 
+class ChangingAnew(Changing):
+    """A `Changing` that is built anew in every generation, as all tasks with parallel styles are."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Mapping[str, ParallelStyle]:
+        return {"head": ColwiseParallel()}
+
+
 DATA = [torch.randn(WIDTH, generator=torch.Generator().manual_seed(index)) for index in range(40)]
 
 
@@ -204,7 +213,7 @@ def killed(folder: Path, before: Variant, after: Variant, log: Path) -> list[flo
     """The losses of a run that has the second task after a kill."""
     found = train(
         3,
-        task=Changing(folder, before, after),
+        task=ChangingAnew(folder, before, after),
         data=DATA,
         microbatches=MICROBATCHES,
         steps=STEPS,

@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,61 +18,71 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 import raysharded as rs
+from raysharded.actors import preparation
 from raysharded.actors.comm.gloo import ConnectedGroup
+from raysharded.actors.model.build import Wrapped, wrap
 from raysharded.driver.state.mesh_choice import Grouping
+from raysharded.ids import WorkerId
+from tests import patches
 from tests.training.harness import Collector, Gpt, GptTask, Outcome, grouped, make_driver, make_job, make_limits, train
 
 STEPS, MICROBATCHES = 12, 4
 BUILDING_S = 0.15
 
 
-def is_beside() -> bool:
-    """True in a thread that prepares a generation, in a worker."""
-    return threading.current_thread().name not in ("compute_0", "MainThread") and dist.is_initialized()
-
-
 class DrawingTask(GptTask):
-    """Its constructor disturbs the state of its process: torch's generator, again and again, and the default dtype.
+    """Its constructor disturbs the state of its process: torch's generator, and the default dtype. It notes its calls.
 
     A buffer that is not part of the state is computed meanwhile, and is used in forward.
     """
 
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+
     def build_model(self) -> nn.Module:
-        end = time.monotonic() + (BUILDING_S if is_beside() else 0.0)
+        if self._folder is not None:
+            with (self._folder / f"builds of {os.getpid()}").open("a") as calls:
+                calls.write(f"{threading.current_thread().name}\n")
         model = Gpt()
         torch.set_default_dtype(torch.float64)
-        while time.monotonic() < end:
-            torch.manual_seed(1)
-            torch.randn(100)
-            time.sleep(0.0002)
+        torch.manual_seed(1)
+        torch.randn(100)
         torch.set_default_dtype(torch.float32)
         model.register_buffer("ramp", torch.linspace(1.0, 2.0, model.ramp.numel()) ** 1.5, persistent=False)
         return model
 
 
-class FailsBeside(GptTask):
-    """Cannot be built in the background."""
+def wrap_slowly() -> None:
+    """In a worker's process: what is prepared in the background takes a while."""
 
-    def build_model(self) -> nn.Module:
-        if is_beside():
-            raise MemoryError("no room for a second one")
-        return Gpt()
+    def slowly(*args: Any) -> Wrapped:
+        time.sleep(BUILDING_S)
+        return wrap(*args)
+
+    patches.replace(preparation, "wrap", slowly)
 
 
-class DiesBeside(GptTask):
-    """The first worker that builds in the background is killed."""
+def fail_beside() -> None:
+    """In a worker's process: nothing can be prepared in the background."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def fail(*_: Any) -> Wrapped:
+        raise MemoryError("no room for a second one")
 
-    def build_model(self) -> nn.Module:
-        if is_beside():
-            try:
-                (self.folder / "died").touch(exist_ok=False)
-            except FileExistsError:
-                return Gpt()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return Gpt()
+    patches.replace(preparation, "wrap", fail)
+
+
+def die_beside(folder: Path) -> None:
+    """In a worker's process: the first worker that prepares in the background is killed."""
+
+    def die(*args: Any) -> Wrapped:
+        try:
+            (folder / "died").touch(exist_ok=False)
+        except FileExistsError:
+            return wrap(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    patches.replace(preparation, "wrap", die)
 
 
 class Slowly:
@@ -97,7 +108,15 @@ def undisturbed(*, draws: bool) -> Outcome:
 class Run(Collector):
     """A run of three workers that are to form other groups after some of its steps."""
 
-    def __init__(self, folder: Path, task: rs.Task, groups: dict[int, int | None], losses: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        task: rs.Task,
+        groups: dict[int, int | None],
+        losses: int = 0,
+        prepare: Callable[[], None] = wrap_slowly,
+    ) -> None:
+        """`prepare`: called first in each worker's process."""
         Collector.__init__(self)
         self.job = make_job(str(folder / "run"), task=task, microbatches=MICROBATCHES, steps=STEPS)
         self.wanted: dict[int, Grouping | None] = {step: grouped(self.job, size) for step, size in groups.items()}
@@ -112,6 +131,7 @@ class Run(Collector):
                 grouping=None,
             ),
             self,
+            prepare={WorkerId(worker): prepare for worker in range(3 + losses)},
         )
         self.fingerprint = self.driver.run().result_fingerprint
 
@@ -130,19 +150,22 @@ class Run(Collector):
 
 
 @pytest.mark.procs
-def test_a_model_that_is_built_in_the_background_changes_no_bit_of_it(tmp_path: Path) -> None:
-    run = Run(tmp_path, DrawingTask(), {2: 1, 6: None})
+def test_what_is_prepared_in_the_background_changes_no_bit_and_calls_no_code_of_the_task(tmp_path: Path) -> None:
+    run = Run(tmp_path, DrawingTask(tmp_path), {2: 1, 6: None})
     assert run.of("preparation_failed") == []
     assert ["prepared_s" in fields for fields in run.of("generation")] == [False, True, True]
     assert all(fields["prepared_s"] >= BUILDING_S for fields in run.of("generation")[1:])
     assert [fields["source"] for fields in run.of("generation")[1:]] == ["memory", "memory"]
     assert [fields["step"] for fields in run.of("step")] == list(range(1, STEPS + 1))
     run.assert_same_as_undisturbed(draws=True)
+    builds = [calls.read_text().splitlines() for calls in tmp_path.glob("builds of *")]
+    assert [len(threads) for threads in builds] == [3, 3, 3]  # at the start, for the run, and for the first weights
+    assert all(threads[1:] == ["compute_0"] * 2 for threads in builds)
 
 
 @pytest.mark.procs
 def test_a_preparation_that_fails_is_in_the_journal_and_the_change_is_made_without_it(tmp_path: Path) -> None:
-    run = Run(tmp_path, FailsBeside(), {2: 1})
+    run = Run(tmp_path, GptTask(), {2: 1}, prepare=fail_beside)
     (failed,) = run.of("preparation_failed")
     assert "no room for a second one" in failed["reason"]
     assert ["prepared_s" in fields for fields in run.of("generation")] == [False, False]
@@ -152,7 +175,7 @@ def test_a_preparation_that_fails_is_in_the_journal_and_the_change_is_made_witho
 
 @pytest.mark.procs
 def test_a_worker_that_dies_while_it_prepares_costs_no_more_than_any_loss(tmp_path: Path) -> None:
-    run = Run(tmp_path, DiesBeside(tmp_path), {2: 1}, losses=1)
+    run = Run(tmp_path, GptTask(), {2: 1}, losses=1, prepare=partial(die_beside, tmp_path))
     assert (tmp_path / "died").exists()
     assert len(run.of("worker_lost")) == 1
     assert "prepared_s" not in run.of("generation")[1]

@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from raysharded.actors.comm.device_mesh import forget
+from raysharded.actors.in_place.fsdp_tree import FsdpTree, origin_of
+from raysharded.actors.in_place.unit_hooks import UnitHooks
 from raysharded.actors.model.build import build_on_meta, find_units, mixed_precision
 from raysharded.actors.model.modes import Modes
 from raysharded.actors.model.sharded_model import clean_name
@@ -100,10 +102,12 @@ def compile_ahead(task: Task, config: EngineConfig, calls: Sequence[Call], devic
 
 def _call(block: nn.Module, config: EngineConfig, call: Call, mesh: DeviceMesh, device: torch.device) -> None:
     """Run a unit's forward and backward like its first call in the run."""
-    if not hasattr(block, "set_gradient_divide_factor"):
+    if block._compiled_call_impl is None:
         block._apply(lambda tensor: torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
         block.compile()
-        fully_shard(block, mesh=mesh, mp_policy=mixed_precision(config, is_root=False))
+        tree, hooks = FsdpTree(block, origin_of(block)), UnitHooks(block)  # the code that is cached calls these hooks
+        fully_shard(tree.root, mesh=mesh, mp_policy=mixed_precision(config, is_root=False))
+        tree.attach([hooks])
     args, kwargs = call.arguments(device)
     found = block(*args, **kwargs)
     outputs = [one for one in tensors_in(found) if one.requires_grad]

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from raysharded.actors.compilation.ahead_of_join import Call, compile_ahead, tensors_in, told
-from raysharded.actors.model.sharded_model import holds_parameters
+from raysharded.actors.model.sharded_model import ShardedModel, holds_parameters
 from raysharded.checkpoint import Storage
 from raysharded.checkpoint.retention.catalog import list_checkpoints
 from raysharded.config import EngineConfig
@@ -57,16 +56,12 @@ class Compilation:
         callback_handler.register_start_callback(self._begin)
         callback_handler.register_end_callback(self._end)
 
-    def watch(
-        self, units: Sequence[tuple[str, FSDPModule]], in_phase: Callable[[str], AbstractContextManager[None]]
-    ) -> None:
+    def watch(self, sharded: ShardedModel, in_phase: Callable[[str], AbstractContextManager[None]]) -> None:
         """Count the shapes of the calls of all units but the root; compilation time counts to a phase."""
         self._in_phase, self._refused_at = in_phase, None  # a checkpoint requested by an older generation may be lost
-        for name, unit in units:
+        for (name, unit), (_, each) in zip(sharded.units, sharded.hooks, strict=True):
             if name and holds_parameters(unit):
-                assert isinstance(unit, nn.Module)
-                hook = partial(self._note, name)
-                unit.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+                each.before_gather(partial(self._note, name))
 
     def end_step(self, step: int, storage: Storage, ask_for_checkpoint: Callable[[], None]) -> None:
         """Write new calls, and end the run if necessary. Call after each step.
@@ -129,7 +124,6 @@ class Compilation:
         seconds = time.perf_counter() - self._began_at
         _log.info("compiled for %.1f s for unit %s and the shapes %s", seconds, name, _shown(shapes))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _note(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         shapes = tuple(tuple(tensor.shape) for tensor in tensors_in((args, kwargs)))
         seen = self._seen.setdefault(name, {})

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from raysharded.actors.in_place.unit_hooks import UnitHooks
 from raysharded.actors.model.sharded_model import clean_name, holds_parameters
 from raysharded.actors.numerics.bit_digest import some_of, tensor_digest
 from raysharded.actors.numerics.microbatch_schedule import microbatch_name
@@ -35,11 +36,15 @@ class UnitWatch:
     """
 
     def __init__(
-        self, units: Sequence[tuple[str, FSDPModule]], sum_over_workers: Callable[[torch.Tensor], torch.Tensor] | None
+        self,
+        units: Sequence[tuple[str, FSDPModule]],
+        hooks: Sequence[tuple[str, UnitHooks]],
+        sum_over_workers: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> None:
-        """`sum_over_workers`: adds an int64 host tensor over the workers, in place; None: compare within the worker."""
+        """`hooks`: the units', in their order. `sum_over_workers`: adds an int64 host tensor over the workers, in
+        place; None: compare within the worker."""
         self._has_root = any(not name and holds_parameters(unit) for name, unit in units)
-        watched = [(name, unit) for name, unit in units if holds_parameters(unit)]
+        watched = [each for each, (_, unit) in zip(hooks, units, strict=True) if holds_parameters(unit)]
         self._names = [f"unit {name or 'the root'}" for name, _ in watched]
         self._end = len(watched)
         """The place of the forward's end; lower places are units."""
@@ -48,9 +53,8 @@ class UnitWatch:
         self._used: list[int] = []
         self._forward: tuple[Kind, str] | None = None
         """The forward that runs now; None in a backward, which may call units again to recompute them."""
-        for place, (_, unit) in enumerate(watched):
-            assert isinstance(unit, nn.Module)
-            unit.register_forward_pre_hook(partial(self._note, place), prepend=True)  # before FSDP2's, which gathers
+        for place, (_, each) in enumerate(watched):
+            each.before_gather(partial(self._note, place))
 
     @contextmanager
     def watching(self, kind: Kind, where: str) -> Iterator[None]:
@@ -69,7 +73,6 @@ class UnitWatch:
         finally:
             self._forward = None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _note(self, place: int, *_: object) -> None:
         if self._forward is not None:
             self._compare(place, *self._forward)

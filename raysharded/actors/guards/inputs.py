@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.fsdp import FSDPModule
 
+from raysharded.actors.in_place.unit_hooks import UnitHooks
 from raysharded.actors.model.build import DTYPES, casts_inputs
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.config import EngineConfig
@@ -25,33 +25,24 @@ from raysharded.config import EngineConfig
 class InputWatch:
     """Watch of the inputs of one generation's model, from construction to `end`. Training thread only."""
 
-    def __init__(self, units: Sequence[tuple[str, FSDPModule]], config: EngineConfig, say: Say) -> None:
-        """`units`: (name, unit) pairs; the root's name is empty."""
+    def __init__(self, hooks: Sequence[tuple[str, UnitHooks]], config: EngineConfig, say: Say) -> None:
+        """`hooks`: the units', with their names; the root's is empty."""
         self._say = say
-        self._ends = not config.compile  # a compiled block keeps its first hooks
-        self._looks = True
-        self._handles = []
-        for name, unit in units:
+        self._placed = []
+        for name, each in hooks:
             if config.param_dtype is not None and casts_inputs(config, is_root=not name):
-                assert isinstance(unit, nn.Module)
                 look = partial(self._look, is_root=not name, dtype=DTYPES[str(config.param_dtype)])
-                handle = unit.register_forward_pre_hook(look, prepend=True, with_kwargs=True)  # before FSDP2's
-                self._handles.append(handle)
+                self._placed.append(each.before_gather(look))
 
     def end(self) -> None:
         """Stop checking inputs."""
-        self._looks = False
-        if self._ends:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
+        for placed in self._placed:
+            placed.remove()
+        self._placed.clear()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _look(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_root: bool, dtype: torch.dtype
     ) -> None:
-        if not self._looks:
-            return
         inner = _user_module(module)
         for name, argument in arguments(inner.forward, args, kwargs).items():
             for path, value in tensors_in(name, argument):
@@ -98,8 +89,7 @@ def _user_module(module: nn.Module) -> nn.Module:
 
 
 def _class_name(module: nn.Module) -> str:
-    """Name of the module's first class that is not FSDP2's, which FSDP2 puts first."""
-    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+    return type(module).__name__
 
 
 def arguments(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import PackedSequence
 
+from raysharded.actors.in_place.unit_hooks import UnitHooks
 from raysharded.actors.task_calls.object_contents import reachable
 from raysharded.errors import TaskError
 
@@ -28,8 +28,8 @@ _AS_A_COPY = "write x = x + y for x += y, or return a clone()"
 class OutputWatch:
     """Watch of the outputs of one generation's model, in training. Training thread only."""
 
-    def __init__(self, units: Sequence[tuple[str, FSDPModule]], *, looks: bool) -> None:
-        """`units`: (name, unit) pairs; the root's name is empty.
+    def __init__(self, hooks: Sequence[tuple[str, UnitHooks]], *, looks: bool) -> None:
+        """`hooks`: the units', with their names; the root's is empty.
 
         `looks`: whether to inspect outputs of units other than the root; False if they are compiled, hooks included.
         """
@@ -38,20 +38,19 @@ class OutputWatch:
         self._views: dict[str, None] = {}
         self._edges: list[tuple[GradientEdge, torch.Size, torch.dtype, torch.device]] = []
         """Graph edges of a microbatch, each with the shape, dtype and device of its gradient."""
-        self._handles = []
+        self._placed = []
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)  # on views: see below
-        for name, unit in units:
-            assert isinstance(unit, nn.Module)
+        for name, each in hooks:
             if looks or not name:
-                self._handles.append(unit.register_forward_hook(partial(self._look, name)))
+                self._placed.append(each.at_end(partial(self._look, name)))
             if not name:
-                unit.register_forward_hook(self._keep_edges)  # after FSDP2's hooks, which are on the same edges
+                each.at_end(self._keep_edges)  # after FSDP2's hooks, which are on the same edges
 
     def end_first_step(self) -> None:
         """Stop inspecting outputs."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for placed in self._placed:
+            placed.remove()
+        self._placed.clear()
 
     def forget(self) -> None:
         """Release the graph of a microbatch before the next one, or because its loss has a graph."""
@@ -96,7 +95,6 @@ class OutputWatch:
             )
         raise TaskError(f"the backward of {where} came to none of the model's units: nothing would be trained. {found}")
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _look(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         found = list(_tensors_in(output))
         if any(tensor.requires_grad and tensor._base is not None for tensor in found):
@@ -106,7 +104,6 @@ class OutputWatch:
             if any(tensor.requires_grad for tensor in inside):
                 self._objects[name] = type(output).__name__
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _keep_edges(self, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in _tensors_in(output):
             if tensor.requires_grad:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from raysharded.actors.in_place.unit_hooks import UnitHooks
 from raysharded.actors.model.parameter_marks import GradientHook
 from raysharded.actors.model.sharded_model import clean_name
 from raysharded.errors import InexactError
@@ -30,18 +30,17 @@ class ParameterWatch:
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[tuple[str, FSDPModule]],
+        units: Sequence[tuple[str, UnitHooks]],
         hooks: Mapping[str, Sequence[GradientHook]],
     ) -> None:
-        """`hooks`: gradient hooks by parameter name."""
+        """`units`: the units' hooks. `hooks`: gradient hooks by parameter name."""
         self._hooks = hooks
         self._hooked = WeakTensorKeyDictionary()
         for unit, places in _places_by_unit(model, [unit for _, unit in units]):
             whole: list[tuple[str, torch.Tensor, int]] = []
-            unit.register_forward_pre_hook(partial(self._before, places, whole))  # after FSDP2's, which gathers
-            unit.register_forward_hook(partial(self._after, whole), prepend=True)  # before FSDP2's, which frees
+            unit.before_forward(partial(self._before, places, whole))
+            unit.after_forward(partial(self._after, whole))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _before(self, places: Sequence[_Place], whole: list[tuple[str, torch.Tensor, int]], *_: Any) -> None:
         whole.clear()
         for module, local, name in places:
@@ -53,7 +52,6 @@ class ParameterWatch:
                 for hook in self._hooks[name]:
                     param.register_hook(hook)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _after(self, whole: list[tuple[str, torch.Tensor, int]], *_: Any) -> None:
         for name, param, version in whole:
             if param._version != version:
@@ -65,15 +63,14 @@ class ParameterWatch:
         whole.clear()
 
 
-def _places_by_unit(model: nn.Module, units: Sequence[FSDPModule]) -> Iterator[tuple[nn.Module, list[_Place]]]:
-    """(unit, places of the parameters that no inner unit holds), for each unit with such parameters."""
+def _places_by_unit(model: nn.Module, units: Sequence[UnitHooks]) -> Iterator[tuple[UnitHooks, list[_Place]]]:
+    """(unit's hooks, places of the parameters that no inner unit holds), for each unit with such parameters."""
     names = {id(module): clean_name(name) for name, module in model.named_modules()}
-    inner_first = sorted(units, key=lambda unit: -len(names[id(unit)]))
+    inner_first = sorted(units, key=lambda unit: -len(names[id(unit.module)]))
     taken: set[int] = set()
     for unit in inner_first:
-        assert isinstance(unit, nn.Module)
         places = []
-        for module in unit.modules():
+        for module in unit.module.modules():
             for local, param in module._parameters.items():
                 if param is not None and id(param) not in taken:
                     taken.add(id(param))

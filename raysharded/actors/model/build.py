@@ -1,7 +1,8 @@
 """From a task to a sharded model: parameters on the meta device, buffers computed, blocks wrapped.
 
 Parameters are created on the meta device, so that a model larger than one worker's memory can be built. The
-constructor computes buffers (RoPE tables) as usual. Every generation builds anew.
+constructor computes buffers (RoPE tables) as usual. A process builds once; a generation wraps a tree of nodes in place
+of the model's modules (`in_place/fsdp_tree.py`).
 
 If a task does not choose the blocks that are units, they are the blocks of the model's outermost lists. A list may hold
 lists: stages of blocks, as in Swin, ConvNeXt and U-Nets. FSDP2 gathers a unit's weights when its forward is called. So
@@ -12,7 +13,7 @@ were assigned to. A `Sequential` has a forward, and is a block.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,9 +22,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # tor
     CheckpointWrapper,
     checkpoint_wrapper,
 )
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from raysharded.actors.comm.device_mesh import DeviceMeshes
+from raysharded.actors.in_place.fsdp_tree import FsdpTree, Origin, origin_of
+from raysharded.actors.in_place.unit_hooks import UnitHooks
 from raysharded.actors.model.construction import Construction, construct
 from raysharded.actors.model.inventory import Inventory, inventory_of
 from raysharded.actors.model.modes import kept_in_eval
@@ -101,6 +104,12 @@ class Units:
     """Parameter -> dimension, as in `ParamLayout`."""
     replicated: frozenset[str]
     """The parameters that every worker has whole."""
+    origin: Origin
+    """The model as it was built."""
+    parameters: Mapping[str, nn.Parameter]
+    """The model's parameters as it was built, without memory, by name."""
+    hooks: tuple[UnitHooks, ...]
+    """Hooks of the blocks and of the root."""
     marks: ParameterMarks = field(default_factory=ParameterMarks)
     inventory: Inventory = field(default_factory=Inventory)
 
@@ -112,13 +121,12 @@ class Units:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wrapped:
-    """A model wrapped by FSDP2, still without memory."""
+    """The nodes of a model, wrapped by FSDP2, still without memory. The model itself is unchanged."""
 
-    model: nn.Module
+    units: Units
+    tree: FsdpTree
     cuts: ParamLayout
     whole_names: set[str]
-    marks: ParameterMarks = field(default_factory=ParameterMarks)
-    inventory: Inventory = field(default_factory=Inventory)
 
 
 def build_sharded(
@@ -143,8 +151,9 @@ def build_units_of(task: Task, config: EngineConfig, axes: DeviceMeshes | None, 
     blocks = find_units(task, config, model)
     _check_parameters(task, model, blocks)
     strategies = strategies_of(task, config, model, blocks)
+    parameters = {clean_name(name): param for name, param in model.named_parameters()}
     replicated = _parameters_of(model, blocks, {block for block in blocks if strategies[block] == "replicate"})
-    replicated |= {clean_name(name) for name, param in model.named_parameters() if not param.dim()}
+    replicated |= {name for name, param in parameters.items() if not param.dim()}
     if cut_and_whole := sorted(replicated & dims.keys()):
         raise ConfigError(
             f"{type(task).__name__}.strategy replicates {cut_and_whole[0]!r}, which {type(task).__name__}.parallelize "
@@ -156,17 +165,22 @@ def build_units_of(task: Task, config: EngineConfig, axes: DeviceMeshes | None, 
         strategies=strategies,
         tensor_dims=dims,
         replicated=replicated,
+        origin=origin_of(model),
+        parameters=parameters,
+        hooks=tuple(UnitHooks(module) for module in (*blocks, model)),
         marks=marks,
         inventory=inventory,
     )
 
 
 def wrap(units: Units, config: EngineConfig, axes: DeviceMeshes) -> Wrapped:
-    """Wrap the model and its blocks as FSDP2's units."""
+    """Wrap nodes of the model and of its blocks as FSDP2's units. Calls no code of the task."""
     model, blocks, strategies, whole = units.model, units.blocks, units.strategies, units.whole
+    tree = FsdpTree(model, units.origin)
     if config.compile:
         for block in blocks:
-            block.compile()
+            if block._compiled_call_impl is None:
+                block.compile()
     of_units, of_root = (mixed_precision(config, is_root=is_root) for is_root in (False, True))
     whole_names = {clean_name(name) for name, module in model.named_modules() if module in whole}
     mesh = axes.data
@@ -175,11 +189,15 @@ def wrap(units: Units, config: EngineConfig, axes: DeviceMeshes) -> Wrapped:
     for block in blocks:
         frees, block_mesh = strategies[block] == "full", own_mesh if block in whole else mesh
         fully_shard(
-            block, mesh=block_mesh, mp_policy=of_units, reshard_after_forward=frees, ignored_params=scalars or None
+            tree.node_of(block),
+            mesh=block_mesh,
+            mp_policy=of_units,
+            reshard_after_forward=frees,
+            ignored_params=scalars or None,
         )
-    fully_shard(model, mesh=mesh, mp_policy=of_root, ignored_params=scalars or None)
+    fully_shard(tree.root, mesh=mesh, mp_policy=of_root, ignored_params=scalars or None)
     cuts = ParamLayout(degree=axes.degree, tensor_dims=units.tensor_dims, replicated=units.replicated)
-    return Wrapped(model=model, cuts=cuts, whole_names=whole_names, marks=units.marks, inventory=units.inventory)
+    return Wrapped(units=units, tree=tree, cuts=cuts, whole_names=whole_names)
 
 
 def mixed_precision(config: EngineConfig, *, is_root: bool) -> MixedPrecisionPolicy:
@@ -197,26 +215,31 @@ def casts_inputs(config: EngineConfig, *, is_root: bool) -> bool:
 
 
 def allocate(wrapped: Wrapped, device: torch.device) -> ShardedModel:
-    """Give a wrapped model its memory, and FSDP2 the settings of the canonical sum."""
-    model = wrapped.model
-    allocate_scalars(model, device)
-    model._apply(lambda tensor: _materialise(tensor, device))
-    units = [(clean_name(name), module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    units.sort(key=lambda unit: unit[0] == "")
+    """Give wrapped nodes their memory, and FSDP2 the settings of the canonical sum; let the model compute with them."""
+    model, root, hooks = wrapped.units.model, wrapped.tree.root, wrapped.units.hooks
+    allocate_scalars(root, device)
+    root._apply(lambda tensor: _materialise(tensor, device))
+    by_module = {each.module: each for each in hooks}
+    named = [(clean_name(name), by_module[m]) for name, m in model.named_modules() if m in by_module]
+    named.sort(key=lambda one: one[0] == "")
+    units = tuple((name, wrapped.tree.unit_of(each.module)) for name, each in named)
     for _, unit in units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-    assert isinstance(model, FSDPModule)
-    if hasattr(model, "set_reduce_scatter_unused_params"):
-        model.set_reduce_scatter_unused_params(True)
+    whole = wrapped.tree.unit_of(model)
+    if hasattr(whole, "set_reduce_scatter_unused_params"):
+        whole.set_reduce_scatter_unused_params(True)
+    wrapped.tree.attach(hooks)
     parameters = {clean_name(name): param for name, param in model.named_parameters()}
-    wrapped.marks.put_on(parameters)
+    wrapped.units.marks.put_on(parameters)
     return ShardedModel(
         model=model,
-        units=tuple(units),
+        tree=wrapped.tree,
+        units=units,
+        hooks=tuple(named),
         parameters=parameters,
-        marks=wrapped.marks,
-        inventory=wrapped.inventory,
+        marks=wrapped.units.marks,
+        inventory=wrapped.units.inventory,
         persistent_buffers={clean_name(name): buffer for name, buffer in persistent_buffers(model)},
         cuts=wrapped.cuts,
         replicated_units=frozenset(name for name, _ in units if name in wrapped.whole_names),

@@ -1,4 +1,4 @@
-"""A model that FSDP2 has wrapped, and queries on its units."""
+"""A model and the units of it that FSDP2 has wrapped, and queries on them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from raysharded.actors.in_place.fsdp_tree import FsdpTree
+from raysharded.actors.in_place.unit_hooks import UnitHooks
 from raysharded.actors.model.inventory import Inventory
 from raysharded.actors.model.param_layout import ParamLayout
 from raysharded.actors.model.parameter_marks import ParameterMarks
@@ -26,11 +28,15 @@ def clean_name(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedModel:
-    """A model wrapped by FSDP2, its memory allocated but not filled."""
+    """A model that computes with the parameters of one generation; their memory is allocated but not filled."""
 
     model: nn.Module
+    tree: FsdpTree
+    """The nodes that FSDP2 has wrapped in place of the model's modules."""
     units: tuple[tuple[str, FSDPModule], ...]
-    """The FSDP2 units with their names; the root last."""
+    """The FSDP2 units, nodes of the tree, with their names; the root last."""
+    hooks: tuple[tuple[str, UnitHooks], ...]
+    """The hooks of the units' modules, in the same order."""
     parameters: dict[str, nn.Parameter]
     """Clean name -> sharded parameter (a DTensor, except a scalar); tied parameters once."""
     persistent_buffers: dict[str, torch.Tensor]
@@ -43,6 +49,10 @@ class ShardedModel:
     """Other results of the build."""
     replicated_units: frozenset[str] = frozenset()
     """The names of the units that every worker has whole."""
+
+    def release(self) -> None:
+        """Leave the model without memory and without hooks of this generation. Idempotent."""
+        self.tree.detach(hooks for _, hooks in self.hooks)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from raysharded.actors.model.inventory import Item, group_items
+from raysharded.actors.model.inventory import Item
 from raysharded.actors.model.param_layout import ParamLayout, Replication
 from raysharded.actors.model.sharded_model import local_of
-from raysharded.actors.optimizer.inner_optimizers import OptimizerParts
+from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
 from raysharded.actors.optimizer.kept_state import KeptState
 from raysharded.actors.optimizer.learning_rate import rate_of, require_rates, scale_of
 from raysharded.actors.optimizer.loaded_state import (
@@ -30,7 +30,7 @@ from raysharded.actors.optimizer.loaded_state import (
     remark_unused,
 )
 from raysharded.actors.optimizer.refusals import cannot_be_kept, depends_on_the_cut
-from raysharded.actors.optimizer.step_hooks import HookCalls, Watched
+from raysharded.actors.optimizer.step_hooks import Watched
 from raysharded.actors.optimizer.trial import Verdict, try_out
 from raysharded.actors.task_calls.explanations import about_optimizer
 from raysharded.actors.task_calls.remarks import Say, say_nothing
@@ -53,16 +53,18 @@ class ShardOptimizer:
         cuts: ParamLayout | None = None,
         rates: Rates = (),
         numbers: int = 2,
+        built: BuiltOptimizer | None = None,
     ) -> None:
         """`cuts`: the layout of the parameters over the workers; None: each one is cut over all of them. `rates`:
-        requested factors of the learning rate. `numbers`: the number of the rule `numbers`."""
+        requested factors of the learning rate. `numbers`: the number of the rule `numbers`. `built`: the optimizer over
+        `parameters`, if an earlier generation has built it."""
         self._rates, self._numbers = rates, numbers
         self._cuts = cuts or ParamLayout()
-        with naming(f"{type(task).__name__}.build_optimizer", "build_optimizer"):
-            self._optimizer = task.build_optimizer(model)
-        self._task = task
-        names = {id(param): name for name, param in parameters.items()}
-        self._parts, self._hooks = OptimizerParts(self._optimizer), HookCalls(self._optimizer)
+        if built is None:
+            with naming(f"{type(task).__name__}.build_optimizer", "build_optimizer"):
+                built = BuiltOptimizer(task.build_optimizer(model))
+        self.built, self._optimizer, self._parts, self._hooks = built, built.optimizer, built.parts, built.hooks
+        self._task, names = task, {id(param): name for name, param in parameters.items()}
         self._keeps: Mapping[str, frozenset[str]] = {}
         self._loaded = LoadedState(self._parts, self._keeps)
         self._say: Say = say_nothing
@@ -96,7 +98,7 @@ class ShardOptimizer:
             )
         kind = type(self._optimizer).__name__
         self._kept = KeptState(self._parts, kind, self._params, self._sharded, elementwise=self._elementwise)
-        self.kind = OptimizerKind.of(self._parts, {id(param): name for name, param in self._params.items()})
+        self.kind = built.note({id(param): name for name, param in self._params.items()})
 
     @property
     def written(self) -> Mapping[str, torch.Tensor]:
@@ -104,8 +106,8 @@ class ShardOptimizer:
         return self._params
 
     def group_items(self) -> Iterator[Item]:
-        """The groups as they were built, for the comparison with other workers. Call before the state is loaded."""
-        return group_items(self._parts.groups, {id(param): name for name, param in self._params.items()})
+        """The groups as they were built, for the comparison with other workers."""
+        yield from self.built.items
 
     def has(self, name: str) -> bool:
         """True if the parameter is in a group of the optimizer."""

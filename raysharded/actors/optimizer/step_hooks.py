@@ -113,6 +113,10 @@ class HookCalls(NotFollowed):
         """
         self._watch = _Watch(self._optimizer, self._parts, self.names, watched, elementwise, say)
 
+    def unwatch(self) -> None:
+        """Check hooks no longer: the generation is over."""
+        self._watch = None
+
     @contextmanager
     def in_step(self, step: int) -> Iterator[None]:
         """A context around step number `step` of the run. Raises InexactError or TaskError within it."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
+from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.guards.shard_memory import check_memory
-from raysharded.actors.model.build import Units, Wrapped, allocate, build_units_of, wrap
-from raysharded.actors.model.modes import Modes
+from raysharded.actors.model.build import Wrapped
 from raysharded.actors.model.sharded_model import ShardedModel
 from raysharded.actors.numerics.step_consensus import MetricNames
 from raysharded.actors.optimizer.loaded_state import TriedOptimizer
@@ -53,10 +52,9 @@ class Surroundings:
 class Parts:
     """Parts of one worker's training. The model's state has no values yet: `restore` fills it."""
 
-    units: Sequence[tuple[str, FSDPModule]]
+    sharded: ShardedModel
     optimizer: ShardOptimizer
     tried: TriedOptimizer
-    """Result of the trial of the task's optimizer."""
     names: MetricNames
     gradient: StepGradient
     evaluator: Evaluator
@@ -70,19 +68,20 @@ class Parts:
 
 def assemble(
     around: Surroundings,
-    built: Units | Wrapped | None,
-    tried: TriedOptimizer | None,
+    prepared: Wrapped | None,
+    objects: BuiltObjects,
     *,
     is_new: bool,
     on_reduce: Callable[[], None],
 ) -> Parts:
-    """Build the model, as far as it is not built, and everything that computes with it. Raises TaskError, InexactError.
+    """Give the model its memory, and build everything that computes with it. Raises TaskError, InexactError.
 
-    `tried`: result of an earlier trial in this process. `is_new`: True if no step of this run was computed in memory
+    `prepared`: nodes of the model that are wrapped already. `objects`: those of this process; what is missing there is
+    built. `is_new`: True if no step of this run was computed in memory
     before. `on_reduce`: called before each exchange of gradients.
     """
     job, place, groups, say = around.job, around.place, around.groups, around.say
-    sharded = _sharded(around, built)
+    sharded = objects.attach(prepared, groups.axes(), place.spec.build_seed, around.device)
     _settle_process(around, "build_model", sharded.inventory.left)
     numbers = place.number_of("numbers")
     with put_back() as left:
@@ -94,11 +93,15 @@ def assemble(
             cuts=sharded.cuts,
             rates=place.spec.decisions.rates,
             numbers=numbers,
+            built=objects.optimizer,
         )
-    _settle_process(around, "build_optimizer", left)
-    modes = Modes(sharded.model, place.number_of("modes"))
+    if objects.optimizer is None:
+        objects.optimizer, objects.optimizer_left = optimizer.built, left
+    objects.stepped = optimizer.written
+    _settle_process(around, "build_optimizer", objects.optimizer_left)
+    modes = objects.modes(place.number_of("modes"))
     modes.remark(type(job.task).__name__, say)
-    found = optimizer.try_out(tried, say)
+    objects.tried = tried = optimizer.try_out(objects.tried, say)
     draws = place.number_of("draws")
     computer = Computer(
         job.task, sharded.model, around.device, job.batch.seed, draws, watches_memory=not job.engine.compile
@@ -130,9 +133,9 @@ def assemble(
         say(about, sentence)
     every, sum_int64 = job.engine.audit_every_steps, groups.state.sum_int64
     return Parts(
-        units=sharded.units,
+        sharded=sharded,
         optimizer=optimizer,
-        tried=found,
+        tried=tried,
         names=names,
         gradient=gradient,
         evaluator=evaluator,
@@ -152,19 +155,10 @@ def assemble(
     )
 
 
-def _sharded(around: Surroundings, built: Units | Wrapped | None) -> ShardedModel:
-    if not isinstance(built, Wrapped):
-        job, axes = around.job, around.groups.axes()
-        units = built or build_units_of(job.task, job.engine, axes, around.place.spec.build_seed)
-        built = wrap(units, job.engine, axes)
-    return allocate(built, around.device)
-
-
-def call_in_the_middle(units: Sequence[tuple[str, FSDPModule]], on_forward: Callable[[], None]) -> None:
+def call_in_the_middle(sharded: ShardedModel, on_forward: Callable[[], None]) -> None:
     """Let `on_forward` be called in each forward, when half of the units have computed."""
-    middle = units[len(units) // 2][1]
-    assert isinstance(middle, torch.nn.Module)
-    middle.register_forward_pre_hook(lambda *_: on_forward())
+    _, middle = sharded.hooks[len(sharded.hooks) // 2]
+    middle.before_forward(lambda *_: on_forward())
 
 
 def _settle_process(around: Surroundings, method: str, left: Left) -> None:

@@ -21,15 +21,15 @@ from functools import partial
 
 import torch
 
+from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.compilation.compiled_blocks import Compilation
-from raysharded.actors.model.build import Units, Wrapped
+from raysharded.actors.model.build import Wrapped
 from raysharded.actors.model.inventory import Item, compare
 from raysharded.actors.model.param_layout import Replication
 from raysharded.actors.numerics.bit_digest import flip_bit
 from raysharded.actors.numerics.grad_norm import NORM_WORDS, square_sum_words
 from raysharded.actors.numerics.step_consensus import Agreed, Contribution, Flags, agree
-from raysharded.actors.optimizer.loaded_state import TriedOptimizer
 from raysharded.actors.shards.parity import keeper_of
 from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.restore import Restored, restore
@@ -92,8 +92,6 @@ class Engine:
         self._spec_is_final = False
         """True once the optimizer has made its state of the used parameters, in its first step."""
         self._memory_is_checked = False
-        self.tried: TriedOptimizer | None = None
-        """Result of the trial of the task's optimizer."""
         loader.skip(place.spec.decisions.skips, place.number_of("order"), place.spec.blocks)
 
     @property
@@ -132,16 +130,17 @@ class Engine:
 
     # -- before training --
 
-    def prepare(self, built: Units | Wrapped | None = None, tried: TriedOptimizer | None = None) -> Restored:
-        """Build the model for this generation, as far as it is not built, and give it its state.
+    def prepare(self, prepared: Wrapped | None = None, objects: BuiltObjects | None = None) -> Restored:
+        """Give the model its parameters and state for this generation.
 
-        `tried`: result of a trial of the task's optimizer in this process; an optimizer of another kind is tried.
+        `prepared`: nodes of the model that are wrapped already. `objects`: the model and optimizer of this process,
+        built if they are not; their owner releases them.
         """
         with self._calling_the_task():
-            return self._prepare(built, tried)
+            return self._prepare(prepared, objects or BuiltObjects(self._job.task, self._job.engine))
 
-    def _prepare(self, built: Units | Wrapped | None, tried: TriedOptimizer | None) -> Restored:
-        job, groups = self._job, self._groups
+    def _prepare(self, prepared: Wrapped | None, objects: BuiltObjects) -> Restored:
+        job, groups, tried = self._job, self._groups, objects.tried
         with self._in_phase("build"):
             parts = assemble(
                 Surroundings(
@@ -155,19 +154,18 @@ class Engine:
                     in_phase=self._in_phase,
                     say=self._say,
                 ),
-                built,
-                tried,
+                prepared,
+                objects,
                 is_new=self.step == 0 or not isinstance(self._place.spec.source, FromMemory),
                 on_reduce=lambda: self._probe("backward", self.step + 1),
             )
             self._optimizer, self._gradient, self._live = parts.optimizer, parts.gradient, parts.live
             self._names, self._evaluator, self._applying = parts.names, parts.evaluator, parts.applying
             self._audit, self._proof, self._check_memory = parts.audit, parts.proof, parts.check_memory
-            self.tried = parts.tried
             self._gradient.rounds.on_gradient = self._on_gradient
             if self._compilation is not None:
-                self._compilation.watch(parts.units, self._in_phase)
-            call_in_the_middle(parts.units, lambda: self._probe("forward", self.step + 1))
+                self._compilation.watch(parts.sharded, self._in_phase)
+            call_in_the_middle(parts.sharded, lambda: self._probe("forward", self.step + 1))
         with self._in_phase("reshard"):
             restored = restore(
                 self._place,
@@ -186,7 +184,7 @@ class Engine:
             if isinstance(self._place.spec.source, FromCheckpoint):
                 self._optimizer.remark_changes(left_out, None)
             else:  # a worker that joins does not know the previous optimizer
-                self._optimizer.remark_changes(left_out, (tried or self.tried).kind)
+                self._optimizer.remark_changes(left_out, (tried or parts.tried).kind)
             self._spec = restored.own.spec if self.step else None
             self._gradient.watch_buffers()
             groups.state.barrier()

@@ -77,7 +77,7 @@ class StepGradient:
         self._shifted, self._further = shifted, 0
         self._job, self._optimizer, self._computer, self._loader = job, optimizer, computer, loader
         self._names, self._in_phase, self._numbers, self._say = names, phases, numbers, say
-        self._model, self._modes = sharded.model, modes
+        self._model, self._root, self._modes = sharded.model, sharded.tree.root, modes
         self._exact, self._on_backward = job.engine.reduction == "exact", on_reduce
         mesh = groups.mesh.data
         schedule = Schedule(mode=job.engine.accumulation, num_microbatches=job.batch.num_microbatches, mesh=mesh)
@@ -97,13 +97,13 @@ class StepGradient:
         self._scalars = ScalarGradients(sharded.parameters.values(), self.rounds, exact=self._exact)
         self.reducers += self._scalars.reducers
         sums = groups.state.sum_int64 if compares_forwards else None
-        self.units = UnitWatch(sharded.units, sums) if self._exact else None
+        self.units = UnitWatch(sharded.units, sharded.hooks, sums) if self._exact else None
         """Watch of the forwards, also those of the evaluation."""
-        self._parameters = ParameterWatch(self._model, sharded.units, sharded.marks.hooks)
+        self._parameters = ParameterWatch(self._model, sharded.hooks, sharded.marks.hooks)
         self.use = ParameterUse(sharded.units, sharded.parameters)
         self._trains_units = any(reduces_gradients(unit) for _, unit in sharded.units)
-        self._outputs = OutputWatch(sharded.units, looks=not job.engine.compile)
-        self._inputs = InputWatch(sharded.units, job.engine, say) if is_new else None
+        self._outputs = OutputWatch(sharded.hooks, looks=not job.engine.compile)
+        self._inputs = InputWatch(sharded.hooks, job.engine, say) if is_new else None
         self._buffers: BufferWatch | None = None
         self._padding_microbatch: Microbatch | None = None
 
@@ -179,7 +179,7 @@ class StepGradient:
         if self._exact:
             self._optimizer.clear_gradients()
         elif self._job.engine.accumulation == "local":
-            self._model.set_requires_gradient_sync(self.rounds.is_last)  # type: ignore[operator]
+            self._root.set_requires_gradient_sync(self.rounds.is_last)  # type: ignore[operator]
         self._modes.train()
         self._outputs.forget()
         with watching(self.units, "train", step, index), self.rounds.in_loss():

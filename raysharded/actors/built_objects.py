@@ -1,0 +1,84 @@
+"""The model and the optimizer of one worker's process: the same Python objects in every generation of workers.
+
+A task with tensor parallelism is the exception: torch's parallel styles leave hooks and tensors of one mesh on the
+modules, and nothing undoes them. Its model and optimizer are built anew for every generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from raysharded.actors.comm.device_mesh import DeviceMeshes
+from raysharded.actors.model.build import Units, Wrapped, allocate, build_units_of, wrap
+from raysharded.actors.model.modes import Modes
+from raysharded.actors.model.sharded_model import ShardedModel
+from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
+from raysharded.actors.optimizer.loaded_state import TriedOptimizer
+from raysharded.actors.task_calls.process_state import Left
+from raysharded.config import EngineConfig
+from raysharded.task import Task, has_tensor_parallelism
+
+
+class BuiltObjects:
+    """A task's model and optimizer in this process. One thread at a time; `release`: training thread."""
+
+    def __init__(self, task: Task, config: EngineConfig) -> None:
+        self._task, self._config = task, config
+        self._units: Units | None = None
+        self._sharded: ShardedModel | None = None
+        self._modes: Modes | None = None
+        self.optimizer: BuiltOptimizer | None = None
+        """None until the first generation."""
+        self.optimizer_left = Left()
+        """Settings of the process that `build_optimizer` left changed."""
+        self.stepped: Mapping[str, torch.Tensor] = {}
+        """The parameters in the optimizer's groups, by name."""
+        self.tried: TriedOptimizer | None = None
+        """Result of the trial of the optimizer, also of one that is built anew."""
+
+    def units(self, axes: DeviceMeshes | None, seed: int) -> Units:
+        """The model's units; builds the model if it is not built. Call it where the task's code may be called.
+
+        `axes`: may be None if the task has no tensor parallelism; `seed`: the seed of the run's constructors.
+        """
+        if self._units is None:
+            self._units = build_units_of(self._task, self._config, axes, seed)
+        return self._units
+
+    def attach(self, prepared: Wrapped | None, axes: DeviceMeshes, seed: int, device: torch.device) -> ShardedModel:
+        """The model with memory for this generation, also in the optimizer's groups, if that is built.
+
+        `prepared`: the model's nodes, if they are wrapped already.
+        """
+        units = self.units(axes, seed)
+        if prepared is None or prepared.units is not units:
+            prepared = wrap(units, self._config, axes)
+        self._sharded = allocate(prepared, device)
+        if self.optimizer is not None:
+            names = {id(param): name for name, param in units.parameters.items()}
+            self.optimizer.exchange(names, self._sharded.parameters)
+        return self._sharded
+
+    def modes(self, number: int) -> Modes:
+        """The modes that the model's modules were built with. `number`: the rule's number."""
+        if self._modes is None:
+            assert self._units is not None
+            self._modes = Modes(self._units.model, number)
+        return self._modes
+
+    def release(self) -> None:
+        """End a generation: free the memory of parameters and optimizer state, and forget all that knew it.
+
+        Idempotent. The next generation is attached to the same objects, or to new ones with tensor parallelism.
+        """
+        sharded, self._sharded = self._sharded, None
+        stepped, self.stepped = self.stepped, {}
+        if self.optimizer is not None and self._units is not None:
+            names = {id(param): name for name, param in stepped.items()}
+            self.optimizer.release(names, self._units.parameters)
+        if sharded is not None:
+            sharded.release()
+        if has_tensor_parallelism(self._task):
+            self._units = self._modes = self.optimizer = None
