@@ -80,7 +80,9 @@ class StoredRun(Run):
         what = "failed to start" if found.before_start is not None else what
         why = f": {found.error}" if found.error else ""
         start = start_in_words(found.checkpoint_step)
-        message = f"Run {self.name!r} {what} at step {found.step or 0}{why}. Started again, it resumes {start}."
+        message = f"Run {self.name!r} {what} at step {found.step or 0}{why}"
+        stop = "" if message.endswith((".", ".)")) else "."
+        message = f"{message}{stop} Started again, it resumes {start}."
         if found.state != "stopped":
             raise RunFailed(message)
         reached = Result(name=self.name, url=self.url, steps=0, fingerprint="", checkpoint="")

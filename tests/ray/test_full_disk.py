@@ -159,5 +159,6 @@ def test_a_run_without_a_driver_says_how_long_its_workers_keep_the_newest_state(
     (worker,) = status(run.url)["pids"].values()
     node: Any = ray._private.worker._global_node
     (log,) = Path(node.get_logs_dir_path()).glob(f"worker-*-{worker}.err")
+    wait_until(lambda: "worker 0: no driver for" in log.read_text(), "the worker's line")
     assert log.read_text().count("worker 0: no driver for") == 1
     assert_as_undisturbed(driven(tmp_path).start())

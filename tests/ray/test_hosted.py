@@ -153,7 +153,7 @@ def test_what_a_run_failed_with_comes_with_the_task_s_own_traceback_and_is_in_th
     wait_until(lambda: not hosts(), "its host's end")
     later = rs.attach("driven")
     with pytest.raises(
-        RunFailed, match=r"'driven' failed at step 0: TaskError.*Started again, it resumes from the start"
+        RunFailed, match=r"(?s)'driven' failed at step 0: TaskError.*Started again, it resumes from the start"
     ):
         later.wait(240)
     assert later.status().phase == "failed"
