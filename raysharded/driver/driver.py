@@ -291,7 +291,7 @@ class Driver:
         for worker in workers:
             self._translator.welcome(worker)
         self._record("started", self._startup.about(self.state), durable=True)
-        self._gcs.begin(self._startup.entries)
+        self._gcs.begin(self._startup.give_up_entries())
         self._do((self.state, found))
         self._do(self._machine.begin(self.state, self._clock.monotonic()))
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raysharded.checkpoint import open_storage
+from raysharded.checkpoint.retention.policy import Keep
+from raysharded.driver.checkpoints.committer import RunFiles
+from raysharded.driver.driver import Driver
 from raysharded.driver.gcs_loss import DECIDE_AFTER_S, GcsLoss, GcsTimes
 from raysharded.driver.state.state import Checkpointed, Phase, State
 from raysharded.errors import ClusterError
 from raysharded.journal.entry_text import incident_text
+from raysharded.journal.log import Journal
+from raysharded.journal.reader import entries_of, read_segments
 from raysharded.protocol.worker_launcher import GCS_LIMIT_SETTING, GcsHealth
+from raysharded.run.listeners import ignore
 from tests.driver.scripted import LIMITS
 from tests.driver.test_journal import SetClock
+from tests.driver.test_slow_starts import NeverReady
+from tests.report.entries import ManualClock
 
 TRAINING = State(limits=LIMITS, driver="d", phase=Phase.TRAINING, step=7)
 SAVED = replace(TRAINING, checkpoint=Checkpointed(step=7, prefix="p"))
@@ -110,6 +120,24 @@ def test_a_checkpoint_that_takes_longer_than_a_loss_leaves_is_said_with_rays_set
         "step 5: Ray ends its processes 1 min 0 s after its GCS is lost, a checkpoint takes 40 s: a last checkpoint "
         f"needs 1 min 15 s. Set {GCS_LIMIT_SETTING} higher for all its processes"
     )
+
+
+class WithGcs(NeverReady):
+    """The same on a cluster whose GCS answers."""
+
+    def gcs_health(self) -> GcsHealth:
+        return GcsHealth(silent_s=0.0, limit_s=60.0, leased=False)
+
+
+def test_a_driver_that_resumes_knows_how_long_checkpoints_took(tmp_path: Path) -> None:
+    storage, clock = open_storage(str(tmp_path)), ManualClock()
+    Journal(storage, clock, "before").append("checkpoint", {"step": 3, "seconds": 100.0}, durable=True)
+    files = RunFiles(name="run", storage=storage, keep=Keep(last=1), metadata={}, global_batch_size=8, key=None)
+    driver = Driver(LIMITS, WithGcs(clock, "", failing=False), files, clock, ignore)
+    with pytest.raises(ClusterError):
+        driver.run()
+    kinds = {entry["kind"]: entry for _, segment in read_segments(storage) for _, entry in entries_of(segment)}
+    assert kinds["gcs_limit"]["write_s"] == 100.0
 
 
 @pytest.mark.parametrize("leased", [True, False])
