@@ -20,7 +20,7 @@ KIND = "arithmetic"
 BUILD_SEED = "build_seed"
 """Key of the build seed in checkpoints' metadata and in a driver's first journal entry."""
 BLOCKS = "blocks"
-"""The same of the data's blocks."""
+"""Key of the data's blocks, there too."""
 Differing = Mapping[str, tuple[str, str]]
 """Name -> (the run's value, the other value)."""
 
