@@ -128,8 +128,8 @@ class TokenDataset:
 
     @property
     def samples_per_block(self) -> int:
-        """Samples that are cheap to read together: the least power of two with at least 65,536 tokens."""
-        return 1 << max(0, (_BLOCK_TOKENS - 1) // self.seq_len).bit_length()
+        """Samples that are cheap to read together: the largest power of two with at most 65,536 tokens, or 1."""
+        return 1 << max(0, (_BLOCK_TOKENS // self.seq_len).bit_length() - 1)
 
     def validate(self) -> None:
         """Read and check the indexes of stores or the footers of files now, and use their contents from now on.

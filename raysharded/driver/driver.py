@@ -275,7 +275,7 @@ class Driver:
                 self._do(self._machine.step(self.state, event, self._clock.monotonic()))
             self._shortages.report(self.state)
             self._gcs.look(self.state)
-        self._error = self._error or self._gcs.error()
+        self._error = self._error or self._gcs.error(self.state)
         if self._error is not None:
             raise self._error
         self._write_last_words()
@@ -291,7 +291,7 @@ class Driver:
         for worker in workers:
             self._translator.welcome(worker)
         self._record("started", self._startup.about(self.state), durable=True)
-        self._gcs.begin(self._startup.entries)
+        self._gcs.begin(self._startup.give_up_entries())
         self._do((self.state, found))
         self._do(self._machine.begin(self.state, self._clock.monotonic()))
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from raysharded.clock import Clock
 from raysharded.display.quantities import duration
-from raysharded.driver.state.state import State
+from raysharded.driver.state.state import Phase, State
 from raysharded.errors import ClusterError
 from raysharded.journal.entry_text import incident_text
 from raysharded.protocol.worker_launcher import GCS_LIMIT_SETTING, GcsHealth
@@ -93,9 +93,9 @@ class GcsLoss:
         self._lost_at = 0.0
         self._saved = self._warned = False
 
-    def error(self) -> ClusterError | None:
-        """The error of a run that ended because of the loss; None if that was not the cause."""
-        if not self._ended_after_s:
+    def error(self, state: State) -> ClusterError | None:
+        """The error of a run that ended because of the loss; None if that was not the cause, or if it has finished."""
+        if not self._ended_after_s or state.result_fingerprint is not None:
             return None
         health = self._health()
         limit = duration(health.limit_s) if health is not None else "a while"
@@ -145,7 +145,7 @@ class GcsLoss:
     def look(self, state: State) -> None:
         """Act on what is known now."""
         health = self._health()
-        if health is None or self._ended_after_s:
+        if health is None or self._ended_after_s or state.phase is Phase.OVER:
             return
         now = self._clock.monotonic()
         if health.silent_s == 0.0:
@@ -161,6 +161,7 @@ class GcsLoss:
             self._saved = True
             if state.step > (state.checkpoint.step if state.checkpoint else 0):
                 self._run.checkpoint()
-        if health.silent_s >= times.end_s:
+        own_s = times.left_s if state.stop_requested else 0.0
+        if health.silent_s >= times.end_s + own_s:
             self._ended_after_s = health.silent_s
             self._run.stop(checkpoint_within_s=times.left_s)

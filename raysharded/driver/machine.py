@@ -98,7 +98,7 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
         case WorkerLost():
             return worker_loss.on_lost(state, event, at)
         case DeathExplained():
-            return worker_death.on_explained(state, event)
+            return worker_death.on_explained(state, event, at)
         case LeaveNotice():
             return leave_notice.on_noticed(state, event, at)
         case NodeLost():
@@ -147,9 +147,8 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
         case Tick():
             state, restored = node_verdicts.review(state, at)
             state, tested = link_reports.on_tick(state, at)
-            return (
-                prepend(_watch(state, at), [*restored, *tested]) if state.phase is not Phase.OVER else (state, tested)
-            )
+            commands = [*restored, *tested]
+            return (state, commands) if state.phase is Phase.OVER else prepend(_watch(state, at), commands)
 
 
 def _watch(state: State, at: float) -> Outcome:

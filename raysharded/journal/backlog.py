@@ -15,7 +15,7 @@ from typing import Any
 
 MOST_BYTES = 1 << 28
 """Default limit."""
-_KEPT = frozenset({"formed", "recovery", "storage_back", "data"})
+_KEPT = frozenset({"formed", "recovery", "storage_back", "data", "audit"})
 """Kinds of entries that are never dropped, as durable ones are not."""
 
 

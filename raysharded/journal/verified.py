@@ -139,8 +139,6 @@ def _reduced(data: bytes, url: str) -> Reduced:
         numbers = [entry.get("step") for entry in entries[1:]]
         if kinds[:1] == ["segment"] and kinds.count("step") == len(numbers) and set(map(type, numbers)) == {int}:
             return list(_steps(max(numbers), numbers[-1])), None  # nearly all segments: as `reduced`, in less time
-        if all(type(kind) is str for kind in kinds):
-            return list(reduced(entries)), None
     good: list[Entry] = []
     try:
         good.extend(entry_of(line, f"line {number} of {url}") for number, line in enumerate(lines, 1))

@@ -34,11 +34,8 @@ _LOOKS_PER_LEASE = 10
 _LOOK_UP_S = 1.0
 _END_WITHIN_S = 180.0
 """Longest time that the orphan checkpoint may take, once no other driver holds the run."""
-_QUIET_LEASE = 0.3
-"""Fraction of the lease's time without a call after which the worker queries the cluster: more than
-the time between two calls."""
 _CLUSTER_ANSWERS_S = 3.0
-"""A cluster that does not answer in this time counts as lost until it answers."""
+"""Longest wait for the answer to a query."""
 
 
 class ClusterPeers(Peers, Protocol):
@@ -207,16 +204,16 @@ class LeasedWorker:
         """Find out whether the head node is lost too, once the driver is silent; not before."""
         lease, peers = self._lease, self._peers
         assert peers is not None
-        quiet_s = time.monotonic() - lease.heard_at
-        lost = quiet_s > _QUIET_LEASE * lease.terms.lease_s and not peers.cluster_answers(_CLUSTER_ANSWERS_S)
-        if lost and not lease.cluster_lost:
+        began, was_lost = time.monotonic(), lease.cluster_lost
+        answers = not lease.is_quiet(began) or peers.cluster_answers(_CLUSTER_ANSWERS_S)
+        lease.note_cluster(began, time.monotonic(), answers=answers)
+        if lease.cluster_lost and not was_lost:
             _log.warning(
                 "worker %s: neither its driver nor the Ray cluster's head node answers. When the lease of %g s "
                 "has ended, it writes a last checkpoint with the workers that it reaches, before Ray ends them",
                 self._id,
                 lease.terms.lease_s,
             )
-        lease.cluster_lost = lost
 
     def is_orphan(self) -> bool:
         """Whether the worker has no driver."""

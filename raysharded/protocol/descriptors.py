@@ -51,8 +51,8 @@ def in_use() -> int | None:
     """Descriptors that this process has; None where the system does not show them."""
     try:
         return len(os.listdir("/proc/self/fd")) - 1  # without that of the folder
-    except OSError:
-        return None
+    except OSError as error:
+        return limit() if error.errno == errno.EMFILE else None
 
 
 def needed(workers: int) -> int:

@@ -265,6 +265,13 @@ def _writes_alone(spec: StateSpec, pieces: ShardMap) -> bool:
 # -- the lease, as a worker sees it --
 
 
+_QUIET_LEASE = 0.3
+"""Fraction of the lease's time without a call after which the worker queries the cluster: more than
+the time between two calls."""
+_SILENT_LEASE = 0.6
+"""Fraction for which the cluster must not have answered to count as lost; with the other one less than the lease."""
+
+
 @dataclass(slots=True)
 class LeaseState:
     """The driver that a worker obeys, and the time since its last call. Times are monotonic seconds."""
@@ -275,6 +282,24 @@ class LeaseState:
     """Whether the orphan checkpoint is being written: only a driver with a newer epoch is obeyed."""
     cluster_lost: bool = False
     """Whether the cluster's head node does not answer: then no other driver can come, and Ray soon ends the worker."""
+    cluster_silent_since: float | None = None
+    """Time since which the head node has answered no query."""
+
+    def is_quiet(self, now: float) -> bool:
+        """Whether the driver has not called for longer than it should: then the head node is queried."""
+        return now - self.heard_at > _QUIET_LEASE * self.terms.lease_s
+
+    def note_cluster(self, began: float, now: float, *, answers: bool) -> None:
+        """Record a query of the head node from `began` to `now`; `answers`: also if none was needed.
+
+        A busy head node may answer late once. It counts as lost when it has not answered for a part of the lease.
+        """
+        if answers:
+            self.cluster_silent_since = None
+        elif self.cluster_silent_since is None:
+            self.cluster_silent_since = began
+        since = self.cluster_silent_since
+        self.cluster_lost = since is not None and now - since >= _SILENT_LEASE * self.terms.lease_s
 
     def refusal(self, epoch: int) -> str:
         """Reason why a call of this epoch is rejected; empty if it is not."""

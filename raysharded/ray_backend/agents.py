@@ -151,7 +151,9 @@ class OwnNode:
 
     def ask_cause(self, worker: WorkerId, node_id: str, pid: int) -> None:
         """Find out what a lost worker died of; `causes` has the answer."""
-        threading.Thread(target=self._explain, args=(worker, pid), name="raysharded death", daemon=True).start()
+        thread = threading.Thread(target=self._explain, args=(worker, pid), name="raysharded death", daemon=True)
+        thread.start()
+        self._waiting.append(thread)
 
     def _explain(self, worker: WorkerId, pid: int) -> None:
         death = self._agent.explain(pid)
@@ -167,10 +169,11 @@ class OwnNode:
         return found
 
     def close(self, within_s: float) -> None:
-        """Wait up to `within_s` for the delayed kills."""
+        """Wait up to `within_s` for the delayed kills and the causes, and end the watches."""
         deadline = time.monotonic() + within_s
         for thread in self._waiting:
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._agent.close()
 
 
 class Aside:

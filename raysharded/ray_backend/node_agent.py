@@ -47,6 +47,10 @@ class Agent:
         """The cause of a watched worker's death; waits a moment for its end. None if it is not known."""
         return self._deaths.explain(pid)
 
+    def close(self) -> None:
+        """End all watches."""
+        self._deaths.close()
+
     def pid(self) -> int:
         """Process id of the agent; answers as soon as the agent runs."""
         return os.getpid()

@@ -222,6 +222,8 @@ class NodeWatch:
 
     def _connect(self, node_id: str, info: NodeInfo) -> str:
         """Connect; returns an empty text, or the reason why that failed."""
+        if node_id in self._trying:  # its verdict was lifted meanwhile
+            self._forget_try(node_id)
         try:
             connection = socket.create_connection((info.host, info.port), timeout=_CONNECT_TIMEOUT_S)
         except ConnectionRefusedError:

@@ -131,7 +131,7 @@ class RayLauncher:
     def start(self, worker: WorkerId, avoid: tuple[str, ...] = ()) -> None:
         assert self._terms is not None
         self._avoided = avoid
-        if self._draining.silent_s() or not gcs_answers(_GCS_AT_ONCE_S):
+        if not self._gcs_answers():
             self._postponed[worker] = avoid
             return
         options, peers, place = dict(self._options), None, 0
@@ -183,6 +183,8 @@ class RayLauncher:
         if self._postponed and not self._draining.silent_s():
             for worker in list(self._postponed):
                 self.start(worker, self._postponed.pop(worker))
+                if worker in self._postponed:
+                    break
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = max(0.0, deadline - time.monotonic())
@@ -210,8 +212,9 @@ class RayLauncher:
     def _verdicts(self) -> list[NodeLost | NodeBack]:
         """Nodes that are lost, or back, since the last call. Workers that wait for a place may get the latter."""
         found = self._watch.fetch()
-        for worker in list(self._places) if any(isinstance(one, NodeBack) for one in found) else ():
-            self.start(worker, self._avoided)
+        if any(isinstance(one, NodeBack) for one in found):
+            for worker in self._places.keys() - self._facts.keys():
+                self.start(worker, self._avoided)
         return found
 
     def _wait(self, timeout_s: float) -> list[Reply | WorkerLost]:
@@ -249,7 +252,11 @@ class RayLauncher:
         facts, actor = self._facts.get(worker), self._actors.get(worker)
         if facts is not None:
             return facts.node_id
-        return node_of(actor) if actor is not None and not self._draining.silent_s() else ""
+        return node_of(actor) if actor is not None and self._gcs_answers() else ""
+
+    def _gcs_answers(self) -> bool:
+        """Whether the GCS answers now: calls to Ray that need it wait without a limit."""
+        return not self._draining.silent_s() and gcs_answers(_GCS_AT_ONCE_S)
 
     def _replied(self, worker: WorkerId, method: str, value: Any) -> Reply:
         if isinstance(value, WorkerInfo):
@@ -263,7 +270,7 @@ class RayLauncher:
         self._watch.watch(facts.node_id, facts.node)
 
     def describe_shortage(self) -> str:
-        if self._draining.silent_s():
+        if not self._gcs_answers():
             return "The cluster's GCS does not answer: no worker can start until it is back."
         if not self._is_short():
             return ""

@@ -142,6 +142,32 @@ def test_a_failed_writer_leaves_nothing_and_a_second_one_is_refused(tmp_path: Pa
     assert sorted(folder.iterdir()) == before
 
 
+def test_a_writer_whose_shards_an_interrupted_one_removed_makes_no_store(tmp_path: Path) -> None:
+    folder, tokens = str(tmp_path / "store"), _tokens(5_000)
+
+    def interrupted() -> None:
+        with StoreWriter(folder, KIND, 1_000) as writer:
+            writer.write(tokens)
+            raise KeyboardInterrupt
+
+    def whole() -> None:
+        with StoreWriter(folder, KIND, 1_000) as writer:
+            writer.write(tokens)
+            with pytest.raises(KeyboardInterrupt):
+                interrupted()
+
+    with pytest.raises(ConfigError, match=r"has removed shard-00000-\w+\.tokens\. Write them again"):
+        whole()
+    _written(folder, tokens, per_shard=1_000)
+    TokenDataset(folder, seq_len=128).validate()
+
+
+def test_a_block_has_at_most_65536_tokens(tmp_path: Path) -> None:
+    folder = _written(str(tmp_path / "store"), _tokens(5_000))
+    sizes = {length: TokenDataset(folder, seq_len=length).samples_per_block for length in (128, 1000, 2048, 3000, 4999)}
+    assert sizes == {128: 512, 1000: 64, 2048: 32, 3000: 16, 4999: 8}
+
+
 def test_of_two_writers_in_one_folder_one_wins_and_keeps_its_shards(tmp_path: Path) -> None:
     folder, tokens = str(tmp_path / "store"), _tokens(5_000)
 
@@ -387,7 +413,11 @@ def test_a_disk_cache_that_cannot_be_written_keeps_nothing_and_disturbs_nobody(t
     for_others = tmp_path / "open"
     for_others.mkdir()
     for_others.chmod(0o777)
-    assert not DiskCache(str(for_others), 1000).keeps, "others could put something there"
+    (for_others / "aa").mkdir()
+    (for_others / "aa" / "aa01").write_bytes(b"of others")
+    open_to_others = DiskCache(str(for_others), 1000)
+    assert not open_to_others.keeps, "others could put something there"
+    assert open_to_others.get("aa01") is None, "and may have"
     gone = DiskCache(str(tmp_path / "gone"), 1000)
     shutil.rmtree(tmp_path / "gone")
     (tmp_path / "gone").write_text("no folder")

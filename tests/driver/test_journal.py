@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from raysharded.checkpoint import SigningKey, Storage, open_storage
 from raysharded.driver.startup import resume_point
+from raysharded.driver.startup.adopted_workers import saves_given_up
 from raysharded.driver.startup.persisted_requests import asked_last
 from raysharded.driver.state.state import State
 from raysharded.errors import RefusedCheckpoint, RunOwnedElsewhere, StorageError
@@ -455,13 +456,17 @@ def test_consecutive_steps_are_reduced_to_the_highest_and_the_last_and_recording
     assert list(reduced(entries)) == [plain[0], lost, odd, plain[1], plain[2]]
 
 
-@given(st.lists(st.one_of(st.integers(1, 5), st.sampled_from(["generation", "rewind", "resize", "started"]))))
+OTHERS = ("generation", "rewind", "resize", "started", "checkpoint_failed")
+
+
+@given(st.lists(st.one_of(st.integers(1, 5), st.sampled_from(OTHERS))))
 def test_a_new_driver_decides_the_same_by_the_reduced_journal(drawn: list[int | str]) -> None:
     fields: dict[str, dict[str, Any]] = {
         "generation": {"generation": 4, "step": 2},
         "rewind": {"to_step": 1, "reason": "x"},
         "resize": {"workers": 3},
         "started": {"resumed_after_step": 2, "scaling": {}},
+        "checkpoint_failed": {"step": 3, "error": "x"},
     }
     entries = [{"kind": "step", "step": one} if isinstance(one, int) else {"kind": one, **fields[one]} for one in drawn]
     short = list(reduced(entries))
@@ -470,9 +475,17 @@ def test_a_new_driver_decides_the_same_by_the_reduced_journal(drawn: list[int | 
     assert last_recorded_step(entries) == last_recorded_step(short)
     assert taken_back(entries) == taken_back(short)
     state = State(limits=BASE)
+    assert saves_given_up(state, entries, range(1, 6), ()) == saves_given_up(state, short, range(1, 6), ())
     assert resume_point._with_decisions(state, entries) == resume_point._with_decisions(state, short)
     kinds = [entry["kind"] for entry in short]
     assert ["step"] * 3 not in [kinds[at : at + 3] for at in range(len(kinds))]
+
+
+def test_numbers_of_any_size_are_read_as_they_were_written(storage: Storage) -> None:
+    seed = 2**70 + 1
+    signed(storage, "a", None).append("started", {"batch": {"seed": seed}, "step": 0}, durable=True)
+    (entry,) = read_verified(storage, None).entries
+    assert entry["batch"] == {"seed": seed}
 
 
 @pytest.mark.parametrize("key", [None, KEY])

@@ -158,6 +158,18 @@ def test_a_pair_is_broken_if_one_end_finds_it_and_is_tested_again_ever_more_rare
     assert (links.broken, new, [one.pair for one in mended]) == ((), (), [(0, 2)])
 
 
+def test_a_worker_that_is_lost_during_a_test_leaves_no_broken_link() -> None:
+    links = begun(Links(), all_pairs(workers(0, 1, 2)), BEFORE, 0.0)
+    number = links.num_tests
+    links = reported(links, WorkerId(0), LinkReport(number=number, failed=(WorkerId(2),)))
+    links = without(links, WorkerId(2))
+    links = reported(links, WorkerId(1), LinkReport(number=number, failed=(WorkerId(2),)))
+    assert links.test is not None
+    assert not links.test.awaited
+    links, new, mended = concluded(links, 0.0, PAUSE_S)
+    assert (links.broken, new, mended) == ((), (), ())
+
+
 def test_a_report_of_an_older_test_or_about_others_changes_nothing() -> None:
     links = begun(begun(Links(), all_pairs(workers(0, 1)), BEFORE, 0.0), pairs((0, 1)), BEFORE, 1.0)
     assert reported(links, WorkerId(0), LinkReport(number=1, failed=(WorkerId(1),))) is links

@@ -553,6 +553,21 @@ def test_a_failed_checkpoint_is_repeated_after_a_wait_that_doubles_and_repetitio
     assert isinstance(run.error, RunFailed)
 
 
+def test_a_checkpoint_by_time_counts_although_failed_ones_are_repeated_meanwhile() -> None:
+    run = training(2, max_steps=100_000, save_every_s=120.0, max_failed_saves=2, stop_on_failed_saves=True)
+    began, step = run.at, 0
+    while not run.all(End):
+        assert run.at < began + 600, "storage has failed for ten minutes"
+        run.at += 1
+        step += 1
+        if requests(run.trained(step)):
+            step += 1
+            run.trained(step, asked=True)
+            run.saved(0, step, error="OSError: no space")
+    assert isinstance(run.error, RunFailed)
+    assert run.at >= began + 240
+
+
 def test_no_checkpoint_is_repeated_that_a_later_one_makes_up_for() -> None:
     run = training(2, max_steps=100)
     run.trained(1, saves=True)
@@ -668,6 +683,20 @@ def test_a_run_that_lost_too_many_workers_leaves_a_checkpoint_of_the_newest_comp
     assert isinstance(run.error, RunFailed)
     assert "1 workers were lost" in str(run.error)
     assert not [command for command in run.all(StartWorker) if command.worker > 2]
+
+
+def test_a_further_loss_does_not_cancel_the_last_checkpoint() -> None:
+    run = training(6, step=4, max_worker_losses=0)
+    run.lost(1)
+    run.lost(4)
+    assert run.all(End) == []
+    for worker in sorted(run.state.awaited):
+        run.stopped(worker, ABORTED, 4)
+    rest(run)
+    run.all_saved(4)
+    run.committed(4)
+    assert isinstance(run.error, RunFailed)
+    assert "1 workers were lost" in str(run.error)
 
 
 def test_a_run_whose_newest_step_is_lost_with_its_workers_ends_at_once() -> None:

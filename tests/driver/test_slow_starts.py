@@ -16,7 +16,7 @@ from raysharded.errors import ClusterError, RunFailed
 from raysharded.ids import WorkerId
 from raysharded.journal.reader import entries_of, read_segments
 from raysharded.protocol.session import DriverSession, FoundWorkers
-from raysharded.protocol.worker_launcher import Happened, LeadershipCheck, WorkerLost
+from raysharded.protocol.worker_launcher import GcsHealth, Happened, LeadershipCheck, WorkerLost
 from raysharded.ray_backend.capacity import shortage_text
 from raysharded.run.listeners import ignore
 from tests.driver.scripted import LIMITS
@@ -68,7 +68,7 @@ class NeverReady:
     def describe_shortage(self) -> str:
         return self.shortage
 
-    def gcs_health(self) -> None:
+    def gcs_health(self) -> GcsHealth | None:
         return None
 
     def abandon(self) -> None:

@@ -425,3 +425,19 @@ def test_what_the_driver_before_had_begun_to_save_is_recorded_and_repeated(tmp_p
     run._follow(machine.begin(run.state, run.at))
     run.formed()
     assert run.all(RequestSave), "the next step is saved"
+
+
+def test_a_head_node_that_answers_late_once_is_not_lost_and_a_silent_one_is_within_the_lease() -> None:
+    lease = LeaseState(terms=TERMS, heard_at=0.0)
+    lease_s = TERMS.lease_s
+    assert not lease.is_quiet(0.2 * lease_s)
+    assert lease.is_quiet(0.4 * lease_s)
+    lease.note_cluster(0.4 * lease_s, 0.6 * lease_s, answers=False)
+    assert not lease.cluster_lost
+    lease.note_cluster(0.7 * lease_s, 0.7 * lease_s, answers=True)
+    lease.note_cluster(0.8 * lease_s, lease_s, answers=False)
+    assert not lease.cluster_lost, "it has answered meanwhile"
+    lease.note_cluster(1.2 * lease_s, 1.45 * lease_s, answers=False)
+    assert lease.cluster_lost
+    lease.note_cluster(1.5 * lease_s, 1.5 * lease_s, answers=True)
+    assert not lease.cluster_lost

@@ -99,7 +99,7 @@ def test_a_step_that_gets_done_is_not_held_against_the_run() -> None:
 
 
 def test_one_nodes_deaths_are_the_nodes_as_long_as_there_are_others() -> None:
-    run = training(4, step=2, max_same_deaths=2, min_workers=1)
+    run = training(4, step=2, max_same_deaths=2, min_workers=1, save_at_end=False)
     run.state = run.with_nodes({0: "a", 1: "a", 2: "b", 3: "b"})
     dies(run, 0, status=3)
     dies(run, 1, status=3)

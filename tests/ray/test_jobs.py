@@ -117,5 +117,7 @@ def test_a_job_whose_task_raises_fails_and_its_log_ends_with_the_task_s_own_line
     status, logs = server.wait(job)
     assert status is JobStatus.FAILED
     assert 'raise KeyError("no such column")' in logs
-    assert "TaskError: Failing.loss in step 1" in logs.splitlines()[-1]
+    error, place = logs.splitlines()[-2:]
+    assert "TaskError: Failing.loss in step 1" in error
+    assert place.startswith("(Raised in worker 0 on ")
     assert newest_complete(open_storage(str(tmp_path / "runs" / "driven"))).checkpoint is None

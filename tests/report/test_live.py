@@ -217,6 +217,18 @@ def test_that_there_is_no_checkpoint_stays_in_the_line_until_there_is_one() -> N
     assert "NO CHECKPOINT" not in show([*before, checkpoint(3), step(6)]).splitlines()[-1]
 
 
+def test_a_gcs_that_is_back_and_storage_that_is_back_end_their_own_warnings() -> None:
+    begun = [started(), *generation(1, [0, 1], 0), step(1)]
+    lost = ("gcs_lost", {"step": 1, "for_s": 6.0, "left_s": 54.0})
+    back = ("gcs_back", {"step": 1, "after_s": 7.0})
+    stored = ("storage_back", {"after_s": 9.0})
+    assert "GCS" in show([*begun, lost, stored, step(6)]).splitlines()[-1]
+    assert "GCS" not in show([*begun, lost, back, step(6)]).splitlines()[-1]
+    failing = ("storage_failing", {"error": "no space", "for_s": 5.0})
+    assert "STORAGE FAILS" in show([*begun, failing, back, step(6)]).splitlines()[-1]
+    assert "STORAGE FAILS" not in show([*begun, failing, stored, step(6)]).splitlines()[-1]
+
+
 def test_avoided_nodes_are_counted_in_the_line() -> None:
     entries = [started(), *generation(1, [0, 1], 0), step(1), avoided(1), step(6)]
     assert show(entries).splitlines()[-1].endswith("1 node avoided")

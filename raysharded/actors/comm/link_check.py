@@ -30,7 +30,7 @@ _AT_ONCE = 256
 
 
 def check_links(spec: LinkCheck, worker: WorkerId) -> LinkReport:
-    """Test the links of this worker. Any thread; returns within 12 s. Without the store, no link counts as broken."""
+    """Test the links of this worker. Any thread; returns within 14 s. Without the store, no link counts as broken."""
     peers = sorted({one for pair in spec.pairs if worker in pair for one in pair} - {worker})
     within = datetime.timedelta(seconds=MEET_S)
     failed: list[WorkerId] = []

@@ -32,6 +32,7 @@ _TAIL_BYTES = 16384
 _LINES, _LONGEST = 12, 300
 _ENDS_WITHIN_S = 10.0
 """Longest wait for a process whose connections are closed: a large one takes time to free its memory."""
+_REAPED_WITHIN_S, _LOOK_S = 0.5, 0.005
 _KEPT_S = 60.0
 """Time after a process's end in which its cause may still be requested."""
 _REPORTED = re.compile(r"^\*\*\* (SIG[A-Z]+) received at time=|^Fatal Python error: (.+)$", re.MULTILINE)
@@ -111,6 +112,9 @@ class DeathWatch:
         memory = ""
         if number in ("SIGKILL", "") and status is None and _oom_kills(watched.oom_counter) > watched.oom_kills:
             memory = _memory_text(watched.oom_counter)
+            for one in list(self._watched.values()):  # this kill is no longer an explanation for others
+                if one is not watched and one.oom_counter == watched.oom_counter:
+                    one.oom_kills += 1
         self.forget(pid)
         return Death(
             status=status,
@@ -168,16 +172,25 @@ def _has_ended(process: int, within_s: float) -> bool:
 
 
 def _exit_code(process: int) -> int | None:
-    """The wait status of a process that has ended, from its pidfd; None if this kernel does not report it."""
-    found = bytearray(_INFO_SIZE)
-    struct.pack_into("<Q", found, 0, _INFO_EXIT)
-    try:
-        fcntl.ioctl(process, _GET_INFO, found)
-    except OSError:
-        return None
-    (mask,) = struct.unpack_from("<Q", found)
-    (code,) = struct.unpack_from("<i", found, _EXIT_CODE_AT)
-    return int(code) if mask & _INFO_EXIT else None
+    """The wait status of a process that has ended, from its pidfd; None if this kernel does not report it.
+
+    The kernel has it once the parent has reaped the process, which may be a moment after its end.
+    """
+    deadline = time.monotonic() + _REAPED_WITHIN_S
+    while True:
+        found = bytearray(_INFO_SIZE)
+        struct.pack_into("<Q", found, 0, _INFO_EXIT)
+        try:
+            fcntl.ioctl(process, _GET_INFO, found)
+        except OSError:
+            return None
+        (mask,) = struct.unpack_from("<Q", found)
+        (code,) = struct.unpack_from("<i", found, _EXIT_CODE_AT)
+        if mask & _INFO_EXIT:
+            return int(code)
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(_LOOK_S)
 
 
 def _name_of(number: int) -> str:

@@ -28,6 +28,8 @@ class BlockCache:
         self._used: OrderedDict[int, Bytes] = OrderedDict()
         self._ahead: dict[int, Bytes] = {}
         self._in_flight: dict[int, Future[Bytes]] = {}
+        self._unexpected: set[int] = set()
+        """Blocks in flight that are no longer expected."""
         self._wanted: deque[int] = deque()
         self._block_bytes = 0
         """Size of the largest block so far."""
@@ -71,6 +73,7 @@ class BlockCache:
         """Nothing is expected any more, as after a change of what is read."""
         with self._lock:
             self._wanted.clear()
+            self._unexpected = set(self._in_flight)
             for number, block in self._ahead.items():  # they may still be used: they are the first to be dropped
                 self._used[number] = block
                 self._used.move_to_end(number, last=False)
@@ -121,11 +124,15 @@ class BlockCache:
         with self._lock:
             del self._in_flight[number]
             if block is not None and not self._closed:
-                self._ahead[number] = block
                 self._bytes += len(block)
-                self._bytes_ahead += len(block)
+                if number in self._unexpected:
+                    self._used[number] = block
+                else:
+                    self._ahead[number] = block
+                    self._bytes_ahead += len(block)
                 self._block_bytes = max(self._block_bytes, len(block))
                 self._drop_oldest()
+            self._unexpected.discard(number)
             self._pump()
         if failure is not None:
             future.set_exception(failure)

@@ -42,7 +42,8 @@ class DiskCache:
         self.folder, self._limit_bytes = folder, limit_bytes
         self._lock = threading.Lock()
         self._unmeasured = 0
-        self._writes = self._make()
+        self._is_own = self._writes = self._make()
+        """Whether nobody else may write there; what others could have written is not read."""
         if self._writes:
             self._remove_oldest()
 
@@ -53,6 +54,8 @@ class DiskCache:
 
     def get(self, name: str) -> bytes | None:
         """The entry, or None."""
+        if not self._is_own:
+            return None
         path = self._path(name)
         try:
             data = self._read(path)

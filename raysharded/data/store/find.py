@@ -53,7 +53,7 @@ def check_shards(stores: Sequence[FoundStore]) -> None:
         try:
             sizes = list_sizes(storage, "")
         except StorageError as error:
-            raise DataError(f"{masked(store.url)}: cannot be listed: {masked(str(error))}") from error
+            raise StorageError(f"{masked(store.url)}: cannot be listed: {masked(str(error))}") from error
         for shard in index.shards:
             where, expected = masked(join_url(store.url, shard.name)), shard.size_bytes(index.kind)
             if shard.name not in sizes:

@@ -55,7 +55,7 @@ class ShardReader:
         except NoSuchKey as error:
             raise DataError(f"{self._where(shard)}: the shard is missing. Restore it, or correct the path.") from error
         except StorageError as error:
-            raise DataError(
+            raise StorageError(
                 f"{self._where(shard)}: {size} bytes from byte {offset} on cannot be read: {masked(str(error))}"
             ) from error
         self._count(requests=1, size=count)
@@ -98,5 +98,5 @@ def read_index(storage: Storage) -> Index | None:
     except NoSuchKey:
         return None
     except StorageError as error:
-        raise DataError(f"{where}: cannot be read: {masked(str(error))}") from error
+        raise StorageError(f"{where}: cannot be read: {masked(str(error))}") from error
     return parse_index(data, where)

@@ -106,6 +106,13 @@ class StoreWriter:
         self._spool, self._spooled, self._hasher = None, 0, self._kind.hasher()
 
     def _commit(self) -> None:
+        there = set(self._storage.list(""))
+        gone = [shard.name for shard in self._shards if shard.name not in there]
+        if gone:  # another writer of the same tokens was interrupted: its shards had the same names
+            raise ConfigError(
+                f"pack: {masked(self._folder)}: someone else who wrote the same tokens there has removed {gone[0]}. "
+                "Write them again."
+            )
         data = Index(kind=self._kind, shards=tuple(self._shards)).to_json()
         if not self._storage.put_if_absent(INDEX, data) and self._storage.read(INDEX) != data:
             raise ConfigError(

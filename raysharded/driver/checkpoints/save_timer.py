@@ -17,21 +17,25 @@ _LONGEST_WAIT_S = 60.0
 """Longest wait before a failed checkpoint is repeated."""
 
 
-def begin(state: State, at: float) -> State:
-    """The state after a checkpoint, or training, has begun."""
+def begin(state: State, at: float, *, repeats: bool = False) -> State:
+    """The state after a checkpoint, or training, has begun. `repeats`: it is one in place of another, not by time."""
     if state.save_requested_in is not None:
         state = replace(state, save_requested_in=None)
-    return state if state.limits.save_every_s is None else replace(state, save_began_at=at)
+    return state if state.limits.save_every_s is None or repeats else replace(state, save_began_at=at)
+
+
+def _is_due(state: State, at: float) -> bool:
+    """Whether one by time is due."""
+    every_s, began_at = state.limits.save_every_s, state.save_began_at
+    return every_s is not None and began_at is not None and at - began_at >= every_s
 
 
 def request_if_due(state: State, at: float) -> Outcome:
     """Request a checkpoint of the next step if one is due. Call it after every step report."""
-    every_s = state.limits.save_every_s
-    if every_s is not None and state.phase is Phase.TRAINING:
-        if state.save_began_at is None:
-            state = begin(state, at)
-        elif at - state.save_began_at >= every_s and _may_request(state):
-            return _request(state)
+    if state.limits.save_every_s is not None and state.save_began_at is None and state.phase is Phase.TRAINING:
+        state = begin(state, at)
+    elif _is_due(state, at) and _may_request(state):
+        return _request(state)
     return repeat_if_due(state, at)
 
 
@@ -55,9 +59,9 @@ def _request(state: State) -> Outcome:
 # -- abandoned --
 
 
-def is_repetition(state: State) -> bool:
-    """Whether a requested checkpoint that begins now is one in place of another."""
-    return state.given_up is not None and state.save_requested_in == state.generation
+def is_repetition(state: State, at: float) -> bool:
+    """Whether a requested checkpoint that begins now is one in place of another, and not the one by time."""
+    return state.given_up is not None and state.save_requested_in == state.generation and not _is_due(state, at)
 
 
 def failed(state: State, saving: Saving, at: float) -> State:

@@ -56,10 +56,10 @@ def _begin(state: State, step: int, at: float, *, answers: bool) -> Outcome:
         since=at,
         measured=state.measured if state.measured_step == step else {},
         answers=state.asked if answers else (),
-        repeats=answers and save_timer.is_repetition(state),
+        repeats=answers and save_timer.is_repetition(state, at),
     )
     state = replace(_with_save(state, saving), asked=() if answers else state.asked)
-    state = save_timer.begin(replace(state, newest_save=(state.generation, step)), at)
+    state = save_timer.begin(replace(state, newest_save=(state.generation, step)), at, repeats=saving.repeats)
     return state, [CollectSave(generation=state.generation, step=step, members=state.members)]
 
 

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.display.quantities import listing
-from raysharded.driver.state.commands import Command, Outcome, Record, finish, prepend
+from raysharded.driver.checkpoints import saves
+from raysharded.driver.state.commands import Command, Outcome, Record, prepend
 from raysharded.driver.state.state import OwnDeath, State
 from raysharded.errors import StepFailed
 from raysharded.ids import WorkerId
 from raysharded.protocol.death import Death, DeathExplained
 
 
-def on_explained(state: State, event: DeathExplained) -> Outcome:
+def on_explained(state: State, event: DeathExplained, at: float) -> Outcome:
     """Record what a worker died of; end the run if that was once too often the same."""
     worker, death = event.worker, event.death
     if not death.is_known:
@@ -53,7 +54,7 @@ def on_explained(state: State, event: DeathExplained) -> Outcome:
     )
     state = replace(state, deaths=(*state.deaths, own))
     same = _same_as(state, own)
-    if not same:
+    if not same or state.ending is not None:
         return state, commands
     error = StepFailed(_verdict(state, same, death))
     fields = {
@@ -64,7 +65,7 @@ def on_explained(state: State, event: DeathExplained) -> Outcome:
         "cause": own.cause,
         "reason": str(error),
     }
-    return prepend(finish(state, error), [*commands, Record(kind="repeated_death", fields=fields, durable=True)])
+    return prepend(saves.end(state, error, at), [*commands, Record(kind="repeated_death", fields=fields, durable=True)])
 
 
 def _with_reason(state: State, worker: WorkerId, death: Death) -> State:

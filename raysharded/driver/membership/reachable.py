@@ -72,9 +72,10 @@ def choose(state: State) -> Reachable:
     for workers in enough:
         if candidates.source_among(state, workers, newest) is not None:
             return Reachable(workers=workers)
-    for workers in enough:
+    has_handed_over = state.relayed and state.has_trained
+    for workers in () if has_handed_over else enough:
         for others in sets:
-            if not state.relayed and _hands_over(state, others, workers, newest.step):
+            if _hands_over(state, others, workers, newest.step):
                 return Reachable(workers=others, hands_over=True)
     if not enough:
         return Reachable(workers=sets[0])

@@ -155,11 +155,14 @@ def saves_given_up(
     }
     begun = {step for step in begun.union(found) if step > newest}
     if begun:
-        told = set[int]()
-        for one in entries:  # a step that was computed again may have begun another one
+        told, done = set[int](), 0
+        for one in entries:  # a step computed again may have begun another one; of a streak the highest step remains
             match one["kind"]:
+                case "generation":
+                    done = int(one["step"])
                 case "step":
-                    told.discard(int(one["step"]))
+                    told = {step for step in told if not done < step <= int(one["step"])}
+                    done = max(done, int(one["step"]))
                 case "checkpoint_failed" | "checkpoint_overtaken":
                     told.add(int(one["step"]))
         begun -= told

@@ -68,7 +68,7 @@ class RunStartup:
         self._dropped: arithmetic.Differing = {}
         """Rules that the run no longer uses, as a user accepted."""
         self.entries: list[Mapping[str, Any]] = []
-        """The run's journal at the time when the run was acquired, as far as it counts, until workers are taken over.
+        """The run's journal at the time when the run was acquired, as far as it counts, until `give_up_entries`.
 
         Without what no new driver needs (`journal.verified`).
         """
@@ -160,9 +160,12 @@ class RunStartup:
             terms = self._terms(acquired)
         entered = self._enter(terms, self._leadership)
         with refusing_damage(self._files.storage):
-            found = self._taken_over(state, acquired, entered)
-        self.entries = []
-        return found
+            return self._taken_over(state, acquired, entered)
+
+    def give_up_entries(self) -> list[Mapping[str, Any]]:
+        """The entries of earlier drivers, which are not kept any longer: those of a long run take memory."""
+        entries, self.entries = self.entries, []
+        return entries
 
     def _taken_over(
         self, state: State, acquired: AcquiredLease, entered: FoundWorkers

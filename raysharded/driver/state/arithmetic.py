@@ -18,8 +18,9 @@ from raysharded.protocol.messages import WorkerInfo
 KIND = "arithmetic"
 """Kind of the journal entry that states from which step on the run has other bits than it would have had."""
 BUILD_SEED = "build_seed"
-BLOCKS = "blocks"
 """Key of the build seed in checkpoints' metadata and in a driver's first journal entry."""
+BLOCKS = "blocks"
+"""Key of the data's blocks, there too."""
 Differing = Mapping[str, tuple[str, str]]
 """Name -> (the run's value, the other value)."""
 

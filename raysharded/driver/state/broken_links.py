@@ -138,8 +138,10 @@ def is_over(test: LinkTest, at: float) -> bool:
 def without(links: Links, worker: WorkerId) -> Links:
     """The links without those of a worker that has exited."""
     test = links.test
-    if test is not None and worker in test.awaited:
-        links = replace(links, test=replace(test, awaited=test.awaited - {worker}))
+    if test is not None:
+        left = frozenset(pair for pair in test.pairs if worker not in pair)
+        test = replace(test, awaited=test.awaited - {worker}, pairs=left, failed=test.failed & left)
+        links = replace(links, test=test)
     if not any(worker in link.pair for link in links.broken):
         return links
     return replace(links, broken=tuple(link for link in links.broken if worker not in link.pair))

@@ -43,7 +43,9 @@ def count_loss(state: State, event: WorkerLost, at: float) -> Outcome:
     state, abandoned = saves.abandon_those_of(state, worker)
     commands.extend(abandoned)
     error = _too_many_losses(state, _told(state, worker, event.reason))
-    return prepend(saves.end(state, error, at), commands) if error is not None else (state, commands)
+    if error is None or state.ending is not None:  # then its last checkpoint is being written
+        return state, commands
+    return prepend(saves.end(state, error, at), commands)
 
 
 def _told(state: State, worker: WorkerId, reason: str) -> str:

@@ -128,6 +128,8 @@ class Fold:
                 self._worker_event(kind, entry, at)
             case "node_avoided":
                 self.avoided_nodes.append(entries.avoided_node(entry, at))
+            case "node_allowed":
+                self.avoided_nodes = [one for one in self.avoided_nodes if one.node != entry["node"]]
             case "chaos":
                 self._injected(entry, at)
             case "checkpoint" | "checkpoint_failed" | "checkpoint_skipped" | "checkpoint_late" as kind:

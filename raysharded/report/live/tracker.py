@@ -203,9 +203,7 @@ class Watched:
                 self._warning = "STORAGE FAILS"
             case "gcs_lost":
                 self._warning = _GCS_LOST
-            case "checkpoint" if self._warning == _GCS_LOST:
-                pass
-            case "checkpoint" | "storage_back" | "gcs_back":
+            case "checkpoint" | "storage_back" | "gcs_back" if (self._warning == _GCS_LOST) == (kind == "gcs_back"):
                 self._warning = ""
             case "finished" | "failed" | "stopped":
                 self._doing = kind

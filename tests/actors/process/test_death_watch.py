@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ import pytest
 from raysharded.actors.process.death_watch import DeathWatch
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.protocol.death import Death
+from raysharded.protocol.descriptors import in_use
+from raysharded.ray_backend.agents import OwnNode
 from tests.paths import ROOT
 
 _MEMORY = Path("/sys/fs/cgroup/memory")
@@ -144,3 +148,31 @@ def test_the_kernels_memory_killer_is_named_with_the_limit(group: Path, tmp_path
     death = death_of("taken = bytearray(512 << 20)", tmp_path, group=group)
     assert (death.signal, death.is_its_own) == ("SIGKILL", False)
     assert death.cause == ("was killed: the kernel's memory killer ended it at the limit of its cgroup, 96.0 MiB")
+
+
+def test_a_process_that_its_parent_reaps_a_moment_later_is_explained() -> None:
+    watch, child = DeathWatch(), subprocess.Popen(["sleep", "60"])
+    assert watch.watch(child.pid, start_ticks(child.pid) or 0)
+    with ThreadPoolExecutor(1) as pool:
+        child.kill()
+        explained = pool.submit(watch.explain, child.pid)
+        while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.001)
+        time.sleep(0.05)  # the kernel has no status yet
+        child.wait()
+        death = explained.result()
+    assert death is not None
+    assert death.signal == "SIGKILL"
+
+
+def test_the_watches_of_a_driver_s_own_node_end_with_it() -> None:
+    before, node = in_use(), OwnNode()
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(5)]
+    for child in children:
+        node.watch("", child.pid, start_ticks(child.pid) or 0)
+    assert in_use() != before
+    node.close(1.0)
+    assert in_use() == before
+    for child in children:
+        child.kill()
+        child.wait()
