@@ -1,12 +1,11 @@
 """The model and the optimizer of one worker's process: the same Python objects in every generation of workers.
 
 A task with tensor parallelism is the exception: torch's parallel styles leave hooks and tensors of one mesh on the
-modules, and nothing undoes them. Its model and optimizer are built anew for every generation.
+modules, and nothing undoes them. Its model and optimizer are built anew for every generation. So is an optimizer that
+holds parameters outside its groups.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 
@@ -33,8 +32,6 @@ class BuiltObjects:
         """None until the first generation."""
         self.optimizer_left = Left()
         """Settings of the process that `build_optimizer` left changed."""
-        self.stepped: Mapping[str, torch.Tensor] = {}
-        """The parameters in the optimizer's groups, by name."""
         self.tried: TriedOptimizer | None = None
         """Result of the trial of the optimizer, also of one that is built anew."""
 
@@ -57,8 +54,7 @@ class BuiltObjects:
             prepared = wrap(units, self._config, axes)
         self._sharded = allocate(prepared, device)
         if self.optimizer is not None:
-            names = {id(param): name for name, param in units.parameters.items()}
-            self.optimizer.exchange(names, self._sharded.parameters)
+            self.optimizer.exchange(self._sharded.parameters)
         return self._sharded
 
     def modes(self, number: int) -> Modes:
@@ -74,10 +70,10 @@ class BuiltObjects:
         Idempotent. The next generation is attached to the same objects, or to new ones with tensor parallelism.
         """
         sharded, self._sharded = self._sharded, None
-        stepped, self.stepped = self.stepped, {}
         if self.optimizer is not None and self._units is not None:
-            names = {id(param): name for name, param in stepped.items()}
-            self.optimizer.release(names, self._units.parameters)
+            self.optimizer.release(self._units.parameters)
+            if self.optimizer.holds_elsewhere is not None:
+                self.optimizer = None
         if sharded is not None:
             sharded.release()
         if has_tensor_parallelism(self._task):

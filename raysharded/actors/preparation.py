@@ -75,13 +75,13 @@ class Preparation:
         job: Job,
         where: Rendezvous,
         task_calls: threading.Lock,
-        build_seed: int = 0,
-        objects: BuiltObjects | None = None,
+        build_seed: int,
+        objects: BuiltObjects,
     ) -> None:
         """`task_calls`: the lock for calls of the task's code; `build_seed`: the seed of the run's constructors.
         `objects`: those of the worker."""
-        self._objects = objects or BuiltObjects(job.task, job.engine)
         self._job, self._where, self._task_calls, self._build_seed = job, where, task_calls, build_seed
+        self._objects = objects
         self._groups = Groups(job.use_gpu)
         self._wrapped: Wrapped | None = None
         self._changing = threading.Lock()

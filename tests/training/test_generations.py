@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
 
 import raysharded as rs
+from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm.groups import Groups, Rendezvous
 from raysharded.actors.model.build import allocate, build_sharded, build_units_of, wrap
 from raysharded.actors.preparation import Preparation
@@ -137,9 +138,8 @@ def test_nothing_is_left_of_a_preparation_that_failed_after_it_was_connected(
 ) -> None:
     name = f"{store.port}/failed"
     before = held()
-    preparation = Preparation(
-        make_job(str(tmp_path), task=FailsToBuild()), where(store, name), task_calls=threading.Lock()
-    )
+    job = make_job(str(tmp_path), task=FailsToBuild())
+    preparation = Preparation(job, where(store, name), threading.Lock(), 0, BuiltObjects(job.task, job.engine))
     with pytest.raises(MemoryError):
         preparation.make(lambda: None)
     assert preparation.take() is None
@@ -152,7 +152,8 @@ def test_nothing_is_left_of_a_preparation_that_is_released_before_it_is_built(
 ) -> None:
     name, task_calls = f"{store.port}/unwanted", threading.Lock()
     before = held()
-    preparation = Preparation(make_job(str(tmp_path)), where(store, name), task_calls)
+    job = make_job(str(tmp_path))
+    preparation = Preparation(job, where(store, name), task_calls, 0, BuiltObjects(job.task, job.engine))
     with ThreadPoolExecutor(1) as pool:
         with task_calls:
             making = pool.submit(preparation.make, lambda: None)
@@ -202,7 +203,7 @@ def test_a_worker_that_waits_for_a_constructor_in_another_thread_can_be_interrup
         Notes(),
     )
     with ThreadPoolExecutor(1) as pool, task_calls:
-        preparing = pool.submit(engine.prepare)
+        preparing = pool.submit(engine.prepare, None, BuiltObjects(job.task, job.engine))
         eventually(lambda: engine.phase == "prepare")
         groups.abort()
         with pytest.raises(CollectiveAborted):

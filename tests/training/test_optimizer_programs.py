@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -265,6 +266,57 @@ def test_a_hook_that_changes_parameters_is_named_once() -> None:
     ((_, sentence),) = said
     assert "make.shrink (" in sentence
     assert "of SGD changes parameters" in sentence
+
+
+def clamped_from_a_list(model: nn.Module) -> Optimizer:
+    held = list(model.parameters())
+
+    @torch.no_grad()
+    def clamp(*_: object) -> None:
+        for param in held:
+            param.clamp_(-0.1, 0.1)
+
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    optimizer.register_step_post_hook(clamp)
+    return optimizer
+
+
+def clamped_by_keys(model: nn.Module) -> Optimizer:
+    limits = dict.fromkeys(model.parameters(), 0.1)
+
+    @torch.no_grad()
+    def clamp(*_: object) -> None:
+        for param, limit in limits.items():
+            param.clamp_(-limit, limit)
+
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    optimizer.register_step_post_hook(clamp)
+    return optimizer
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("make", [clamped_from_a_list, clamped_by_keys])
+def test_a_hook_that_holds_parameters_changes_those_of_every_generation(make: Callable[[nn.Module], Optimizer]) -> None:
+    alone, three, lost = outcomes(make)
+    assert alone.numbers == three.numbers == lost.numbers
+    assert alone.fingerprint == three.fingerprint == lost.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [
+        (clamped_from_a_list, r"optimizer.*\.held.*\[0\]"),
+        (clamped_by_keys, r"optimizer.*\.limits.*"),
+        (clipped_by_its_model, None),
+        (lambda model: torch.optim.Adagrad(model.parameters()), None),
+    ],
+)
+def test_parameters_that_an_optimizer_holds_outside_its_groups_are_found(
+    make: Callable[[nn.Module], Optimizer], way: str | None
+) -> None:
+    optimizer, _ = shard_optimizer(Reaching(make))
+    found = optimizer.built.holds_elsewhere
+    assert found is None if way is None else re.fullmatch(way, found or "")
 
 
 # -- steps that were patched --

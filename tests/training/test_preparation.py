@@ -25,6 +25,7 @@ from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.ids import WorkerId
 from tests import patches
 from tests.training.harness import Collector, Gpt, GptTask, Outcome, grouped, make_driver, make_job, make_limits, train
+from tests.training.test_same_objects import GruTask
 
 STEPS, MICROBATCHES = 12, 4
 BUILDING_S = 0.15
@@ -161,6 +162,18 @@ def test_what_is_prepared_in_the_background_changes_no_bit_and_calls_no_code_of_
     builds = [calls.read_text().splitlines() for calls in tmp_path.glob("builds of *")]
     assert [len(threads) for threads in builds] == [3, 3, 3]  # at the start, for the run, and for the first weights
     assert all(threads[1:] == ["compute_0"] * 2 for threads in builds)
+
+
+@pytest.mark.procs
+def test_scalars_and_weights_that_a_module_lists_are_prepared_while_the_model_computes_with_others(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, GruTask(), {2: 1, 6: None})
+    assert run.of("preparation_failed") == []
+    assert ["prepared_s" in fields for fields in run.of("generation")] == [False, True, True]
+    alone = train(1, task=GruTask(), microbatches=MICROBATCHES, steps=STEPS)
+    assert repr([run.numbers[step] for step in range(1, STEPS + 1)]) == repr(list(alone.numbers))
+    assert run.fingerprint == alone.fingerprint
 
 
 @pytest.mark.procs

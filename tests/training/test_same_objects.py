@@ -87,7 +87,7 @@ class Generations:
             cuts=sharded.cuts,
             built=self.objects.optimizer,
         )
-        self.objects.optimizer, self.objects.stepped = optimizer.built, optimizer.written
+        self.objects.optimizer = optimizer.built
         with torch.no_grad():
             for name, param in sharded.parameters.items():
                 local_of(param).copy_(self._values[name])

@@ -185,7 +185,7 @@ def wrap(units: Units, config: EngineConfig, axes: DeviceMeshes) -> Wrapped:
     whole_names = {clean_name(name) for name, module in model.named_modules() if module in whole}
     mesh = axes.data
     own_mesh = axes.alone() if whole else mesh
-    scalars = scalars_of(model)
+    scalars = scalars_of(tree.root)  # the model may be computing with others
     for block in blocks:
         frees, block_mesh = strategies[block] == "full", own_mesh if block in whole else mesh
         fully_shard(

@@ -63,6 +63,7 @@ class ShardOptimizer:
         if built is None:
             with naming(f"{type(task).__name__}.build_optimizer", "build_optimizer"):
                 built = BuiltOptimizer(task.build_optimizer(model))
+            built.search(task, model)
         self.built, self._optimizer, self._parts, self._hooks = built, built.optimizer, built.parts, built.hooks
         self._task, names = task, {id(param): name for name, param in parameters.items()}
         self._keeps: Mapping[str, frozenset[str]] = {}

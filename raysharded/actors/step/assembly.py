@@ -77,8 +77,8 @@ def assemble(
     """Give the model its memory, and build everything that computes with it. Raises TaskError, InexactError.
 
     `prepared`: nodes of the model that are wrapped already. `objects`: those of this process; what is missing there is
-    built. `is_new`: True if no step of this run was computed in memory
-    before. `on_reduce`: called before each exchange of gradients.
+    built. `is_new`: True if no step of this run was computed in memory before. `on_reduce`: called before each exchange
+    of gradients.
     """
     job, place, groups, say = around.job, around.place, around.groups, around.say
     sharded = objects.attach(prepared, groups.axes(), place.spec.build_seed, around.device)
@@ -97,7 +97,6 @@ def assemble(
         )
     if objects.optimizer is None:
         objects.optimizer, objects.optimizer_left = optimizer.built, left
-    objects.stepped = optimizer.written
     _settle_process(around, "build_optimizer", objects.optimizer_left)
     modes = objects.modes(place.number_of("modes"))
     modes.remark(type(job.task).__name__, say)

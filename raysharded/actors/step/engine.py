@@ -130,14 +130,14 @@ class Engine:
 
     # -- before training --
 
-    def prepare(self, prepared: Wrapped | None = None, objects: BuiltObjects | None = None) -> Restored:
+    def prepare(self, prepared: Wrapped | None, objects: BuiltObjects) -> Restored:
         """Give the model its parameters and state for this generation.
 
         `prepared`: nodes of the model that are wrapped already. `objects`: the model and optimizer of this process,
         built if they are not; their owner releases them.
         """
         with self._calling_the_task():
-            return self._prepare(prepared, objects or BuiltObjects(self._job.task, self._job.engine))
+            return self._prepare(prepared, objects)
 
     def _prepare(self, prepared: Wrapped | None, objects: BuiltObjects) -> Restored:
         job, groups, tried = self._job, self._groups, objects.tried

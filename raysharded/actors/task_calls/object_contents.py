@@ -38,13 +38,17 @@ class NotFollowed:
     """Base of objects that are skipped, with all that they hold."""
 
 
-def reachable(root: object, *, most: int = _MOST_OBJECTS) -> Iterator[tuple[str, object]]:
+def reachable(
+    root: object, *, most: int = _MOST_OBJECTS, without: Collection[object] = ()
+) -> Iterator[tuple[str, object]]:
     """Everything that an object holds, itself first, each once, with its path as written in Python.
 
-    Of more than `most` objects only the nearest are returned. Numbers, texts and the like are left out.
+    Of more than `most` objects only the nearest are returned. Numbers, texts and the like are left out, and so are the
+    objects in `without`, with what they hold.
     """
     left: deque[tuple[str, object]] = deque([("", root)])
-    seen: dict[int, object] = {}
+    seen: dict[int, object] = {id(one): one for one in without}
+    most += len(seen)
     while left and len(seen) < most:
         path, found = left.popleft()
         if id(found) in seen or isinstance(found, _PLAIN) or _is_left_alone(found):
