@@ -148,6 +148,15 @@ class ShardOptimizer:
         anything is changed, if the learning rate of a group is invalid.
         """
         rates = self._rates_of(step)
+        with self.stepping(step, scale, rates, used):
+            self._step()
+        return float(rates[0])
+
+    @contextmanager
+    def stepping(
+        self, step: int, scale: float, rates: Sequence[Any], used: Collection[str] | None = None
+    ) -> Iterator[None]:
+        """A context for one step of the optimizer, as in `apply`. `rates`: learning rate of each group."""
         for name, param in self._sharded.items():
             if used is not None and name not in used:
                 param.grad = None
@@ -165,7 +174,7 @@ class ShardOptimizer:
                     self._params[name].grad = local_of(param.grad)
         try:
             with self._hooks.in_step(step):
-                self._step()
+                yield
             if self._loaded.is_strange:
                 stepped = {name: param for name, param in self._params.items() if param.grad is not None}
                 remark_unused(type(self._optimizer).__name__, step, self._loaded.leave_out_unused(stepped), self._say)
@@ -176,7 +185,6 @@ class ShardOptimizer:
             raise _failed_without_gradient(type(self._optimizer).__name__, step, without, error) from error
         self._optimizer.zero_grad(set_to_none=True)
         self.clear_gradients()
-        return float(rates[0])
 
     def _step(self) -> None:
         try:

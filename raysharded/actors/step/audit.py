@@ -23,7 +23,7 @@ from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.audit_verdict import differing, is_unreproducible, judge, wrong_copies
 from raysharded.actors.step.forward_backward import Results
-from raysharded.actors.step.gradient import StepGradient
+from raysharded.actors.step.gradient import Batches, StepGradient
 from raysharded.actors.step.pass_digests import Pass
 from raysharded.errors import CorruptNumbers, InexactError
 from raysharded.layout import keeper_of
@@ -76,7 +76,7 @@ class Audit:
     def is_due(self) -> bool:
         return self._first is not None
 
-    def check(self, step: int, results: Results) -> None:
+    def check(self, step: int, results: Results) -> Batches[None]:
         """Compute the newest step again and compare; the gradient is the same afterwards.
 
         Needs the previous step's mirrors. Raises CorruptNumbers, the same on every worker, with `corruption` set.
@@ -86,11 +86,12 @@ class Audit:
         started = time.perf_counter()
         first, self._first = self._first, None
         first.results, first.sums = results, self._digest_of_sums()
-        passes = [first, self._again(step, shift=1)]
+        passes = [first, (yield from self._again(step, shift=1))]
         mesh = self._place.mesh
         times, wrong_sums, copies = self._exchange(passes, step)
         if differing(times):
-            passes += [self._again(step, shift) for shift in _FURTHER_SHIFTS]
+            for shift in _FURTHER_SHIFTS:
+                passes += [(yield from self._again(step, shift))]
             times, _, _ = self._exchange(passes, step)
             judgement = judge(times)
             microbatches = tuple(sorted({key // mesh.tensor for key in judgement.microbatches}))
@@ -104,9 +105,9 @@ class Audit:
             self._found(step, "state", culprits, culprits)
         self.seconds = time.perf_counter() - started
 
-    def _again(self, step: int, shift: int) -> _Audited:
+    def _again(self, step: int, shift: int) -> Batches[_Audited]:
         again = _Audited(shift=shift)
-        again.results = self._gradient.compute_again(step, shift, again.note).results
+        again.results = (yield from self._gradient.compute_again(step, shift, again.note)).results
         again.sums = self._digest_of_sums()
         return again
 

@@ -57,7 +57,7 @@ def evaluate(
         for index, samples, ids in dealt:
             batch = computer.batch(samples, ids, "evaluate", step, index or 0)
             with watching(units, "evaluate", step, index):
-                loss = computer.loss("evaluate", step, index or 0, batch, len(samples))
+                loss = computer.evaluate(step, index or 0, batch, len(samples))
             results.note_names(loss)
             results.note_half(loss)
             if index is not None:

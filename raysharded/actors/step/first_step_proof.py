@@ -22,7 +22,7 @@ from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.step.audit import not_reproducible
 from raysharded.actors.step.audit_verdict import differing, is_unreproducible, judge_newcomers
 from raysharded.actors.step.forward_backward import Results
-from raysharded.actors.step.gradient import StepGradient
+from raysharded.actors.step.gradient import Batches, StepGradient
 from raysharded.actors.step.pass_digests import NOT_FINITE, PARTS, Pass
 from raysharded.actors.telemetry.phases import Phases
 from raysharded.errors import CorruptNumbers
@@ -72,7 +72,7 @@ class Proof:
         if self._first is not None and self._gradient.rounds.index == 0:
             self._first.note(index, gradient)
 
-    def check(self, step: int, results: Results) -> None:
+    def check(self, step: int, results: Results) -> Batches[None]:
         """Compute the first round of the newest step again and compare; the step's gradient stays.
 
         Raises CorruptNumbers, the same on every worker, with `corruption` set. Raises InexactError if none of several
@@ -83,19 +83,22 @@ class Proof:
         first.results = results
         with self._in_phase.apart("prove"):
             alone = self._gradient.rounds.mesh.world_size == 1
-            passes = [first, *(self._again(step, shift) for shift in (_SHIFTS_ALONE if alone else _SHIFTS))]
+            passes = [first]
+            for shift in _SHIFTS_ALONE if alone else _SHIFTS:
+                passes += [(yield from self._again(step, shift))]
             found = self._exchange(passes)
             if differing(_times(found)):
                 if not alone:
-                    passes += [self._again(step, shift) for shift in _FURTHER_SHIFTS]
+                    for shift in _FURTHER_SHIFTS:
+                        passes += [(yield from self._again(step, shift))]
                     found = self._exchange(passes)
                 self._raise(step, found)
         self.is_due = any(parts[0] == NOT_FINITE for of_it in found.values() for _, parts in of_it)
 
-    def _again(self, step: int, shift: int) -> Pass:
+    def _again(self, step: int, shift: int) -> Batches[Pass]:
         again = Pass(shift=shift, looks_for_not_finite=True)
         stir_memory(self._device)
-        again.results = self._gradient.compute_first_round_again(step, shift, again.note)
+        again.results = yield from self._gradient.compute_first_round_again(step, shift, again.note)
         return again
 
     def _exchange(self, passes: list[Pass]) -> _Found:

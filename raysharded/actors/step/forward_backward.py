@@ -226,18 +226,20 @@ class Computer:
             raise collation_error(error, samples, where, ids) from error
         return _to_device(collated, self._device)
 
-    def loss(self, purpose: str, step: int, microbatch: int, batch: Any, num_samples: int) -> Loss:
-        """The task's loss of a microbatch; its draws, also in backward, depend on (seed, step, microbatch)."""
-        self._draws(self._seed, purpose, step, microbatch)
-        function = self._task.evaluate if purpose == "evaluate" else self._task.loss
-        where = f"{self.name_of(purpose, step)}, {microbatch_name(microbatch)}"
-        with naming(where, "loss"), self._watched(purpose, where):
-            value = function(self._model, batch)
+    def evaluate(self, step: int, microbatch: int, batch: Any, num_samples: int) -> Loss:
+        """The task's held-out loss of a microbatch."""
+        where = f"{self.name_of('evaluate', step)}, {microbatch_name(microbatch)}"
+        with naming(where, "loss"), self.computing("evaluate", step, microbatch):
+            value = self._task.evaluate(self._model, batch)
         return as_loss(value, num_samples, where)
 
-    def _watched(self, purpose: str, where: str) -> AbstractContextManager[object]:
+    def computing(self, purpose: str, step: int, microbatch: int) -> AbstractContextManager[object]:
+        """A context in which a microbatch's loss is computed; draws, also in backward, depend on (seed, step,
+        microbatch)."""
+        self._draws(self._seed, purpose, step, microbatch)
         if purpose not in self._unwatched:
             return nullcontext()
+        where = f"{self.name_of(purpose, step)}, {microbatch_name(microbatch)}"
         self._unwatched.remove(purpose)
         return MemoryWatch(
             lambda tensor: TaskError(

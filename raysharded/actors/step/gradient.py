@@ -1,10 +1,16 @@
-"""The gradient of one step: forward and backward of the microbatches, summed over all workers in the one order."""
+"""The gradient of one step: forward and backward of the microbatches, summed over all workers in the one order.
+
+The loop over the microbatches is the caller's. `compute` and its like are generators: each yields collated batches. For
+each batch the caller computes a loss and gives it to `backward`, before it asks for the next one. So a computation that
+is done again (audit, proof, search for a NaN) runs in the same loop as the first one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -22,7 +28,7 @@ from raysharded.actors.numerics.step_consensus import MetricNames
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.actors.reduction.gradient_exchange import Hosts
 from raysharded.actors.reduction.tree_reducer import ReductionState, ScalarGradients, install
-from raysharded.actors.step.forward_backward import Computer, Results
+from raysharded.actors.step.forward_backward import Computer, Results, as_loss
 from raysharded.actors.step.parameter_use import ParameterUse
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.task_calls.task_numbers import half_precision
@@ -30,9 +36,13 @@ from raysharded.actors.telemetry import position_record
 from raysharded.actors.telemetry.phases import Phases
 from raysharded.data import Loader, Microbatch
 from raysharded.data.ledger import Digest, add as add_digests
-from raysharded.errors import InexactError
+from raysharded.errors import InexactError, TaskError
 from raysharded.protocol.job import Job
 from raysharded.task import Loss
+
+T = TypeVar("T")
+Batches: TypeAlias = Generator[Any, None, T]
+"""Collated batches; `StepGradient.backward` is called once for each, before the next one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +54,21 @@ class Computed:
     num_reads: int
     uses: tuple[int, ...] = ()
     """Uses of the parameters, as from `ParameterUse.counts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """The microbatch that is computed now."""
+
+    step: int
+    index: int | None
+    """None: the worker has none in this round."""
+    num_samples: int
+
+    @property
+    def number(self) -> int:
+        """The index, or -1 for padding."""
+        return -1 if self.index is None else self.index
 
 
 class StepGradient:
@@ -106,6 +131,10 @@ class StepGradient:
         self._inputs = InputWatch(sharded.hooks, job.engine, say) if is_new else None
         self._buffers: BufferWatch | None = None
         self._padding_microbatch: Microbatch | None = None
+        self._at = _Forward(0, None, 0)
+        self._results = Results("")
+        self._forward: ExitStack | None = None
+        """Contexts of the newest batch's forward, which `backward` ends."""
 
     def watch_buffers(self) -> None:
         """Call once the state is loaded: from then on a forward must not change a buffer."""
@@ -126,11 +155,11 @@ class StepGradient:
         indices = [rounds.schedule.microbatch_of(rank, index) for index in range(rounds.count)]
         self._loader.plan([(step, index) for index in indices if index is not None])
 
-    def compute(self, step: int) -> Computed:
+    def compute(self, step: int) -> Batches[Computed]:
         """Compute the step's gradient and leave it with the parameters: each worker has its shard of the sum."""
         rounds = self.rounds
         rounds.shift = self._shift_of(step) + self._further
-        results = Results(self._computer.name_of("train", step), self._names.of("train"), self._numbers)
+        self._results = results = Results(self._computer.name_of("train", step), self._names.of("train"), self._numbers)
         digest, num_reads = (0, 0), 0
         taken: Microbatch | None = None
         for reducer in self.reducers:
@@ -150,15 +179,11 @@ class StepGradient:
                     num_reads += taken.num_reads
                 position_record.note_samples(taken.ids[: position_record.MOST_SAMPLES].tolist())
                 batch = self._computer.batch(taken.samples, taken.ids.tolist(), "train", taken.step, taken.index)
-            with self._in_phase("forward"):
-                loss = self._forward(step, index, batch, len(taken.samples))
-            results.note_names(loss)
-            results.note_half(loss)
-            if index is not None:
-                results.add(index, loss)
-            counts = index is not None and loss.total.requires_grad
-            with self._in_phase("backward"), self.use.counting(counts):
-                self._backward(step, index, loss)
+            self._begin_forward(_Forward(step, index, len(taken.samples)))
+            yield batch
+            del batch
+            if self._forward is not None:
+                raise TaskError(f"{self.where}: the loss was not given to backward; call it once for each microbatch.")
         self._in_phase.note_place(step)
         self.check_buffers("training", step)
         if self._inputs is not None:
@@ -175,18 +200,49 @@ class StepGradient:
     def _reducing(self) -> AbstractContextManager[None]:
         return self._in_phase("reduce")
 
-    def _forward(self, step: int, index: int | None, batch: object, num_samples: int) -> Loss:
-        if self._exact:
-            self._optimizer.clear_gradients()
-        elif self._job.engine.accumulation == "local":
-            self._root.set_requires_gradient_sync(self.rounds.is_last)  # type: ignore[operator]
-        self._modes.train()
-        self._outputs.forget()
-        with watching(self.units, "train", step, index), self.rounds.in_loss():
-            loss = self._computer.loss("train", step, -1 if index is None else index, batch, num_samples)
+    @property
+    def where(self) -> str:
+        """Source of the microbatch's loss, for errors."""
+        return f"{self._computer.name_of('train', self._at.step)}, {microbatch_name(self._at.number)}"
+
+    def _begin_forward(self, at: _Forward) -> None:
+        self._at = at
+        with ExitStack() as scope:
+            scope.enter_context(self._in_phase("forward"))
+            if self._exact:
+                self._optimizer.clear_gradients()
+            elif self._job.engine.accumulation == "local":
+                self._root.set_requires_gradient_sync(self.rounds.is_last)  # type: ignore[operator]
+            self._modes.train()
+            self._outputs.forget()
+            scope.enter_context(watching(self.units, "train", at.step, at.index))
+            scope.enter_context(self.rounds.in_loss())
+            scope.enter_context(self._computer.computing("train", at.step, at.number))
+            self._forward = scope.pop_all()
+
+    def backward(self, value: Any) -> None:
+        """Add the gradient of the newest batch's loss to the step's. `value`: as the result of `Task.loss`."""
+        at, scope = self._at, self._forward
+        if scope is None:
+            raise TaskError(f"{self.where}: backward was called twice; add the losses, and call it once.")
+        loss = as_loss(value, at.num_samples, self.where)
+        self._forward = None
+        scope.close()
         if loss.total.requires_grad:
             self._outputs.forget()
-        return loss
+        self._results.note_names(loss)
+        self._results.note_half(loss)
+        if at.index is not None:
+            self._results.add(at.index, loss)
+        counts = at.index is not None and loss.total.requires_grad
+        with self._in_phase("backward"), self.use.counting(counts):
+            self._backward(at.step, at.index, loss)
+
+    def give_up(self, error: BaseException) -> None:
+        """End what a forward has left open that raised this error. Idempotent."""
+        scope, self._forward = self._forward, None
+        if scope is not None:
+            scope.__exit__(type(error), error, error.__traceback__)
 
     def _backward(self, step: int, index: int | None, loss: Loss) -> None:
         if not self._exact and loss.total.requires_grad:  # no reducer exists that would call it
@@ -229,7 +285,7 @@ class StepGradient:
         """This worker's shards of the newest sum, in a fixed order."""
         return self._optimizer.gradients()
 
-    def compute_again(self, step: int, shift: int, watch: Callable[[int, torch.Tensor], None]) -> Computed:
+    def compute_again(self, step: int, shift: int, watch: Callable[[int, torch.Tensor], None]) -> Batches[Computed]:
         """Like `compute`, but each worker computes what the one `shift` places further otherwise does: the same bits.
 
         `watch`: called with a microbatch and one unit's gradient of it, for each that this worker computes.
@@ -243,19 +299,21 @@ class StepGradient:
 
         self._further, self.rounds.on_gradient = shift, both
         try:
-            return self.compute(step)
+            return (yield from self.compute(step))
         finally:
             self._further, self.rounds.on_gradient = 0, usual
 
     def _shift_of(self, step: int) -> int:
         return self._shifted[1] if step == self._shifted[0] else 0
 
-    def compute_first_round_again(self, step: int, shift: int, watch: Callable[[int, torch.Tensor], None]) -> Results:
+    def compute_first_round_again(
+        self, step: int, shift: int, watch: Callable[[int, torch.Tensor], None]
+    ) -> Batches[Results]:
         """Like `compute_again`, for each worker's first microbatch alone; the step's gradient is unchanged."""
         self.rounds.first_alone = True
         try:
             with self._optimizer.keeping_gradients():
-                return self.compute_again(step, shift, watch).results
+                return (yield from self.compute_again(step, shift, watch)).results
         finally:
             self.rounds.first_alone = False
             for reducer in self.reducers:

@@ -13,7 +13,7 @@ import torch
 
 from raysharded.actors.numerics.step_consensus import Agreed, non_finite, require_weight
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
-from raysharded.actors.step.gradient import StepGradient
+from raysharded.actors.step.gradient import Batches, StepGradient
 from raysharded.actors.step.parameter_use import LEAVES_ALONE
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.telemetry.phases import Phases
@@ -24,7 +24,7 @@ from raysharded.protocol.messages import NonFinite
 
 def located(
     found: NonFinite, step: int, gradient: StepGradient, sum_over_workers: Callable[[torch.Tensor], torch.Tensor]
-) -> NonFinite:
+) -> Batches[NonFinite]:
     """`found` with the microbatches whose gradient is not finite: every worker computes the step once more.
 
     No microbatch if only their sum is too large. Fast reduction does not show them.
@@ -32,7 +32,7 @@ def located(
     if found.what == "loss" or not gradient.reducers:
         return found
     flags: list[tuple[int, torch.Tensor]] = []
-    gradient.compute_again(step, 0, lambda index, values: flags.append((index, values.isfinite().all())))
+    yield from gradient.compute_again(step, 0, lambda index, values: flags.append((index, values.isfinite().all())))
     bad = torch.zeros(gradient.rounds.num_microbatches, dtype=torch.int64)
     for index, finite in flags:
         bad[index] += int(not finite.item())
@@ -93,14 +93,14 @@ class StepUpdate:
         self._stepped: set[str] = set()
         self._leaves_alone = LEAVES_ALONE[unused]
 
-    def why_not(self, step: int, agreed: Agreed) -> NonFinite | None:
+    def why_not(self, step: int, agreed: Agreed) -> Batches[NonFinite | None]:
         """Reason to leave the step out, or None. Raises NonFiniteLoss or TaskError if it cannot be left out."""
         found = non_finite(agreed)
         if found is None:
             require_weight(step, agreed)
             return None
         with self._in_phase("locate"):
-            found = located(found, step, self._gradient, self._sum)
+            found = yield from located(found, step, self._gradient, self._sum)
         if self._job.on_non_finite != "skip":
             raise error_of(found, step, is_located=bool(self._gradient.reducers))
         return found
@@ -111,12 +111,11 @@ class StepUpdate:
         self._optimizer.clear_gradients()
         return self._optimizer.lr_of(step)
 
-    def apply(self, step: int, agreed: Agreed) -> float:
+    def apply(self, step: int, agreed: Agreed, max_norm: float | None) -> float:
         """Clip and step the parameters that the step's microbatches used; returns the learning rate."""
         scale = 1.0 / agreed.weight
-        limit = self._job.task.max_grad_norm
-        if limit is not None:
-            scale *= min(1.0, float(limit) / (agreed.gradient_norm / agreed.weight + _CLIP_EPSILON))
+        if max_norm is not None:
+            scale *= min(1.0, float(max_norm) / (agreed.gradient_norm / agreed.weight + _CLIP_EPSILON))
         used = self._to_be_changed(agreed)
         if self._say is not None:
             self._name_unused(step, agreed, self._say)

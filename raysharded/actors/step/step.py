@@ -1,0 +1,308 @@
+"""One step as one body, which a loop outside drives: a task's in `Engine.run`, or a user's own.
+
+    with step:
+        for batch in step.microbatches():
+            step.backward(loss_of(batch))
+        step.clip_grad_norm_(1.0)
+        step.apply()
+
+A step has four parts:
+
+- `microbatches` and `backward` compute: forward and backward, gradients reduced in the canonical order;
+- after the last microbatch `microbatches` agrees: one small sum over all workers;
+- `apply` is the optimizer's step;
+- the end of the `with` commits: start the snapshot's copy to host memory and the transfers of its mirror or parity.
+
+The agreement of step `s` also commits step `s - 1`: a worker reaches it only with everything that it holds of `s - 1`
+for others. Audits, the first step's proof and the search for a microbatch that is not finite are more microbatches.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from raysharded.actors.model.param_layout import Replication
+from raysharded.actors.numerics.bit_digest import flip_bit
+from raysharded.actors.numerics.grad_norm import NORM_WORDS, square_sum_words
+from raysharded.actors.numerics.step_consensus import Agreed, Contribution, Flags, agree
+from raysharded.actors.shards.mirror import SnapshotReplicator
+from raysharded.actors.shards.saver import Saver, decide
+from raysharded.actors.shards.store import ShardBuffer
+from raysharded.actors.step.assembly import Parts, Surroundings
+from raysharded.actors.step.gradient import Batches, Computed
+from raysharded.actors.step.pending_reports import Reports
+from raysharded.errors import CollectiveAborted
+from raysharded.layout import StateSpec
+from raysharded.protocol.messages import NonFinite
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """What other threads ask all workers for, through the next agreement."""
+
+    boundary: threading.Event
+    """To stop after the step that it closes."""
+    save: threading.Event
+    """To write a checkpoint."""
+
+
+class Steps:
+    """What the steps of one generation share. Training thread only."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        parts: Parts,
+        keeper: SnapshotReplicator,
+        saver: Saver,
+        reports: Reports,
+        requests: Requests,
+        probe: Callable[[str, int], None],
+        calling_the_task: Callable[[], AbstractContextManager[None]],
+        on_end: Callable[[int], None] | None,
+        spec: StateSpec | None,
+    ) -> None:
+        """`calling_the_task`: a context in which no other thread calls the task's code. `on_end`: called with a step's
+        number at its end. `spec`: contents of the state that was loaded; None before the run's first step."""
+        self.job, self.place, self.parts, self.in_phase = around.job, around.place, parts, around.in_phase
+        self.reports, self.requests, self.probe = reports, requests, probe
+        self.calling_the_task, self.on_end = calling_the_task, on_end
+        self.done = around.place.spec.source.step
+        """The newest step that is done."""
+        self.own: ShardBuffer | None = None
+        """The newest snapshot; it may still be filling."""
+        self._groups, self._store, self._keeper, self._saver = around.groups, around.store, keeper, saver
+        self._spec = spec
+        self._spec_is_final = False
+        """True once the optimizer has made its state of the used parameters, in its first step."""
+        self._memory_is_checked = False
+        parts.gradient.rounds.on_gradient = self._on_gradient
+
+    def _on_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        """Handle one unit's gradient of a microbatch, before anything else is done with it."""
+        faults = self.job.faults
+        if faults is not None and faults.corrupts(self.place.worker, self.done + 1):
+            flip_bit(gradient)
+        if not self.parts.gradient.rounds.first_alone:  # a proof's recomputation is no part of the step
+            self.parts.audit.note(index, gradient)
+            self.parts.proof.note(index, gradient)
+
+    def check_memory(self) -> None:
+        """Check the units' memory once: FSDP2 completes its initialisation in the first forward."""
+        if not self._memory_is_checked:
+            self.parts.check_memory()
+            self._memory_is_checked = True
+
+    def contribution(self, computed: Computed) -> Contribution:
+        """This worker's part of the agreement."""
+        names = computed.results.metric_names or ()
+        self.parts.names.agree("train", names)
+        with self.in_phase("norm"):
+            digits, finite = self._norm_words()
+        speaks = self.place.tensor_rank == 0  # the others of its tensor parallel group computed the same
+        losses, metrics = computed.results.pairs() if speaks else ({}, {})
+        return Contribution(
+            losses=losses,
+            metrics=metrics,
+            metric_names=names,
+            norm_words=digits,
+            read_digest=computed.read_digest if speaks else (0, 0),
+            num_reads=computed.num_reads if speaks else 0,
+            flags=Flags(
+                non_finite_gradient=not finite,
+                boundary=self.requests.boundary.is_set(),
+                save_busy=self._saver.busy,
+                save_now=self.requests.save.is_set(),
+            ),
+            uses=computed.uses,
+        )
+
+    def _norm_words(self) -> tuple[torch.Tensor, bool]:
+        """Norm words of the gradients that this worker reports, and whether all of its gradients are finite."""
+        words, finite = torch.zeros(NORM_WORDS, dtype=torch.int64), True
+        for holders in Replication:
+            own, own_finite = square_sum_words(self.parts.optimizer.gradients(holders))
+            words, finite = words + own if self.place.speaks_for(holders) else words, finite and own_finite
+        return words, finite
+
+    def agree(self, contribution: Contribution) -> Agreed:
+        """The sum of the workers' contributions."""
+        with self.in_phase("agree"):
+            return agree(contribution, self.job.batch.num_microbatches, self._groups.state.sum_int64)
+
+    def snapshot(self, step: int) -> ShardBuffer:
+        """Begin to copy the state as of this step, and to send it to those that hold it for this worker."""
+        self._settle_spec()
+        assert self._spec is not None
+        own = self.place.begin_snapshot(self._store, step, self._spec)
+        self.parts.live.copy_to(own)
+        self.own = own
+        self.probe("snapshot", step)
+        self._keeper.start(own)
+        return own
+
+    def join_copies(self) -> None:
+        """Return when the newest snapshot is complete, and what others hold of it: then the live state may change."""
+        if self.own is not None:
+            self.own.wait()
+        self._keeper.join()
+
+    def _settle_spec(self) -> None:
+        """Settle the contents of the state.
+
+        This happens with the optimizer's first step in this generation, and with each step that is a parameter's first
+        one.
+        """
+        applying, live = self.parts.applying, self.parts.live
+        if self._spec_is_final:
+            live.check_spec(applying.begun)
+            if not applying.begun:
+                return
+        spec = live.spec()
+        names = {tensor.name for tensor in self._spec.tensors} if self._spec else set()
+        self._spec = self._spec if names == {tensor.name for tensor in spec.tensors} else spec
+        self._spec_is_final = applying.has_applied
+
+    def save(self, own: ShardBuffer) -> None:
+        """Begin to write this worker's part of a checkpoint."""
+        self.probe("save", own.step)
+        if not self._saver.wait_until_idle(lambda: self._groups.aborted):  # only the last step's save has to wait
+            raise CollectiveAborted("aborted while waiting for the previous checkpoint")
+        spec = self.place.spec
+        self._saver.begin(own, spec.generation, spec.driver, self.place.share)
+
+    def commit_last(self) -> None:
+        """Commit the newest step, which no agreement of a next one does."""
+        with self.in_phase("commit"):
+            self.join_copies()
+            self._groups.state.barrier()
+
+
+class Step:
+    """One step of a generation. All workers make the same calls together. Training thread only."""
+
+    def __init__(self, steps: Steps, number: int) -> None:
+        self.number = number
+        """Number of the step, from 1 on."""
+        self.agreed: Agreed | None = None
+        """What all workers agreed on; None before the end of `microbatches`."""
+        self.skipped: NonFinite | None = None
+        """Why the step is left out, known with `agreed`."""
+        self._steps, self._parts = steps, steps.parts
+        self._batches: Batches[None] | None = None
+        self._contribution: Contribution | None = None
+        self._max_norm: float | None = None
+        self._lr = 0.0
+
+    @property
+    def where(self) -> str:
+        """Source of the newest microbatch's loss, for errors."""
+        return self._parts.gradient.where
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.commit()
+        else:
+            self.give_up(error)
+
+    def microbatches(self) -> Iterator[Any]:
+        """This worker's batches, collated and on its device; `backward` is called once for each.
+
+        The loop's body is a function of the batch. It may run for padding, for another worker's microbatch, or again.
+        After the last one the workers have agreed. Raises NonFiniteLoss, InexactError, CorruptNumbers or TaskError.
+        """
+        self._batches = self._compute()
+        return self._batches
+
+    def _compute(self) -> Batches[None]:
+        steps, parts, step = self._steps, self._parts, self.number
+        steps.in_phase.restart()
+        parts.audit.begin(step)
+        parts.proof.begin()
+        with steps.in_phase("data"):
+            steps.probe("data", step)
+        with steps.calling_the_task():
+            computed = yield from parts.gradient.compute(step)
+        steps.check_memory()
+        parts.gradient.plan_reading(step + 1)
+        self._contribution = steps.contribution(computed)
+        if parts.proof.is_due:
+            with steps.calling_the_task():
+                yield from parts.proof.check(step, computed.results)
+        with steps.in_phase("mirror"):
+            steps.join_copies()
+        if parts.audit.is_due:
+            with steps.calling_the_task():
+                yield from parts.audit.check(step, computed.results)
+        steps.probe("agree", step)
+        agreed = steps.agree(self._contribution)
+        with steps.calling_the_task():
+            self.skipped = yield from parts.applying.why_not(step, agreed)
+        self.agreed = agreed
+
+    def backward(self, loss: Any) -> None:
+        """Add the gradient of the newest batch's loss to the step's. `loss`: as the result of `Task.loss`."""
+        self._parts.gradient.backward(loss)
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Clip the mean gradient's global 2-norm to `max_norm` in the optimizer's step; returns the norm."""
+        assert self.agreed is not None
+        self._max_norm = max_norm
+        return self.agreed.gradient_norm / self.agreed.weight if self.skipped is None else float("nan")
+
+    def apply(self) -> None:
+        """Make the optimizer's step with the task's learning rate, or leave it out if the step is skipped."""
+        steps, applying = self._steps, self._parts.applying
+        assert self.agreed is not None
+        with steps.calling_the_task(), steps.in_phase("apply"):
+            if self.skipped is not None:
+                self._lr = applying.leave_out(self.number)
+            else:
+                steps.probe("apply", self.number)
+                self._lr = applying.apply(self.number, self.agreed, self._max_norm)
+
+    def commit(self) -> None:
+        """Evaluate if that is due, begin the snapshot, and the checkpoint if one is due; report the step."""
+        steps, parts, step, agreed = self._steps, self._parts, self.number, self.agreed
+        assert agreed is not None
+        assert self._contribution is not None
+        steps.done = step
+        evaluation: dict[str, float] = {}
+        if parts.evaluator.is_due(step):
+            with steps.calling_the_task(), steps.in_phase("evaluate"):
+                evaluation = parts.evaluator.evaluate(step)
+                parts.gradient.check_buffers("evaluation", step)
+        with steps.in_phase("snapshot"):
+            own = steps.snapshot(step)
+        last = step >= steps.job.max_steps
+        decision = decide(agreed.flags, due=steps.job.saves_at(step), last=last)
+        report = (step, agreed, self._lr, evaluation, decision, self.skipped, parts.audit.seconds)
+        if last:  # its checkpoint may have to wait for the previous one
+            steps.reports.add(*report)
+        if decision.start:
+            with steps.in_phase("save"):
+                steps.save(own)
+            if self._contribution.flags.save_now:  # otherwise it was requested later: it stays pending
+                steps.requests.save.clear()
+        if not last:
+            steps.reports.add(*report)
+        if steps.on_end is not None:
+            steps.on_end(step)
+
+    def give_up(self, error: BaseException) -> None:
+        """End what the step has left open that raised this error. Idempotent."""
+        self._parts.gradient.give_up(error)
+        if self._batches is not None:
+            self._batches.close()
