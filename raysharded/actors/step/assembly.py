@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,13 +19,16 @@ from raysharded.actors.numerics.step_consensus import MetricNames
 from raysharded.actors.optimizer.loaded_state import TriedOptimizer
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.actors.shards.device_state import DeviceState
+from raysharded.actors.shards.mirror import SnapshotReplicator
 from raysharded.actors.shards.position import RankPosition
+from raysharded.actors.shards.saver import Saver
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.audit import Audit
 from raysharded.actors.step.evaluation import Evaluator
 from raysharded.actors.step.first_step_proof import Proof
 from raysharded.actors.step.forward_backward import Computer
 from raysharded.actors.step.gradient import StepGradient
+from raysharded.actors.step.pending_reports import Reports
 from raysharded.actors.step.update import StepUpdate
 from raysharded.actors.task_calls.process_state import STAYS_CHANGED, Left, put_back
 from raysharded.actors.task_calls.remarks import Say
@@ -35,7 +40,7 @@ from raysharded.protocol.messages import FromMemory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """Inputs of the assembly."""
+    """Of a worker and its generation, all that its training needs besides what is built."""
 
     job: Job
     place: RankPosition
@@ -46,6 +51,16 @@ class Surroundings:
     device: torch.device
     in_phase: Phases
     say: Say
+    keeper: SnapshotReplicator
+    saver: Saver
+    reports: Reports
+    probe: Callable[[str, int], None]
+    calling_the_task: Callable[[], AbstractContextManager[None]]
+    """A context in which no other thread calls the task's code."""
+    boundary: threading.Event
+    """Set to stop all workers after the step that the next agreement closes. Any thread."""
+    save_asked: threading.Event
+    """Set to request a checkpoint of all workers. Any thread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,8 +22,8 @@ from raysharded.actors.shards.saver import Saver
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.assembly import Surroundings, assemble, call_in_the_middle
 from raysharded.actors.step.pending_reports import Reports
-from raysharded.actors.step.step import Requests, Step, Steps
-from raysharded.actors.task_calls.remarks import Notes, Say
+from raysharded.actors.step.step import Step, Steps
+from raysharded.actors.task_calls.remarks import Notes
 from raysharded.actors.task_calls.task_errors import naming
 from raysharded.actors.telemetry.phases import Phases
 from raysharded.checkpoint import Storage
@@ -60,15 +60,28 @@ class Engine:
     ) -> None:
         """`task_calls`: held during calls of the task's code; another thread may build the next generation's model.
         `notes`: the worker's. `compilation`: blocks compiled in this process, if their bits must not depend on it."""
-        self._say: Say = partial(notes.say, aloud=place.rank == 0)
         self._task_calls, self._compilation = task_calls, compilation
         self._job, self._place, self._groups, self._store = job, place, groups, store
-        self._loader, self._eval_loader, self._storage, self._saver = loader, eval_loader, storage, saver
-        self._device, self._probe = device, probe
+        self._storage, self._saver, self._probe = storage, saver, probe
         self._in_phase = Phases(self.generation, lambda: groups.aborted)
-        self._reports = Reports(self.generation, place.spec.world_size, self._in_phase, notes)
-        self._keeper = keeper_of(place, groups, store)
-        self._requests = Requests(threading.Event(), threading.Event())
+        self._around = Surroundings(
+            job=job,
+            place=place,
+            groups=groups,
+            store=store,
+            loader=loader,
+            eval_loader=eval_loader,
+            device=device,
+            in_phase=self._in_phase,
+            say=partial(notes.say, aloud=place.rank == 0),
+            keeper=keeper_of(place, groups, store),
+            saver=saver,
+            reports=Reports(self.generation, place.spec.world_size, self._in_phase, notes),
+            probe=probe,
+            calling_the_task=self._calling_the_task,
+            boundary=threading.Event(),
+            save_asked=threading.Event(),
+        )
         self._steps: Steps | None = None
         """None until the generation is prepared."""
         loader.skip(place.spec.decisions.skips, place.number_of("order"), place.spec.blocks)
@@ -100,17 +113,17 @@ class Engine:
     @property
     def reports(self) -> deque[StepReport]:
         """Reports of the newest steps. Any thread."""
-        return self._reports.recent
+        return self._around.reports.recent
 
     @property
     def reports_when_stopped(self) -> tuple[StepReport, ...]:
         """Reports for the driver at the end, in case it has missed some."""
-        return self._reports.when_stopped(self._place.rank)
+        return self._around.reports.when_stopped(self._place.rank)
 
     @property
     def updated(self) -> threading.Condition:
         """Notified when a report is added."""
-        return self._reports.updated
+        return self._around.reports.updated
 
     # -- before training --
 
@@ -126,19 +139,8 @@ class Engine:
     def _prepare(self, prepared: Wrapped | None, objects: BuiltObjects) -> Restored:
         job, groups, tried = self._job, self._groups, objects.tried
         with self._in_phase("build"):
-            around = Surroundings(
-                job=job,
-                place=self._place,
-                groups=groups,
-                store=self._store,
-                loader=self._loader,
-                eval_loader=self._eval_loader,
-                device=self._device,
-                in_phase=self._in_phase,
-                say=self._say,
-            )
             parts = assemble(
-                around,
+                self._around,
                 prepared,
                 objects,
                 is_new=self.step == 0 or not isinstance(self._place.spec.source, FromMemory),
@@ -162,29 +164,23 @@ class Engine:
                 self._store,
                 self._storage,
                 groups,
-                self._keeper,
+                self._around.keeper,
                 lambda p: self._probe(p, self.step + 1),
                 compare_built,
             )
         with self._in_phase("load"):
             left_out = live.load_from(restored.own)
-            restored.remark(self._say)
+            restored.remark(self._around.say)
             if isinstance(self._place.spec.source, FromCheckpoint):
                 optimizer.remark_changes(left_out, None)
             else:  # a worker that joins does not know the previous optimizer
                 optimizer.remark_changes(left_out, (tried or parts.tried).kind)
             parts.gradient.watch_buffers()
             self._steps = Steps(
-                around,
+                self._around,
                 parts,
-                self._keeper,
-                self._saver,
-                self._reports,
-                self._requests,
-                self._probe,
-                self._calling_the_task,
-                self._end_step if self._compilation is not None else None,
                 restored.own.spec if self.step else None,
+                self._end_step if self._compilation is not None else None,
             )
             groups.state.barrier()
         return restored
@@ -203,11 +199,11 @@ class Engine:
         if self._steps is not None and self._steps.own is not None:
             with suppress(Exception):  # a failed copy does not count
                 self._steps.own.wait()
-        self._keeper.settle()
+        self._around.keeper.settle()
 
     def request_boundary(self) -> None:
         """Request, through the next agreement, that all workers stop after the step it closes. Any thread."""
-        self._requests.boundary.set()
+        self._around.boundary.set()
 
     def request_save(self) -> None:
         """Request a checkpoint from all workers, through the next agreement. Any thread.
@@ -215,7 +211,7 @@ class Engine:
         It is of the step that the agreement closes, or of the first later step at which the previous checkpoint is
         written.
         """
-        self._requests.save.set()
+        self._around.save_asked.set()
 
     def save_held(self) -> None:
         """Begin to write the step that is held, while no other checkpoint is being written."""

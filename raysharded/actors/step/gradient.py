@@ -56,21 +56,6 @@ class Computed:
     """Uses of the parameters, as from `ParameterUse.counts`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Forward:
-    """The microbatch that is computed now."""
-
-    step: int
-    index: int | None
-    """None: the worker has none in this round."""
-    num_samples: int
-
-    @property
-    def number(self) -> int:
-        """The index, or -1 for padding."""
-        return -1 if self.index is None else self.index
-
-
 class StepGradient:
     """Gradients of one generation's steps. Training thread only; all workers make the same calls together."""
 
@@ -131,7 +116,8 @@ class StepGradient:
         self._inputs = InputWatch(sharded.hooks, job.engine, say) if is_new else None
         self._buffers: BufferWatch | None = None
         self._padding_microbatch: Microbatch | None = None
-        self._at = _Forward(0, None, 0)
+        self._at: tuple[int, int | None, int] = (0, None, 0)
+        """(step, microbatch or None for padding, number of samples) of the newest batch."""
         self._results = Results("")
         self._forward: ExitStack | None = None
         """Contexts of the newest batch's forward, which `backward` ends."""
@@ -179,11 +165,11 @@ class StepGradient:
                     num_reads += taken.num_reads
                 position_record.note_samples(taken.ids[: position_record.MOST_SAMPLES].tolist())
                 batch = self._computer.batch(taken.samples, taken.ids.tolist(), "train", taken.step, taken.index)
-            self._begin_forward(_Forward(step, index, len(taken.samples)))
+            self._begin_forward(step, index, len(taken.samples))
             yield batch
             del batch
             if self._forward is not None:
-                raise TaskError(f"{self.where}: the loss was not given to backward; call it once for each microbatch.")
+                raise TaskError(f"{self.where}: call step.backward(loss) once for each microbatch.")
         self._in_phase.note_place(step)
         self.check_buffers("training", step)
         if self._inputs is not None:
@@ -202,11 +188,12 @@ class StepGradient:
 
     @property
     def where(self) -> str:
-        """Source of the microbatch's loss, for errors."""
-        return f"{self._computer.name_of('train', self._at.step)}, {microbatch_name(self._at.number)}"
+        """Source of the newest batch's loss, for errors."""
+        step, index, _ = self._at
+        return f"{self._computer.name_of('train', step)}, {microbatch_name(-1 if index is None else index)}"
 
-    def _begin_forward(self, at: _Forward) -> None:
-        self._at = at
+    def _begin_forward(self, step: int, index: int | None, num_samples: int) -> None:
+        self._at = step, index, num_samples
         with ExitStack() as scope:
             scope.enter_context(self._in_phase("forward"))
             if self._exact:
@@ -215,28 +202,27 @@ class StepGradient:
                 self._root.set_requires_gradient_sync(self.rounds.is_last)  # type: ignore[operator]
             self._modes.train()
             self._outputs.forget()
-            scope.enter_context(watching(self.units, "train", at.step, at.index))
+            scope.enter_context(watching(self.units, "train", step, index))
             scope.enter_context(self.rounds.in_loss())
-            scope.enter_context(self._computer.computing("train", at.step, at.number))
+            scope.enter_context(self._computer.computing("train", step, -1 if index is None else index))
             self._forward = scope.pop_all()
 
     def backward(self, value: Any) -> None:
         """Add the gradient of the newest batch's loss to the step's. `value`: as the result of `Task.loss`."""
-        at, scope = self._at, self._forward
+        scope, (step, index, num_samples) = self._forward, self._at
         if scope is None:
-            raise TaskError(f"{self.where}: backward was called twice; add the losses, and call it once.")
-        loss = as_loss(value, at.num_samples, self.where)
+            raise TaskError(f"{self.where}: step.backward(loss) was called twice; add the losses, and call it once.")
+        loss = as_loss(value, num_samples, self.where)
         self._forward = None
         scope.close()
         if loss.total.requires_grad:
             self._outputs.forget()
         self._results.note_names(loss)
         self._results.note_half(loss)
-        if at.index is not None:
-            self._results.add(at.index, loss)
-        counts = at.index is not None and loss.total.requires_grad
-        with self._in_phase("backward"), self.use.counting(counts):
-            self._backward(at.step, at.index, loss)
+        if index is not None:
+            self._results.add(index, loss)
+        with self._in_phase("backward"), self.use.counting(index is not None and loss.total.requires_grad):
+            self._backward(step, index, loss)
 
     def give_up(self, error: BaseException) -> None:
         """End what a forward has left open that raised this error. Idempotent."""

@@ -1,28 +1,18 @@
 """One step as one body, which a loop outside drives: a task's in `Engine.run`, or a user's own.
 
-    with step:
-        for batch in step.microbatches():
-            step.backward(loss_of(batch))
-        step.clip_grad_norm_(1.0)
-        step.apply()
-
-A step has four parts:
-
 - `microbatches` and `backward` compute: forward and backward, gradients reduced in the canonical order;
-- after the last microbatch `microbatches` agrees: one small sum over all workers;
-- `apply` is the optimizer's step;
-- the end of the `with` commits: start the snapshot's copy to host memory and the transfers of its mirror or parity.
+- at its end `microbatches` agrees: one small sum over all workers;
+- `apply` clips, and makes the optimizer's step;
+- `commit` starts the snapshot's copy to host memory, and the transfers of its mirror or parity.
 
 The agreement of step `s` also commits step `s - 1`: a worker reaches it only with everything that it holds of `s - 1`
-for others. Audits, the first step's proof and the search for a microbatch that is not finite are more microbatches.
+for others. Audits, the first step's proof and the search for a number that is not finite yield more microbatches.
 """
 
 from __future__ import annotations
 
-import threading
+import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,53 +22,28 @@ from raysharded.actors.model.param_layout import Replication
 from raysharded.actors.numerics.bit_digest import flip_bit
 from raysharded.actors.numerics.grad_norm import NORM_WORDS, square_sum_words
 from raysharded.actors.numerics.step_consensus import Agreed, Contribution, Flags, agree
-from raysharded.actors.shards.mirror import SnapshotReplicator
-from raysharded.actors.shards.saver import Saver, decide
+from raysharded.actors.shards.saver import decide
 from raysharded.actors.shards.store import ShardBuffer
 from raysharded.actors.step.assembly import Parts, Surroundings
 from raysharded.actors.step.gradient import Batches, Computed
-from raysharded.actors.step.pending_reports import Reports
 from raysharded.errors import CollectiveAborted
 from raysharded.layout import StateSpec
 from raysharded.protocol.messages import NonFinite
-
-
-@dataclass(frozen=True, slots=True)
-class Requests:
-    """What other threads ask all workers for, through the next agreement."""
-
-    boundary: threading.Event
-    """To stop after the step that it closes."""
-    save: threading.Event
-    """To write a checkpoint."""
 
 
 class Steps:
     """What the steps of one generation share. Training thread only."""
 
     def __init__(
-        self,
-        around: Surroundings,
-        parts: Parts,
-        keeper: SnapshotReplicator,
-        saver: Saver,
-        reports: Reports,
-        requests: Requests,
-        probe: Callable[[str, int], None],
-        calling_the_task: Callable[[], AbstractContextManager[None]],
-        on_end: Callable[[int], None] | None,
-        spec: StateSpec | None,
+        self, around: Surroundings, parts: Parts, spec: StateSpec | None, on_end: Callable[[int], None] | None
     ) -> None:
-        """`calling_the_task`: a context in which no other thread calls the task's code. `on_end`: called with a step's
-        number at its end. `spec`: contents of the state that was loaded; None before the run's first step."""
-        self.job, self.place, self.parts, self.in_phase = around.job, around.place, parts, around.in_phase
-        self.reports, self.requests, self.probe = reports, requests, probe
-        self.calling_the_task, self.on_end = calling_the_task, on_end
+        """`spec`: contents of the state that was loaded; None before the run's first step. `on_end`: called with a
+        step's number at its end."""
+        self.around, self.parts, self.on_end = around, parts, on_end
         self.done = around.place.spec.source.step
         """The newest step that is done."""
         self.own: ShardBuffer | None = None
         """The newest snapshot; it may still be filling."""
-        self._groups, self._store, self._keeper, self._saver = around.groups, around.store, keeper, saver
         self._spec = spec
         self._spec_is_final = False
         """True once the optimizer has made its state of the used parameters, in its first step."""
@@ -87,8 +52,8 @@ class Steps:
 
     def _on_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Handle one unit's gradient of a microbatch, before anything else is done with it."""
-        faults = self.job.faults
-        if faults is not None and faults.corrupts(self.place.worker, self.done + 1):
+        faults = self.around.job.faults
+        if faults is not None and faults.corrupts(self.around.place.worker, self.done + 1):
             flip_bit(gradient)
         if not self.parts.gradient.rounds.first_alone:  # a proof's recomputation is no part of the step
             self.parts.audit.note(index, gradient)
@@ -104,9 +69,9 @@ class Steps:
         """This worker's part of the agreement."""
         names = computed.results.metric_names or ()
         self.parts.names.agree("train", names)
-        with self.in_phase("norm"):
+        with self.around.in_phase("norm"):
             digits, finite = self._norm_words()
-        speaks = self.place.tensor_rank == 0  # the others of its tensor parallel group computed the same
+        speaks = self.around.place.tensor_rank == 0  # the others of its tensor parallel group computed the same
         losses, metrics = computed.results.pairs() if speaks else ({}, {})
         return Contribution(
             losses=losses,
@@ -117,9 +82,9 @@ class Steps:
             num_reads=computed.num_reads if speaks else 0,
             flags=Flags(
                 non_finite_gradient=not finite,
-                boundary=self.requests.boundary.is_set(),
-                save_busy=self._saver.busy,
-                save_now=self.requests.save.is_set(),
+                boundary=self.around.boundary.is_set(),
+                save_busy=self.around.saver.busy,
+                save_now=self.around.save_asked.is_set(),
             ),
             uses=computed.uses,
         )
@@ -129,30 +94,25 @@ class Steps:
         words, finite = torch.zeros(NORM_WORDS, dtype=torch.int64), True
         for holders in Replication:
             own, own_finite = square_sum_words(self.parts.optimizer.gradients(holders))
-            words, finite = words + own if self.place.speaks_for(holders) else words, finite and own_finite
+            words, finite = words + own if self.around.place.speaks_for(holders) else words, finite and own_finite
         return words, finite
-
-    def agree(self, contribution: Contribution) -> Agreed:
-        """The sum of the workers' contributions."""
-        with self.in_phase("agree"):
-            return agree(contribution, self.job.batch.num_microbatches, self._groups.state.sum_int64)
 
     def snapshot(self, step: int) -> ShardBuffer:
         """Begin to copy the state as of this step, and to send it to those that hold it for this worker."""
         self._settle_spec()
         assert self._spec is not None
-        own = self.place.begin_snapshot(self._store, step, self._spec)
+        own = self.around.place.begin_snapshot(self.around.store, step, self._spec)
         self.parts.live.copy_to(own)
         self.own = own
-        self.probe("snapshot", step)
-        self._keeper.start(own)
+        self.around.probe("snapshot", step)
+        self.around.keeper.start(own)
         return own
 
     def join_copies(self) -> None:
         """Return when the newest snapshot is complete, and what others hold of it: then the live state may change."""
         if self.own is not None:
             self.own.wait()
-        self._keeper.join()
+        self.around.keeper.join()
 
     def _settle_spec(self) -> None:
         """Settle the contents of the state.
@@ -172,17 +132,17 @@ class Steps:
 
     def save(self, own: ShardBuffer) -> None:
         """Begin to write this worker's part of a checkpoint."""
-        self.probe("save", own.step)
-        if not self._saver.wait_until_idle(lambda: self._groups.aborted):  # only the last step's save has to wait
+        around, spec = self.around, self.around.place.spec
+        around.probe("save", own.step)
+        if not around.saver.wait_until_idle(lambda: around.groups.aborted):  # only the last step's save has to wait
             raise CollectiveAborted("aborted while waiting for the previous checkpoint")
-        spec = self.place.spec
-        self._saver.begin(own, spec.generation, spec.driver, self.place.share)
+        around.saver.begin(own, spec.generation, spec.driver, around.place.share)
 
     def commit_last(self) -> None:
         """Commit the newest step, which no agreement of a next one does."""
-        with self.in_phase("commit"):
+        with self.around.in_phase("commit"):
             self.join_copies()
-            self._groups.state.barrier()
+            self.around.groups.state.barrier()
 
 
 class Step:
@@ -195,9 +155,9 @@ class Step:
         """What all workers agreed on; None before the end of `microbatches`."""
         self.skipped: NonFinite | None = None
         """Why the step is left out, known with `agreed`."""
-        self._steps, self._parts = steps, steps.parts
+        self._steps, self._around, self._parts = steps, steps.around, steps.parts
         self._batches: Batches[None] | None = None
-        self._contribution: Contribution | None = None
+        self._asked_for_a_save = False
         self._max_norm: float | None = None
         self._lr = 0.0
 
@@ -227,28 +187,30 @@ class Step:
         return self._batches
 
     def _compute(self) -> Batches[None]:
-        steps, parts, step = self._steps, self._parts, self.number
-        steps.in_phase.restart()
+        steps, around, parts, step = self._steps, self._around, self._parts, self.number
+        around.in_phase.restart()
         parts.audit.begin(step)
         parts.proof.begin()
-        with steps.in_phase("data"):
-            steps.probe("data", step)
-        with steps.calling_the_task():
+        with around.in_phase("data"):
+            around.probe("data", step)
+        with around.calling_the_task():
             computed = yield from parts.gradient.compute(step)
         steps.check_memory()
         parts.gradient.plan_reading(step + 1)
-        self._contribution = steps.contribution(computed)
+        contribution = steps.contribution(computed)
+        self._asked_for_a_save = contribution.flags.save_now
         if parts.proof.is_due:
-            with steps.calling_the_task():
+            with around.calling_the_task():
                 yield from parts.proof.check(step, computed.results)
-        with steps.in_phase("mirror"):
+        with around.in_phase("mirror"):
             steps.join_copies()
         if parts.audit.is_due:
-            with steps.calling_the_task():
+            with around.calling_the_task():
                 yield from parts.audit.check(step, computed.results)
-        steps.probe("agree", step)
-        agreed = steps.agree(self._contribution)
-        with steps.calling_the_task():
+        around.probe("agree", step)
+        with around.in_phase("agree"):
+            agreed = agree(contribution, around.job.batch.num_microbatches, around.groups.state.sum_int64)
+        with around.calling_the_task():
             self.skipped = yield from parts.applying.why_not(step, agreed)
         self.agreed = agreed
 
@@ -258,46 +220,45 @@ class Step:
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the mean gradient's global 2-norm to `max_norm` in the optimizer's step; returns the norm."""
-        assert self.agreed is not None
+        assert self.agreed is not None, "the workers have not agreed"
         self._max_norm = max_norm
-        return self.agreed.gradient_norm / self.agreed.weight if self.skipped is None else float("nan")
+        return math.nan if self.skipped else self.agreed.gradient_norm / self.agreed.weight
 
     def apply(self) -> None:
-        """Make the optimizer's step with the task's learning rate, or leave it out if the step is skipped."""
-        steps, applying = self._steps, self._parts.applying
-        assert self.agreed is not None
-        with steps.calling_the_task(), steps.in_phase("apply"):
-            if self.skipped is not None:
+        """Make the optimizer's step with the task's learning rate, or none if the step is skipped."""
+        applying, agreed = self._parts.applying, self.agreed
+        assert agreed is not None, "the workers have not agreed"
+        with self._around.calling_the_task(), self._around.in_phase("apply"):
+            if self.skipped:
                 self._lr = applying.leave_out(self.number)
             else:
-                steps.probe("apply", self.number)
-                self._lr = applying.apply(self.number, self.agreed, self._max_norm)
+                self._around.probe("apply", self.number)
+                self._lr = applying.apply(self.number, agreed, self._max_norm)
 
     def commit(self) -> None:
-        """Evaluate if that is due, begin the snapshot, and the checkpoint if one is due; report the step."""
-        steps, parts, step, agreed = self._steps, self._parts, self.number, self.agreed
-        assert agreed is not None
-        assert self._contribution is not None
+        """Evaluate if that is due; begin the snapshot, and a checkpoint if one is due; report the step."""
+        steps, around, parts, step, agreed = self._steps, self._around, self._parts, self.number, self.agreed
+        assert agreed is not None, "the workers have not agreed"
         steps.done = step
         evaluation: dict[str, float] = {}
         if parts.evaluator.is_due(step):
-            with steps.calling_the_task(), steps.in_phase("evaluate"):
+            with around.calling_the_task(), around.in_phase("evaluate"):
                 evaluation = parts.evaluator.evaluate(step)
                 parts.gradient.check_buffers("evaluation", step)
-        with steps.in_phase("snapshot"):
+        with around.in_phase("snapshot"):
             own = steps.snapshot(step)
-        last = step >= steps.job.max_steps
-        decision = decide(agreed.flags, due=steps.job.saves_at(step), last=last)
+        last = step >= around.job.max_steps
+        decision = decide(agreed.flags, due=around.job.saves_at(step), last=last)
         report = (step, agreed, self._lr, evaluation, decision, self.skipped, parts.audit.seconds)
         if last:  # its checkpoint may have to wait for the previous one
-            steps.reports.add(*report)
+            around.reports.add(*report)
         if decision.start:
-            with steps.in_phase("save"):
+            with around.in_phase("save"):
                 steps.save(own)
-            if self._contribution.flags.save_now:  # otherwise it was requested later: it stays pending
-                steps.requests.save.clear()
+            if self._asked_for_a_save:  # otherwise it was requested later: it stays pending
+                around.save_asked.clear()
         if not last:
-            steps.reports.add(*report)
+            around.reports.add(*report)
         if steps.on_end is not None:
             steps.on_end(step)
 
