@@ -1,6 +1,6 @@
 """The workers: each holds a shard of the model, and all run the training step together.
 
-Reading order: `worker` (calls from the driver), `step.engine` (one step), `reduction` and `numerics` (sums), `shards`
+Reading order: `worker` (calls from the driver), `step.step` (one step), `reduction` and `numerics` (sums), `shards`
 (state in memory), `model` and `optimizer` (built by the task). This package imports torch, not Ray. Only
 `comm.groups` makes process groups.
 """
