@@ -12,6 +12,7 @@ import torch
 
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm.groups import Groups
+from raysharded.actors.compilation.compiled_blocks import Compilation
 from raysharded.actors.guards.shard_memory import check_memory
 from raysharded.actors.model.build import Wrapped
 from raysharded.actors.model.sharded_model import ShardedModel
@@ -33,6 +34,7 @@ from raysharded.actors.step.update import StepUpdate
 from raysharded.actors.task_calls.process_state import STAYS_CHANGED, Left, put_back
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.telemetry.phases import Phases
+from raysharded.checkpoint import Storage
 from raysharded.data import Loader
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import FromMemory
@@ -51,6 +53,9 @@ class Surroundings:
     device: torch.device
     in_phase: Phases
     say: Say
+    compilation: Compilation | None
+    """Blocks compiled in this process, if their bits must not depend on it."""
+    storage: Storage
     keeper: SnapshotReplicator
     saver: Saver
     reports: Reports

@@ -60,9 +60,8 @@ class Engine:
     ) -> None:
         """`task_calls`: held during calls of the task's code; another thread may build the next generation's model.
         `notes`: the worker's. `compilation`: blocks compiled in this process, if their bits must not depend on it."""
-        self._task_calls, self._compilation = task_calls, compilation
         self._job, self._place, self._groups, self._store = job, place, groups, store
-        self._storage, self._saver, self._probe = storage, saver, probe
+        self._saver, self._probe, self._task_calls = saver, probe, task_calls
         self._in_phase = Phases(self.generation, lambda: groups.aborted)
         self._around = Surroundings(
             job=job,
@@ -74,6 +73,8 @@ class Engine:
             device=device,
             in_phase=self._in_phase,
             say=partial(notes.say, aloud=place.rank == 0),
+            compilation=compilation,
+            storage=storage,
             keeper=keeper_of(place, groups, store),
             saver=saver,
             reports=Reports(self.generation, place.spec.world_size, self._in_phase, notes),
@@ -147,8 +148,8 @@ class Engine:
                 on_reduce=lambda: self._probe("backward", self.step + 1),
             )
             live, optimizer = parts.live, parts.optimizer
-            if self._compilation is not None:
-                self._compilation.watch(parts.sharded, self._in_phase)
+            if self._around.compilation is not None:
+                self._around.compilation.watch(parts.sharded, self._in_phase)
             call_in_the_middle(parts.sharded, lambda: self._probe("forward", self.step + 1))
 
         def compare_built(drawn: Iterable[Item]) -> None:
@@ -162,7 +163,7 @@ class Engine:
                 job,
                 live,
                 self._store,
-                self._storage,
+                self._around.storage,
                 groups,
                 self._around.keeper,
                 lambda p: self._probe(p, self.step + 1),
@@ -176,18 +177,9 @@ class Engine:
             else:  # a worker that joins does not know the previous optimizer
                 optimizer.remark_changes(left_out, (tried or parts.tried).kind)
             parts.gradient.watch_buffers()
-            self._steps = Steps(
-                self._around,
-                parts,
-                restored.own.spec if self.step else None,
-                self._end_step if self._compilation is not None else None,
-            )
+            self._steps = Steps(self._around, parts, restored.own.spec if self.step else None)
             groups.state.barrier()
         return restored
-
-    def _end_step(self, step: int) -> None:
-        assert self._compilation is not None
-        self._compilation.end_step(step, self._storage, self.request_save)
 
     @property
     def preparation_seconds(self) -> dict[str, float]:

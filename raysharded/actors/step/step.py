@@ -12,7 +12,7 @@ for others. Audits, the first step's proof and the search for a number that is n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,12 +34,9 @@ from raysharded.protocol.messages import NonFinite
 class Steps:
     """What the steps of one generation share. Training thread only."""
 
-    def __init__(
-        self, around: Surroundings, parts: Parts, spec: StateSpec | None, on_end: Callable[[int], None] | None
-    ) -> None:
-        """`spec`: contents of the state that was loaded; None before the run's first step. `on_end`: called with a
-        step's number at its end."""
-        self.around, self.parts, self.on_end = around, parts, on_end
+    def __init__(self, around: Surroundings, parts: Parts, spec: StateSpec | None) -> None:
+        """`spec`: contents of the state that was loaded; None before the run's first step."""
+        self.around, self.parts = around, parts
         self.done = around.place.spec.source.step
         """The newest step that is done."""
         self.own: ShardBuffer | None = None
@@ -259,8 +256,8 @@ class Step:
                 around.save_asked.clear()
         if not last:
             around.reports.add(*report)
-        if steps.on_end is not None:
-            steps.on_end(step)
+        if around.compilation is not None:
+            around.compilation.end_step(step, around.storage, around.save_asked.set)
 
     def give_up(self, error: BaseException) -> None:
         """End what the step has left open that raised this error. Idempotent."""
