@@ -55,9 +55,8 @@ class ShardOptimizer:
         numbers: int = 2,
         built: BuiltOptimizer | None = None,
     ) -> None:
-        """`cuts`: the layout of the parameters over the workers; None: each one is cut over all of them. `rates`:
-        requested factors of the learning rate. `numbers`: the number of the rule `numbers`. `built`: the optimizer over
-        `parameters`, if an earlier generation has built it."""
+        """`cuts`: layout of the parameters over the workers; None: each one is cut over all. `rates`: requested factors
+        of the learning rate. `numbers`: number of the rule. `built`: the optimizer that an earlier generation built."""
         self._rates, self._numbers = rates, numbers
         self._cuts = cuts or ParamLayout()
         if built is None:
