@@ -152,9 +152,7 @@ class ShardOptimizer:
         return float(rates[0])
 
     @contextmanager
-    def stepping(
-        self, step: int, scale: float, rates: Sequence[Any], used: Collection[str] | None = None
-    ) -> Iterator[None]:
+    def stepping(self, step: int, scale: float, rates: Sequence[Any], used: Collection[str] | None) -> Iterator[None]:
         """A context for one step of the optimizer, as in `apply`. `rates`: learning rate of each group."""
         for name, param in self._sharded.items():
             if used is not None and name not in used:
@@ -162,11 +160,7 @@ class ShardOptimizer:
         gradients = self.gradients()
         if gradients:
             torch._foreach_mul_(gradients, scale)
-        for group, lr in zip(self._parts.groups, rates, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
+        _set_rates(self._parts.groups, rates)
         if self._elementwise:
             for name, param in self._sharded.items():
                 if param.requires_grad and param.grad is not None:
@@ -263,7 +257,10 @@ class ShardOptimizer:
         if self._exact:
             if found.cut is not None:
                 raise InexactError(depends_on_the_cut(self._optimizer, found.cut))
-            watched = Watched(gradients=self._gradient_places, params=self._local_params)
+            watched = Watched(
+                gradients=lambda: [param.grad for of in (self._sharded, self._params) for param in of.values()],
+                params=lambda: list(self._params.values()),
+            )
             self._hooks.watch(watched, found.elementwise, say)
         return tried
 
@@ -293,11 +290,13 @@ class ShardOptimizer:
         except TaskError:  # on plain tensors; DTensors may work
             return False
 
-    def _gradient_places(self) -> list[torch.Tensor | None]:
-        return [param.grad for of in (self._sharded, self._params) for param in of.values()]
 
-    def _local_params(self) -> list[torch.Tensor]:
-        return list(self._params.values())
+def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Any]) -> None:
+    for group, lr in zip(groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def _failed_on_dtensors(kind: str, error: RuntimeError) -> TaskError:

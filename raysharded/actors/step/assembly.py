@@ -42,7 +42,7 @@ from raysharded.protocol.messages import FromMemory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """Of a worker and its generation, all that its training needs besides what is built."""
+    """Everything that a worker's training in one generation needs, besides what is built for it."""
 
     job: Job
     place: RankPosition

@@ -1,7 +1,7 @@
 """The gradient of one step: forward and backward of the microbatches, summed over all workers in the one order.
 
 The loop over the microbatches is the caller's. `compute` and its like are generators: each yields collated batches. For
-each batch the caller computes a loss and gives it to `backward`, before it asks for the next one. So a computation that
+each batch the caller computes a loss and gives it to `backward`, before it takes the next one. So a computation that
 is done again (audit, proof, search for a NaN) runs in the same loop as the first one.
 """
 

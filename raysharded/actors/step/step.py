@@ -32,7 +32,7 @@ from raysharded.protocol.messages import NonFinite
 
 
 class Steps:
-    """What the steps of one generation share. Training thread only."""
+    """The common ground of the steps of one generation. Training thread only."""
 
     def __init__(self, around: Surroundings, parts: Parts, spec: StateSpec | None) -> None:
         """`spec`: contents of the state that was loaded; None before the run's first step."""
@@ -149,7 +149,7 @@ class Step:
         self.number = number
         """Number of the step, from 1 on."""
         self.agreed: Agreed | None = None
-        """What all workers agreed on; None before the end of `microbatches`."""
+        """The agreement of all workers; None before the end of `microbatches`."""
         self.skipped: NonFinite | None = None
         """Why the step is left out, known with `agreed`."""
         self._steps, self._around, self._parts = steps, steps.around, steps.parts
