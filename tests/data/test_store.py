@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -321,7 +322,9 @@ def test_blocks_ahead_that_nobody_used_stop_further_reading_and_are_given_up_aft
     cache.expect(range(1, 50))
     for _ in range(4):
         assert counted.began.acquire(timeout=30)
-    assert not counted.began.acquire(timeout=0.05)
+    for _ in range(2):  # after the read in progress, and after one that it might have begun
+        assert cache._threads is not None
+        cache._threads.submit(int).result(30)
     assert counted.reads == [0, 1, 2, 3]
     cache.forget()
     cache.expect(range(60, 63))
@@ -355,6 +358,23 @@ def test_memory_stays_within_its_limit_and_what_was_used_last_is_kept() -> None:
     assert cache.get(1)[0] == 1
     assert counted.reads.count(1) == 2
     cache.close()
+
+
+def test_a_closed_cache_ends_its_threads_keeps_nothing_and_lets_those_who_wait_have_their_blocks() -> None:
+    counted = Counted()
+    cache = BlockCache(counted, limit_bytes=100, ahead_bytes=50, num_readers=2)
+    with ThreadPoolExecutor(2) as callers:
+        waiting = [callers.submit(cache.get, number) for number in (1, 2)]
+        for _ in waiting:
+            assert counted.began.acquire(timeout=30)
+        cache.close()
+        counted.released.set()
+        assert [one.result(30)[0] for one in waiting] == [1, 2]
+    assert cache.get(3)[0] == 3
+    assert cache._threads is not None
+    cache._threads.shutdown(wait=True)
+    assert cache.num_bytes == 0
+    assert sorted(counted.reads) == [1, 2, 3]
 
 
 def _read_all(url: str, cache: Path, **limits: int) -> StoreSource:
@@ -418,6 +438,11 @@ def test_a_disk_cache_that_cannot_be_written_keeps_nothing_and_disturbs_nobody(t
     open_to_others = DiskCache(str(for_others), 1000)
     assert not open_to_others.keeps, "others could put something there"
     assert open_to_others.get("aa01") is None, "and may have"
+    replaceable = DiskCache(str(for_others / "mine"), 1000)
+    assert not replaceable.keeps, "others could put another folder in its place"
+    assert replaceable.get("aa01") is None
+    for_others.chmod(0o1777)
+    assert DiskCache(str(for_others / "mine"), 1000).keeps, "a sticky folder lets nobody"
     gone = DiskCache(str(tmp_path / "gone"), 1000)
     shutil.rmtree(tmp_path / "gone")
     (tmp_path / "gone").write_text("no folder")
@@ -445,8 +470,13 @@ def test_a_loader_that_reads_ahead_gives_the_same_as_one_that_does_not(tmp_path:
                 assert one.ids.tolist() == two.ids.tolist()
                 assert one.digest == two.digest
                 assert all(np.array_equal(a, b) for a, b in zip(one.samples, two.samples, strict=True))
+    reader = dataset._reader
+    assert isinstance(reader, StoreSource)
     for loader in loaders:
         loader.close()
+    assert dataset._reader is None
+    assert reader.blocks.num_bytes == 0, "the loader's end is that of its threads and blocks"
+    assert np.array_equal(dataset[7], tokens[7 * 64 : 8 * 64 + 1])
 
 
 @pytest.mark.parametrize("position", [10**9, 10**12])

@@ -75,6 +75,8 @@ class ReadsAhead(Protocol):
 
     def read_ahead(self, ids: Int64s, *, anew: bool) -> None: ...
 
+    def close(self) -> None: ...
+
 
 @runtime_checkable
 class Reader(Protocol):
@@ -203,6 +205,8 @@ class DatasetReader:
 
     def close(self) -> None:
         self._closing.set()
+        if isinstance(self._dataset, ReadsAhead):
+            self._dataset.close()
 
     def _kept(self) -> contextlib.AbstractContextManager[None]:
         return generators.kept() if self._draws is not None and self._draws.puts_back else contextlib.nullcontext()
