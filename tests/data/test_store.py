@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from raysharded.data.order import WINDOW_BLOCKS, Blocks
 from raysharded.data.pack import Layout, pack
 from raysharded.data.store.block_cache import BlockCache
 from raysharded.data.store.disk_cache import DiskCache
-from raysharded.data.store.layout import HEADER_BYTES, INDEX, Kind, from_bytes, paged, to_bytes, unpaged
-from raysharded.data.store.store_source import StoreSource
+from raysharded.data.store.layout import HEADER_BYTES, INDEX, Index, Kind, Shard, from_bytes, paged, to_bytes, unpaged
+from raysharded.data.store.store_source import READ_AHEAD_BLOCKS, StoreSource
 from raysharded.data.store.writer import StoreWriter
 from raysharded.errors import ConfigError, DataError
 
@@ -480,13 +481,48 @@ def test_a_loader_that_reads_ahead_gives_the_same_as_one_that_does_not(tmp_path:
 
 
 @pytest.mark.parametrize("position", [10**9, 10**12])
-def test_a_position_far_away_is_found_as_fast_as_the_first(position: int) -> None:
-    """An index of 15,000 shards of 2^26 tokens; the reads themselves are of a small file."""
-    starts = np.arange(15_000, dtype=np.int64) << 26
-    num_samples = int(starts[-1]) // 128
-    ids = sample_ids(0, position + np.arange(4096), num_samples, 2, Blocks(512, 32))
-    assert ids.max() < num_samples
-    assert len(np.unique(ids // 512)) > 1000
+def test_the_first_batch_after_a_resumption_needs_little_time_and_memory(tmp_path: Path, position: int) -> None:
+    """15,000 shards of 2^26 tokens, 10^12 in all, of which the pages exist that the batch needs."""
+    kind, batch, seq_len, per_block = Kind(tokenizer="bytes", vocab_size=50_257), 32, 128, 512
+    shards = tuple(Shard(name=f"{number}.tokens", num_tokens=1 << 26, id=f"{number:064x}") for number in range(15_000))
+    (tmp_path / INDEX).write_bytes(Index(kind=kind, shards=shards).to_json())
+    step = position // batch + 1
+    num_samples = ((15_000 << 26) - 1) // seq_len
+    positions = np.arange((step - 1) * batch, step * batch)
+    expected = sample_ids(0, positions, num_samples, 2, Blocks(per_block, batch))
+    for number in set((expected // per_block).tolist()):
+        _write_tokens(tmp_path, shards, kind, number * per_block * seq_len, per_block * seq_len + 1)
+    dataset = pickle.loads(pickle.dumps(TokenDataset(tmp_path, seq_len=seq_len)))
+    began = time.process_time()
+    loader = MicrobatchLoader(dataset, BatchConfig(global_batch_size=batch, microbatch_size=batch), prefetch=True)
+    loader.skip((), 2, (dataset.samples_per_block, batch))
+    loader.plan([(step, 0)])
+    microbatch = loader.load(step, 0)
+    took_s = time.process_time() - began
+    assert microbatch.ids.tolist() == expected.tolist()
+    assert all(
+        sample[0] == index * seq_len % 50_257 for index, sample in zip(expected, microbatch.samples, strict=True)
+    )
+    assert took_s < 2
+    assert dataset._reader.blocks.num_bytes <= (32 + READ_AHEAD_BLOCKS) * 131_074
+    assert len(pickle.dumps(dataset)) < 4 << 20, "what a worker is sent, and about what the index takes"
+    loader.close()
+
+
+def _write_tokens(folder: Path, shards: tuple[Shard, ...], kind: Kind, start: int, number: int) -> None:
+    """Token t of the stream is t modulo the vocabulary, in the pages that have these tokens."""
+    stop = start + number
+    while start < stop:
+        of, within = divmod(start, 1 << 26)
+        until = min(stop - (of << 26), 1 << 26)
+        pages = range(within // kind.page_tokens, -(-until // kind.page_tokens))
+        tokens = ((of << 26) + np.arange(pages.start * kind.page_tokens, pages.stop * kind.page_tokens)) % 50_257
+        with open(folder / shards[of].name, "ab") as file:  # makes it
+            os.truncate(file.fileno(), shards[of].size_bytes(kind))
+        with open(folder / shards[of].name, "r+b") as file:
+            file.seek(shards[of].byte_range(kind, pages)[0])
+            file.write(b"".join(paged(to_bytes(tokens, kind.token_bytes), pages.start, kind, shards[of].key)))
+        start += until - within
 
 
 def test_what_is_packed_into_a_store_is_what_is_packed_into_files_and_converts_to_it(tmp_path: Path) -> None:
