@@ -26,7 +26,7 @@ TWO_GROUPS = Mesh(replicas=2, shards=2)
 
 @cache
 def setting() -> Setting:
-    """What is known of the run's workers without checkpoints, for which the model is traced once."""
+    """The measured setting of the run without checkpoints; the model is traced once."""
     return setting_of_task(GptTask(), Tokens(), BATCH, rs.EngineConfig(), on_gpu=False, checkpoints=False)
 
 

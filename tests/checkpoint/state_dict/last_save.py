@@ -1,7 +1,7 @@
 """A program whose last line is a save in the background: `python last_save.py FOLDER HOW...`. Every write takes a
 while.
 
-Each HOW is a process of its own, forked after the imports, whose output is in FOLDER/HOW.err. Python ends it as any
+Each HOW is a separate process, forked after the imports, whose output is in FOLDER/HOW.err. Python ends it as any
 program; the first process prints the exit statuses.
 """
 
