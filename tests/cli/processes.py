@@ -41,7 +41,7 @@ def on_terminal(commands: list[list[str]], *, columns: int, **variables: str) ->
     """The output of each command on a terminal of a width, without escape sequences. One process runs them all: a fork
     of the server that has imported torch already."""
     given = environment(**{"COLUMNS": str(columns), "TERM": "xterm", **variables})
-    told = in_a_fork(_told_on_terminal, commands, given, timeout_s=_TIMEOUT_S)
+    told = in_a_fork(_told_on_terminal, commands, given, timeout_s=4 * _TIMEOUT_S)
     return told.split(_NEXT)[1:]
 
 
