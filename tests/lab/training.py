@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tests.ray.leftovers import wait_until
 from tests.training.harness import GptTask, Tokens
 
 STEPS = 2000
-"""Far more than a story needs: `hurry` ends a run."""
+"""Far more than all stories need: a run ends with its machines."""
 MICROBATCHES = 4
 WITHIN_S = 300.0
 
@@ -67,6 +67,30 @@ def undisturbed(steps: int) -> str:
     """The fingerprint of the state after so many steps."""
     with tempfile.TemporaryDirectory() as folder:
         return str(processes.fit(trainer(Path(folder), (1, 1), Tokens(), max_steps=steps)).fingerprint)
+
+
+_AT_LEAST = 400
+"""Steps of the first undisturbed run whose numbers are kept."""
+_IN_ANY_RUN = frozenset({"generation", "workers", "seconds", "remarks"})
+"""Fields of a step's entry that depend on the run, and not on what was computed."""
+_known: list[dict[str, Any]] = []
+
+
+def undisturbed_steps(count: int) -> Sequence[dict[str, Any]]:
+    """The numbers of at least so many steps from the first one: as in their entries, read from JSON."""
+    if count > len(_known):
+        found: list[dict[str, Any]] = []
+
+        def listen(kind: str, fields: dict[str, Any]) -> None:
+            if kind == "step":
+                numbers = {name: value for name, value in fields.items() if name not in _IN_ANY_RUN}
+                found.append(json.loads(json.dumps(numbers, default=str)))
+
+        with tempfile.TemporaryDirectory() as folder:
+            most = max(_AT_LEAST, 2 * count)
+            processes.fit(trainer(Path(folder), (1, 1), Tokens(), max_steps=most), listen=listen)
+        _known[:] = found
+    return _known
 
 
 class LabRun:
