@@ -112,7 +112,7 @@ def outage(request: pytest.FixtureRequest, s3_server: S3Server, s3_credentials: 
         end=lambda: setattr(refusing[0], "left", 0),
         said="the server answered" if status == 403 else "404 NoSuchBucket",
     )
-    assert refusing[0].fired > WORKERS, "requests of the driver and of the workers were refused"
+    assert refusing[0].fired >= 2, "requests of the journal and of a checkpoint were refused"
 
 
 def _by_policy(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outage]:
@@ -164,8 +164,7 @@ def test_a_run_trains_on_while_its_bucket_refuses_everything_and_loses_nothing(o
     assert storage.unfinished() == []
     report = load(outage.direct_url)
     assert report.ok
-    assert report.ledger is not None
-    assert (report.ledger.samples_lost, report.ledger.steps_checked) == (0, STEPS)
+    assert report.summary.entries_dropped == 0
 
 
 def test_a_bucket_that_is_away_for_longer_than_the_run_s_patience_ends_it_in_one_true_sentence(
@@ -216,7 +215,7 @@ def test_a_driver_whose_bucket_was_away_while_another_took_the_run_over_ends_and
     refusing[0].left = 0  # the bucket is back for the older one
     wait_until(lambda: not thread.is_alive(), "the older driver's end", 120.0)
     assert [type(error) for error in over] == [RunOwnedElsewhere]
-    assert state.driver in str(over[0])
+    assert f"this one ({older.state.driver})" in str(over[0])
     assert state.result_fingerprint == undisturbed().fingerprint
     storage = open_storage(faulty_s3.direct_url)
     steps = [entry["step"] for entry in read(storage) if entry["kind"] == "step"]
