@@ -43,7 +43,7 @@ def _run(stories: Sequence[Story], how: str) -> list[Row]:
     rows = []
     with tempfile.TemporaryDirectory(prefix="lab-run") as folder, RayMachines(SLOTS, redis=how == "fit") as cluster:
         run = LabRun(cluster, DRIVER, Path(folder), how=how, workers=(1, 2))
-        run.wait_for_step(3)
+        run.wait_until_trained(2)
         for story in stories:
             rows.append(story(cluster, run))
             _print(rows[-1].text())

@@ -46,6 +46,7 @@ class RayMachines:
                 "PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH")))),
                 "RAY_AUTH_MODE": "disabled",
                 "RAY_COLOR_PREFIX": "0",
+                "RAY_DEDUP_LOGS": "0",
                 "RAY_worker_niceness": "0",  # Ray's own 15 gives all other programs on the machine priority
                 "RAY_TMPDIR": str(self.machines[HEAD].own),
                 **(settings or {}),

@@ -175,7 +175,7 @@ def one_way(cluster: RayMachines, run: LabRun) -> Row:
     """One worker's packets to the other vanish until the run reports that all wait; then the link is well again."""
     strike = _Strike(run)
     cluster.machines.cut(FIRST, SECOND)
-    noticed = strike.wait_for("stuck", "worker_lost")
+    noticed = strike.wait_for("stuck", "links_broken", "worker_lost")
     cluster.machines.mend(FIRST, SECOND)
     return strike.row("one way", strike.trains(2), _told(noticed))
 

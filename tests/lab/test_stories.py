@@ -36,7 +36,7 @@ def training(folder: Path, *, how: str = "fit", limit_s: float | None = None) ->
     settings = {} if limit_s is None else {GCS_LIMIT_SETTING: str(int(limit_s))}
     with RayMachines(SLOTS, redis=how == "fit", settings=settings) as cluster:
         run = LabRun(cluster, DRIVER, folder, how=how, workers=(1, 2))
-        run.wait_for_step(2)
+        run.wait_until_trained(2)
         yield cluster, run
 
 
@@ -76,7 +76,6 @@ def test_a_gcs_that_is_back_costs_nothing_and_one_that_is_not_ends_the_run_with_
 @pytest.mark.long
 def test_links_and_machines_fail_and_heal_under_one_run_then_the_head_node_is_lost(tmp_path: Path) -> None:
     with training(tmp_path / "run") as (cluster, run):
-        run.wait_for_step(6)  # so that the usual time of a step is known
         rows = {story.__name__: story(cluster, run) for story in stories.GOES_ON}
         assert [name for name, row in rows.items() if not row.equal] == []
         for name in ("slow_link", "narrow_link", "gcs_hangs", "gcs_back"):

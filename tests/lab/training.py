@@ -148,12 +148,15 @@ class LabRun:
         steps = self.of("step")
         return int(steps[-1]["step"]) if steps else 0
 
-    def wait_for_step(self, step: int) -> None:
-        """Return when the run has done this step."""
-        wait_until(
-            lambda: self.step() >= step or self.process.poll() is not None, self._shown(f"step {step}"), WITHIN_S
-        )
-        assert self.step() >= step, self._shown(f"step {step}")()
+    def wait_until_trained(self, workers: int, steps: int = 6) -> None:
+        """Return when so many workers have done so many steps: the usual time of a step is known then."""
+
+        def count() -> int:
+            return sum(fields["workers"] == workers for fields in self.of("step"))
+
+        what = self._shown(f"{steps} steps of {workers} workers")
+        wait_until(lambda: count() >= steps or self.process.poll() is not None, what, WITHIN_S)
+        assert count() >= steps, what()
 
     def wait(self, within_s: float = WITHIN_S) -> str:
         """The end of the run in words, when the program has ended."""

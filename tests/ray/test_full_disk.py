@@ -93,9 +93,9 @@ def command(*arguments: str) -> tuple[int, str]:
 
 
 def status(run: str) -> dict[str, Any]:
-    code, out = command("status", run, "--json")
-    assert code == 0, out
-    found: dict[str, Any] = json.loads(out)
+    done = CliRunner().invoke(app, ["status", run, "--json"])
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
