@@ -78,7 +78,7 @@ NARROW_MBIT, STEPS = 2.0, 14
 
 
 class SlowerThere(Tokens):
-    """Takes a little more time on the worker that was told to."""
+    """Takes a little more time on one of the workers."""
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.008 if "RAYSHARDED_TEST_SLOWER" in os.environ else 0.0)

@@ -46,7 +46,7 @@ class Row:
     equal: bool
     """Whether all steps since the fault, and the last checkpoint, have the bits of an undisturbed run."""
     proof: str
-    """What shows that the fault struck."""
+    """Evidence that the fault struck."""
     said: str
     """The run's log for a person."""
 
@@ -181,7 +181,7 @@ def one_way(cluster: RayMachines, run: LabRun) -> Row:
 
 
 def broken_link(cluster: RayMachines, run: LabRun) -> Row:
-    """The same, until the run trains without one of the workers; then the link is well again, and it joins."""
+    """A link is cut one way until the run trains without one of the workers; when it is well, that one joins again."""
     strike = _Strike(run)
     cluster.machines.cut(FIRST, SECOND)
     broken = strike.wait_for("links_broken", "worker_lost")

@@ -1,4 +1,4 @@
-"""A bucket that refuses everything for a while, in mid-run: training goes on, and nothing is lost when it is back.
+"""A bucket that refuses everything for a while, in mid-run: training continues, and nothing is lost when it is back.
 
 The server itself refuses, by a policy, or a proxy in front of it does. Driver and workers are processes with separate
 clients. The outage lasts until the driver has reported it, and a checkpoint has failed: minutes and seconds are alike.
@@ -49,13 +49,13 @@ class Outage:
     """Something that begins and ends; until then the bucket refuses everything."""
 
     url: str
-    """Of the run, whose requests are refused."""
+    """URL of the run, whose requests are refused."""
     direct_url: str
-    """The same storage for those who are not."""
+    """URL of its storage for all others."""
     begin: Callable[[], object]
     end: Callable[[], object]
     said: str
-    """What the server answers, as the driver's report has it."""
+    """The server's answer, in the driver's report."""
 
 
 @dataclass
@@ -141,7 +141,7 @@ def _use(key: Key, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver tries again sooner, so that an outage may be short."""
+    """The driver retries sooner, so that an outage may be short."""
     monkeypatch.setattr(journal_writer, "BACK_OFF_S", 0.2)
 
 
@@ -202,7 +202,7 @@ def test_a_driver_whose_bucket_was_away_while_another_took_the_run_over_ends_and
     def run() -> None:
         try:
             older.run()
-        except BaseException as error:  # noqa: BLE001 - it is looked at below
+        except BaseException as error:  # noqa: BLE001 - it is compared below
             over.append(error)
 
     thread = threading.Thread(target=run, daemon=True)

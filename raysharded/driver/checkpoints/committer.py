@@ -208,7 +208,7 @@ class Committer:
             self._log_kept(error)
 
     def _log_kept(self, error: Exception) -> None:
-        explained = isinstance(error, StorageError)  # it says what failed and what to do
+        explained = isinstance(error, StorageError)  # it has the cause and the remedy
         said, trace = (f": {error}", None) if explained else ("", error)
         _log.warning("old checkpoints under %s could not be deleted%s", self._files.storage.url, said, exc_info=trace)
 
