@@ -10,8 +10,9 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import boto3
@@ -24,14 +25,14 @@ from raysharded.ids import WorkerId
 from raysharded.journal import writer as journal_writer
 from raysharded.journal.log import read
 from raysharded.report.loader import load
-from tests.golden.record_runs import Slow
+from tests.ray.driving import PacedTokens, hurry
 from tests.ray.leftovers import wait_until
 from tests.s3.fixtures import FaultyS3
 from tests.s3.keys import Key, allow, new_user, remove_user
 from tests.s3.proxy import Refuse
 from tests.s3.server import S3Server
 from tests.s3.test_rights import RIGHTS
-from tests.training.harness import Collector, Outcome, make_driver, make_job, make_limits, train
+from tests.training.harness import Collector, Outcome, Tokens, make_driver, make_job, make_limits, train
 
 pytestmark = [pytest.mark.s3, pytest.mark.procs]
 
@@ -87,9 +88,11 @@ def _prepare(environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
 
 
-def driver(url: str, listen: Collector, *, pause_s: float = 0.03, take_over: bool = False, **on_storage: Any) -> Driver:
-    """The driver of the run of all tests here, whose steps take a few times `pause_s`."""
-    job = make_job(url, steps=STEPS, microbatches=MICROBATCHES, save_every=SAVE_EVERY, data=Slow(pause_s))
+def driver(
+    url: str, listen: Collector, data: Tokens, *, steps: int = STEPS, take_over: bool = False, **on_storage: Any
+) -> Driver:
+    """The driver of the run of all tests here."""
+    job = make_job(url, steps=steps, microbatches=MICROBATCHES, save_every=SAVE_EVERY, data=data)
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     prepare = {WorkerId(worker): partial(_prepare, environment) for worker in range(WORKERS)}
     limits = make_limits(job, WORKERS)
@@ -145,9 +148,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_writer, "BACK_OFF_S", 0.2)
 
 
-def test_a_run_trains_on_while_its_bucket_refuses_everything_and_loses_nothing(outage: Outage) -> None:
-    listener = Listening(outage=outage)
-    state = driver(outage.url, listener).run()
+def test_a_run_trains_on_while_its_bucket_refuses_everything_and_loses_nothing(outage: Outage, tmp_path: Path) -> None:
+    def end() -> None:
+        outage.end()
+        hurry(tmp_path)
+
+    listener = Listening(outage=replace(outage, end=end))
+    state = driver(outage.url, listener, PacedTokens(tmp_path)).run()
     assert listener.ended_at > listener.begun_at, "steps were done meanwhile"
     failing = next(fields for kind, fields in listener.heard if kind == "storage_failing")
     assert outage.said in failing["error"]
@@ -168,7 +175,7 @@ def test_a_run_trains_on_while_its_bucket_refuses_everything_and_loses_nothing(o
 
 
 def test_a_bucket_that_is_away_for_longer_than_the_run_s_patience_ends_it_in_one_true_sentence(
-    faulty_s3: FaultyS3,
+    faulty_s3: FaultyS3, tmp_path: Path
 ) -> None:
     gone = Outage(
         url=faulty_s3.url,
@@ -179,14 +186,14 @@ def test_a_bucket_that_is_away_for_longer_than_the_run_s_patience_ends_it_in_one
     )
     listener = Listening(outage=gone, until=frozenset({"nothing"}))
     with pytest.raises(StorageError, match=r"404 NoSuchBucket.*Create the bucket, or correct its name"):
-        driver(faulty_s3.url, listener, patience_s=1.0).run()
+        driver(faulty_s3.url, listener, PacedTokens(tmp_path), patience_s=1.0).run()
     reported = [fields for kind, fields in listener.heard if kind == "storage_failing"]
     assert [fields["left_s"] <= 1.0 for fields in reported] == [True]
     assert max(listener.numbers) > AWAY_FROM, "it trained on"
 
 
 def test_a_driver_whose_bucket_was_away_while_another_took_the_run_over_ends_and_writes_nothing(
-    faulty_s3: FaultyS3,
+    faulty_s3: FaultyS3, tmp_path: Path
 ) -> None:
     away, over = threading.Event(), list[BaseException]()
     gone = Outage(
@@ -197,7 +204,7 @@ def test_a_driver_whose_bucket_was_away_while_another_took_the_run_over_ends_and
         said="",
     )
     refusing: list[Any] = []
-    older = driver(faulty_s3.url, Listening(outage=gone), pause_s=0.3)
+    older = driver(faulty_s3.url, Listening(outage=gone), PacedTokens(tmp_path), steps=100 * STEPS)
 
     def run() -> None:
         try:
@@ -209,7 +216,7 @@ def test_a_driver_whose_bucket_was_away_while_another_took_the_run_over_ends_and
     thread.start()
     assert away.wait(120)
     collector = Collector()
-    newer = driver(faulty_s3.direct_url, collector, pause_s=0.0, take_over=True)
+    newer = driver(faulty_s3.direct_url, collector, Tokens(), take_over=True)
     newer.restore()
     state = newer.run()
     refusing[0].left = 0  # the bucket is back for the older one
