@@ -347,7 +347,8 @@ class State:
     """Workers of generations whose first step was proven, if a proof is required."""
     num_samples: int | None = None
     blocks: tuple[int, int] = (1, 1)
-    """(samples per block of the data, samples per step), with which the run began. Known once `num_samples` is."""
+    """(samples per block of the data, samples per step), with which the run began. Known once `num_samples` is. The
+    first is below 0 for data that have an order themselves."""
     driver: str = ""
     """The driver's name, in what its workers write."""
     rendezvous: Any = None

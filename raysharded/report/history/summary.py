@@ -378,7 +378,7 @@ def _with_data(span: Span, entry: Entry) -> Span:
     """The span with the data of the first ready worker. They determine the blocks of a run that has just begun."""
     per_block = int(entry.get("samples_per_block", 1))
     blocks = span.blocks
-    if blocks[0] == 1 < per_block and span.batch is not None:
+    if blocks[0] == 1 != per_block and span.batch is not None:
         blocks = per_block, int(span.batch["global_batch_size"])
     return replace(span, num_samples=int(entry["num_samples"]), blocks=blocks)
 
