@@ -337,9 +337,10 @@ def make_driver(
     take_over: bool = False,
     record_events: bool = False,
     prepare: Mapping[WorkerId, Callable[[], None]] | None = None,
+    on_storage: Mapping[str, Any] | None = None,
 ) -> Driver:
     """The driver of a run whose workers are processes; `storage`: the driver's own view of the run's folder; `prepare`:
-    called first in a worker's process."""
+    called first in a worker's process; `on_storage`: other fields of `RunFiles`."""
     files = RunFiles(
         name=job.run_name,
         storage=storage or open_storage(job.run_url),
@@ -347,6 +348,7 @@ def make_driver(
         metadata=metadata or {},
         global_batch_size=job.batch.global_batch_size,
         key=key,
+        **(on_storage or {}),
     )
     lease = LeaseTerms(take_over=take_over)
     launcher = ProcessLauncher(job, prepare=prepare)
