@@ -66,6 +66,8 @@ from tests.driver.strikes import Strike
 
 LATE_S = 30.0
 """After so long an answer has arrived."""
+GOING_TOGETHER_S = 30.0
+"""Workers that must all leave, within this time of each other, are at work until then."""
 NUM_SCHEDULES = int(os.environ.get("RAYSHARDED_SCHEDULES", "100"))
 
 
@@ -228,10 +230,13 @@ class Laws:
                 assert len(list(groupby(of_group))) == len(set(of_group)), "a node's workers are apart from each other"
 
     def nobody_leaves_too_late(self, cluster: Cluster, spec: GenerationSpec) -> None:
-        """A leaver is a member once more only in two cases: the others are too few, or they do not hold the newest step
-        (as many of them as can be at work)."""
+        """A leaver is a member once more only in three cases: the others are too few, or they do not hold the newest
+        step (as many of them as can be at work), or nobody stays, and nobody goes much later."""
         state = cluster.state
         kept = state.leaving.keys() & set(spec.members)
+        if not state.staying:
+            latest = max(state.leaving[worker].by for worker in state.ready)
+            kept = {worker for worker in kept if state.leaving[worker].by < latest - GOING_TOGETHER_S}
         if not kept or len(spec.members) <= state.limits.min_workers:
             return
         for leaver in kept:
