@@ -58,7 +58,16 @@ from raysharded.protocol.messages import (
 )
 from raysharded.protocol.session import AdoptedWorker, believed, taken_back
 from raysharded.report.history.summary import summarise
-from tests.driver.schedules import Schedule, controlled, cut_apart, deciding, left_alone, schedules, well_controlled
+from tests.driver.schedules import (
+    Schedule,
+    controlled,
+    cut_apart,
+    deciding,
+    handing_over,
+    left_alone,
+    schedules,
+    well_controlled,
+)
 from tests.driver.simulated import Cluster
 from tests.driver.simulated_driver import SimulatedDriver
 from tests.driver.simulated_workers import SPEC, Group, Worker, fingerprint_at, newest_complete_step, states
@@ -569,10 +578,33 @@ def test_with_any_fault_to_workers_without_a_driver_the_run_ends_well_or_gives_t
     run(schedule)
 
 
-@settings(max_examples=NUM_SCHEDULES // 2, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cut_apart())
-def test_with_links_that_are_cut_the_run_goes_on_with_those_that_reach_each_other(schedule: Schedule) -> None:
-    run(schedule)
+def with_links(histories: st.SearchStrategy[Schedule], number: int) -> Counter[str]:
+    """Run so many of these histories; the number of them in which broken links had each effect."""
+    found: Counter[str] = Counter()
+
+    @settings(max_examples=number, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(histories)
+    def follow(schedule: Schedule) -> None:
+        records = [record for driver in run(schedule).drivers for record in driver.records]
+        effects = ("excluded", "hands_over", "only_saves")
+        found.update(
+            {effect for effect in effects for one in records if one.kind == "generation" and effect in one.fields}
+            | {record.kind for record in records if record.kind.startswith("links_")}
+        )
+
+    follow()
+    return found
+
+
+def test_with_links_that_are_cut_the_run_goes_on_with_those_that_reach_each_other() -> None:
+    found = with_links(cut_apart(), NUM_SCHEDULES // 2)
+    least = NUM_SCHEDULES // 20
+    assert min(found["links_broken"], found["excluded"]) >= least, f"hardly any cut has an effect: {found}"
+
+
+def test_one_that_survives_and_does_not_reach_all_others_hands_its_state_over() -> None:
+    found = with_links(handing_over(), NUM_SCHEDULES // 4)
+    assert found["hands_over"] >= NUM_SCHEDULES // 20, f"hardly any state is handed over: {found}"
 
 
 @settings(max_examples=NUM_SCHEDULES // 4, deadline=None, suppress_health_check=list(HealthCheck))

@@ -376,6 +376,11 @@ class State:
         return self.ready - self.leaving.keys() if self.leaving else self.ready
 
     @property
+    def saved_step(self) -> int:
+        """Step of the newest committed checkpoint; 0 without one."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+    @property
     def current_step(self) -> int:
         """The step that is computed; the last one while its checkpoint is written."""
         return min(self.step + 1, self.limits.max_steps)
