@@ -246,7 +246,8 @@ def test_if_it_takes_as_long_as_the_notice_they_train_until_they_are_taken_away(
     for step in range(4, 8):
         run.at += 1.0
         commands += run.trained(step)
-    assert of(commands, RequestSave) == of(commands, KillWorker) == []
+    assert of(commands, RequestSave) == []
+    assert of(commands, KillWorker) == []
 
 
 def test_if_one_goes_much_later_the_others_hand_over_to_it() -> None:

@@ -83,7 +83,7 @@ def text(state: State) -> str:
 
 
 def left_out(state: State) -> str:
-    """A sentence about ready workers that the run goes on without; empty without any. Any thread."""
+    """A sentence about ready workers that the run continues without; empty without any. Any thread."""
     found = text(state) if state.phase is not Phase.OVER else ""
     return found[:-1] if found else ""
 

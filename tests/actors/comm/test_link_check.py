@@ -99,7 +99,7 @@ def test_connections_of_strangers_and_of_a_worker_that_comes_late_do_not_count_a
 
 
 def called_by(spec: LinkCheck, worker: int) -> bytes:
-    """What a worker sends to another one."""
+    """The bytes that a worker sends to another one."""
     nonce = b"n" * wire.NONCE_BYTES
     return nonce + worker.to_bytes(8, "big") + wire.proof(spec.secret, f"link from {worker}".encode(), nonce)
 
