@@ -83,7 +83,7 @@ def gcs_answers(within_s: float) -> bool:
 
 
 def gcs_limit_s() -> float:
-    """Seconds without a GCS after which Ray ends the processes of the connected cluster. Asks the GCS.
+    """Seconds without a GCS after which Ray ends the processes of the connected cluster. Queries the GCS.
 
     The cluster's system config (`ray start --system-config`) holds for all processes. Without this setting there, the
     environment of each process holds; all are assumed to have this process's.
