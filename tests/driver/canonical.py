@@ -144,8 +144,9 @@ NAMES: Mapping[type, Names] = {
         "rolled_back=undone rewound invalidated_up_to=distrusted invalidated_after=distrusted_after verified_step "
         "corrupted num_samples driver rendezvous result_fingerprint pause stop_requested stop_by arithmetic_unmet "
         "differing numerics proven build_seed save_began_at save_requested_in given_up "
-        "ending failed_at failed_worker deaths links relayed blocks",
+        "ending failed_at failed_worker deaths links relayed blocks leavers_save_s",
         later={
+            "leavers_save_s": None,
             "blocks": (1, 1),
             "links": broken_links.Links(),
             "relayed": False,
@@ -197,7 +198,7 @@ NAMES: Mapping[type, Names] = {
         later={"decided_at": None},
     ),
     state.OwnDeath: Names("own_death", "worker generation step phase cause microbatch node_id"),
-    state.Departure: Names("departure", "reason since by step"),
+    state.Departure: Names("departure", "reason since by step saves_last", later={"saves_last": False}),
     state.Preparation: Names("preparation", "members mesh prefix since by ready staying grouping awaited failed"),
     state.Rewinding: Names("rewinding", "checkpoint skip_data number"),
     state.WantedRate: Names("wanted_rate", "factor number"),

@@ -109,7 +109,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
     if paused_run.holds_back(state) and not resting:
         return paused_run.enter(state, at)
     chosen = reachable.choose(state)
-    if len(chosen.workers) < state.limits.min_workers and not chosen.hands_over:
+    if len(chosen.workers) < state.limits.min_workers and not chosen.hands_over and not chosen.only_save:
         return gather(state, at)
     state, refused = pending_overrides.without_impossible(state)
     composed = plan_generation(replace(pending_overrides.as_wanted(state), ready=chosen.workers))
@@ -156,7 +156,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         step=step,
         generation_start_step=step,
         has_trained=False,
-        relayed=chosen.hands_over,
+        relayed=chosen.hands_over or chosen.only_save,
         verified_step=min(state.verified_step, step),
         leaving=clamp_leave_steps(state.leaving, step),
         source=source,
@@ -174,6 +174,8 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         fields["paused"] = True
     if chosen.hands_over:
         fields["hands_over"] = True
+    if chosen.only_save:
+        fields["only_saves"] = True
     why = "; ".join(filter(None, (composed.why, chosen.why)))
     if why:
         fields |= {"mesh": str(mesh), "why": why}
@@ -195,7 +197,8 @@ def gather(state: State, at: float) -> Outcome:
     if paused_run.holds_back(state):
         return paused_run.enter(state, at)
     state = replace(state, phase=Phase.GATHERING, since=at, start_failures=0, start_after=0.0)
-    return admission.replace_missing(state, at)
+    state, saving = paused_run.save_rested(state, at)
+    return prepend(admission.replace_missing(state, at), saving)
 
 
 def on_formed(state: State, worker: WorkerId, formed: GenerationReady, at: float) -> Outcome:

@@ -82,6 +82,12 @@ def text(state: State) -> str:
     return " ".join(f"{' and '.join(sorted(both))} do not reach each other; they are tested again." for both in pairs)
 
 
+def left_out(state: State) -> str:
+    """A sentence about ready workers that the run continues without; empty without any. Any thread."""
+    found = text(state) if state.phase is not Phase.OVER else ""
+    return found[:-1] if found else ""
+
+
 def _node(state: State, worker: int) -> str:
     facts = next((facts for one, facts in state.facts.items() if one == worker), None)
     return facts.node if facts else "?"

@@ -3,6 +3,9 @@
 A leaving worker trains until a boundary. The next generation is then formed from all workers' memory, without it. It
 stays alive until that is done, in case another worker is lost meanwhile. It becomes a member once more only if it holds
 data that no other does, or if too few workers would be left.
+
+If all workers must leave, those that go last train on together: a generation of some of them would end with them. They
+write a checkpoint at once and another shortly before they have to go, and leave after it.
 """
 
 from __future__ import annotations
@@ -10,10 +13,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raysharded.driver.membership.state_source import newest_source
+from raysharded.driver.state import step_watch
 from raysharded.driver.state.state import State
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh, spared_first
 from raysharded.protocol.messages import FromMemory, Source
+
+LAST_MOMENT_S = 1.0
+"""Time before its deadline from which a leaving worker is no longer waited for."""
+_LEAST_TO_SAVE_S = 2.0
+"""Shortest time before that from which the last checkpoint is requested."""
+_TOGETHER_S = 30.0
+"""Workers whose deadlines are no further apart leave together, if nobody stays."""
 
 
 def exclude_leavers(state: State) -> tuple[Source, frozenset[WorkerId]]:
@@ -25,7 +36,7 @@ def exclude_leavers(state: State) -> tuple[Source, frozenset[WorkerId]]:
     """
     source = newest_source(state, state.ready)
     order = {worker: (worker in state.members, state.leaving[worker].by, worker) for worker in state.leaving}
-    leavers = sorted(state.ready & order.keys(), key=lambda worker: order[worker])
+    leavers = sorted(order.keys() & state.ready - _going_last(state), key=lambda worker: order[worker])
     may_go = leavers[: max(0, len(state.ready) - state.limits.min_workers)]
     found = source_among(state, state.ready.difference(may_go), source) if may_go else None
     if found is not None:
@@ -38,6 +49,14 @@ def exclude_leavers(state: State) -> tuple[Source, frozenset[WorkerId]]:
         if found is not None:
             source, chosen = found, chosen - {worker}
     return source, chosen
+
+
+def _going_last(state: State) -> frozenset[WorkerId]:
+    """Workers that must leave, and continue until then with others that go at the same time; none if some stay."""
+    if state.staying or not state.ready:
+        return frozenset()
+    latest = max(state.leaving[worker].by for worker in state.ready)
+    return frozenset(worker for worker in state.ready if state.leaving[worker].by >= latest - _TOGETHER_S)
 
 
 def source_among(state: State, workers: frozenset[WorkerId], source: Source) -> Source | None:
@@ -102,7 +121,8 @@ def can_be_spared(state: State) -> bool:
         return False
     members = [worker for worker in state.members if worker in state.leaving]
     redundant = state.limits.mirrors or state.replicas > 1
-    return bool(members) and redundant and len(state.staying) + len(members) > state.limits.min_workers
+    could = bool(members) and redundant and len(state.staying) + len(members) > state.limits.min_workers
+    return could and not _going_last(state).issuperset(members)
 
 
 def should_stop(state: State, at: float) -> bool:
@@ -129,3 +149,15 @@ def awaits_successor(state: State, at: float) -> bool:
         return False
     coming = bool(state.starting) or not state.staying.issubset(state.members)
     return coming and at < told[0].since + (told[0].by - told[0].since) / 2
+
+
+def has_to_save_again(state: State, at: float) -> bool:
+    """Whether nobody stays, and it is time for the last checkpoint that can be written before the first of them goes.
+
+    The checkpoint before it, at the notice, has shown how long one takes; and a step may have to end first.
+    """
+    took_s, told = state.leavers_save_s, [state.leaving[worker] for worker in state.members if worker in state.leaving]
+    if took_s is None or not told or len(state.members) < 2 or not _going_last(state).issuperset(state.members):
+        return False
+    left_s = min(departure.by for departure in told) - LAST_MOMENT_S - at
+    return took_s <= left_s <= max(_LEAST_TO_SAVE_S, 2.0 * (took_s + step_watch.usual_s(state.watch)))

@@ -140,7 +140,8 @@ class Chronicle:
         self.incidents = [incident for incident in self.incidents if not _is_part_of(incident, recovery, change)]
         ended_s = self.now / wall_time.MICRO
         lost_s = 0.0 if change.before is None else self.closed_lost_s
-        self.incidents.append(incidents.of_recovery(recovery, change, ended_s=ended_s, lost_s=lost_s))
+        last = self.sessions[-1].max_steps or change.step + 1
+        self.incidents.append(incidents.of_recovery(recovery, change, ended_s=ended_s, lost_s=lost_s, max_steps=last))
 
     def lost(self, seconds: float) -> None:
         """Add seconds of steps to compute again; a negative number for steps that count after all."""
