@@ -137,8 +137,8 @@ def of_module(path: Path) -> Iterator[Finding]:
         opening = next((one for one in OPENINGS if re.match(rf"{one}\b", text)), None)
         if opening:
             yield Finding(path, line, f"a docstring that begins with {opening!r}")
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Constant) or node in docstrings or _is_one_of(path, RECORDED):
+    for node in ast.walk(tree) if not _is_one_of(path, RECORDED) else ():
+        if not isinstance(node, ast.Constant) or node in docstrings:
             continue
         if isinstance(node.value, str) and len(node.value.split()) > 3:
             yield from words_of(node.value, path, node.lineno)
