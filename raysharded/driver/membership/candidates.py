@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raysharded.display.quantities import count
 from raysharded.driver.membership.state_source import newest_source
 from raysharded.driver.state import step_watch
 from raysharded.driver.state.state import State
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh, spared_first
+from raysharded.protocol import descriptors
 from raysharded.protocol.messages import FromMemory, Source
 
 LAST_MOMENT_S = 1.0
@@ -113,6 +115,21 @@ def _rank(state: State, worker: WorkerId) -> tuple[int, int]:
 def most_members(state: State, chosen: frozenset[WorkerId]) -> int:
     """Largest size of the next generation: the maximum, plus leaving workers that are still needed."""
     return state.limits.max_workers + len(chosen & state.leaving.keys())
+
+
+def few_open_files(state: State, members: int) -> str:
+    """One sentence if a generation may not have more than so many members, because one may open too few files.
+
+    Otherwise empty.
+    """
+    known = {worker: state.facts[worker].open_files for worker in state.ready if worker in state.facts}
+    left = min(((files, worker) for worker, files in known.items() if files is not None), default=None)
+    if left is None or descriptors.most_members(left[0]) > members or members >= state.limits.most_workers:
+        return ""
+    return (
+        f"worker {left[1]} may open {left[0]} files more, which connect {count(members, 'worker')}: raise the limit "
+        "where its process starts (ulimit -Hn; limits.conf: nofile)"
+    )
 
 
 def can_be_spared(state: State) -> bool:

@@ -53,6 +53,7 @@ def plan_generation(state: State) -> GenerationPlan:
     prepared = _prepared(state, chosen, mesh)
     members = prepared.members if prepared else order_members(source, workers, state.limits, nodes, mesh)
     why = "; ".join([choice.reason, *_passed_over(state, newest, source)])
+    why = "; ".join(filter(None, [why, candidates.few_open_files(state, len(members))]))
     numbers = number_nodes(members, nodes, mesh)
     return GenerationPlan(source=source, members=members, mesh=mesh, nodes=numbers, preparation=prepared, why=why)
 
