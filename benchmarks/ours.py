@@ -110,9 +110,9 @@ def main() -> None:
                             run.resize(int(number))
                         case "add":
                             add(int(number))
-                        case _:
+                        case "drain":
                             drain(newest[0], int(number))
-                except RayshardedError as error:
+                except (RayshardedError, RuntimeError) as error:
                     print(error, file=sys.stderr, flush=True)
 
         threading.Thread(target=obey, daemon=True).start()

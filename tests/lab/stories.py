@@ -154,6 +154,8 @@ def slow_link(cluster: RayMachines, run: LabRun) -> Row:
     cluster.machines.mend(SECOND, FIRST)
     strike.trains(2)
     late, lost = now_sent - sent, (now_sent - sent) - (now_received - received)
+    assert late > 0, "no packet crossed the slow link"
+    assert slow_s > usual_s
     return strike.row(
         "slow link", progress_at, f"{late} packets late, {lost} of them lost: a step {usual_s:.2f} s -> {slow_s:.2f} s"
     )
@@ -167,6 +169,8 @@ def narrow_link(cluster: RayMachines, run: LabRun) -> Row:
     slow_s, (out, into) = _step_s(run, begin), cluster.machines.held_back(SECOND)
     cluster.machines.limit(SECOND)
     strike.trains(2)
+    assert out > 0, "no packet was held back"
+    assert into > 0, "no packet was held back"
     proof = f"{out} packets out and {into} in were held back: a step {usual_s:.2f} s -> {slow_s:.2f} s"
     return strike.row("narrow link", progress_at, proof)
 
@@ -206,9 +210,11 @@ def cut_off(cluster: RayMachines, run: LabRun) -> Row:
     back_s = time.monotonic() - rejoined_at
     strike.trains(2)
     both_s = time.monotonic() - rejoined_at
-    same = "the same node" if back["node"] == lost["node"] else "ANOTHER NODE"
+    assert back["node"] == lost["node"]
     return strike.row(
-        "cut off", progress_at, f"{_told(lost)}; {same} back {back_s:.1f} s after the link, its worker {both_s:.1f} s"
+        "cut off",
+        progress_at,
+        f"{_told(lost)}; the same node back {back_s:.1f} s after the link, its worker {both_s:.1f} s",
     )
 
 

@@ -86,8 +86,10 @@ def test_a_loss_after_the_last_step_is_one_in_the_last_step() -> None:
         step(2),
         step(3),
         lost(1, 3),
-        *generation(2, [0], 2),
     ]
+    (alone,) = told(entries)
+    assert alone.step == 3
+    entries += generation(2, [0], 2)
     (found,) = told([*entries, step(3, 1, 2), recovery(1, 1, steps_redone=1)])
     assert found.text.startswith("Worker 1 was lost in step 3 ")
     assert found.step == 3

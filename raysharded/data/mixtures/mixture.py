@@ -20,15 +20,17 @@ Weights = Mapping[str, float]
 _LEAST_AHEAD = 4096
 """Positions whose samples are computed at once: for few of them most of the time goes to calls."""
 _ANNOUNCEMENTS = 3
+_RUN = 256
+"""Consecutive positions computed at once where nothing was announced: they take about as long as one."""
 
 
 class Mixture:
     """Samples of several sources, mixed by weights.
 
-    The sample at a position is a function of the sources' names and lengths, of the weights and of `seed`. It does not
-    depend on the number of workers. Any 1,000 positions in a row under the same weights have each source as often as
-    in the weights, to within 1. A million of them, from the first, have the weights exactly, in millionths. Each
-    source has separate epochs, each in another order.
+    The sample at a position is a function of the sources (their names, order, lengths, blocks and limits), of the
+    weights and of `seed`. It does not depend on the number of workers. Any 1,000 positions in a row under the same
+    weights have each source as often as in the weights, to within 1. A million of them, from the first, have the
+    weights exactly, in millionths. Each source has separate epochs, each in another order.
 
     Item p is the sample at position p, so a run reads its items in order. Any thread may read it, if that holds for the
     sources.
@@ -48,7 +50,7 @@ class Mixture:
 
         `max_epochs`: how often a source may be read, such as 4 or 0.5; without a limit it is repeated. At the first
         limit the mixture ends (`at_limit="stop"`), or the other sources continue in their proportions ("reweight"),
-        until none is left.
+        until none with a weight at that position is left.
 
         Raises ConfigError; reads nothing.
         """
@@ -182,9 +184,7 @@ class Mixture:
         inside = np.asarray(ids, dtype=np.int64)
         inside = inside[inside < schedule.length]
         numbers, indexes = schedule.at(inside)
-        known = dict(zip(inside.tolist(), zip(numbers.tolist(), indexes.tolist(), strict=True), strict=True))
-        with self._lock:
-            self._announced = [*([] if anew else self._announced[1 - _ANNOUNCEMENTS :]), known]
+        self._keep(inside, numbers, indexes, anew=anew)
         for number, source in enumerate(self.sources.values()):
             if callable(announce := getattr(source, "read_ahead", None)):
                 announce(indexes[numbers == number], anew=anew)
@@ -202,8 +202,18 @@ class Mixture:
             return found
         schedule = self._opened()
         self._require(schedule, position)
-        numbers, indexes = schedule.at(np.asarray([position], dtype=np.int64))
-        return int(numbers[0]), int(indexes[0])
+        first = position - position % _RUN
+        run = np.arange(first, min(first + _RUN, schedule.length), dtype=np.int64)
+        return self._keep(run, *schedule.at(run))[position]
+
+    def _keep(
+        self, positions: Int64s, numbers: Int64s, indexes: Int64s, *, anew: bool = False
+    ) -> dict[int, tuple[int, int]]:
+        """Keep the places of the samples at these positions, and of the newest announcements unless `anew`."""
+        known = dict(zip(positions.tolist(), zip(numbers.tolist(), indexes.tolist(), strict=True), strict=True))
+        with self._lock:
+            self._announced = [*([] if anew else self._announced[1 - _ANNOUNCEMENTS :]), known]
+        return known
 
     def _require(self, schedule: Schedule, position: int) -> None:
         if position < 0:

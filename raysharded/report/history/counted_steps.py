@@ -41,7 +41,7 @@ class CountedSteps:
     def put(self, number: int, index: int) -> None:
         """Let this entry of the step count, and no other."""
         self._many += number not in self
-        if 0 <= number <= len(self._near) + _GAP:
+        if self._is_near(number):
             self._reserve(number)
             self._near[number] = index
             self._far.pop(number, None)
@@ -51,12 +51,16 @@ class CountedSteps:
     def put_row(self, number: int, indices: range) -> None:
         """As `put`, for consecutive steps from `number` on, none of which counts so far."""
         end = number + len(indices)
-        if not 0 <= number <= len(self._near) + _GAP:
+        if not self._is_near(number):
             self._far.update(zip(range(number, end), indices, strict=True))
         else:
             self._reserve(end - 1)
             self._near[number:end] = array("q", indices)
         self._many += len(indices)
+
+    def _is_near(self, number: int) -> bool:
+        """True for a number with a place in the array, or that gets one: the places stay within the steps' number."""
+        return 0 <= number <= max(len(self._near), 2 * self._many + _GAP)
 
     def take(self, number: int) -> int:
         """Remove the step; returns the index. Raises KeyError if it does not count."""

@@ -83,7 +83,9 @@ class Chronicle:
             case _ if kind in _BREAKS and self._concerns_members(entry):
                 self._open()
                 self.sessions[-1].note("found", self.now)
-        incident = incidents.of_entry(entry, self.now / wall_time.MICRO, self.step)
+        incident = incidents.of_entry(
+            entry, self.now / wall_time.MICRO, self.step, self.sessions[-1].max_steps if self.sessions else None
+        )
         row = self.failed.add(entry)
         if incident is not None and row:
             incident = replace(incident, text=row)
@@ -144,7 +146,7 @@ class Chronicle:
         self._drop_parts(recovery, change)
         ended_s = self.now / wall_time.MICRO
         lost_s = 0.0 if change.before is None else self.closed_lost_s
-        last = self.sessions[-1].max_steps or change.step + 1
+        last = self.sessions[-1].max_steps
         self._tell(incidents.of_recovery(recovery, change, ended_s=ended_s, lost_s=lost_s, max_steps=last))
 
     def lost(self, seconds: float) -> None:

@@ -175,8 +175,11 @@ def is_incident(entry: Entry) -> bool:
     return entry["kind"] in KINDS and (entry["kind"] != "waiting" or bool(entry.get("missing")))
 
 
-def of_entry(entry: Entry, at_s: float, step: int) -> Incident | None:
-    """The incident of a single entry; None for most, and for an older version's entry without the needed fields."""
+def of_entry(entry: Entry, at_s: float, step: int, max_steps: int | None) -> Incident | None:
+    """The incident of a single entry; None for most, and for an older version's entry without the needed fields.
+
+    `step`: the newest finished step; `max_steps`: the run's last step, if it is known.
+    """
     kind = entry["kind"]
     if not is_incident(entry):
         return None
@@ -186,7 +189,7 @@ def of_entry(entry: Entry, at_s: float, step: int) -> Incident | None:
         return None
     if text is None:
         return None
-    worker, hit = entry.get("worker"), step_of(kind, step)
+    worker, hit = entry.get("worker"), step_of(kind, step, max_steps)
     return Incident(
         kind="asked" if entry.get("who") == "asked" else KINDS[kind],
         at_s=at_s,
@@ -235,10 +238,12 @@ class FailedInARow:
         return _sentence(f"{what}{none}; the last: {brief(str(entry['error']))}")
 
 
-def of_recovery(recovery: Recovery, change: Change, *, ended_s: float, lost_s: float, max_steps: int) -> Incident:
+def of_recovery(
+    recovery: Recovery, change: Change, *, ended_s: float, lost_s: float, max_steps: int | None
+) -> Incident:
     """The incident of a loss and its recovery. `ended_s`: the time when its first step was done; `lost_s`: seconds of
-    steps to compute again; `max_steps`: the run's last step, in which what happens after it is counted."""
-    step = min(change.step + 1, max_steps)
+    steps to compute again; `max_steps`: the run's last step, if it is known."""
+    step = step_of("worker_lost", change.step, max_steps)
     found_s = ended_s - recovery.total_s
     costs = [
         Cost(name=FOUND, seconds=max(0.0, found_s - change.since_s)),

@@ -291,7 +291,7 @@ class Fold:
             "stuck": "stuck",
             "straggler": "slow",
         }
-        hit = step_of(kind, self.step)
+        hit = step_of(kind, self.step, self.max_steps)
         reason = slowness(entry) if kind == "straggler" else str(entry["reason"])
         self.worker_events.append(
             WorkerEvent(what=what[kind], worker=int(entry["worker"]), step=hit, reason=reason, at=at)
