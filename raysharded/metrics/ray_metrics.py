@@ -76,6 +76,7 @@ class RayMetrics:
         """Checkpoints in a row that could not be written."""
         self._broken: frozenset[tuple[int, int]] = frozenset()
         self._avoided: frozenset[str] = frozenset()
+        self._dead: frozenset[str] = frozenset()
         self._metrics: dict[str, Any] = {}  # of Ray's three classes
 
     def begin(self, beginning: Beginning) -> None:
@@ -127,13 +128,19 @@ class RayMetrics:
                 self._set_apart(self._broken | _pairs(event), self._avoided)
             case "links_mended":
                 self._set_apart(self._broken - _pairs(event), self._avoided)
-            case "worker_lost" | "worker_leaving":
+            case "worker_lost" | "worker_left":
                 left = frozenset(pair for pair in self._broken if event.fields["worker"] not in pair)
                 self._set_apart(left, self._avoided)
             case "node_avoided":
                 self._set_apart(self._broken, self._avoided | {event.fields["node"]})
             case "node_allowed":
                 self._set_apart(self._broken, self._avoided - {event.fields["node"]})
+            case "node_lost":
+                self._dead |= {event.fields["node"]}
+                self._set_apart(self._broken, self._avoided)
+            case "node_back":
+                self._dead -= {event.fields["node"]}
+                self._set_apart(self._broken, self._avoided)
             case "paused" | "finished" | "stopped" | "failed":
                 self._set_state(event.kind)
 
@@ -149,7 +156,7 @@ class RayMetrics:
     def _set_apart(self, broken: frozenset[tuple[int, int]], avoided: frozenset[str]) -> None:
         self._broken, self._avoided = broken, avoided
         self._set("raysharded_links_broken", len(broken))
-        self._set("raysharded_nodes_avoided", len(avoided))
+        self._set("raysharded_nodes_avoided", len(avoided - self._dead))
 
     def _set_failing(self, checkpoints: int) -> None:
         self._failing = checkpoints

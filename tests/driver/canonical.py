@@ -204,7 +204,9 @@ NAMES: Mapping[type, Names] = {
     state.WantedRate: Names("wanted_rate", "factor number"),
     state.PendingOverrides: Names("plan", "decisions answers rate rewind"),
     state.Pause: Names("pause", "asked_at reached_at tried"),
-    step_watch.StepWatch: Names("watch", "durations asked_at again listened seen excused_at"),
+    step_watch.StepWatch: Names(
+        "watch", "durations asked_at again listened seen waited excused_at", later={"waited": frozenset()}
+    ),
     stragglers.StepTimes: Names("paces", "asked_at asking answers slow newest"),
     node_health.NodeRecord: Names(
         "node_record",

@@ -177,6 +177,26 @@ def cut_apart(draw: st.DrawFn) -> Schedule:
 
 
 @st.composite
+def below_the_minimum(draw: st.DrawFn) -> Schedule:
+    """Histories in which two nodes are cut off from each other, and neither has enough workers to continue."""
+    cut = Fault(strike=Strike.CUT, whom=draw(st.integers(0, 3)), nth=draw(st.integers(10, 40)), phase=Phase.TRAINING)
+    schedule = draw(schedules())
+    grouping = Grouping(shards=1, least_shards=1, num_microbatches=8, tensor=1, least_workers=4)
+    limits = replace(
+        schedule.limits,
+        grouping=grouping,
+        mirrors=True,
+        parity=None,
+        min_workers=4,
+        max_workers=4,
+        max_steps=draw(st.integers(8, 12)),
+    )
+    seed = 3 * draw(st.integers(0, 2**30)) + 1  # two nodes
+    faults = (cut, *draw(st.lists(LATE_FAULTS, max_size=1)))
+    return replace(schedule, limits=limits, later_workers=None, seed=seed, faults=faults)
+
+
+@st.composite
 def handing_over(draw: st.DrawFn) -> Schedule:
     """Histories in which one worker of a run survives, and its replacements do not all reach it.
 

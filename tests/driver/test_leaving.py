@@ -239,6 +239,21 @@ def test_if_all_workers_must_leave_they_train_on_and_write_a_checkpoint_at_once_
     assert run.newest_form().source.step == step + 1
 
 
+def test_how_long_checkpoints_took_when_others_left_is_not_believed() -> None:
+    run = training(2, step=2, min_workers=1, max_worker_losses=0, max_steps=100)
+    told_all(run, within_s=40.0)
+    saved(run, 3, seconds=24.0)
+    assert run.state.leavers_save_s == 24.0
+    run.ready(2, 3)
+    for step in (4, 5):  # worker 0 goes, then worker 1: they hold each other's mirrors
+        stop_at_boundary(run, step)
+        run.formed()
+    assert set(run.state.members) == {2, 3}
+    told_all(run, within_s=50.0)
+    assert of(saved(run, 6, seconds=1.0), KillWorker) == []  # the first of two
+    assert run.state.leavers_save_s == 1.0
+
+
 def test_if_it_takes_as_long_as_the_notice_they_train_until_they_are_taken_away() -> None:
     run = training(3, step=2, min_workers=1, max_steps=100)
     assert len(of(told_all(run, within_s=10.0), RequestSave)) == 1

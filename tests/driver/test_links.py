@@ -334,6 +334,21 @@ def test_below_the_minimum_those_that_hold_the_state_write_it_as_a_checkpoint_an
     assert isinstance(run.newest_form().source, FromMemory)
 
 
+def test_below_the_minimum_they_write_it_also_where_a_lost_worker_is_waited_for() -> None:
+    run = on("aaab", min_workers=3, replacement_wait_s=20.0, start_timeout_s=200.0)
+    cut(run, "aaab", "a", "b")
+    break_off(run)
+    run.formed()
+    assert set(run.state.members) == {0, 1, 2}
+    run.trained(3)
+    run.lost(2)
+    for worker in (0, 1):
+        run.stopped(worker, StopReason.ABORTED, 3)
+    run.wait(25.0)
+    assert (run.newest_form().members, run.newest_form().source.step) == ((0, 1), 3)
+    assert run.records("generation")[-1]["only_saves"] is True
+
+
 def test_below_the_minimum_nothing_is_written_if_no_side_holds_the_whole_state_or_storage_has_it() -> None:
     run = on("ab", min_workers=2, mirrors=False)
     cut(run, "ab", "a", "b")

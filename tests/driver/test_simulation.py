@@ -60,6 +60,7 @@ from raysharded.protocol.session import AdoptedWorker, believed, taken_back
 from raysharded.report.history.summary import summarise
 from tests.driver.schedules import (
     Schedule,
+    below_the_minimum,
     controlled,
     cut_apart,
     deciding,
@@ -600,6 +601,11 @@ def test_with_links_that_are_cut_the_run_goes_on_with_those_that_reach_each_othe
     found = with_links(cut_apart(), NUM_SCHEDULES // 2)
     least = NUM_SCHEDULES // 20
     assert min(found["links_broken"], found["excluded"]) >= least, f"hardly any cut has an effect: {found}"
+
+
+def test_where_too_few_reach_each_other_those_that_hold_the_newest_step_write_it() -> None:
+    found = with_links(below_the_minimum(), NUM_SCHEDULES // 4)
+    assert found["only_saves"] >= NUM_SCHEDULES // 20, f"hardly any state is written: {found}"
 
 
 def test_one_that_survives_and_does_not_reach_all_others_hands_its_state_over() -> None:

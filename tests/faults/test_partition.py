@@ -128,13 +128,15 @@ def test_a_driver_whose_share_was_unmounted_while_another_took_the_run_over_ends
     place.mkdir()
     code = f"from tests.faults.test_partition import older_driver; older_driver({str(place / 'run')!r}, 0.2)"
     older = f"mount --bind {share} {place} && exec {sys.executable} -c {shlex.quote(code)}"
-    process = subprocess.Popen(
-        ["unshare", "--mount", "--propagation=private", "sh", "-c", older],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    log = tmp_path / "older.log"
+    with log.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(
+            ["unshare", "--mount", "--propagation=private", "sh", "-c", older],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
     inside = ("nsenter", "-t", str(process.pid), "-m")
     try:
         assert process.stdout is not None
@@ -146,7 +148,7 @@ def test_a_driver_whose_share_was_unmounted_while_another_took_the_run_over_ends
             if "is not the run's folder" in line:
                 break
         else:
-            raise AssertionError(f"it ended early: {seen} {process.stderr.read() if process.stderr else ''}")
+            raise AssertionError(f"it ended early: {seen} {log.read_text(encoding='utf-8')}")
         storage = open_storage(str(share / "run"))
         job = make_job(str(share / "run"), steps=STEPS, microbatches=MICROBATCHES, save_every=SAVE_EVERY)
         newer = make_driver(job, make_limits(job, 2), Collector(), take_over=True)

@@ -49,8 +49,8 @@ def maybe_request_change(state: State, at: float) -> Outcome:
     """
     settled = not state.starting or at - state.last_ready_at >= state.limits.join_wait_s
     if state.phase is Phase.GATHERING:
-        usable = reachable.usable(state)
-        enough = len(usable) >= state.limits.min_workers
+        chosen = reachable.choose(state)
+        usable, enough = chosen.workers, chosen.only_save or len(chosen.workers) >= state.limits.min_workers
         full = len(state.staying & usable) >= state.limits.max_workers
         return next_generation(state, at) if full or (enough and settled) else (state, [])
     if state.phase is not Phase.TRAINING or state.boundary_requested:
@@ -72,7 +72,7 @@ def _has_room_for_joiners(state: State) -> bool:
     """Whether a ready worker that is no member may become one."""
     staying = reachable.joinable(state)
     joiners = staying.difference(state.members)
-    return bool(joiners) and len(staying) - len(joiners) < state.limits.max_workers
+    return bool(joiners) and len(staying) - len(joiners) < candidates.most_at_work(state)
 
 
 def _is_to_reshard(state: State) -> bool:
@@ -93,7 +93,7 @@ def _is_worth_it(state: State) -> bool:
 
 def _num_workers(state: State) -> int:
     """Largest possible size of the next generation, without workers that must leave."""
-    return min(len(reachable.joinable(state)), state.limits.max_workers)
+    return min(len(reachable.joinable(state)), candidates.most_at_work(state))
 
 
 def _num_needed(state: State) -> int:

@@ -22,6 +22,8 @@ def on_noticed(state: State, event: LeaveNotice, at: float) -> Outcome:
     """Exclude these workers from the next generation, and request others; at once if these stay for a while."""
     commands: list[Command] = []
     workers = _meant(state, event)
+    if workers and not state.leaving:  # how long checkpoints take was measured when others left
+        state = replace(state, leavers_save_s=None)
     for worker in sorted(workers):
         state, more = _mark(state, worker, event, at)
         commands += more

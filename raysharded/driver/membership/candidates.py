@@ -10,7 +10,8 @@ write a checkpoint at once and another shortly before they have to go, and leave
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Iterable, Sequence
 
 from raysharded.display.quantities import count
 from raysharded.driver.membership.state_source import newest_source
@@ -113,23 +114,54 @@ def _rank(state: State, worker: WorkerId) -> tuple[int, int]:
 
 
 def most_members(state: State, chosen: frozenset[WorkerId]) -> int:
-    """Largest size of the next generation: the maximum, plus leaving workers that are still needed."""
-    return state.limits.max_workers + len(chosen & state.leaving.keys())
+    """Largest size of the next generation: the maximum, plus leaving workers that are still needed.
 
-
-def few_open_files(state: State, members: int) -> str:
-    """One sentence if a generation may not have more than so many members, because one may open too few files.
-
-    Otherwise empty.
+    It is smaller if one of them may open too few files to connect to so many. The minimum stays: a worker that cannot
+    connect to so few reports what it lacks.
     """
-    known = {worker: state.facts[worker].open_files for worker in state.ready if worker in state.facts}
-    left = min(((files, worker) for worker, files in known.items() if files is not None), default=None)
-    if left is None or descriptors.most_members(left[0]) > members or members >= state.limits.most_workers:
+    fewest = min(_connected(state, chosen), default=state.limits.max_workers)
+    most = min(state.limits.max_workers, max(state.limits.min_workers, fewest))
+    return most + len(chosen & state.leaving.keys())
+
+
+def most_at_work(state: State) -> int:
+    """Largest number of workers that may be at work: the maximum, or as many as their open files connect."""
+    return min(state.limits.max_workers, max(state.limits.min_workers, _connect_each_other(state, state.ready)))
+
+
+def with_open_files(state: State, source: Source, workers: frozenset[WorkerId]) -> tuple[Source, frozenset[WorkerId]]:
+    """Without workers that may open too few files, if the others are more, and hold all that the source needs."""
+    most = min(state.limits.max_workers, _connect_each_other(state, workers))
+    able = frozenset(worker for worker in workers if _connects(state, worker) >= most)
+    found = source_among(state, able, source) if state.limits.min_workers <= len(able) < len(workers) else None
+    return (source, workers) if found is None else (found, able)
+
+
+def few_open_files(state: State, wanted: int, workers: Collection[WorkerId]) -> str:
+    """One sentence if one of these workers may open too few files for so many members; otherwise empty."""
+    fewest = min(workers, key=lambda worker: (_connects(state, worker), worker), default=None)
+    if fewest is None or (most := _connects(state, fewest)) >= wanted:
         return ""
     return (
-        f"worker {left[1]} may open {left[0]} files more, which connect {count(members, 'worker')}: raise the limit "
-        "where its process starts (ulimit -Hn; limits.conf: nofile)"
+        f"worker {fewest} may open {state.facts[fewest].open_files} files more, which connect {count(most, 'worker')}: "
+        "raise the limit where its process starts (ulimit -Hn; limits.conf: nofile)"
     )
+
+
+def _connects(state: State, worker: WorkerId) -> int:
+    """Largest number of members of a generation of which this worker may be one."""
+    files = state.facts[worker].open_files if worker in state.facts else None
+    return sys.maxsize if files is None else descriptors.most_members(files)
+
+
+def _connected(state: State, workers: Iterable[WorkerId]) -> list[int]:
+    return [_connects(state, worker) for worker in workers]
+
+
+def _connect_each_other(state: State, workers: Collection[WorkerId]) -> int:
+    """The largest number of these workers that can all connect to each other."""
+    found = sorted(_connected(state, workers), reverse=True)
+    return sum(most >= number for number, most in enumerate(found, 1))
 
 
 def can_be_spared(state: State) -> bool:

@@ -8,14 +8,12 @@ from dataclasses import replace
 from raysharded import numerics
 from raysharded.driver.state import arithmetic, broken_links, node_health
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, StartWorker, finish, prepend
-from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.events import Ready
 from raysharded.driver.state.persistent_map import with_entry, without
 from raysharded.driver.state.state import Phase, State
 from raysharded.driver.workers import node_verdicts
 from raysharded.errors import ClusterError, ConfigError, RayshardedError, RunFailed, TaskError
 from raysharded.ids import WorkerId
-from raysharded.protocol import descriptors
 from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.worker_launcher import WorkerLost
 
@@ -79,7 +77,6 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         last_ready_at=at,
         start_failures=0,
         start_after=0.0,
-        limits=_within_open_files(state, event.facts),
     )
     facts = event.facts
     fields = {
@@ -91,20 +88,6 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
     }
     ready: list[Command] = [Record(kind="worker_ready", fields=fields)]
     return prepend(_admit_held(state, state.differing, at), ready) if state.differing else (state, ready)
-
-
-def _within_open_files(state: State, facts: WorkerInfo) -> DriverConfig:
-    """The run's limits, with a lower maximum if the worker may open too few files to connect to so many peers.
-
-    Those beyond stand by. The minimum stays: the worker that cannot connect to so few reports what it lacks.
-    """
-    limits = state.limits
-    if facts.open_files is None:
-        return limits
-    most = max(limits.min_workers, descriptors.most_members(facts.open_files))
-    if most >= limits.max_workers:
-        return limits
-    return replace(limits, max_workers=most, configured_workers=limits.most_workers)
 
 
 def _other_data(state: State, event: Ready) -> ConfigError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raysharded.display.quantities import listing
+from raysharded.display.quantities import count, listing
 from raysharded.driver.state import node_health
 from raysharded.driver.state.commands import Command, Outcome, Record, StartWorker
 from raysharded.driver.state.node_health import NodeRecord
@@ -82,9 +82,11 @@ def review(state: State, at: float) -> Outcome:
 
 def text(state: State) -> str:
     """A sentence about the nodes that get no new workers because of failures; empty without any. Any thread."""
-    avoided = [node for node, record in state.nodes.items() if record.avoided and not record.drained]
+    avoided = [node for node, record in state.nodes.items() if record.avoided and not (record.drained or record.dead)]
     names = sorted(f"{state.nodes[node].host or '?'} ({node[:12]})" for node in avoided)
-    return f"no worker is placed on {listing(names)}: {state.limits.max_node_failures} failures" if names else ""
+    if not names or state.limits.max_node_failures is None:
+        return ""
+    return f"no worker is placed on {listing(names)}: {count(state.limits.max_node_failures, 'failure')}"
 
 
 def to_avoid(state: State, at: float) -> tuple[str, ...]:

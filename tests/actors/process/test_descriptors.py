@@ -92,7 +92,9 @@ def test_a_join_at_the_limit_is_made_without_a_preparation_and_no_process_dies()
 
 def fewest() -> None:
     """Enough for the groups of two workers, and not for those of three."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (41, 41))
+    now = descriptors.in_use()
+    assert now is not None
+    resource.setrlimit(resource.RLIMIT_NOFILE, (now + 30, now + 30))
 
 
 @pytest.mark.procs
