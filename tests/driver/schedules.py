@@ -179,7 +179,7 @@ def cut_apart(draw: st.DrawFn) -> Schedule:
 @st.composite
 def below_the_minimum(draw: st.DrawFn) -> Schedule:
     """Histories in which two nodes are cut off from each other, and neither has enough workers to continue."""
-    cut = Fault(strike=Strike.CUT, whom=draw(st.integers(0, 3)), nth=draw(st.integers(10, 40)), phase=Phase.TRAINING)
+    cut = Fault(strike=Strike.CUT, whom=draw(st.integers(0, 3)), nth=draw(st.integers(5, 20)), phase=Phase.TRAINING)
     schedule = draw(schedules())
     grouping = Grouping(shards=1, least_shards=1, num_microbatches=8, tensor=1, least_workers=4)
     limits = replace(
@@ -189,7 +189,7 @@ def below_the_minimum(draw: st.DrawFn) -> Schedule:
         parity=None,
         min_workers=4,
         max_workers=4,
-        max_steps=draw(st.integers(8, 12)),
+        max_steps=draw(st.integers(10, 14)),
     )
     seed = 3 * draw(st.integers(0, 2**30)) + 1  # two nodes
     faults = (cut, *draw(st.lists(LATE_FAULTS, max_size=1)))
