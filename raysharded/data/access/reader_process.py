@@ -156,16 +156,20 @@ class DataProcess:
         Raises what the process raises; TaskError if it dies at that call again, RuntimeError after `close`.
         """
         with self.lock:
-            ends = []
+            ends, pids = list[str](), list[int | None]()
             for _ in range(_ATTEMPTS):
                 started = self._running()
                 try:
-                    return started.ask(method, args)
+                    answer = started.ask(method, args)
                 except (EOFError, OSError):
                     if self._closed:
                         raise RuntimeError("this loader is closed") from None
+                else:
+                    if ends:  # reported when it is replaced: what ends this process, too, often ends that one first
+                        _log.warning("process %s, which read the data, %s", pids[0], ends[0])
+                    return answer
                 ends.append(started.end(within_s=_ENDS_WITHIN_S))
-                _log.warning("process %s, which read the data, %s", started.child.pid, ends[-1])
+                pids.append(started.child.pid)
                 self._started = None
             raise TaskError(
                 f"the process that reads the data {ends[0]}; it was started again, and {ends[1]}, both times at "
