@@ -12,17 +12,14 @@ from typing import Any
 import pytest
 
 import raysharded as rs
-from raysharded.checkpoint import open_storage
-from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
-from raysharded.driver.checkpoints.committer import RunFiles
 from raysharded.driver.driver import Driver
 from raysharded.driver.state import stragglers
 from raysharded.ids import WorkerId
 from raysharded.testing.processes import ProcessLauncher
 from tests.faults import namespaces
 from tests.faults.test_links import be_on
-from tests.training.harness import Collector, Tokens, make_driver, make_job, make_limits, train
+from tests.training.harness import Collector, Tokens, files_of, make_driver, make_job, make_limits, train
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
@@ -114,13 +111,7 @@ def test_where_one_node_s_link_is_slow_no_worker_of_another_node_is_named(tmp_pa
             SLOWER: partial(be_slower_on, "node-a", healthy),
             WorkerId(2): partial(be_on, "node-b", narrow),
         }
-        files = RunFiles(
-            name=job.run_name,
-            storage=open_storage(job.run_url),
-            keep=Keep(last=1),
-            metadata={},
-            global_batch_size=job.batch.global_batch_size,
-        )
+        files = files_of(job)
         launcher = ProcessLauncher(job, host=network.our_address, prepare=prepare)
         driver = Driver(make_limits(job, 3, look_around_s=0.5), launcher, files, SystemClock(), listen)
         driver.run()

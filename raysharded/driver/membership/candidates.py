@@ -6,6 +6,8 @@ data that no other does, or if too few workers would be left.
 
 If all workers must leave, those that go last train on together: a generation of some of them would end with them. They
 write a checkpoint at once and another shortly before they have to go, and leave after it.
+
+A generation is as large as the open files of its members connect. Workers that may open too few stand by.
 """
 
 from __future__ import annotations
