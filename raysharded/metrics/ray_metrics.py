@@ -87,6 +87,7 @@ class RayMetrics:
         self._set("raysharded_step", beginning.after_step)
         self._set("raysharded_storage_failing_seconds", 0)
         self._set("raysharded_gcs_lost", 0)
+        self._dead = frozenset()
         self._set_apart(frozenset(), frozenset())
         self._set_failing(0)
         self._set_state("starting")

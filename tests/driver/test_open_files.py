@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from raysharded.driver.membership import candidates
+from raysharded.driver.handlers.user_requests import resize_refusal
 from raysharded.driver.state.events import Ready
+from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import Phase
 from raysharded.ids import WorkerId
 from raysharded.protocol import descriptors
@@ -79,15 +80,16 @@ def test_when_the_worker_that_connects_too_few_is_lost_and_replaced_the_run_has_
 
 
 def test_a_worker_that_connects_too_few_and_alone_holds_the_state_stays_and_the_generation_is_small() -> None:
-    run = with_files(None, None, None)
+    run = with_files(None, None, None, None)
     facts = {**run.state.facts, WorkerId(1): replace(run.state.facts[WorkerId(1)], open_files=FOR_TWO)}
     run.state = replace(run.state, facts=facts)
-    run.lost(2)
-    for worker in (0, 1):  # each holds one of two shards
-        run.stopped(worker, StopReason.ABORTED, 1, held=run.holding(worker, 1)[:1])
+    run.lost(3)
+    for worker in (0, 1, 2):  # shard 1 is with worker 1 alone
+        held = [one for one in run.holding(worker, 1) if worker == 1 or one.rank != 1]
+        run.stopped(worker, StopReason.ABORTED, 1, held=held)
     spec = run.newest_form()
-    assert isinstance(spec.source, FromMemory) or spec.source.step == 0
-    assert len(spec.members) <= 2
+    assert isinstance(spec.source, FromMemory)
+    assert spec.members == (0, 1)
 
 
 def test_the_minimum_stays_so_that_the_worker_itself_reports_what_it_lacks() -> None:
@@ -98,5 +100,36 @@ def test_the_minimum_stays_so_that_the_worker_itself_reports_what_it_lacks() -> 
 @pytest.mark.parametrize(("wanted", "refused"), [(2, False), (3, True)])
 def test_a_resize_to_more_than_the_members_connect_is_refused(wanted: int, refused: bool) -> None:
     run = with_files(FOR_TWO, FOR_TWO, FOR_TWO)
-    said = candidates.few_open_files(run.state, wanted, run.state.members)
+    said = resize_refusal(run.state, wanted)
     assert ("which connect 2 workers" in said) is refused
+
+
+@pytest.mark.parametrize(
+    ("members", "later", "at_work"),
+    [((30, 30), (1000,) * 4, 2), ((34, 34, 34), (30, *(1000,) * 5), 3), ((None, None), (1000,) * 2, 4)],
+    ids=["members that connect two", "a worker that connects two stands by", "all connect"],
+)
+@pytest.mark.parametrize("grouping", [None, Grouping(shards=None, least_shards=1, num_microbatches=8)])
+def test_workers_that_join_cost_no_state_and_boundaries_end(
+    grouping: Grouping | None, members: tuple[int | None, ...], later: tuple[int, ...], at_work: int
+) -> None:
+    run = Run(min_workers=1, max_workers=len(members) + len(later), max_steps=100, grouping=grouping)
+    for worker, left in enumerate(members):
+        ready(run, worker, left)
+    run.wait(3.0)
+    run.formed()
+    run.trained(1)
+    for worker, left in enumerate(later, len(members)):
+        ready(run, worker, left)
+    boundaries = 0
+    for step in range(2, 10):
+        run.trained(step)
+        if run.state.boundary_requested:
+            boundaries += 1
+            held = {member: run.holding(member, step) for member in run.state.members}
+            for member in run.state.members:
+                run.stopped(member, StopReason.BOUNDARY, step, held=held[member])
+            assert (run.newest_form().source.step, type(run.newest_form().source)) == (step, FromMemory)
+            run.formed()
+    assert len(run.state.members) == at_work
+    assert boundaries <= 2

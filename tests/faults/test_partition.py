@@ -19,7 +19,7 @@ from raysharded.checkpoint import Storage, newest_complete, open_storage
 from raysharded.checkpoint.stored_claims import list_numbers, read_claim
 from raysharded.driver.driver import Driver
 from raysharded.errors import RunOwnedElsewhere
-from raysharded.journal.log import read
+from raysharded.journal.log import read, read_placed
 from raysharded.ownership.run_folder import run_storage
 from tests.golden.record_runs import Slow
 from tests.ray.leftovers import wait_until
@@ -120,7 +120,10 @@ def mounted(*command: str) -> None:
 def test_a_driver_whose_share_was_unmounted_while_another_took_the_run_over_ends_and_writes_nothing(
     tmp_path: Path,
 ) -> None:
-    """The share is mounted where the older driver looks for it, in its own namespace; the newer one uses it itself."""
+    """The share is mounted where the older driver looks for it, in its own namespace; the newer one uses it itself.
+
+    Each of two drivers trains, one after the other.
+    """
     if subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode:
         pytest.skip("no mount namespaces here: they need root")
     share, place = tmp_path / "share", tmp_path / "place"
@@ -164,5 +167,7 @@ def test_a_driver_whose_share_was_unmounted_while_another_took_the_run_over_ends
     assert_only_the_newer_commits(storage, newer)
     steps = [entry["step"] for entry in read(storage) if entry["kind"] == "step"]
     assert sorted(set(steps)) == list(range(1, STEPS + 1))
+    writers = [one.writer for one in read_placed(storage)]
+    assert set(writers[writers.index(state.driver) :]) == {state.driver}
     assert newest_complete(storage).checkpoint is not None
     assert state.result_fingerprint == undisturbed()

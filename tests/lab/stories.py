@@ -25,6 +25,8 @@ DRIVER, FIRST, SECOND = 1, 2, 3
 SLOTS = (0, 0, 1, 1)
 """CPUs of each machine."""
 CUT_OFF_S = 20.0
+_BEFORE = 40
+"""Entries before a fault that show how long a step takes then."""
 """Longer than the driver waits for a node's answer, and shorter than Ray does."""
 _NOTICES = frozenset({"worker_lost", "stuck", "recovery", "node_lost", "gcs_lost"})
 _SAID = 4
@@ -87,8 +89,8 @@ class _Strike:
         assert found(), run.said()[-3000:]
         return found()[0]
 
-    def row(self, story: str, progress_at: float | None, proof: str, *, equal: bool = True) -> Row:
-        """The row, as far as entries have come."""
+    def row(self, story: str, progress_at: float | None, proof: str, *, equal: bool | None = None) -> Row:
+        """The row, as far as entries have come. `equal`: the story's own comparison, if no step may be seen."""
         entries = list(self._run.entries)[self._begin :]
         noticed = next((at for at, kind, _ in entries if kind in _NOTICES), None)
         return Row(
@@ -97,7 +99,9 @@ class _Strike:
             progress_s=None if progress_at is None else progress_at - self.at,
             again=sum(int(fields["steps_redone"]) for fields in self.since("recovery")),
             lost=tuple(str(fields["reason"]) for fields in self.since("worker_lost")),
-            equal=equal and self._has_equal_steps() and self._has_equal_checkpoint(),
+            equal=(bool(self.since("step")) if equal is None else equal)
+            and self._has_equal_steps()
+            and self._has_equal_checkpoint(),
             proof=proof,
             said=self._run.said()[self._said :],
         )
@@ -146,7 +150,7 @@ def _told(entry: Mapping[str, Any]) -> str:
 
 def slow_link(cluster: RayMachines, run: LabRun) -> Row:
     """Packets of one worker take 60 ms to the other, and one in fifty is lost, for some steps."""
-    usual_s, strike, begin = _step_s(run), _Strike(run), len(run.entries)
+    usual_s, strike, begin = _step_s(run, -_BEFORE), _Strike(run), len(run.entries)
     cluster.machines.slow_down(SECOND, FIRST, delay_ms=60, jitter_ms=10, loss_percent=2)
     sent, received = cluster.machines.crossed(SECOND, FIRST)
     progress_at = strike.trains(2, 6)
@@ -163,7 +167,7 @@ def slow_link(cluster: RayMachines, run: LabRun) -> Row:
 
 def narrow_link(cluster: RayMachines, run: LabRun) -> Row:
     """All that one worker sends and receives is limited to 0.5 Mbit/s, for some steps."""
-    usual_s, strike, begin = _step_s(run), _Strike(run), len(run.entries)
+    usual_s, strike, begin = _step_s(run, -_BEFORE), _Strike(run), len(run.entries)
     cluster.machines.limit(SECOND, out_mbit=0.5, in_mbit=0.5)
     progress_at = strike.trains(2, 6)
     slow_s, (out, into) = _step_s(run, begin), cluster.machines.held_back(SECOND)

@@ -41,7 +41,6 @@ class Struck:
         self._pids: dict[int, int] = {}
         self._members: Sequence[int] = ()
         self._due = 0
-        self.kills = 0
 
     def __call__(self, kind: str, fields: Mapping[str, Any]) -> None:
         match kind:
@@ -65,8 +64,8 @@ class Struck:
             note["driver"]["heap"] = in_use()
             with self._notes.open("a", encoding="ascii") as file:
                 file.write(json.dumps(note) + "\n")
-        if self._kill_every and step >= self._due and len(self._members) > 1:
-            self._due, self.kills = 0, self.kills + 1
+        if step >= self._due and len(self._members) > 1:
+            self._due = 0
             os.kill(self._pids[max(self._members)], signal.SIGKILL)
 
 

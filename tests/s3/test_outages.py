@@ -23,7 +23,7 @@ from raysharded.driver.driver import Driver
 from raysharded.errors import RunOwnedElsewhere, StorageError
 from raysharded.ids import WorkerId
 from raysharded.journal import writer as journal_writer
-from raysharded.journal.log import read
+from raysharded.journal.log import read, read_placed
 from raysharded.report.loader import load
 from tests.ray.driving import PacedTokens, hurry
 from tests.ray.leftovers import wait_until
@@ -227,6 +227,8 @@ def test_a_driver_whose_bucket_was_away_while_another_took_the_run_over_ends_and
     storage = open_storage(faulty_s3.direct_url)
     steps = [entry["step"] for entry in read(storage) if entry["kind"] == "step"]
     assert sorted(set(steps)) == list(range(1, STEPS + 1))
+    writers = [one.writer for one in read_placed(storage)]
+    assert set(writers[writers.index(state.driver) :]) == {state.driver}
     newest = newest_complete(storage).checkpoint
     assert newest is not None
     assert (newest.step, newest.manifest.writer) == (STEPS, state.driver)

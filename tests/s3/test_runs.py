@@ -1,7 +1,5 @@
 """A run whose storage is S3 trains on while keys are exchanged, or a page is shown instead of S3, with the same bits.
 
-It trains on as well while the bucket refuses everything, as long as the run's patience lasts.
-
 Driver and workers are processes with separate clients.
 """
 

@@ -21,7 +21,7 @@ _LEAST_AHEAD = 4096
 """Positions whose samples are computed at once: for few of them most of the time goes to calls."""
 _ANNOUNCEMENTS = 3
 _RUN = 256
-"""Consecutive positions computed at once where nothing was announced: they take about as long as one."""
+"""Consecutive positions computed at once where nothing was announced: they take about twice as long as one."""
 
 
 class Mixture:
@@ -69,6 +69,7 @@ class Mixture:
                 raise ConfigError(f"Mixture.max_epochs[{name!r}]={limit!r}: give a number above 0, or leave it out.")
         self._schedule: Schedule | None = None
         self._announced: list[dict[int, tuple[int, int]]] = []
+        self._run: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
     def _checked(self, weights: Weights | Sequence[tuple[int, Weights]]) -> tuple[tuple[int, dict[str, float]], ...]:
@@ -184,7 +185,9 @@ class Mixture:
         inside = np.asarray(ids, dtype=np.int64)
         inside = inside[inside < schedule.length]
         numbers, indexes = schedule.at(inside)
-        self._keep(inside, numbers, indexes, anew=anew)
+        known = _places(inside, numbers, indexes)
+        with self._lock:
+            self._announced = [*([] if anew else self._announced[1 - _ANNOUNCEMENTS :]), known]
         for number, source in enumerate(self.sources.values()):
             if callable(announce := getattr(source, "read_ahead", None)):
                 announce(indexes[numbers == number], anew=anew)
@@ -197,23 +200,17 @@ class Mixture:
 
     def _place(self, position: int) -> tuple[int, int]:
         with self._lock:
-            found = next((known[position] for known in self._announced if position in known), None)
+            found = next((known[position] for known in (self._run, *self._announced) if position in known), None)
         if found is not None:
             return found
         schedule = self._opened()
         self._require(schedule, position)
         first = position - position % _RUN
         run = np.arange(first, min(first + _RUN, schedule.length), dtype=np.int64)
-        return self._keep(run, *schedule.at(run))[position]
-
-    def _keep(
-        self, positions: Int64s, numbers: Int64s, indexes: Int64s, *, anew: bool = False
-    ) -> dict[int, tuple[int, int]]:
-        """Keep the places of the samples at these positions, and of the newest announcements unless `anew`."""
-        known = dict(zip(positions.tolist(), zip(numbers.tolist(), indexes.tolist(), strict=True), strict=True))
+        places = _places(run, *schedule.at(run))
         with self._lock:
-            self._announced = [*([] if anew else self._announced[1 - _ANNOUNCEMENTS :]), known]
-        return known
+            self._run = places
+        return places[position]
 
     def _require(self, schedule: Schedule, position: int) -> None:
         if position < 0:
@@ -251,10 +248,15 @@ class Mixture:
         return Part(name=name, num_samples=length, samples_per_block=per_block, limit=samples)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_announced", "_lock")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_announced", "_run", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _announced=[], _lock=threading.Lock())
+        self.__dict__.update(state, _announced=[], _run={}, _lock=threading.Lock())
+
+
+def _places(positions: Int64s, numbers: Int64s, indexes: Int64s) -> dict[int, tuple[int, int]]:
+    """Position -> (number of the source, id of the sample in it)."""
+    return dict(zip(positions.tolist(), zip(numbers.tolist(), indexes.tolist(), strict=True), strict=True))
 
 
 def _is_number(value: object) -> bool:

@@ -72,7 +72,8 @@ def _has_room_for_joiners(state: State) -> bool:
     """Whether a ready worker that is no member may become one."""
     staying = reachable.joinable(state)
     joiners = staying.difference(state.members)
-    return bool(joiners) and len(staying) - len(joiners) < candidates.most_at_work(state)
+    members = len(staying) - len(joiners)
+    return bool(joiners) and members < state.limits.max_workers and members < candidates.most_at_work(state, staying)
 
 
 def _is_to_reshard(state: State) -> bool:
@@ -93,7 +94,8 @@ def _is_worth_it(state: State) -> bool:
 
 def _num_workers(state: State) -> int:
     """Largest possible size of the next generation, without workers that must leave."""
-    return min(len(reachable.joinable(state)), candidates.most_at_work(state))
+    joinable = reachable.joinable(state)
+    return min(len(joinable), candidates.most_at_work(state, joinable))
 
 
 def _num_needed(state: State) -> int:

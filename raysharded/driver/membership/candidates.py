@@ -13,10 +13,10 @@ A generation is as large as the open files of its members connect. Workers that 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from raysharded.display.quantities import count
-from raysharded.driver.membership.state_source import newest_source
+from raysharded.driver.membership.state_source import held_by, newest_source
 from raysharded.driver.state import step_watch
 from raysharded.driver.state.state import State
 from raysharded.ids import WorkerId
@@ -121,22 +121,26 @@ def most_members(state: State, chosen: frozenset[WorkerId]) -> int:
     It is smaller if one of them may open too few files to connect to so many. The minimum stays: a worker that cannot
     connect to so few reports what it lacks.
     """
-    fewest = min(_connected(state, chosen), default=state.limits.max_workers)
-    most = min(state.limits.max_workers, max(state.limits.min_workers, fewest))
-    return most + len(chosen & state.leaving.keys())
+    fewest = min((_connects(state, worker) for worker in chosen), default=sys.maxsize)
+    return min(state.limits.max_workers + len(chosen & state.leaving.keys()), max(state.limits.min_workers, fewest))
 
 
-def most_at_work(state: State) -> int:
-    """Largest number of workers that may be at work: the maximum, or as many as their open files connect."""
-    return min(state.limits.max_workers, max(state.limits.min_workers, _connect_each_other(state, state.ready)))
+def most_at_work(state: State, workers: frozenset[WorkerId]) -> int:
+    """Largest number of these that may be at work after the members: the maximum, or as many as open files connect."""
+    limits = state.limits
+    for most, able in _able(state, workers):
+        if len(able) >= limits.min_workers and held_by(limits, state.mesh, state.members, able):
+            return min(limits.max_workers, max(limits.min_workers, most))
+    return most_members(state, workers - state.leaving.keys())
 
 
 def with_open_files(state: State, source: Source, workers: frozenset[WorkerId]) -> tuple[Source, frozenset[WorkerId]]:
-    """Without workers that may open too few files, if the others are more, and hold all that the source needs."""
-    most = min(state.limits.max_workers, _connect_each_other(state, workers))
-    able = frozenset(worker for worker in workers if _connects(state, worker) >= most)
-    found = source_among(state, able, source) if state.limits.min_workers <= len(able) < len(workers) else None
-    return (source, workers) if found is None else (found, able)
+    """Without workers that may open too few files, as far as the others are more and hold all that the source needs."""
+    for _, able in _able(state, workers):
+        found = source_among(state, able, source) if state.limits.min_workers <= len(able) < len(workers) else None
+        if found is not None or able == workers:
+            return (source, workers) if found is None else (found, able)
+    return source, workers
 
 
 def few_open_files(state: State, wanted: int, workers: Collection[WorkerId]) -> str:
@@ -156,14 +160,13 @@ def _connects(state: State, worker: WorkerId) -> int:
     return sys.maxsize if files is None else descriptors.most_members(files)
 
 
-def _connected(state: State, workers: Iterable[WorkerId]) -> list[int]:
-    return [_connects(state, worker) for worker in workers]
-
-
-def _connect_each_other(state: State, workers: Collection[WorkerId]) -> int:
-    """The largest number of these workers that can all connect to each other."""
-    found = sorted(_connected(state, workers), reverse=True)
-    return sum(most >= number for number, most in enumerate(found, 1))
+def _able(state: State, workers: Collection[WorkerId]) -> Iterator[tuple[int, frozenset[WorkerId]]]:
+    """(most, those of these workers that connect so many), the largest number first that as many of them connect."""
+    connect = {worker: _connects(state, worker) for worker in workers}
+    ranked = sorted(connect.values(), reverse=True)
+    top = min(state.limits.max_workers, sum(most >= number for number, most in enumerate(ranked, 1)))
+    for most in sorted({min(top, one) for one in ranked}, reverse=True):
+        yield most, frozenset(worker for worker, one in connect.items() if one >= most)
 
 
 def can_be_spared(state: State) -> bool:

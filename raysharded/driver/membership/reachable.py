@@ -71,7 +71,7 @@ def choose(state: State) -> Reachable:
     if not state.links.pairs.intersection(_pairs_among(state)):
         return Reachable(workers=state.ready)
     nodes = {worker: state.facts[worker].node_id for worker in state.ready if worker in state.facts}
-    sets = mutual_sets(state.ready, nodes, state.links.pairs, candidates.most_at_work(state))
+    sets = mutual_sets(state.ready, nodes, state.links.pairs, state.limits.max_workers)
     least = state.limits.min_workers
     enough = [workers for workers in sets if len(workers) >= least]
     newest = newest_source(state, state.ready)
