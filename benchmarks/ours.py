@@ -4,7 +4,7 @@ python -m benchmarks.ours --out LINES --folder STORAGE --workers 4 --least 2 [--
     [--parameters 50M] [--reduction fast] [--accumulation local] [--no-mirrors] [--patience-s 3600]
 
 A line `resize 3` on standard input changes the number of workers; with `--nodes`, each a separate raylet with so many
-slots, `add 2` starts one more.
+slots, `add 2` starts one more, and `drain 5` gives the newest one notice of its end in so many seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 import raysharded as rs
+from benchmarks.draining import drain
 from benchmarks.lines import Speaker
 from benchmarks.workload import SHAPES, trainer
 from raysharded.errors import RayshardedError, RunFailed
@@ -64,14 +65,18 @@ def main() -> None:
     arguments.add_argument("--accumulation", choices=("sharded", "local"), default="sharded")
     arguments.add_argument("--no-mirrors", action="store_true")
     arguments.add_argument("--patience-s", type=float, help="how long nobody doubts processes that are stopped")
+    arguments.add_argument("--save-s", type=float, default=0.0, help="seconds that storage takes for a worker's part")
     options = arguments.parse_args()
     speaker = Speaker(options.out)
     with contextlib.ExitStack() as stack:
         nodes = stack.enter_context(RayNodes(os.environ.get("RAY_TMPDIR"))) if options.nodes else None
 
+        newest = [""]
+
         def add(size: int) -> None:
             assert nodes is not None
-            speaker.say("node", pids=nodes.processes(nodes.add(size))[:1])
+            newest[0] = nodes.add(size)
+            speaker.say("node", pids=nodes.processes(newest[0])[:1])
 
         for size in (options.nodes or "").split(","):
             if size:
@@ -92,6 +97,7 @@ def main() -> None:
             ),
             parameters=options.parameters,
             patience_s=options.patience_s,
+            save_s=options.save_s,
             **scaling,
         ).start_local(listener)
 
@@ -99,8 +105,14 @@ def main() -> None:
             for line in sys.stdin:
                 word, _, number = line.partition(" ")
                 try:
-                    run.resize(int(number)) if word == "resize" else add(int(number))
-                except RayshardedError as error:
+                    match word:
+                        case "resize":
+                            run.resize(int(number))
+                        case "add":
+                            add(int(number))
+                        case "drain":
+                            drain(newest[0], int(number))
+                except (RayshardedError, RuntimeError) as error:
                     print(error, file=sys.stderr, flush=True)
 
         threading.Thread(target=obey, daemon=True).start()

@@ -59,7 +59,8 @@ def drop_caches(url: str) -> None:
 
 
 @functools.cache
-def _client(url: str) -> tuple[Any, str, str]:
+def client_of(url: str) -> tuple[Any, str, str]:
+    """(client, bucket, prefix) of an S3 URL."""
     import boto3
     from botocore.config import Config
 
@@ -78,13 +79,13 @@ def _client(url: str) -> tuple[Any, str, str]:
 def _upload(url: str, name: str, data: NDArray[np.uint8]) -> None:
     from boto3.s3.transfer import TransferConfig
 
-    client, bucket, prefix = _client(url)
+    client, bucket, prefix = client_of(url)
     transfer = TransferConfig(multipart_chunksize=PART_BYTES, max_concurrency=NUM_UPLOADS)
     client.upload_fileobj(io.BytesIO(data.data), bucket, f"{prefix}/{name}", Config=transfer)
 
 
 def _download(url: str, ranges: list[tuple[str, int, int]], out: NDArray[np.uint8]) -> None:
-    client, bucket, prefix = _client(url)
+    client, bucket, prefix = client_of(url)
 
     def get(name: str, start: int, stop: int, at: int) -> None:
         body = client.get_object(Bucket=bucket, Key=f"{prefix}/{name}", Range=f"bytes={start}-{stop - 1}")["Body"]

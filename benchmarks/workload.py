@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 import raysharded as rs
+from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER
+from raysharded.checkpoint.storage import BytesLike
+from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.config import BatchConfig
 from raysharded.data.order import sample_ids
 from raysharded.demo.model import ByteGPT
@@ -39,8 +44,31 @@ SHAPES = {"5M": {"layers": 6, "width": 256, "heads": 4}, "50M": {"layers": 16, "
 """Shapes by the number of parameters."""
 
 
-def task(parameters: str = "5M") -> ByteGPT:
-    return ByteGPT(**SHAPES[parameters], seq_len=SEQ_LEN, dropout=0.1, warmup_steps=10, total_steps=1000)
+def task(parameters: str = "5M", save_s: float = 0.0) -> ByteGPT:
+    kind: type[ByteGPT] = SlowlySaved if save_s else ByteGPT
+    made = kind(**SHAPES[parameters], seq_len=SEQ_LEN, dropout=0.1, warmup_steps=10, total_steps=1000)
+    if isinstance(made, SlowlySaved):
+        made.save_s = save_s
+    return made
+
+
+class SlowlySaved(ByteGPT):
+    """The task, on a storage that takes `save_s` for each file of a checkpoint's data, of which a worker writes one."""
+
+    save_s = 0.0
+
+    def build_model(self) -> Any:
+        """As always; from here on the worker's storage is slow."""
+        write, save_s = LocalStorage.write, self.save_s
+
+        def slowly(storage: LocalStorage, key: str, parts: Iterable[BytesLike]) -> None:
+            if key.startswith(f"{CHECKPOINTS_FOLDER}/"):
+                time.sleep(save_s)
+            write(storage, key, parts)
+
+        if not getattr(LocalStorage, "is_slow", False):
+            LocalStorage.is_slow, LocalStorage.write = True, slowly  # type: ignore[attr-defined, method-assign, assignment]
+        return super().build_model()
 
 
 def trainer(
@@ -53,18 +81,19 @@ def trainer(
     engine: rs.EngineConfig | None = None,
     parameters: str = "5M",
     patience_s: float | None = None,
+    save_s: float = 0.0,
     **scaling: Any,
 ) -> rs.ElasticTrainer:
     """A run of this workload, without checkpoints unless `checkpoint` is given; `scaling`: options of `ScalingConfig`.
 
-    `patience_s`: silence is not a sign of a fault for so long; None: the defaults hold.
+    `save_s`: as in `SlowlySaved`. `patience_s`: silence is not a sign of a fault for so long; None: the defaults hold.
     """
     waits: dict[str, Any] = {}
     if patience_s is not None:
         failure = rs.FailureConfig(hang_timeout_s=patience_s, progress_timeout_s=patience_s, orphan_wait_s=patience_s)
         waits = {"failure": failure, "lease_s": patience_s}
     return rs.ElasticTrainer(
-        task=task(parameters),
+        task=task(parameters, save_s),
         data=RandomBytes(),
         batch=BATCH,
         scaling=rs.ScalingConfig(num_workers=workers, **scaling),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -15,6 +16,17 @@ from tests.s3.fixtures import (
     s3_server as s3_server,
     s3_url as s3_url,
 )
+
+# What collecting the tests makes lives as long as the process. It is not searched for garbage, neither while it is made
+# nor later: that would take a fifth of the collection, and seconds at the end.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """pytest's hook."""
+    gc.freeze()
+    gc.enable()
+
 
 pytest_plugins = ["tests.second_tries", "tests.resumption"]
 

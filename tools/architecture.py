@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from tools.imports import imports, sources
+from tools.imports import imports_below
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "architecture.svg"
@@ -51,7 +51,7 @@ def package_of(module: str) -> str:
 
 def arrows(root: Path) -> set[tuple[str, str]]:
     """The imports between packages, by the packages' names."""
-    found = {(package_of(one), package_of(other)) for one, wanted in imports(sources(root)).items() for other in wanted}
+    found = {(package_of(one), package_of(other)) for one, wanted in imports_below(root).items() for other in wanted}
     return {(one, other) for one, other in found if one != other and one in PLACES and other in PLACES}
 
 

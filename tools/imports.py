@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 PACKAGE = "raysharded"
@@ -31,6 +32,12 @@ def imports(modules: Mapping[str, tuple[ast.Module, bool]]) -> dict[str, set[str
         wanted = set() if is_package else {_resolved(one, exports) for one in _imported(tree, modules)}
         found[name] = wanted - {name}
     return found
+
+
+@cache
+def imports_below(root: Path) -> dict[str, set[str]]:
+    """`imports` of the modules below `root`, which are read once in a process."""
+    return imports(sources(root))
 
 
 def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:

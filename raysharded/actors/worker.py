@@ -129,7 +129,7 @@ class Worker:
             erasure_code(parity)  # a missing requirement fails here, not when the run first has enough workers
         with naming(f"{type(self._job.task).__name__}.build_model", "build"):
             warm_up(self._job.task, self._job.batch.seed)
-        self._sources.check()
+        self._sources.check(self._job.max_steps)
         if self._compilation is not None:
             catch_up, seed = self._compilation.catch_up, self._job.batch.seed
             self._computing.submit(catch_up, self._job.task, self._job.engine, self._storage, seed).result()

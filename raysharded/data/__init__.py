@@ -20,6 +20,7 @@ _EXPORTS = {
     "StepReads": "raysharded.data.ledger",
     "Loader": "raysharded.data.loader",
     "Microbatch": "raysharded.data.loader",
+    "Mixture": "raysharded.data.mixtures.mixture",
     "MicrobatchLoader": "raysharded.data.loader",
     "positions_of_microbatch": "raysharded.data.order",
     "positions_of_step": "raysharded.data.order",
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         StepReads as StepReads,
     )
     from raysharded.data.loader import Loader as Loader, Microbatch as Microbatch, MicrobatchLoader as MicrobatchLoader
+    from raysharded.data.mixtures.mixture import Mixture as Mixture
     from raysharded.data.order import (
         positions_of_microbatch as positions_of_microbatch,
         positions_of_step as positions_of_step,
@@ -46,6 +48,7 @@ __all__ = [
     "Loader",
     "Microbatch",
     "MicrobatchLoader",
+    "Mixture",
     "ReadRecorder",
     "StepReads",
     "TokenDataset",

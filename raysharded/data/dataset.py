@@ -187,6 +187,13 @@ class TokenDataset:
         if isinstance(reader, StoreSource):
             reader.expect(ids, anew=anew)
 
+    def close(self) -> None:
+        """End the threads and drop the blocks in memory. A later read opens the data again. Does not wait."""
+        with self._lock:
+            reader, self._reader = self._reader, None
+        if isinstance(reader, StoreSource):
+            reader.close()
+
     def _opened(self) -> _Index:
         with self._lock:
             if self._index is None:

@@ -15,6 +15,9 @@ that are cheaper to read whole are read in a window of open blocks:
   first block and their last one, so that no block is read twice.
 - What is left after the last full rounds, less than a few windows, is permuted as in order 1, at the end of the epoch.
   So are data that are too small for full rounds, the same way as in order 1.
+
+Under order 2, data may have an order themselves, as a mixture of sources has: the sample at a position is their item of
+that number.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ class Blocks:
     """
 
     samples: int = 1
-    """Samples per block, a power of two. 1: the data have no blocks, and the batch has no effect."""
+    """Samples per block, a power of two. 1: the data have no blocks, and the batch has no effect. Below 0: the
+    sample at a position is the data's item of that number, and this is minus the digest of their order (`Mixture`)."""
     batch: int = 1
     """Samples per step when the run began."""
 
@@ -75,7 +79,8 @@ MAX_COLUMNS = 4096
 def sample_ids(seed: int, positions: Int64s, num_samples: int, order: int = 1, blocks: Blocks = NO_BLOCKS) -> Int64s:
     """The ids, in [0, num_samples), of the samples at `positions`; same shape as `positions`.
 
-    Law: for every epoch e, `sample_ids(seed, e*n + arange(n), n)` is a permutation of `arange(n)`. The values define a
+    Law: for every epoch e, `sample_ids(seed, e*n + arange(n), n)` is a permutation of `arange(n)`, unless the data have
+    an order themselves. The values define a
     run's data: those of one number of the rule `order` (`raysharded.numerics`) never change between versions. `blocks`
     matter to order 2 alone. Time and memory are proportional to the number of positions, not of samples. Raises
     DataError for num_samples < 1 and for impossible blocks, ValueError for negative positions, KeyError for an unknown
@@ -96,7 +101,9 @@ def _first_order(seed: int, positions: Int64s, num_samples: int, blocks: Blocks)
 
 
 def _second_order(seed: int, positions: Int64s, num_samples: int, blocks: Blocks) -> Int64s:
-    """Order 2 of `sample_ids`: blocks, then a window (see the module)."""
+    """Order 2 of `sample_ids`: blocks, then a window (see the module), or the order that the data have."""
+    if blocks.samples < 0:
+        return positions.copy()
     window = _Window.of(num_samples, blocks)
     if blocks.samples == 1 or window.depth == 0:
         return _first_order(seed, positions, num_samples, blocks)

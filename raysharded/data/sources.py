@@ -13,6 +13,7 @@ from raysharded.data.access.reader_process import DataProcess, ProcessReader
 from raysharded.data.access.sample_reader import DatasetReader, Draws
 from raysharded.data.dataset import TokenDataset
 from raysharded.data.loader import MicrobatchLoader
+from raysharded.data.mixtures.mixture import Mixture
 from raysharded.display.quantities import count
 from raysharded.errors import ConfigError
 from raysharded.ids import derive_seed
@@ -62,12 +63,16 @@ class Sources:
     def _draws(self) -> Draws | None:
         return Draws(refuses=self._exact, puts_back=True) if self._reads_strangers else None
 
-    def check(self) -> None:
+    def check(self, max_steps: int) -> None:
         """Read some samples before others wait for this worker, to find errors early.
 
-        In exact mode it also finds samples that differ from one read to the next.
+        In exact mode it also finds samples that differ from one read to the next. Raises DataError if a mixture ends
+        before the run.
         """
         self._reader.validate()
+        if self.training.samples_per_block < 0:  # a mixture, which may end
+            last = max_steps * self._batch.global_batch_size - 1
+            self._reader.read_samples([last], f"at the end of step {max_steps}", 0)
         num_samples, seed = self.training.num_samples, self._batch.seed
         drawn = [derive_seed(seed, "read twice", number) % num_samples for number in range(_CHECKED)]
         ids = list(dict.fromkeys([0, *drawn]))
@@ -100,6 +105,8 @@ class Sources:
 
 def _draws_nothing(data: Any) -> bool:
     """True if reading it runs none of the user's code."""
+    if type(data) is Mixture:
+        return all(_draws_nothing(source) for source in data.sources.values())
     torch = sys.modules.get("torch")
     kinds: tuple[type, ...] = (type(None), TokenDataset, list, tuple, range, np.ndarray, np.memmap)
     if torch is not None:

@@ -21,6 +21,7 @@ from raysharded.driver.checkpoints.committer import Committer, ManifestContext, 
 from raysharded.driver.checkpoints.protected import protected_checkpoints
 from raysharded.driver.checkpoints.requests import Promise, Requests, SaveCallThrottle
 from raysharded.driver.gcs_loss import GcsLoss
+from raysharded.driver.generation.link_tests import left_out
 from raysharded.driver.handlers.run_changes import asked_mesh
 from raysharded.driver.replay.recorder import Machine, Transcript
 from raysharded.driver.replies import ReplyTranslator
@@ -62,6 +63,7 @@ from raysharded.driver.state.events import (
 )
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import State
+from raysharded.driver.workers import node_verdicts
 from raysharded.errors import ClusterError, RayshardedError, RunOwnedElsewhere, StorageError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.entry_text import LOUD, incident_text
@@ -236,8 +238,8 @@ class Driver:
 
     def warnings(self) -> tuple[str, ...]:
         """The conditions that a person should know now, one sentence each. Any thread."""
-        now = (one(self.state) for one in (self._shortages.storage_failing, saves.stop_warning, self._gcs.warning))
-        return tuple(filter(None, (self._unwritten,) if self._ended else now))
+        ways = (self._shortages.storage_failing, saves.stop_warning, self._gcs.warning, left_out, node_verdicts.text)
+        return tuple(filter(None, (self._unwritten,) if self._ended else (way(self.state) for way in ways)))
 
     def run(self) -> State:
         """Drive the run until it is over. Raises the error that the run failed with.

@@ -28,9 +28,13 @@ _SILENT = "stopped or cut off"
 _OR_NATIVE = ", or native code holds Python's lock (the GIL)"
 
 
-def step_of(kind: str, step: int) -> int:
-    """The step that an event of this kind hits, with `step` the newest finished one: for a loss the one in progress."""
-    return step + (kind in _BROKEN_STEP)
+def step_of(kind: str, step: int, last: int | None = None) -> int:
+    """The step that an event of this kind hits, with `step` the newest finished one: for a loss the one in progress.
+
+    `last`: the run's last step, in which events after it are counted; None: unknown.
+    """
+    hit = step + (kind in _BROKEN_STEP)
+    return hit if last is None else min(hit, last)
 
 
 def _broken_step(kind: str, fields: Mapping[str, Any]) -> int:

@@ -97,7 +97,7 @@ def steps_of(segment: bytes) -> list[dict[str, Any]] | None:
     try:
         head, *entries = map(orjson.loads, lines)
         are_steps = head["kind"] == "segment" and list(map(_kind, entries)).count("step") == len(entries)
-        return entries if are_steps and not torn and all(map(_has_time, entries)) else None
+        return entries if are_steps and not torn and _have_times(entries) else None
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):  # the last one for an empty segment
         return None
 
@@ -105,6 +105,12 @@ def steps_of(segment: bytes) -> list[dict[str, Any]] | None:
 def _has_time(entry: dict[str, Any]) -> bool:
     """Whether the entry's time, if it has one, has a date. Raises TypeError if it is no number."""
     return bool(0 <= entry.get("at", 0) <= MAX_SECONDS)
+
+
+def _have_times(entries: Sequence[dict[str, Any]]) -> bool:
+    """As `_has_time` of each."""
+    times = [entry.get("at", 0) for entry in entries]
+    return not times or bool(min(times) >= 0 and max(times) <= MAX_SECONDS)
 
 
 def entries_of(segment: bytes) -> Iterator[tuple[int, dict[str, Any]]]:

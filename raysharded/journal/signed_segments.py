@@ -13,10 +13,11 @@ run without being detected.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import orjson
 from blake3 import blake3
 
 from raysharded.checkpoint import SigningKey
@@ -80,9 +81,10 @@ def is_signed(segment: bytes) -> bool:
 
 def head_of(segment: bytes, key: SigningKey, place: str) -> dict[str, Any] | None:
     """The head of a segment that the key signed for this place; None for any other."""
-    if not is_signed(segment) or not key.verifies(segment[len(_HEAD) : _HEAD_END], segment[_HEAD_END:]):
+    rest = memoryview(segment)[_HEAD_END:]  # not a copy
+    if not is_signed(segment) or not key.verifies(segment[len(_HEAD) : _HEAD_END], rest):
         return None
-    head: dict[str, Any] = json.loads(segment.partition(b"\n")[0])
+    head: dict[str, Any] = orjson.loads(segment[: segment.index(b"\n")])
     return head if head.get("place") == place else None
 
 
@@ -106,15 +108,16 @@ class Chain(Generic[T]):
     _problem: str = ""
     """The first place where the chain is broken."""
 
-    def add(self, at: str, data: bytes, kept: T) -> None:
-        """Add the next segment, of which `kept` stays."""
-        self._segments.append((at, kept))
-        self._have_entries.append(data.count(b"\n") > 1)
-        self._hash.update(f"{at}\n{len(data)}\n".encode() + data)
+    def add(self, at: str, data: bytes, keep: Callable[[bool], T]) -> None:
+        """Add the next segment, of which `keep` of whether the key signed it stays."""
+        head = head_of(data, self.key, place_of(self.url, at))
+        self._segments.append((at, keep(head is not None)))
+        self._have_entries.append(data.find(b"\n", data.find(b"\n") + 1) >= 0)
+        self._hash.update(f"{at}\n{len(data)}\n".encode())
+        self._hash.update(data)
         self._digests[_number(at)] = self._hash.hexdigest()
         if is_signed(data):
             self._foreign = self._foreign or at
-        head = head_of(data, self.key, place_of(self.url, at))
         self._counts.append(head is not None)
         if head is None:
             return

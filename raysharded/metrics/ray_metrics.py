@@ -43,6 +43,8 @@ METRICS = {
         "gauge", "Seconds for which storage has taken no journal entries; or 0"
     ),
     "raysharded_gcs_lost": Shape("gauge", "1 while the cluster's GCS does not answer; or 0"),
+    "raysharded_links_broken": Shape("gauge", "Pairs of workers that do not reach each other; or 0"),
+    "raysharded_nodes_avoided": Shape("gauge", "Nodes that get no workers, as they failed too often; or 0"),
     "raysharded_state": Shape("gauge", "1 for the state that the run is in, 0 for the others", ("state",)),
     "raysharded_steps_total": Shape("counter", "Steps done, those that were done again included"),
     "raysharded_recoveries_total": Shape("counter", "Losses that the run went on after"),
@@ -72,6 +74,9 @@ class RayMetrics:
         self._run = self._state = ""
         self._failing = 0
         """Checkpoints in a row that could not be written."""
+        self._broken: frozenset[tuple[int, int]] = frozenset()
+        self._avoided: frozenset[str] = frozenset()
+        self._dead: frozenset[str] = frozenset()
         self._metrics: dict[str, Any] = {}  # of Ray's three classes
 
     def begin(self, beginning: Beginning) -> None:
@@ -82,6 +87,8 @@ class RayMetrics:
         self._set("raysharded_step", beginning.after_step)
         self._set("raysharded_storage_failing_seconds", 0)
         self._set("raysharded_gcs_lost", 0)
+        self._dead = frozenset()
+        self._set_apart(frozenset(), frozenset())
         self._set_failing(0)
         self._set_state("starting")
 
@@ -118,6 +125,23 @@ class RayMetrics:
                 self._set("raysharded_storage_failing_seconds", 0)
             case "gcs_lost" | "gcs_back":
                 self._set("raysharded_gcs_lost", event.kind == "gcs_lost")
+            case "links_broken":
+                self._set_apart(self._broken | _pairs(event), self._avoided)
+            case "links_mended":
+                self._set_apart(self._broken - _pairs(event), self._avoided)
+            case "worker_lost" | "worker_left":
+                left = frozenset(pair for pair in self._broken if event.fields["worker"] not in pair)
+                self._set_apart(left, self._avoided)
+            case "node_avoided":
+                self._set_apart(self._broken, self._avoided | {event.fields["node"]})
+            case "node_allowed":
+                self._set_apart(self._broken, self._avoided - {event.fields["node"]})
+            case "node_lost":
+                self._dead |= {event.fields["node"]}
+                self._set_apart(self._broken, self._avoided)
+            case "node_back":
+                self._dead -= {event.fields["node"]}
+                self._set_apart(self._broken, self._avoided)
             case "paused" | "finished" | "stopped" | "failed":
                 self._set_state(event.kind)
 
@@ -129,6 +153,11 @@ class RayMetrics:
             self._state = state
             for one in STATES:
                 self._set("raysharded_state", one == state, state=one)
+
+    def _set_apart(self, broken: frozenset[tuple[int, int]], avoided: frozenset[str]) -> None:
+        self._broken, self._avoided = broken, avoided
+        self._set("raysharded_links_broken", len(broken))
+        self._set("raysharded_nodes_avoided", len(avoided - self._dead))
 
     def _set_failing(self, checkpoints: int) -> None:
         self._failing = checkpoints
@@ -143,6 +172,10 @@ class RayMetrics:
 
     def _observe(self, name: str, value: float) -> None:
         self._metrics[name].observe(value, tags={"run": self._run})
+
+
+def _pairs(event: RunEvent) -> frozenset[tuple[int, int]]:
+    return frozenset((one, other) for one, other in event.fields["pairs"])
 
 
 def _made(name: str, shape: Shape) -> Any:

@@ -55,6 +55,12 @@ def in_use() -> int | None:
         return limit() if error.errno == errno.EMFILE else None
 
 
+def left() -> int | None:
+    """Descriptors that this process may still open; None where the system does not show those that it has."""
+    now = in_use()
+    return None if now is None else max(0, limit() - now)
+
+
 def needed(workers: int) -> int:
     """Descriptors that a worker of a run of so many workers needs, while one of them joins."""
     return 2 * _PER_PEER * (workers - 1) + _OWN
@@ -68,6 +74,11 @@ def most_workers(descriptors: int) -> int:
 def of_groups(workers: int) -> int:
     """Descriptors that the groups of one generation need, with those for the time in which they are connected."""
     return _PER_PEER * (workers - 1) + _WHILE_CONNECTING if workers > 1 else 0
+
+
+def most_members(open_files: int) -> int:
+    """The largest number of workers of a generation whose groups this many descriptors are enough for."""
+    return 1 + max(0, open_files - _WHILE_CONNECTING) // _PER_PEER
 
 
 def shortage(workers: int) -> str:

@@ -139,7 +139,10 @@ class WorkerInfo:
     mailbox: str = ""
     """HOST:PORT at which the run's other workers reach it without the driver and the cluster; empty: they cannot."""
     samples_per_block: int = 1
-    """Consecutive samples of the data that are read at once; 1: it has no blocks."""
+    """Consecutive samples of the data that are read at once; 1: it has no blocks. Below 0: minus the digest of the
+    order that the data have themselves."""
+    open_files: int | None = None
+    """Number of files that the process may still open, for connections to its peers; None: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -83,9 +83,14 @@ def gcs_answers(within_s: float) -> bool:
 
 
 def gcs_limit_s() -> float:
-    """Seconds without a GCS after which Ray ends this process, as its environment has it."""
+    """Seconds without a GCS after which Ray ends the processes of the connected cluster. Queries the GCS.
+
+    The cluster's system config (`ray start --system-config`) holds for all processes. Without this setting there, the
+    environment of each process holds; all are assumed to have this process's.
+    """
     try:
-        return float(os.environ.get(GCS_LIMIT_SETTING, _GCS_LIMIT_S))
+        whole = ray._private.state.state.get_system_config()
+        return float(whole.get(GCS_LIMIT_SETTING.removeprefix("RAY_"), os.environ.get(GCS_LIMIT_SETTING, _GCS_LIMIT_S)))
     except ValueError:
         return _GCS_LIMIT_S
 

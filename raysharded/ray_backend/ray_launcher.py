@@ -98,6 +98,7 @@ class RayLauncher:
         self._unheard: list[ray.ObjectRef[Any]] = []
         self._store: RendezvousStore | None = None
         self._draining = DrainWatch(_draining_nodes, self._node_of, lambda: list(self._actors))
+        self._gcs_limit_s = gcs_limit_s()
 
     def rendezvous(self) -> tuple[str, int]:
         host = ray.util.get_node_ip_address()
@@ -289,7 +290,7 @@ class RayLauncher:
         return len(self._facts) + sum(map(has_process, starting)) < self._scaling.min_workers
 
     def gcs_health(self) -> GcsHealth:
-        return GcsHealth(silent_s=self._draining.silent_s(), limit_s=gcs_limit_s(), leased=not self._owns_cluster)
+        return GcsHealth(silent_s=self._draining.silent_s(), limit_s=self._gcs_limit_s, leased=not self._owns_cluster)
 
     def abandon(self) -> None:
         if not self._owns_cluster:

@@ -57,13 +57,15 @@ def check_ledger(summary: RunSummary) -> LedgerReport | None:
 
 def _check_span(span: Span, batch: Mapping[str, int], num_samples: int, records: ReadColumns) -> LedgerReport:
     rows = (records.steps >= span.first_step) & (records.steps <= span.last_step)
-    return check(
-        ReadColumns(
+    if not rows.all():  # else as they are: nearly all runs have one span
+        records = ReadColumns(
             steps=records.steps[rows],
             low=records.low[rows],
             high=records.high[rows],
             num_reads=records.num_reads[rows],
-        ),
+        )
+    return check(
+        records,
         first_step=span.first_step,
         final_step=span.last_step,
         batch=BatchConfig(

@@ -191,17 +191,18 @@ BIG = 100 << 20
 
 
 @pytest.mark.parametrize(
-    ("columns", "options"),
+    ("column", "cells", "options"),
     [
-        (_with(tensor=pa.array(["v", "w" * BIG])), {"dictionary_pagesize_limit": 2 * BIG}),
-        (_with(tensor=pa.array(["v", "w" * BIG])), {"use_dictionary": False}),
-        (_with(start=pa.array(["8", "8" * BIG])), {"use_dictionary": False}),
+        ("tensor", "vw", {"dictionary_pagesize_limit": 2 * BIG}),
+        ("tensor", "vw", {"use_dictionary": False}),
+        ("start", "88", {"use_dictionary": False}),
     ],
     ids=["a dictionary", "a page", "a page of another column"],
 )
 def test_pages_that_inflate_to_more_than_boxes_need_are_refused_before_that(
-    columns: dict[str, Any], options: dict[str, Any]
+    column: str, cells: str, options: dict[str, Any]
 ) -> None:
+    columns = _with(**{column: pa.array([cells[0], cells[1] * BIG])})
     data = _parquet(columns, compression="zstd", write_statistics=False, **options)
     assert len(data) < 100_000
     with pytest.raises(BadIndex, match=r"its pages inflate to 10\d{7} bytes, more than 6"):

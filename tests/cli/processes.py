@@ -6,11 +6,12 @@ import errno
 import os
 import pty
 import re
-import shlex
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
+from tests.forked import in_a_fork
 from tests.paths import ROOT
 
 COMMAND = f"{sys.executable} -m raysharded"
@@ -37,26 +38,45 @@ def shell(script: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def on_terminal(commands: list[list[str]], *, columns: int, **variables: str) -> list[str]:
-    """The output of each command on a terminal of a width, without escape sequences. One process runs them all."""
-    script = (
-        "import sys, shlex\n"
-        "from raysharded.cli import app\n"
-        "for line in sys.argv[1:]:\n"
-        "    print('=== next', flush=True)\n"
-        "    app(shlex.split(line), prog_name='raysharded', standalone_mode=False)\n"
-    )
-    outside, inside = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, *map(shlex.join, commands)],
-        stdin=inside,
-        stdout=inside,
-        stderr=subprocess.STDOUT,
-        env=environment(**{"COLUMNS": str(columns), "TERM": "xterm", **variables}),
-    )
-    os.close(inside)
+    """The output of each command on a terminal of a width, without escape sequences. One process runs them all: a fork
+    of the server that has imported torch already."""
+    given = environment(**{"COLUMNS": str(columns), "TERM": "xterm", **variables})
+    told = in_a_fork(_told_on_terminal, commands, given, timeout_s=4 * _TIMEOUT_S)
+    return told.split(_NEXT)[1:]
+
+
+_NEXT = "=== next\n"
+"""Precedes the output of each command."""
+
+
+def _told_on_terminal(commands: list[list[str]], variables: dict[str, str]) -> str:
+    process, outside = pty.fork()
+    if process == 0:
+        status = 1
+        try:
+            os.environ.clear()
+            os.environ.update(variables)
+            _run_here(commands)
+            status = 0
+        except BaseException:  # noqa: BLE001 - the boundary of the process
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
     told = _everything(outside)
-    assert process.wait(_TIMEOUT_S) == 0, told
-    return told.split("=== next\n")[1:]
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0, told
+    return told
+
+
+def _run_here(commands: list[list[str]]) -> None:
+    """Run them on the terminal of file descriptors 0 to 2."""
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", encoding="utf-8"), open(2, "w", encoding="utf-8")  # noqa: SIM115
+    from raysharded.cli import app
+
+    for command in commands:
+        sys.stdout.write(_NEXT)
+        sys.stdout.flush()
+        app(command, prog_name="raysharded", standalone_mode=False)
 
 
 def _everything(terminal: int) -> str:

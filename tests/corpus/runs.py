@@ -15,9 +15,7 @@ import torch
 import raysharded as rs
 from raysharded import checkpoint
 from raysharded.checkpoint import open_storage
-from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
-from raysharded.driver.checkpoints.committer import RunFiles
 from raysharded.driver.driver import Driver
 from raysharded.ids import WorkerId
 from raysharded.ownership.leadership import LeaseTerms
@@ -25,7 +23,7 @@ from raysharded.protocol.job import Job
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests.corpus.program import SEED, Program
-from tests.training.harness import Collector, grouped, make_job, make_limits
+from tests.training.harness import Collector, files_of, grouped, make_job, make_limits
 
 _WEIGHTS, _KEPT = ("model.", "buffer."), ("optim.", "number.")
 
@@ -133,14 +131,7 @@ class _Part:
             join_wait_s=60.0,  # all begin together, on a busy machine too: the fault's worker is to be there
             start_timeout_s=180.0 if self.separate else 60.0,
         )
-        files = RunFiles(
-            name=job.run_name,
-            storage=open_storage(job.run_url),
-            keep=Keep(last=1),
-            metadata={},
-            global_batch_size=job.batch.global_batch_size,
-            key=None,
-        )
+        files = files_of(job)
         launcher = SeparateLauncher(job) if self.separate else ProcessLauncher(job)
         return Driver(limits, launcher, files, SystemClock(), self.listener, LeaseTerms())
 

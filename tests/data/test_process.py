@@ -184,3 +184,23 @@ class Closed:
 def test_data_that_cannot_be_pickled_are_refused_with_the_way_out() -> None:
     with pytest.raises(TaskError, match=r"cannot pickle '_thread.lock' object\. .* EngineConfig\(prefetch=False\)"):
         DataProcess([Closed()], refuses=True, settings=leave_torch_alone)
+
+
+def test_one_that_was_killed_is_reported_when_it_is_replaced_and_not_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kill of all processes of a worker often comes to this one first: then the worker prints nothing."""
+    process, reader = reader_of(Unlike(tmp_path))
+    try:
+        with pytest.raises(TaskError, match="both times"):
+            reader.read_samples([1], "now", 0)  # it ends, and so does the one in its place
+        assert caplog.messages == []
+        assert reader.read_samples([6], "now", 0).ids == [6]
+        killed = process.pid
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        assert reader.read_samples([6], "now", 0).ids == [6]
+        (message,) = caplog.messages
+        assert message.startswith(f"process {killed}, which read the data, was ended by SIGKILL")
+    finally:
+        process.close()

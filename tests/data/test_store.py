@@ -6,6 +6,8 @@ import os
 import pickle
 import shutil
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +22,8 @@ from raysharded.data.order import WINDOW_BLOCKS, Blocks
 from raysharded.data.pack import Layout, pack
 from raysharded.data.store.block_cache import BlockCache
 from raysharded.data.store.disk_cache import DiskCache
-from raysharded.data.store.layout import HEADER_BYTES, INDEX, Kind, from_bytes, paged, to_bytes, unpaged
-from raysharded.data.store.store_source import StoreSource
+from raysharded.data.store.layout import HEADER_BYTES, INDEX, Index, Kind, Shard, from_bytes, paged, to_bytes, unpaged
+from raysharded.data.store.store_source import READ_AHEAD_BLOCKS, StoreSource
 from raysharded.data.store.writer import StoreWriter
 from raysharded.errors import ConfigError, DataError
 
@@ -321,7 +323,9 @@ def test_blocks_ahead_that_nobody_used_stop_further_reading_and_are_given_up_aft
     cache.expect(range(1, 50))
     for _ in range(4):
         assert counted.began.acquire(timeout=30)
-    assert not counted.began.acquire(timeout=0.05)
+    for _ in range(2):  # after the read in progress, and after one that it might have begun
+        assert cache._threads is not None
+        cache._threads.submit(int).result(30)
     assert counted.reads == [0, 1, 2, 3]
     cache.forget()
     cache.expect(range(60, 63))
@@ -355,6 +359,23 @@ def test_memory_stays_within_its_limit_and_what_was_used_last_is_kept() -> None:
     assert cache.get(1)[0] == 1
     assert counted.reads.count(1) == 2
     cache.close()
+
+
+def test_a_closed_cache_ends_its_threads_keeps_nothing_and_lets_those_who_wait_have_their_blocks() -> None:
+    counted = Counted()
+    cache = BlockCache(counted, limit_bytes=100, ahead_bytes=50, num_readers=2)
+    with ThreadPoolExecutor(2) as callers:
+        waiting = [callers.submit(cache.get, number) for number in (1, 2)]
+        for _ in waiting:
+            assert counted.began.acquire(timeout=30)
+        cache.close()
+        counted.released.set()
+        assert [one.result(30)[0] for one in waiting] == [1, 2]
+    assert cache.get(3)[0] == 3
+    assert cache._threads is not None
+    cache._threads.shutdown(wait=True)
+    assert cache.num_bytes == 0
+    assert sorted(counted.reads) == [1, 2, 3]
 
 
 def _read_all(url: str, cache: Path, **limits: int) -> StoreSource:
@@ -418,6 +439,11 @@ def test_a_disk_cache_that_cannot_be_written_keeps_nothing_and_disturbs_nobody(t
     open_to_others = DiskCache(str(for_others), 1000)
     assert not open_to_others.keeps, "others could put something there"
     assert open_to_others.get("aa01") is None, "and may have"
+    replaceable = DiskCache(str(for_others / "mine"), 1000)
+    assert not replaceable.keeps, "others could put another folder in its place"
+    assert replaceable.get("aa01") is None
+    for_others.chmod(0o1777)
+    assert DiskCache(str(for_others / "mine"), 1000).keeps, "a sticky folder lets nobody"
     gone = DiskCache(str(tmp_path / "gone"), 1000)
     shutil.rmtree(tmp_path / "gone")
     (tmp_path / "gone").write_text("no folder")
@@ -445,18 +471,58 @@ def test_a_loader_that_reads_ahead_gives_the_same_as_one_that_does_not(tmp_path:
                 assert one.ids.tolist() == two.ids.tolist()
                 assert one.digest == two.digest
                 assert all(np.array_equal(a, b) for a, b in zip(one.samples, two.samples, strict=True))
+    reader = dataset._reader
+    assert isinstance(reader, StoreSource)
     for loader in loaders:
         loader.close()
+    assert dataset._reader is None
+    assert reader.blocks.num_bytes == 0, "the loader's end is that of its threads and blocks"
+    assert np.array_equal(dataset[7], tokens[7 * 64 : 8 * 64 + 1])
 
 
 @pytest.mark.parametrize("position", [10**9, 10**12])
-def test_a_position_far_away_is_found_as_fast_as_the_first(position: int) -> None:
-    """An index of 15,000 shards of 2^26 tokens; the reads themselves are of a small file."""
-    starts = np.arange(15_000, dtype=np.int64) << 26
-    num_samples = int(starts[-1]) // 128
-    ids = sample_ids(0, position + np.arange(4096), num_samples, 2, Blocks(512, 32))
-    assert ids.max() < num_samples
-    assert len(np.unique(ids // 512)) > 1000
+def test_the_first_batch_after_a_resumption_needs_little_time_and_memory(tmp_path: Path, position: int) -> None:
+    """15,000 shards of 2^26 tokens, 10^12 in all, of which the pages exist that the batch needs."""
+    kind, batch, seq_len, per_block = Kind(tokenizer="bytes", vocab_size=50_257), 32, 128, 512
+    shards = tuple(Shard(name=f"{number}.tokens", num_tokens=1 << 26, id=f"{number:064x}") for number in range(15_000))
+    (tmp_path / INDEX).write_bytes(Index(kind=kind, shards=shards).to_json())
+    step = position // batch + 1
+    num_samples = ((15_000 << 26) - 1) // seq_len
+    positions = np.arange((step - 1) * batch, step * batch)
+    expected = sample_ids(0, positions, num_samples, 2, Blocks(per_block, batch))
+    for number in set((expected // per_block).tolist()):
+        _write_tokens(tmp_path, shards, kind, number * per_block * seq_len, per_block * seq_len + 1)
+    dataset = pickle.loads(pickle.dumps(TokenDataset(tmp_path, seq_len=seq_len)))
+    began = time.process_time()
+    loader = MicrobatchLoader(dataset, BatchConfig(global_batch_size=batch, microbatch_size=batch), prefetch=True)
+    loader.skip((), 2, (dataset.samples_per_block, batch))
+    loader.plan([(step, 0)])
+    microbatch = loader.load(step, 0)
+    took_s = time.process_time() - began
+    assert microbatch.ids.tolist() == expected.tolist()
+    assert all(
+        sample[0] == index * seq_len % 50_257 for index, sample in zip(expected, microbatch.samples, strict=True)
+    )
+    assert took_s < 2
+    assert dataset._reader.blocks.num_bytes <= (32 + READ_AHEAD_BLOCKS) * 131_074
+    assert len(pickle.dumps(dataset)) < 4 << 20, "what a worker is sent, and about what the index takes"
+    loader.close()
+
+
+def _write_tokens(folder: Path, shards: tuple[Shard, ...], kind: Kind, start: int, number: int) -> None:
+    """Token t of the stream is t modulo the vocabulary, in the pages that have these tokens."""
+    stop = start + number
+    while start < stop:
+        of, within = divmod(start, 1 << 26)
+        until = min(stop - (of << 26), 1 << 26)
+        pages = range(within // kind.page_tokens, -(-until // kind.page_tokens))
+        tokens = ((of << 26) + np.arange(pages.start * kind.page_tokens, pages.stop * kind.page_tokens)) % 50_257
+        with open(folder / shards[of].name, "ab") as file:  # makes it
+            os.truncate(file.fileno(), shards[of].size_bytes(kind))
+        with open(folder / shards[of].name, "r+b") as file:
+            file.seek(shards[of].byte_range(kind, pages)[0])
+            file.write(b"".join(paged(to_bytes(tokens, kind.token_bytes), pages.start, kind, shards[of].key)))
+        start += until - within
 
 
 def test_what_is_packed_into_a_store_is_what_is_packed_into_files_and_converts_to_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import importlib
 import inspect
 import io
@@ -57,6 +58,7 @@ def sphinx(arguments: list[str]) -> tuple[int, str]:
     """The exit status and the stderr, in a process that has imported most of the documented modules."""
     from sphinx.cmd.build import main
 
+    gc.disable()  # nearly all that is made is kept until the end, and the process ends then
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     errors = io.StringIO()

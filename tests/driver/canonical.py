@@ -144,8 +144,9 @@ NAMES: Mapping[type, Names] = {
         "rolled_back=undone rewound invalidated_up_to=distrusted invalidated_after=distrusted_after verified_step "
         "corrupted num_samples driver rendezvous result_fingerprint pause stop_requested stop_by arithmetic_unmet "
         "differing numerics proven build_seed save_began_at save_requested_in given_up "
-        "ending failed_at failed_worker deaths links relayed blocks",
+        "ending failed_at failed_worker deaths links relayed blocks leavers_save_s",
         later={
+            "leavers_save_s": None,
             "blocks": (1, 1),
             "links": broken_links.Links(),
             "relayed": False,
@@ -197,13 +198,15 @@ NAMES: Mapping[type, Names] = {
         later={"decided_at": None},
     ),
     state.OwnDeath: Names("own_death", "worker generation step phase cause microbatch node_id"),
-    state.Departure: Names("departure", "reason since by step"),
+    state.Departure: Names("departure", "reason since by step saves_last", later={"saves_last": False}),
     state.Preparation: Names("preparation", "members mesh prefix since by ready staying grouping awaited failed"),
     state.Rewinding: Names("rewinding", "checkpoint skip_data number"),
     state.WantedRate: Names("wanted_rate", "factor number"),
     state.PendingOverrides: Names("plan", "decisions answers rate rewind"),
     state.Pause: Names("pause", "asked_at reached_at tried"),
-    step_watch.StepWatch: Names("watch", "durations asked_at again listened seen excused_at"),
+    step_watch.StepWatch: Names(
+        "watch", "durations asked_at again listened seen waited excused_at", later={"waited": frozenset()}
+    ),
     stragglers.StepTimes: Names("paces", "asked_at asking answers slow newest"),
     node_health.NodeRecord: Names(
         "node_record",
@@ -230,8 +233,8 @@ NAMES: Mapping[type, Names] = {
     messages.FromStart: Names("from_start", "step"),
     messages.WorkerInfo: Names(
         "facts",
-        "pid node arithmetic num_samples node_id started start_cpu_s device mailbox samples_per_block",
-        later={"device": "", "mailbox": "", "samples_per_block": 1},
+        "pid node arithmetic num_samples node_id started start_cpu_s device mailbox samples_per_block open_files",
+        later={"device": "", "mailbox": "", "samples_per_block": 1, "open_files": None},
     ),
     messages.GenerationReady: Names("formed", "generation step spec seconds bytes_received bytes_read"),
     messages.Prepared: Names("prepared", "prefix error"),

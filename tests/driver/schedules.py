@@ -169,9 +169,59 @@ def cut_apart(draw: st.DrawFn) -> Schedule:
     number, nodes = draw(st.integers(0, 2**30)), draw(st.sampled_from([2, 3, 3]))  # the seed decides how many nodes
     limits = replace(schedule.limits, max_steps=draw(st.integers(5, 12)))
     if limits.tensor == 1:
-        limits = replace(limits, max_workers=draw(st.integers(2, 6)), min_workers=draw(st.integers(1, 2)))
+        least, grouping = draw(st.integers(1, 3)), limits.grouping
+        grouping = grouping and replace(grouping, least_workers=least)
+        limits = replace(limits, max_workers=draw(st.integers(3, 6)), min_workers=least, grouping=grouping)
     faults = (*draw(st.lists(cut, min_size=1, max_size=4)), *draw(st.lists(FAULTS, max_size=3)))
     return replace(schedule, limits=limits, seed=3 * number + nodes - 1, faults=faults)
+
+
+@st.composite
+def below_the_minimum(draw: st.DrawFn) -> Schedule:
+    """Histories in which two nodes are cut off from each other, and neither has enough workers to continue."""
+    cut = Fault(strike=Strike.CUT, whom=draw(st.integers(0, 3)), nth=draw(st.integers(5, 20)), phase=Phase.TRAINING)
+    schedule = draw(schedules())
+    grouping = Grouping(shards=1, least_shards=1, num_microbatches=8, tensor=1, least_workers=4)
+    limits = replace(
+        schedule.limits,
+        grouping=grouping,
+        mirrors=True,
+        parity=None,
+        min_workers=4,
+        max_workers=4,
+        max_steps=draw(st.integers(10, 14)),
+    )
+    seed = 3 * draw(st.integers(0, 2**30)) + 1  # two nodes
+    faults = (cut, *draw(st.lists(LATE_FAULTS, max_size=1)))
+    return replace(schedule, limits=limits, later_workers=None, seed=seed, faults=faults)
+
+
+@st.composite
+def handing_over(draw: st.DrawFn) -> Schedule:
+    """Histories in which one worker of a run survives, and its replacements do not all reach it.
+
+    The replacements are enough to continue and hold nothing; the survivor reaches only one of them.
+    """
+    schedule = draw(schedules())
+    grouping = Grouping(shards=1, least_shards=1, num_microbatches=8, tensor=1, least_workers=3)
+    limits = replace(
+        schedule.limits,
+        grouping=grouping,
+        min_workers=3,
+        max_workers=4,
+        max_steps=draw(st.integers(8, 12)),
+        spares=0,
+        max_worker_losses=None,
+        max_node_failures=None,
+    )
+    when, survivor = draw(st.integers(15, 40)), draw(st.sampled_from([1, 2]))  # two replacements come to the first node
+    deaths = [
+        Fault(strike=Strike.KILL, whom=0 if nth < survivor else 1, nth=when, phase=Phase.TRAINING) for nth in range(3)
+    ]
+    cut = Fault(strike=Strike.CUT, whom=survivor - 1, nth=0, phase=Phase.STOPPING)
+    seed = 3 * draw(st.integers(0, 2**30)) + 2  # three nodes
+    faults = (*deaths, cut, *draw(st.lists(LATE_FAULTS, max_size=1)))
+    return replace(schedule, limits=limits, later_workers=None, seed=seed, faults=faults)
 
 
 @st.composite

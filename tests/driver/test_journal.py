@@ -316,8 +316,22 @@ def test_a_fence_is_not_signed_and_breaks_no_chain(storage: Storage) -> None:
     assert steps(storage) == [1, 2]
     chain = Chain[None](key=KEY, url=storage.url)
     for key in storage.list(FOLDER):
-        chain.add(key, storage.read(key), None)
+        chain.add(key, storage.read(key), lambda _: None)
     assert chain.checked().ignored == []
+
+
+def test_signed_steps_are_read_as_unsigned_ones_are(storage: Storage) -> None:
+    """Only the beginnings of steps are read, in segments that the key signed."""
+    journal = signed(storage)
+    for numbers in ((3, 1, 2), (4,), (5, 7, 6)):
+        for step in numbers:
+            journal.append("step", {"generation": 1, "step": step, "seconds": {"step": 99}})
+        journal.flush()
+    journal.append("step", {"metrics": {"generation": 1, "step": 99}, "generation": 1, "step": 5}, durable=True)
+    journal.append("generation", {"generation": 2, "step": 9, "members": [0]}, durable=True)
+    found = read_verified(storage, KEY).entries
+    assert found == read_verified(storage, None).entries
+    assert [entry["step"] for entry in found] == [7, 5, 9]
 
 
 @pytest.mark.parametrize("change", ["removed", "unsigned", "swapped", "cut", "earlier"])

@@ -199,6 +199,99 @@ def test_an_idle_worker_that_must_leave_is_ended_at_once_and_replaced() -> None:
     assert len(run.all(Form)) == 1
 
 
+# -- nobody stays --
+
+
+def told_all(run: Run, within_s: float = 60.0) -> list[Any]:
+    return told(run, *run.state.members, within_s=within_s)
+
+
+def saved(run: Run, step: int, seconds: float) -> list[Any]:
+    """The members do this step, and write its checkpoint in so many seconds."""
+    run.trained(step, asked=True)
+    run.at += seconds
+    run.all_saved(step)
+    return run.committed(step)
+
+
+def test_if_all_workers_must_leave_they_train_on_and_write_a_checkpoint_at_once_and_another_in_time() -> None:
+    run = training(4, step=2, min_workers=1, max_worker_losses=0, max_steps=100)
+    commands = told_all(run)
+    assert len(of(commands, RequestSave)) == 1
+    assert of(saved(run, 3, seconds=5.0), KillWorker) == []
+    asked_at = None
+    for step in range(4, 70):
+        run.at += 1.0
+        commands = run.trained(step)
+        assert of(commands, RequestBoundary) == []  # a generation of some of them would end as soon
+        if of(commands, RequestSave):
+            asked_at = run.at
+            break
+    assert asked_at is not None
+    assert 60.0 - 1.0 - 2 * (5.0 + 2.0) <= asked_at <= 60.0 - 1.0 - 5.0
+    commands = saved(run, step + 1, seconds=5.0)
+    assert [command.worker for command in of(commands, KillWorker)] == [0, 1, 2, 3]
+    assert run.at < 59.0
+    assert run.state.phase is Phase.GATHERING
+    assert (run.state.losses, run.state.checkpoint and run.state.checkpoint.step) == (0, step + 1)
+    run.ready(4, 5, 6, 7)
+    run.wait(3.0)
+    assert run.newest_form().source.step == step + 1
+
+
+def test_how_long_checkpoints_took_when_others_left_is_not_believed() -> None:
+    run = training(2, step=2, min_workers=1, max_worker_losses=0, max_steps=100)
+    told_all(run, within_s=40.0)
+    saved(run, 3, seconds=24.0)
+    assert run.state.leavers_save_s == 24.0
+    run.ready(2, 3)
+    for step in (4, 5):  # worker 0 goes, then worker 1: they hold each other's mirrors
+        stop_at_boundary(run, step)
+        run.formed()
+    assert set(run.state.members) == {2, 3}
+    told_all(run, within_s=50.0)
+    assert of(saved(run, 6, seconds=1.0), KillWorker) == []  # the first of two
+    assert run.state.leavers_save_s == 1.0
+
+
+def test_if_it_takes_as_long_as_the_notice_they_train_until_they_are_taken_away() -> None:
+    run = training(3, step=2, min_workers=1, max_steps=100)
+    assert len(of(told_all(run, within_s=10.0), RequestSave)) == 1
+    commands = saved(run, 3, seconds=6.0)
+    for step in range(4, 8):
+        run.at += 1.0
+        commands += run.trained(step)
+    assert of(commands, RequestSave) == []
+    assert of(commands, KillWorker) == []
+
+
+def test_if_one_goes_much_later_the_others_hand_over_to_it() -> None:
+    run = training(3, step=2, min_workers=1)
+    told(run, 0, within_s=500.0)
+    told(run, 1, 2, within_s=20.0)
+    stop_at_boundary(run, 3)
+    assert 0 in run.newest_form().members
+    assert len(run.newest_form().members) == 2  # one alone does not hold the whole state
+    run.formed()
+    stop_at_boundary(run, 4)
+    assert run.newest_form().members == (0,)
+    assert run.newest_form().source.step == 4
+
+
+def test_a_worker_that_comes_in_time_takes_over_also_after_the_last_checkpoint_was_requested() -> None:
+    run = training(2, step=2, min_workers=1, max_steps=100)
+    told_all(run, within_s=20.0)
+    saved(run, 3, seconds=4.0)
+    run.at += 8.0
+    run.trained(4)
+    assert all(departure.saves_last for departure in run.state.leaving.values())
+    assert len(of(run.ready(2), RequestBoundary)) == 1
+    assert of(saved(run, 5, seconds=1.0), KillWorker) == []
+    stop_at_boundary(run, 6)
+    assert 2 in run.newest_form().members
+    assert run.newest_form().source.step == 6
+
+
 def test_its_part_of_a_checkpoint_is_waited_for() -> None:
     run = training(3, step=2)
     run.trained(3, saves=True)

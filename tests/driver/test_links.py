@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
+from raysharded.driver.generation.link_tests import left_out
 from raysharded.driver.membership.reachable import mutual_sets
 from raysharded.driver.state.broken_links import (
     ANSWER_S,
@@ -23,7 +24,7 @@ from raysharded.driver.state.broken_links import (
     with_newcomer,
     without,
 )
-from raysharded.driver.state.commands import CheckLinks, Form, KillWorker, StartWorker, Train
+from raysharded.driver.state.commands import CheckLinks, Command, Form, KillWorker, SaveSnapshot, StartWorker, Train
 from raysharded.driver.state.events import Ready, WorkerReply
 from raysharded.driver.state.state import Phase
 from raysharded.errors import ClusterError, CollectiveAborted
@@ -226,6 +227,7 @@ def test_a_generation_that_breaks_without_a_loss_has_its_links_tested_and_goes_o
     assert entry == {"step": 2, "pairs": [[0, 2], [0, 3], [1, 2], [1, 3]], "nodes": [["host a", "host b"]]}
     assert run.records("generation")[-1]["excluded"] == [2, 3]
     assert not run.all(KillWorker)
+    assert left_out(run.state) == "host a and host b do not reach each other; they are tested again"
     run.formed()
     commands = run.trained(3)
     assert not of(commands, StartWorker)  # those that are left out are still there
@@ -296,11 +298,67 @@ def test_below_the_minimum_the_run_waits_and_the_pair_is_named() -> None:
     run = on("ab", min_workers=2, start_timeout_s=60.0)
     cut(run, "ab", "a", "b")
     break_off(run)
+    run.formed()
+    run.stopped(0, StopReason.BOUNDARY, 2)  # one alone has only written what it holds
     assert run.state.phase is Phase.GATHERING
-    assert len(run.all(Form)) == 1
+    assert len(run.all(Form)) == 2
     run.wait(61.0)
     assert isinstance(run.error, ClusterError)
     assert "host a and host b do not reach each other" in str(run.error)
+
+
+def test_below_the_minimum_those_that_hold_the_state_write_it_as_a_checkpoint_and_then_all_wait() -> None:
+    run = on("aab", min_workers=3, start_timeout_s=200.0)
+    cut(run, "aab", "a", "b")
+    run.hear(committed(1))
+    break_off(run)
+    spec = run.newest_form()
+    assert (spec.members, spec.source.step) == ((0, 1), 2)
+    assert run.records("generation")[-1]["only_saves"] is True
+    assert of(run.formed(), Train)[0].rest
+    commands: list[Command] = []
+    for worker in spec.members:
+        commands += run.stopped(worker, StopReason.BOUNDARY, 2)
+    assert of(commands, SaveSnapshot) == [SaveSnapshot(generation=spec.generation, members=spec.members)]
+    assert run.state.phase is Phase.GATHERING
+    run.all_saved(2)
+    run.committed(2)
+    assert run.state.saved_step == 2
+    forms = len(run.all(Form))
+    run.wait(31.0)  # the links are tested again, and are as they were
+    assert len(run.all(CheckLinks)) == 2
+    assert len(run.all(Form)) == forms
+    run.apart.clear()
+    run.wait(61.0)
+    assert run.newest_form().members == (0, 1, 2)
+    assert isinstance(run.newest_form().source, FromMemory)
+
+
+def test_below_the_minimum_they_write_it_also_where_a_lost_worker_is_waited_for() -> None:
+    run = on("aaab", min_workers=3, replacement_wait_s=20.0, start_timeout_s=200.0)
+    cut(run, "aaab", "a", "b")
+    break_off(run)
+    run.formed()
+    assert set(run.state.members) == {0, 1, 2}
+    run.trained(3)
+    run.lost(2)
+    for worker in (0, 1):
+        run.stopped(worker, StopReason.ABORTED, 3)
+    run.wait(25.0)
+    assert (run.newest_form().members, run.newest_form().source.step) == ((0, 1), 3)
+    assert run.records("generation")[-1]["only_saves"] is True
+
+
+def test_below_the_minimum_nothing_is_written_if_no_side_holds_the_whole_state_or_storage_has_it() -> None:
+    run = on("ab", min_workers=2, mirrors=False)
+    cut(run, "ab", "a", "b")
+    break_off(run, held={worker: run.holding(worker, 2)[:1] for worker in (0, 1)})
+    assert run.state.phase is Phase.GATHERING
+    saved = on("ab", min_workers=2)
+    saved.hear(committed(2))
+    cut(saved, "ab", "a", "b")
+    break_off(saved)
+    assert saved.state.phase is Phase.GATHERING
 
 
 def test_a_worker_that_reaches_all_and_has_nothing_is_chosen_only_with_one_that_has() -> None:

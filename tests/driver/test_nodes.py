@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from raysharded.driver.state.commands import Command, KillWorker, StartWorker
 from raysharded.driver.state.events import Ready, Tick
 from raysharded.driver.state.node_health import INCIDENT_S, NodeRecord, Nodes, avoided, back, failed, restored, seen
+from raysharded.driver.workers import node_verdicts
 from raysharded.errors import TaskError
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import FromMemory, StopReason, WorkerInfo
@@ -193,6 +194,7 @@ def test_workers_that_die_on_one_node_again_and_again_are_replaced_elsewhere() -
     run.at += LONG_S
     lost(run, 1)
     (entry,) = run.records("node_avoided")
+    assert node_verdicts.text(run.state) == f"no worker is placed on host a (a): {entry['failures']} failures"
     assert (entry["node"], entry["host"], entry["failures"], entry["step"]) == ("a", "host a", 2, 2)
     assert entry["reasons"] == ["its process died"] * 2
     for worker in (2, 3):

@@ -672,9 +672,8 @@ def test_nothing_continues_a_run_that_only_writes_its_last_checkpoint() -> None:
     assert isinstance(run.error, TaskError)
 
 
-def test_a_run_that_lost_too_many_workers_leaves_a_checkpoint_of_the_newest_complete_step() -> None:
-    run = training(3, step=4, max_worker_losses=0)
-    run.lost(1)
+def ends_with_its_newest_step(run: Run) -> None:
+    """The others stop after step 4 and write it; then the run ends as one that lost too many workers."""
     for worker in sorted(run.state.awaited):
         run.stopped(worker, ABORTED, 4)
     rest(run)
@@ -682,6 +681,12 @@ def test_a_run_that_lost_too_many_workers_leaves_a_checkpoint_of_the_newest_comp
     run.committed(4)
     assert isinstance(run.error, RunFailed)
     assert "1 workers were lost" in str(run.error)
+
+
+def test_a_run_that_lost_too_many_workers_leaves_a_checkpoint_of_the_newest_complete_step() -> None:
+    run = training(3, step=4, max_worker_losses=0)
+    run.lost(1)
+    ends_with_its_newest_step(run)
     assert not [command for command in run.all(StartWorker) if command.worker > 2]
 
 
@@ -690,13 +695,7 @@ def test_a_further_loss_does_not_cancel_the_last_checkpoint() -> None:
     run.lost(1)
     run.lost(4)
     assert run.all(End) == []
-    for worker in sorted(run.state.awaited):
-        run.stopped(worker, ABORTED, 4)
-    rest(run)
-    run.all_saved(4)
-    run.committed(4)
-    assert isinstance(run.error, RunFailed)
-    assert "1 workers were lost" in str(run.error)
+    ends_with_its_newest_step(run)
 
 
 def test_a_run_whose_newest_step_is_lost_with_its_workers_ends_at_once() -> None:

@@ -58,7 +58,17 @@ from raysharded.protocol.messages import (
 )
 from raysharded.protocol.session import AdoptedWorker, believed, taken_back
 from raysharded.report.history.summary import summarise
-from tests.driver.schedules import Schedule, controlled, cut_apart, deciding, left_alone, schedules, well_controlled
+from tests.driver.schedules import (
+    Schedule,
+    below_the_minimum,
+    controlled,
+    cut_apart,
+    deciding,
+    handing_over,
+    left_alone,
+    schedules,
+    well_controlled,
+)
 from tests.driver.simulated import Cluster
 from tests.driver.simulated_driver import SimulatedDriver
 from tests.driver.simulated_workers import SPEC, Group, Worker, fingerprint_at, newest_complete_step, states
@@ -66,6 +76,8 @@ from tests.driver.strikes import Strike
 
 LATE_S = 30.0
 """After so long an answer has arrived."""
+GOING_TOGETHER_S = 30.0
+"""Workers that must all leave, within this time of each other, are at work until then."""
 NUM_SCHEDULES = int(os.environ.get("RAYSHARDED_SCHEDULES", "100"))
 
 
@@ -228,10 +240,13 @@ class Laws:
                 assert len(list(groupby(of_group))) == len(set(of_group)), "a node's workers are apart from each other"
 
     def nobody_leaves_too_late(self, cluster: Cluster, spec: GenerationSpec) -> None:
-        """A leaver is a member once more only in two cases: the others are too few, or they do not hold the newest step
-        (as many of them as can be at work)."""
+        """A leaver is a member once more only in three cases: the others are too few, or they do not hold the newest
+        step (as many of them as can be at work), or nobody stays, and nobody goes much later."""
         state = cluster.state
         kept = state.leaving.keys() & set(spec.members)
+        if not state.staying:
+            latest = max(state.leaving[worker].by for worker in state.ready)
+            kept = {worker for worker in kept if state.leaving[worker].by < latest - GOING_TOGETHER_S}
         if not kept or len(spec.members) <= state.limits.min_workers:
             return
         for leaver in kept:
@@ -564,10 +579,38 @@ def test_with_any_fault_to_workers_without_a_driver_the_run_ends_well_or_gives_t
     run(schedule)
 
 
-@settings(max_examples=NUM_SCHEDULES // 2, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cut_apart())
-def test_with_links_that_are_cut_the_run_goes_on_with_those_that_reach_each_other(schedule: Schedule) -> None:
-    run(schedule)
+def with_links(histories: st.SearchStrategy[Schedule], number: int) -> Counter[str]:
+    """Run so many of these histories; the number of them in which broken links had each effect."""
+    found: Counter[str] = Counter()
+
+    @settings(max_examples=number, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(histories)
+    def follow(schedule: Schedule) -> None:
+        records = [record for driver in run(schedule).drivers for record in driver.records]
+        effects = ("excluded", "hands_over", "only_saves")
+        found.update(
+            {effect for effect in effects for one in records if one.kind == "generation" and effect in one.fields}
+            | {record.kind for record in records if record.kind.startswith("links_")}
+        )
+
+    follow()
+    return found
+
+
+def test_with_links_that_are_cut_the_run_goes_on_with_those_that_reach_each_other() -> None:
+    found = with_links(cut_apart(), NUM_SCHEDULES // 2)
+    least = NUM_SCHEDULES // 20
+    assert min(found["links_broken"], found["excluded"]) >= least, f"hardly any cut has an effect: {found}"
+
+
+def test_where_too_few_reach_each_other_those_that_hold_the_newest_step_write_it() -> None:
+    found = with_links(below_the_minimum(), NUM_SCHEDULES // 3)  # in one of five
+    assert found["only_saves"], f"no state is written: {found}"
+
+
+def test_one_that_survives_and_does_not_reach_all_others_hands_its_state_over() -> None:
+    found = with_links(handing_over(), NUM_SCHEDULES // 4)
+    assert found["hands_over"] >= NUM_SCHEDULES // 20, f"hardly any state is handed over: {found}"
 
 
 @settings(max_examples=NUM_SCHEDULES // 4, deadline=None, suppress_health_check=list(HealthCheck))

@@ -65,6 +65,18 @@ def test_when_all_wait_for_each_other_nobody_is_killed_and_the_generation_is_for
     assert "wait for each other" in str(stuck.fields["reason"])
 
 
+def test_a_member_that_waited_at_the_first_probe_has_moved_since_and_is_not_stuck() -> None:
+    run = steady(3)
+    run.waiting = frozenset({0, 1, 2})
+    run.wait(9.75)
+    assert of(run.commands, Probe)
+    run.waiting = frozenset({0, 1})  # a link heals just before the deadline: worker 2 computes the next step
+    found = run.wait(0.5)
+    assert (of(found, KillWorker), of(found, Interrupt), run.state.phase) == ([], [], Phase.TRAINING)
+    found = run.wait(11.0)  # where it hangs
+    assert [command.worker for command in of(found, KillWorker)] == [2]
+
+
 def test_when_all_compute_they_are_slow_and_not_stuck() -> None:
     run = steady(3, progress_timeout_s=60.0)
     assert of(run.wait(59), Interrupt) == []

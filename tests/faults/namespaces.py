@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import secrets
 import subprocess
@@ -90,6 +91,25 @@ class Host:
         """From now on packets to the other host vanish; those from it arrive."""
         _ip(f"-n {self.name} neigh replace {other.address} lladdr {_NOBODY} dev {self.name}b nud permanent")
 
+    def limit(self, mbit: float | None) -> None:
+        """Limit what the host sends, and what it receives, to so many Mbit/s; None: no limit."""
+        for namespace, device in self._ends:
+            if mbit is None:
+                _run(f"tc {namespace} qdisc del dev {device} root")
+            else:
+                shape = f"tbf rate {int(mbit * 1e6)}bit burst 20000 limit 400000"
+                _run(f"tc {namespace} qdisc replace dev {device} root {shape}")
+
+    def held_back(self) -> int:
+        """Times that the present limits made a packet wait."""
+        shown = [json.loads(_run(f"tc {namespace} -s -j qdisc show dev {device}")) for namespace, device in self._ends]
+        return sum(int(one["overlimits"]) for found in shown for one in found if one["kind"] == "tbf")
+
+    @property
+    def _ends(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        """(options of `tc` for the namespace, device) of the two ends of its link: the host's, then ours."""
+        return (f"-n {self.name}", f"{self.name}b"), ("", f"{self.name}a")
+
     def mend_to(self, other: Host) -> None:
         """Packets to the other host arrive again."""
         _ip(
@@ -144,4 +164,8 @@ def _enter(name: str) -> None:
 
 
 def _ip(arguments: str) -> None:
-    subprocess.run(["ip", *arguments.split()], check=True, capture_output=True, text=True, timeout=20)
+    _run(f"ip {arguments}")
+
+
+def _run(command: str) -> str:
+    return subprocess.run(command.split(), check=True, capture_output=True, text=True, timeout=20).stdout

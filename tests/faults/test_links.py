@@ -13,16 +13,13 @@ from typing import Any
 import pytest
 
 from raysharded.actors.process import environment
-from raysharded.checkpoint import open_storage
-from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
-from raysharded.driver.checkpoints.committer import RunFiles
 from raysharded.driver.driver import Driver
 from raysharded.ids import WorkerId
 from raysharded.testing.processes import ProcessLauncher
 from tests import patches
 from tests.faults.namespaces import Host, Segment, segment, why_not
-from tests.training.harness import Collector, Outcome, Tokens, make_job, make_limits, train
+from tests.training.harness import Collector, Outcome, Tokens, files_of, make_job, make_limits, train
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
@@ -77,13 +74,7 @@ def test_a_link_that_is_broken_one_way_leaves_a_node_out_until_it_is_mended(netw
             at["mended"] = time.monotonic()
 
     prepare = {WorkerId(one): partial(be_on, node, a if node == "node-a" else b) for one, node in NODES.items()}
-    files = RunFiles(
-        name=job.run_name,
-        storage=open_storage(job.run_url),
-        keep=Keep(last=1),
-        metadata={},
-        global_batch_size=job.batch.global_batch_size,
-    )
+    files = files_of(job)
     launcher = ProcessLauncher(job, host=network.our_address, prepare=prepare)
     driver = Driver(limits, launcher, files, SystemClock(), listen)
     thread = threading.Thread(target=driver.run, daemon=True)

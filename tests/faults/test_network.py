@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 
-from raysharded.checkpoint import open_storage
-from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
-from raysharded.driver.checkpoints.committer import RunFiles
 from raysharded.driver.driver import Driver
 from raysharded.ids import WorkerId
 from raysharded.testing.processes import ProcessLauncher
 from tests.faults.namespaces import Network, network, why_not
 from tests.ray.leftovers import wait_until
-from tests.training.harness import Collector, Outcome, Tokens, make_job, make_limits, train
+from tests.training.harness import Collector, Outcome, Tokens, files_of, make_job, make_limits, train
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
@@ -97,13 +94,7 @@ def test_a_worker_behind_a_cut_link_is_abandoned_and_disturbs_nobody_when_it_is_
 
     mended = threading.Event()
     listener = Listener({CUT_AFTER_STEP: cut, HOLD_AFTER_STEP: lambda: mended.wait(HEARS_WITHIN_S)})
-    files = RunFiles(
-        name=job.run_name,
-        storage=open_storage(job.run_url),
-        keep=Keep(last=1),
-        metadata={},
-        global_batch_size=job.batch.global_batch_size,
-    )
+    files = files_of(job)
     driver = Driver(limits, launcher, files, SystemClock(), listener)
     thread = threading.Thread(target=driver.run, daemon=True)
     thread.start()

@@ -247,11 +247,13 @@ def told_in_recordings() -> Strings:
 
 
 def _told(entries: Iterable[dict[str, Any]], wanted: int) -> Iterator[tuple[Any, Any]]:
-    """The states and events of a run's journal, in the wanted format."""
+    """The states and events of a run's journal, in the wanted format, up to entries that were dropped."""
     decoder, encoder = Decoder(), Encoder()
     older = False
     for entry in entries:
         match entry["kind"]:
+            case "entries_dropped":  # later events refer to values that were in them
+                return
             case "recording":
                 decoder, encoder, older = Decoder(entry["format"]), Encoder(), entry["format"] == OLDER
                 state = encoder.state(decoder.state(entry))

@@ -168,6 +168,7 @@ class Stage:
         resumed: bool = False,
         save_at_end: bool = True,
         metadata: Mapping[str, Any] | None = None,
+        on_storage: Mapping[str, Any] | None = None,
         expect: type[BaseException] | None = None,
         **limits: Any,
     ) -> Listening:
@@ -208,6 +209,7 @@ class Stage:
             metadata=metadata,
             record_events=True,
             prepare=prepare,
+            on_storage=on_storage,
         )
         try:
             if resumed:
@@ -455,6 +457,31 @@ def storage_that_takes_no_entries(stage: Stage) -> None:
         save_every=10,
         data=Slow(0.02),
     )
+    require(found, "storage_failing", "storage_back")
+
+
+def storage_that_takes_no_entries_for_too_long(stage: Stage) -> None:
+    """The oldest entries are dropped, events too: the report has how many, and the replay ends there."""
+    storage, failing = TakesNoEntries(open_storage(stage.url)), [0]
+
+    def fill(driver: Driver) -> None:
+        storage.is_full = True
+
+    def free(driver: Driver) -> None:
+        failing[0] = driver._recorder.num_dropped
+        storage.is_full = False
+
+    found = stage.run(
+        2,
+        (after("step", step=2), fill),
+        (after("step", step=60), free),
+        storage=storage,
+        steps=100,
+        save_every=40,
+        data=Slow(0.02),
+        on_storage={"backlog_bytes": 1 << 14},
+    )
+    assert failing[0] > 0
     require(found, "storage_failing", "storage_back")
 
 
@@ -845,6 +872,7 @@ RUNS: dict[str, Callable[[Stage], None]] = {
         asked_for,
         saves_that_fail,
         storage_that_takes_no_entries,
+        storage_that_takes_no_entries_for_too_long,
         gcs_that_comes_back,
         without_a_last_checkpoint,
         parity,

@@ -11,6 +11,7 @@ direction alone: at low rates, since it needs one of this machine's cores.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -209,6 +210,15 @@ class Machines:
         self._limit(self.all[number].pid, "eth0", out_mbit)
         self._limit(self._space.pid, f"to{number}", in_mbit)
 
+    def crossed(self, source: int, target: int) -> tuple[int, int]:
+        """(packets that `source` has sent over slow links, packets that `target` has received over such)."""
+        sent, received = (_counted(self.all[number].pid, f"lab{number}") for number in (source, target))
+        return int(sent["tx"]["packets"]), int(received["rx"]["packets"])
+
+    def held_back(self, number: int) -> tuple[int, int]:
+        """Times that the present limits made packets wait: those that a machine sends, and those that it receives."""
+        return _waits(self.all[number].pid, "eth0"), _waits(self._space.pid, f"to{number}")
+
     def isolate(self, number: int) -> None:
         """Cut all links of a machine in both directions."""
         for other in range(len(self.all)):
@@ -402,6 +412,21 @@ def _ip(pid: int, lines: Sequence[str]) -> None:
 def _shown(machine: Machine, *what: str) -> str:
     command = ["nsenter", "-t", str(machine.pid), "-n", "ip", *what]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_WITHIN_S).stdout
+
+
+def _counted(pid: int, device: str) -> dict[str, dict[str, int]]:
+    """Counters of a device, of both directions."""
+    command = ["nsenter", "-t", str(pid), "-n", "ip", "-s", "-j", "link", "show", "dev", device]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_WITHIN_S)
+    found: dict[str, dict[str, int]] = json.loads(done.stdout)[0]["stats64"]
+    return found
+
+
+def _waits(pid: int, device: str) -> int:
+    """Times that a packet had to wait for a device's limit."""
+    command = ["nsenter", "-t", str(pid), "-n", "tc", "-s", "-j", "qdisc", "show", "dev", device]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_WITHIN_S)
+    return sum(int(one["overlimits"]) for one in json.loads(done.stdout) if one["kind"] == "tbf")
 
 
 def _has_neighbour(machine: Machine, address: str) -> bool:

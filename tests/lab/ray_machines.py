@@ -45,6 +45,8 @@ class RayMachines:
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH")))),
                 "RAY_AUTH_MODE": "disabled",
+                "RAY_COLOR_PREFIX": "0",
+                "RAY_DEDUP_LOGS": "0",
                 "RAY_worker_niceness": "0",  # Ray's own 15 gives all other programs on the machine priority
                 "RAY_TMPDIR": str(self.machines[HEAD].own),
                 **(settings or {}),
@@ -105,6 +107,11 @@ class RayMachines:
         """Stop the GCS: its connections stay open, and nothing answers."""
         (pid,) = self._gcs_pids()
         os.kill(pid, signal.SIGSTOP)
+
+    def continue_gcs(self) -> None:
+        """Continue the GCS that was stopped."""
+        (pid,) = self._gcs_pids()
+        os.kill(pid, signal.SIGCONT)
 
     def _gcs_pids(self) -> list[int]:
         found = self.machines[HEAD].processes()

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tests.ray.leftovers import wait_until
 from tests.training.harness import GptTask, Tokens
 
 STEPS = 2000
-"""Far more than a story needs: `hurry` ends a run."""
+"""Far more than all stories need: a run ends with its machines."""
 MICROBATCHES = 4
 WITHIN_S = 300.0
 
@@ -67,6 +67,30 @@ def undisturbed(steps: int) -> str:
     """The fingerprint of the state after so many steps."""
     with tempfile.TemporaryDirectory() as folder:
         return str(processes.fit(trainer(Path(folder), (1, 1), Tokens(), max_steps=steps)).fingerprint)
+
+
+_AT_LEAST = 400
+"""Steps of the first undisturbed run whose numbers are kept."""
+_IN_ANY_RUN = frozenset({"generation", "workers", "seconds", "remarks"})
+"""Fields of a step's entry that depend on the run, and not on what was computed."""
+_known: list[dict[str, Any]] = []
+
+
+def undisturbed_steps(count: int) -> Sequence[dict[str, Any]]:
+    """The numbers of at least so many steps from the first one: as in their entries, read from JSON."""
+    if count > len(_known):
+        found: list[dict[str, Any]] = []
+
+        def listen(kind: str, fields: dict[str, Any]) -> None:
+            if kind == "step":
+                numbers = {name: value for name, value in fields.items() if name not in _IN_ANY_RUN}
+                found.append(json.loads(json.dumps(numbers, default=str)))
+
+        with tempfile.TemporaryDirectory() as folder:
+            most = max(_AT_LEAST, 2 * count)
+            processes.fit(trainer(Path(folder), (1, 1), Tokens(), max_steps=most), listen=listen)
+        _known[:] = found
+    return _known
 
 
 class LabRun:
@@ -124,12 +148,15 @@ class LabRun:
         steps = self.of("step")
         return int(steps[-1]["step"]) if steps else 0
 
-    def wait_for_step(self, step: int) -> None:
-        """Return when the run has done this step."""
-        wait_until(
-            lambda: self.step() >= step or self.process.poll() is not None, self._shown(f"step {step}"), WITHIN_S
-        )
-        assert self.step() >= step, self._shown(f"step {step}")()
+    def wait_until_trained(self, workers: int, steps: int = 6) -> None:
+        """Return when so many workers have done so many steps: the usual time of a step is known then."""
+
+        def count() -> int:
+            return sum(fields["workers"] == workers for fields in self.of("step"))
+
+        what = self._shown(f"{steps} steps of {workers} workers")
+        wait_until(lambda: count() >= steps or self.process.poll() is not None, what, WITHIN_S)
+        assert count() >= steps, what()
 
     def wait(self, within_s: float = WITHIN_S) -> str:
         """The end of the run in words, when the program has ended."""

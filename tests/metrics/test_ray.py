@@ -40,6 +40,13 @@ def tell(metrics: RayMetrics) -> None:
     for step in (3, 4):
         metrics.event(RunEvent(kind="checkpoint_failed", step=step, text="full", fields={"step": step}, at=6.0))
     metrics.event(RunEvent(kind="storage_failing", step=4, text="full", fields={"for_s": 42.0}, at=7.0))
+    for kind, pairs in (("links_broken", [[0, 2], [1, 2], [0, 3]]), ("links_mended", [[0, 3]])):
+        metrics.event(RunEvent(kind=kind, step=4, text="links", fields={"pairs": pairs}, at=7.0))
+    metrics.event(RunEvent(kind="worker_leaving", step=4, text="leaves", fields={"worker": 0}, at=7.0))  # still there
+    metrics.event(RunEvent(kind="worker_lost", step=4, text="lost", fields={"worker": 1}, at=7.0))
+    avoided = [("node_avoided", node) for node in "abcd"]
+    for kind, node in (*avoided, ("node_allowed", "a"), ("node_lost", "c"), ("node_lost", "d"), ("node_back", "d")):
+        metrics.event(RunEvent(kind=kind, step=4, text="node", fields={"node": node}, at=7.0))
     metrics.event(RunEvent(kind="paused", step=4, text="paused", fields={"step": 4}, at=8.0))
     metrics.close()
 
@@ -82,6 +89,8 @@ def test_ray_exports_every_metric_by_the_name_that_the_dashboard_requests() -> N
     assert value(lines, "ray_raysharded_checkpoint_timestamp_seconds") == 5
     assert value(lines, "ray_raysharded_checkpoints_failing") == 2
     assert value(lines, "ray_raysharded_storage_failing_seconds") == 42
+    assert value(lines, "ray_raysharded_links_broken") == 1  # one is whole again, and one was a lost worker's
+    assert value(lines, "ray_raysharded_nodes_avoided") == 2
     states = {state: value(lines, "ray_raysharded_state", f'state="{state}"') for state in STATES}
     assert states == {**dict.fromkeys(STATES, 0), "paused": 1}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import raysharded as rs
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh
-from raysharded.planning.memory.footprint import worker_memory
+from raysharded.planning.memory.footprint import Setting, worker_memory
 from raysharded.planning.plans import setting_of_task
 from raysharded.planning.search import cluster_of, with_plan
 from raysharded.run.group_planner import GroupPlanner
@@ -20,13 +21,18 @@ from raysharded.testing.processes import ProcessLauncher
 from tests.training.harness import GptTask, Tokens, train
 
 BATCH = rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5)
-SETTING = setting_of_task(GptTask(), Tokens(), BATCH, rs.EngineConfig(), on_gpu=False, checkpoints=False)
 TWO_GROUPS = Mesh(replicas=2, shards=2)
+
+
+@cache
+def setting() -> Setting:
+    """The measured setting of the run without checkpoints; the model is traced once."""
+    return setting_of_task(GptTask(), Tokens(), BATCH, rs.EngineConfig(), on_gpu=False, checkpoints=False)
 
 
 def between(needs_less: Mesh, needs_more: Mesh) -> int:
     """Memory in which only the first fits."""
-    less, more = (worker_memory(SETTING, mesh).device for mesh in (needs_less, needs_more))
+    less, more = (worker_memory(setting(), mesh).device for mesh in (needs_less, needs_more))
     assert less < more
     return int((less + more) / 2 / 0.9)
 
@@ -41,7 +47,7 @@ def trainer(folder: Path, num_workers: Any, memory: int | None, shards: int | No
             name="planned",
             storage_path=str(folder),
             max_steps=3,
-            checkpoint=rs.CheckpointConfig(every_s=None),  # whose snapshot `SETTING` does not count
+            checkpoint=rs.CheckpointConfig(every_s=None),  # whose snapshot `setting` does not count
         ),
     )
 
@@ -52,7 +58,7 @@ def test_tables_have_every_mesh_of_the_runs_workers() -> None:
     )
     plain = GroupPlanner(trainer(Path(), (2, 4), None).spec()).grouping(scaling)
     assert plain is not None
-    grouping = with_plan(plain, SETTING, scaling)
+    grouping = with_plan(plain, setting(), scaling)
     assert [len(row) for row in grouping.step_s] == [len(row) for row in grouping.fits] == [4, 2, 1, 1]
     assert grouping.fits[3][0]
     assert sum(map(sum, grouping.fits)) == 1  # 1x4 alone

@@ -55,6 +55,26 @@ os._exit(0)  # Ray itself would end this process a minute after its cluster
 """
 
 
+LIMIT = """
+import json, sys
+import ray
+from raysharded.ray_backend.peers import gcs_limit_s
+
+setting = {"gcs_rpc_server_reconnect_timeout_s": 17} if sys.argv[1] == "set" else None
+ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, _system_config=setting)
+print(json.dumps({"limit_s": gcs_limit_s()}))
+ray.shutdown()
+"""
+
+
+@pytest.mark.parametrize(("how", "limit_s"), [("set", 17.0), ("unset", 33.0)])
+def test_rays_limit_is_read_from_the_clusters_own_settings_and_else_from_the_environment(
+    own_cluster: dict[str, str], how: str, limit_s: float
+) -> None:
+    environment = own_cluster | {"RAY_gcs_rpc_server_reconnect_timeout_s": "33"}
+    assert run_script(LIMIT, how, environment=environment) == {"limit_s": limit_s}
+
+
 def test_a_lost_cluster_is_named_and_the_run_resumes_from_its_checkpoint(
     tmp_path: Path, own_cluster: dict[str, str]
 ) -> None:

@@ -1,4 +1,5 @@
-"""A detached run whose disk fills up, and what its status, a stop and a lost driver are like meanwhile."""
+"""A detached run whose disk fills up, or whose share is unmounted: what its status, a stop and a lost driver are like
+meanwhile."""
 
 from __future__ import annotations
 
@@ -27,13 +28,16 @@ from tests.ray.test_hosted import host_pid, no_host_stays as no_host_stays
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("no_host_stays")]
 
 
-class Disk:
+class FullDisk:
     """A small file system, which a file can fill."""
+
+    says = restarted_says = "No space left"
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._ballast = folder, folder / "ballast"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "raysharded-test", str(folder)], check=True)
 
-    def fill(self) -> None:
+    def fail(self) -> None:
         with self._ballast.open("wb", buffering=0) as file:
             try:
                 while True:
@@ -41,17 +45,46 @@ class Disk:
             except OSError:
                 pass
 
-    def free(self) -> None:
+    def recover(self) -> None:
         self._ballast.unlink()
 
+    def end(self) -> None:
+        subprocess.run(["umount", "-l", str(self.folder)], check=True)
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "raysharded-test", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("a small tmpfs cannot be mounted here: that takes root")
-    yield Disk(tmp_path)
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+class UnmountedShare:
+    """A folder that is mounted at another place. Unmounted, it leaves that place empty."""
+
+    says, restarted_says = "is not the run's folder", "there is no run at"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._shared = folder / "mounted", folder / "shared"
+        for made in (self.folder, self._shared):
+            made.mkdir()
+        self.recover()
+
+    def fail(self) -> None:
+        subprocess.run(["umount", "-l", str(self.folder)], check=True)
+
+    def recover(self) -> None:
+        assert list(self.folder.iterdir()) == [], "something was written in the share's place"
+        subprocess.run(["mount", "--bind", str(self._shared), str(self.folder)], check=True)
+
+    def end(self) -> None:
+        subprocess.run(["umount", "-l", str(self.folder)], check=False)
+
+
+Disk = FullDisk | UnmountedShare
+
+
+@pytest.fixture(params=[FullDisk, UnmountedShare])
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Disk]:
+    try:
+        made: Disk = request.param(tmp_path)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"nothing can be mounted here, that takes root: {error}")
+    yield made
+    made.end()
 
 
 def command(*arguments: str) -> tuple[int, str]:
@@ -60,9 +93,9 @@ def command(*arguments: str) -> tuple[int, str]:
 
 
 def status(run: str) -> dict[str, Any]:
-    code, out = command("status", run, "--json")
-    assert code == 0, out
-    found: dict[str, Any] = json.loads(out)
+    done = CliRunner().invoke(app, ["status", run, "--json"])
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
@@ -93,15 +126,15 @@ def assert_as_undisturbed(run: rs.Run, *, once: bool = True) -> None:
 def test_a_restarted_driver_waits_for_its_full_disk_and_the_run_loses_nothing(disk: Disk) -> None:
     run = driven(disk.folder).start()
     wait_until(lambda: run.status().step >= 2, "two steps")
-    disk.fill()
-    wait_until(lambda: has_warning("driven", "storage has taken no entries", "No space left"), "the driver's word")
+    disk.fail()
+    wait_until(lambda: has_warning("driven", "storage has taken no entries", disk.says), "the driver's word")
     assert status("driven")["state"] == "running"
     os.kill(host_pid(run), signal.SIGKILL)
     wait_until(
-        lambda: has_warning(run.url, "its restarted driver cannot begin", "No space left"), "the next one's word"
+        lambda: has_warning(run.url, "its restarted driver cannot begin", disk.restarted_says), "the next one's word"
     )
     assert status(run.url)["state"] == "restarting"
-    disk.free()
+    disk.recover()
     wait_until(lambda: run.status().state == "running", "the driver at work")
     assert_as_undisturbed(run)  # the workers kept what they had
     assert_no_slot_is_leaked()
@@ -111,13 +144,13 @@ def test_a_restarted_driver_waits_for_its_full_disk_and_the_run_loses_nothing(di
 def test_workers_without_a_driver_keep_their_state_until_the_disk_takes_a_last_checkpoint(disk: Disk) -> None:
     run = driven(disk.folder, orphan_wait_s=1.0).start()
     wait_until(lambda: (status(run.url)["step"] or 0) >= 2, "two steps in storage")
-    disk.fill()
+    disk.fail()
     pid = next(iter(status("driven")["pids"].values()))
     node: Any = ray._private.worker._global_node
     (log,) = Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err")
     ray.kill(host_of(host_name(run.name, run.url)), no_restart=True)
     wait_until(lambda: "the last checkpoint is retried: " in log.read_text(), "an attempt")
-    disk.free()
+    disk.recover()
     wait_until(lambda: status(run.url)["checkpoint_step"], "the last checkpoint")
     assert_as_undisturbed(driven(disk.folder, orphan_wait_s=1.0).start())
 
@@ -126,7 +159,7 @@ def test_a_stop_on_a_full_disk_says_what_it_waits_for_and_a_second_one_ends_the_
     run = driven(disk.folder).start()
     wait_until(lambda: run.status().step >= 1, "a step")
     run.checkpoint(60)
-    disk.fill()
+    disk.fail()
     wait_until(lambda: has_warning("driven", "storage has taken no entries"), "the driver's word")
     code, out = command("stop", "driven")
     assert (code, "ends after a checkpoint" in out) == (0, True)
@@ -142,7 +175,7 @@ def test_a_stop_on_a_full_disk_says_what_it_waits_for_and_a_second_one_ends_the_
         run.wait(60)
     found = status("driven")
     assert (found["state"], found["stop_requested"]) == ("stopped", False)
-    disk.free()
+    disk.recover()
     assert_as_undisturbed(driven(disk.folder).start(), once=False)
     assert_no_slot_is_leaked()
 

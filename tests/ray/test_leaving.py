@@ -48,6 +48,37 @@ ray.shutdown()
 cluster.shutdown()
 """
 
+ALL_DRAINED = """
+import sys, time
+from pathlib import Path
+import ray
+from ray.cluster_utils import Cluster
+from tests.ray.driving import hurry
+from tests.ray.test_leaving import LONGER, NOTICE_S, trainer, journal
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+ray.init(address=cluster.address, log_to_driver=False)
+entries = journal()
+run = trainer(sys.argv[1], (1, 2), steps=LONGER).start_local(entries)
+entries.wait(lambda: len(run.status().workers) == 2 and run.status().step >= 3)
+drain = ray._private.worker.global_worker.gcs_client.drain_node
+deadline_ms = time.time_ns() // 1_000_000 + 1000 * NOTICE_S
+for node in nodes:
+    accepted, why = drain(node.node_id, 2, "taken away", deadline_ms)
+    assert accepted, why
+entries.wait(lambda: len(entries.of("worker_lost")) == 2)
+in_time = time.time_ns() // 1_000_000 < deadline_ms
+for node in nodes:
+    cluster.remove_node(node)
+cluster.add_node(num_cpus=2)
+hurry(Path(sys.argv[1]))
+result = run.wait()
+entries.tell(result, "", in_time=in_time)
+ray.shutdown()
+cluster.shutdown()
+"""
+
 SCALED = """
 import sys
 from pathlib import Path
@@ -80,13 +111,13 @@ class Journal:
     def wait(self, condition: Any) -> None:
         wait_until(condition, f"{[(kind, f) for kind, f in self.entries if kind != 'step'][-12:]}", 120)
 
-    def tell(self, result: Any, draining: str) -> None:
+    def tell(self, result: Any, draining: str, **more: Any) -> None:
         """Print the outcome, for the test that began the script."""
-        kinds = ("generation", "worker_leaving", "worker_left", "worker_lost", "worker_ready", "recovery")
+        kinds = ("generation", "worker_leaving", "worker_left", "worker_lost", "worker_ready", "recovery", "checkpoint")
         said = {kind: self.of(kind) for kind in kinds}
         steps = [fields["step"] for fields in self.of("step")]
         sys.stdout.write(
-            json.dumps({**said, "steps": steps, "fingerprint": result.fingerprint, "node": draining}) + "\n"
+            json.dumps({**said, "steps": steps, "fingerprint": result.fingerprint, "node": draining, **more}) + "\n"
         )
 
 
@@ -94,7 +125,7 @@ def journal() -> Journal:
     return Journal()
 
 
-def trainer(folder: str, workers: tuple[int, int], *moments: tuple[int, int]) -> Any:
+def trainer(folder: str, workers: tuple[int, int], *moments: tuple[int, int], steps: int | None = None) -> Any:
     """A trainer of these workers; `moments`: see `waiting`."""
     import raysharded as rs
     from tests.ray.driving import PacedTokens
@@ -107,7 +138,7 @@ def trainer(folder: str, workers: tuple[int, int], *moments: tuple[int, int]) ->
         data=PacedTokens(Path(folder)),
         batch=rs.BatchConfig(global_batch_size=2 * MICROBATCHES, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=workers),
-        run=rs.RunConfig(name="job", storage_path=folder, max_steps=STEPS, failure=patient),
+        run=rs.RunConfig(name="job", storage_path=folder, max_steps=steps or STEPS, failure=patient),
         engine=rs.EngineConfig(prefetch=False),
     )
     made.faults = waiting(Path(folder), *moments)
@@ -115,13 +146,15 @@ def trainer(folder: str, workers: tuple[int, int], *moments: tuple[int, int]) ->
 
 
 STEPS = 18
+LONGER = 40
 MICROBATCHES = 4
+NOTICE_S = 10
 
 
-def undisturbed() -> str | None:
+def undisturbed(steps: int = STEPS) -> str | None:
     from tests.training.harness import train
 
-    return train(1, steps=STEPS, microbatches=MICROBATCHES).fingerprint
+    return train(1, steps=steps, microbatches=MICROBATCHES).fingerprint
 
 
 def test_the_workers_of_a_drained_node_leave_together_and_no_step_is_computed_again(
@@ -140,6 +173,25 @@ def test_the_workers_of_a_drained_node_leave_together_and_no_step_is_computed_ag
     assert found["steps"] == list(range(1, STEPS + 1))
     assert (found["worker_lost"], found["recovery"]) == ([], [])
     assert found["fingerprint"] == undisturbed()
+
+
+@pytest.mark.long
+def test_if_all_nodes_are_drained_at_once_the_last_checkpoint_is_one_that_is_written_just_in_time(
+    tmp_path: Path, own_cluster: dict[str, str]
+) -> None:
+    found = run_script(ALL_DRAINED, str(tmp_path), environment=own_cluster)
+    assert found["in_time"]
+    reasons = [entry["reason"].partition(":")[0] for entry in found["worker_lost"]]
+    last = int(reasons[0].removeprefix("left after the checkpoint of step "))
+    assert reasons == [f"left after the checkpoint of step {last}"] * 2
+    told_at = found["worker_leaving"][0]["step"]
+    first, second, *_ = [entry["step"] for entry in found["checkpoint"]]
+    assert told_at < first < second == last
+    (recovery,) = found["recovery"]
+    assert (recovery["source"], recovery["resumed_after_step"]) == ("checkpoint", last)
+    assert last - told_at > 2 * recovery["steps_redone"]  # it trained on for most of the notice
+    assert [len(generation["members"]) for generation in found["generation"]][-1] == 2
+    assert found["fingerprint"] == undisturbed(LONGER)
 
 
 def autoscaled(address: str) -> dict[str, Any]:

@@ -78,6 +78,23 @@ def test_a_loss_has_one_step_number_in_the_line_the_incident_and_the_table() -> 
     assert loss.step == event.step == 4
 
 
+def test_a_loss_after_the_last_step_is_one_in_the_last_step() -> None:
+    entries = [
+        started(max_steps=3),
+        *generation(1, [0, 1], 0),
+        step(1),
+        step(2),
+        step(3),
+        lost(1, 3),
+    ]
+    (alone,) = told(entries)
+    assert alone.step == 3
+    entries += generation(2, [0], 2)
+    (found,) = told([*entries, step(3, 1, 2), recovery(1, 1, steps_redone=1)])
+    assert found.text.startswith("Worker 1 was lost in step 3 ")
+    assert found.step == 3
+
+
 def test_what_is_stuck_and_then_lost_has_the_step_of_its_own_reason() -> None:
     lines = map(json.loads, (JOURNALS / "losses.jsonl").read_text(encoding="utf-8").splitlines())
     stuck, gone = (entry for entry in lines if entry.get("worker") == 2 and entry["kind"] in ("stuck", "worker_lost"))

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raysharded.report import RunReport, load
@@ -307,7 +308,7 @@ def test_a_run_of_very_many_steps_has_a_page_of_less_than_2_mb(steps: int) -> No
         log.extend([{**like, "step": number, "loss": 9.0 / number} for number in range(first, first + 2000)])
     for index in range(steps):
         session.step(index + 1, 1, (index + 1) * 1_500_000)
-    times, track = partition([session], log, range(steps))
+    times, track = partition([session], log, np.arange(steps))
     summary = replace(short.summary, steps=log.all(), times=times, track=track, last_step=steps)
     page = replace(short, summary=summary).as_html()
     assert len(page.encode()) < 2e6

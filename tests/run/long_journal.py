@@ -3,9 +3,9 @@
     python -m tests.run.long_journal make FOLDER [--steps 1000000] [--losses 1000] [--signed]
     python -m tests.run.long_journal measure FOLDER
 
-`make` trains for some steps with worker processes, one of which is killed, and repeats the entries: a step a second, 30
-of them in a segment, a loss and a join each `steps / losses` steps, a checkpoint each 500. Digests are those of the
-samples that the steps would read, so that the report finds no error. The newest checkpoint on storage is the real one.
+`make` trains with worker processes until a killed one is replaced, and repeats the entries: a step a second, 30 of them
+in a segment, a loss and a join each `steps / losses` steps, a checkpoint each 500. Digests are of the samples that
+the steps would read, so that the report finds no error. The newest checkpoint on storage is the real one.
 `measure` prints CPU seconds and the highest resident memory of each command, and of a driver that resumes the run, up
 to its first step. With `--signed` the segments are signed with `KEY`.
 """
@@ -34,32 +34,40 @@ from raysharded.data.ledger import expected_digests
 from raysharded.journal import log
 from raysharded.journal.signed_segments import Link, encode_signed, link_after
 from raysharded.run import RunStopped
-from raysharded.testing.processes import fit
+from raysharded.testing.processes import ProcessLauncher, fit
 from tests.training.harness import GptTask, samples
 
 KEY = "0123456789abcdef" * 4
 NAME = "weeks"
-REAL_STEPS = 24
 _KILLED_AFTER = 6
 _BATCH = rs.BatchConfig(global_batch_size=4, microbatch_size=2)
 _CHECKPOINT_EVERY = 500
 _STEPS_OF_A_SEGMENT = 30
 _LIMIT = 1 << 22
 """The run's number of steps: more than any journal has."""
+_PATIENCE_S = 300
 Entry = dict[str, Any]
 
 
 def make(folder: str, *, steps: int, losses: int, key: SigningKey | None = None) -> Storage:
     """Train, and write the journal of `steps` steps with `losses` losses in the place of the real one."""
-    trainer, pids = _trainer(folder, REAL_STEPS, key), dict[int, int]()
+    pids, kinds, is_enough = dict[int, int](), list[str](), threading.Event()
 
     def listen(kind: str, fields: Mapping[str, Any]) -> None:
+        kinds.append(kind)
         if kind == "worker_ready":
             pids[fields["worker"]] = fields["pid"]
         if kind == "step" and fields["step"] == _KILLED_AFTER and fields["workers"] == 2:
             os.kill(pids[1], signal.SIGKILL)
+        if kind == "step" and kinds.count("formed") > 2 and "checkpoint" in kinds:
+            is_enough.set()
 
-    fit(trainer, listen)
+    run = _trainer(folder, _LIMIT, key).start_with(ProcessLauncher, listen)
+    replaced = is_enough.wait(_PATIENCE_S)
+    run.stop()
+    with contextlib.suppress(RunStopped):
+        run.wait()
+    assert replaced, f"the killed worker was not replaced within {_PATIENCE_S} s"
     storage = open_storage(f"{folder}/{NAME}")
     entries = list(log.read(storage))
     for segment in log.segment_keys(storage):

@@ -49,9 +49,9 @@ def test_an_epoch_reads_each_byte_about_once_in_few_requests(store: str, seq_len
         microbatch = loader.load(step, 0)
         index = int(microbatch.ids[step % 32])
         assert np.array_equal(microbatch.samples[step % 32], TOKENS[index * seq_len : (index + 1) * seq_len + 1])
-    loader.close()
     assert isinstance(dataset._reader, StoreSource)
     (reader,) = dataset._reader.readers
+    loader.close()
     tokens = steps * 32 * seq_len
     assert reader.num_bytes / (tokens * KIND.token_bytes) < 1.1
     assert reader.num_requests / tokens * 1e6 < 20

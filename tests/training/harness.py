@@ -325,6 +325,16 @@ def make_limits(job: Job, workers: int, **limits: Any) -> DriverConfig:
     return DriverConfig(**(defaults | limits))
 
 
+def files_of(job: Job, storage: Storage | None = None, **others: Any) -> RunFiles:
+    """The run's files, with one checkpoint kept; `others`: other values of the fields."""
+    return RunFiles(
+        name=job.run_name,
+        storage=storage or open_storage(job.run_url),
+        global_batch_size=job.batch.global_batch_size,
+        **{"keep": Keep(last=1), "metadata": {}, **others},
+    )
+
+
 def make_driver(
     job: Job,
     limits: DriverConfig,
@@ -337,17 +347,12 @@ def make_driver(
     take_over: bool = False,
     record_events: bool = False,
     prepare: Mapping[WorkerId, Callable[[], None]] | None = None,
+    on_storage: Mapping[str, Any] | None = None,
 ) -> Driver:
     """The driver of a run whose workers are processes; `storage`: the driver's own view of the run's folder; `prepare`:
-    called first in a worker's process."""
-    files = RunFiles(
-        name=job.run_name,
-        storage=storage or open_storage(job.run_url),
-        keep=keep or Keep(last=1),
-        metadata=metadata or {},
-        global_batch_size=job.batch.global_batch_size,
-        key=key,
-    )
+    called first in a worker's process; `on_storage`: other fields of `RunFiles`."""
+    others = {"keep": keep or Keep(last=1), "metadata": metadata or {}, "key": key, **(on_storage or {})}
+    files = files_of(job, storage, **others)
     lease = LeaseTerms(take_over=take_over)
     launcher = ProcessLauncher(job, prepare=prepare)
     return Driver(limits, launcher, files, SystemClock(), listen, lease, record_events=record_events)

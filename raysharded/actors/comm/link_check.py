@@ -1,8 +1,10 @@
 """A worker's test of its links to other workers: it connects to each, and answers each, beside what it computes.
 
 The workers find each other through the rendezvous store, which all of them reach, at the addresses that their
-collectives use. Each listens at a free port and proves itself there with the secret of the test. A link counts as
-broken if no proof comes back in time: a packet is lost on the way there, or on the way back.
+collectives use. Each listens at a free port, where both ends of a connection prove who they are with the secret of the
+test. A link counts as broken if no proof comes back in time: a packet is lost on the way there, or on the way back.
+
+A worker that comes late does not hold the others up, and they are not waiting for it: each marks that it has left.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import datetime
 import logging
 import secrets
+import struct
 
 from raysharded.actors.comm.abortable_wait import waits_for_peers
 from raysharded.actors.comm.store_client import StoreClient
@@ -27,6 +30,7 @@ CONNECT_S = 4.0
 PROVE_S = 4.0
 """Further time until the proof: a busy machine answers late."""
 _AT_ONCE = 256
+_NUMBER = struct.Struct("!Q")
 
 
 def check_links(spec: LinkCheck, worker: WorkerId) -> LinkReport:
@@ -52,8 +56,9 @@ class _Test:
 
     def __init__(self, client: StoreClient, secret: bytes, worker: WorkerId, peers: list[WorkerId]) -> None:
         self._client, self._secret, self._worker, self._peers = client, secret, worker, peers
-        self._unanswered = len(peers)
-        """Workers that have not got their proof here."""
+        self._awaited: set[WorkerId] | None = None
+        """Workers that came in time, and have not got their proof here; None as long as they meet."""
+        self._answered: set[WorkerId] = set()
         self._all_answered = asyncio.Event()
 
     async def run(self) -> list[WorkerId]:
@@ -64,12 +69,16 @@ class _Test:
             port = server.sockets[0].getsockname()[1]
             await asyncio.to_thread(self._client.set, _key(self._worker), f"{own} {port}")
             there = await asyncio.to_thread(self._meet)
-            self._unanswered -= len(self._peers) - len(there)
+            self._awaited = set(there)
+            self._look()
             gate = asyncio.Semaphore(_AT_ONCE)
             others = asyncio.ensure_future(self._all_have_come())
             reached = await asyncio.gather(*(self._reaches(peer, *there[peer], gate) for peer in there))
             await others
-            return [peer for peer, good in zip(there, reached, strict=True) if not good]
+            failed = [peer for peer, good in zip(there, reached, strict=True) if not good]
+            failed = await asyncio.to_thread(lambda: [one for one in failed if not self._client.check([_left(one)])])
+            await asyncio.to_thread(self._client.set, _left(self._worker), "")
+            return failed
         finally:
             server.close()
 
@@ -88,8 +97,12 @@ class _Test:
     async def _all_have_come(self) -> None:
         """Return when all others have got their proof, or no longer can."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CONNECT_S + PROVE_S if self._unanswered > 0 else 0):
+            async with asyncio.timeout(CONNECT_S + PROVE_S):
                 await self._all_answered.wait()
+
+    def _look(self) -> None:
+        if self._awaited is not None and self._awaited <= self._answered:
+            self._all_answered.set()
 
     async def _reaches(self, peer: WorkerId, address: str, port: int, gate: asyncio.Semaphore) -> bool:
         """Whether the worker at this address answers with its proof."""
@@ -100,7 +113,8 @@ class _Test:
                 try:
                     async with asyncio.timeout(PROVE_S):
                         nonce = secrets.token_bytes(wire.NONCE_BYTES)
-                        writer.write(nonce)
+                        proof = wire.proof(self._secret, _caller(self._worker), nonce)
+                        writer.write(nonce + _NUMBER.pack(self._worker) + proof)
                         given = await reader.readexactly(wire.PROOF_BYTES)
                 finally:
                     writer.transport.abort()
@@ -110,22 +124,36 @@ class _Test:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Prove to another worker that it has reached this one."""
-        with contextlib.suppress(OSError, EOFError, TimeoutError):
+        try:
             async with asyncio.timeout(PROVE_S):
                 nonce = await reader.readexactly(wire.NONCE_BYTES)
+                (number,) = _NUMBER.unpack(await reader.readexactly(_NUMBER.size))
+                shown, peer = await reader.readexactly(wire.PROOF_BYTES), WorkerId(number)
                 writer.write(wire.proof(self._secret, _side(self._worker), nonce))
                 await writer.drain()
                 with contextlib.suppress(ConnectionResetError):
                     await reader.read(1)  # until the other one has it, and closes
-                self._unanswered -= 1
-                if self._unanswered <= 0:
-                    self._all_answered.set()
-        writer.transport.abort()
+                if wire.is_proof(shown, self._secret, _caller(peer), nonce):
+                    self._answered.add(peer)
+                    self._look()
+        except (OSError, EOFError, TimeoutError):
+            pass
+        finally:
+            writer.transport.abort()
 
 
 def _key(worker: WorkerId) -> str:
     return f"at/{worker}"
 
 
+def _left(worker: WorkerId) -> str:
+    """Key that is there once the worker listens no more: who does not reach it from then on came too late."""
+    return f"left/{worker}"
+
+
 def _side(worker: WorkerId) -> bytes:
     return f"link of {worker}".encode()
+
+
+def _caller(worker: WorkerId) -> bytes:
+    return f"link from {worker}".encode()

@@ -18,7 +18,7 @@ from raysharded.actors.step import recomputation
 from raysharded.config import EngineConfig
 from raysharded.data.loader import MicrobatchLoader
 from raysharded.errors import ConfigError
-from raysharded.protocol.descriptors import raise_limit
+from raysharded.protocol.descriptors import left, raise_limit
 from raysharded.protocol.messages import WorkerInfo
 
 _KEEPING = ((-3, 32 << 20), (-1, (1 << 31) - 1), (-2, 128 << 20))
@@ -141,4 +141,5 @@ def facts_of(device: torch.device, num_threads: int, data: MicrobatchLoader) -> 
         started=start_ticks(os.getpid()) or 0,
         start_cpu_s=time.process_time(),
         device=gpu_of(device),
+        open_files=left(),
     )

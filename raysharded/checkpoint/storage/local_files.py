@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 _MOST_VIEWS = 512  # Linux takes 1,024 in one call
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_READ_ON = 1 << 20
+"""Bytes of each further call that reads a file which grew, or of which a call returned a part."""
 _LOCK_S = 60.0
 _LOCK_PAUSE_S = 0.01
 
@@ -71,13 +73,14 @@ def _identity(found: os.stat_result) -> tuple[int, int, int]:
 
 def read_part(path: str, offset: int, size: int | None) -> bytes:
     """Up to `size` bytes from `offset` on; None: to the end."""
-    with open_file(path, -1) as file:
-        file.seek(offset)
-        if size is None:
-            return file.read()
+    with open_file(path, 0) as file:  # without a buffer: a journal has tens of thousands of small files
+        if offset:
+            file.seek(offset)
         likely = max(0, os.fstat(file.fileno()).st_size - offset) + 1
-        part = file.read(min(size, likely))  # `read(size)` allocates `size` bytes, however few there are
-        return part + file.read(size - likely) if len(part) == likely < size else part
+        part = file.read(likely if size is None else min(size, likely))  # it allocates as much, however little there is
+        while more := file.read(_READ_ON if size is None else min(_READ_ON, size - len(part))):
+            part += more
+        return part
 
 
 def read_into(path: str, offset: int, outs: Sequence[memoryview]) -> int:

@@ -1,4 +1,4 @@
-"""`raysharded status`: one run, from its storage alone."""
+"""`raysharded status`: one run, from its storage, and from its driver actor where storage does not suffice."""
 
 from __future__ import annotations
 
@@ -55,22 +55,33 @@ def status(
     storage does not show that the driver is at work, the Ray cluster that is found is queried, too: the driver knows
     more than a storage that it cannot write to. With --follow and --json: one line of JSON per change.
     """
+    from raysharded.errors import StorageError
     from raysharded.report.loader import open_run
     from raysharded.report.overview import look
     from raysharded.report.recent import read_recent
-    from raysharded.run.hosted.cluster_status import complete
+    from raysharded.run.hosted.cluster_status import complete, without_storage
     from raysharded.run.status import stored_status, with_restart, with_stored_best
 
-    storage = open_run(url := url_of(run))
-    (glance,), recent = look([storage]), read_recent(storage)
-    glance, found = complete(glance, stored_status(glance, recent), ask=url != run)
-    found = with_stored_best(found, glance, storage)
+    url = url_of(run)
+    unreadable: StorageError | None = None
+    try:
+        storage = open_run(url)
+        (glance,), recent = look([storage]), read_recent(storage)
+        glance, found = complete(glance, stored_status(glance, recent), ask=url != run)
+        found = with_stored_best(found, glance, storage)
+    except StorageError as error:
+        answered = without_storage(url, error)
+        if answered is None:
+            raise
+        (glance, found), unreadable = answered, error
     if as_json:
         (print_json_line if follow else print_json)(found.as_dict())
     else:
         _show(glance, found)
     if not follow:
         return
+    if unreadable is not None:  # its changes are read from there
+        raise unreadable
     from raysharded.report.live.follow import follow as follow_run
 
     told = follow_run(

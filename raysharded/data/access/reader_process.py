@@ -156,16 +156,22 @@ class DataProcess:
         Raises what the process raises; TaskError if it dies at that call again, RuntimeError after `close`.
         """
         with self.lock:
-            ends = []
+            ends, killed = list[str](), ""
             for _ in range(_ATTEMPTS):
                 started = self._running()
                 try:
-                    return started.ask(method, args)
+                    answer = started.ask(method, args)
                 except (EOFError, OSError):
                     if self._closed:
                         raise RuntimeError("this loader is closed") from None
+                except Exception:
+                    _report(killed)
+                    raise
+                else:
+                    _report(killed)
+                    return answer
                 ends.append(started.end(within_s=_ENDS_WITHIN_S))
-                _log.warning("process %s, which read the data, %s", started.child.pid, ends[-1])
+                killed = f"process {started.child.pid}, which read the data, {ends[-1]}"
                 self._started = None
             raise TaskError(
                 f"the process that reads the data {ends[0]}; it was started again, and {ends[1]}, both times at "
@@ -246,6 +252,15 @@ def _write(handle: int, payload: Payload, data: bytes, buffers: Sequence[memoryv
         file[: len(data)] = data
         for at, buffer in zip(payload.offsets, buffers, strict=True):
             file[at : at + buffer.nbytes] = buffer
+
+
+def _report(killed: str) -> None:
+    """Report that a process was replaced, once the next one answers: what ends the worker often ends its process first.
+
+    `killed`: a sentence about it; empty if none was.
+    """
+    if killed:
+        _log.warning("%s", killed)
 
 
 def _start(ends: tuple[Connection, Connection, Connection]) -> _Child:

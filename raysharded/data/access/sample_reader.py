@@ -75,6 +75,8 @@ class ReadsAhead(Protocol):
 
     def read_ahead(self, ids: Int64s, *, anew: bool) -> None: ...
 
+    def close(self) -> None: ...
+
 
 @runtime_checkable
 class Reader(Protocol):
@@ -88,7 +90,10 @@ class Reader(Protocol):
         ...
 
     def samples_per_block(self) -> int:
-        """The dataset's `samples_per_block`; 1 if it has none. Raises TaskError as `num_samples`, and ConfigError."""
+        """The dataset's `samples_per_block`, 1 if it has none, or minus its `order_digest`.
+
+        Raises TaskError as `num_samples`, and ConfigError.
+        """
         ...
 
     def read_samples(self, ids: Sequence[int], where: str, number: int) -> Reads:
@@ -154,6 +159,8 @@ class DatasetReader:
 
     def samples_per_block(self) -> int:
         with self.lock, self._explaining("samples_per_block"):
+            if isinstance(digest := getattr(self._dataset, "order_digest", None), int):
+                return -digest
             found = getattr(self._dataset, "samples_per_block", 1)
         if not isinstance(found, int) or isinstance(found, bool) or found < 1 or found & (found - 1):
             raise ConfigError(f"{self.name}.samples_per_block={found!r}: give a power of two, or leave it out.")
@@ -203,6 +210,8 @@ class DatasetReader:
 
     def close(self) -> None:
         self._closing.set()
+        if isinstance(self._dataset, ReadsAhead):
+            self._dataset.close()
 
     def _kept(self) -> contextlib.AbstractContextManager[None]:
         return generators.kept() if self._draws is not None and self._draws.puts_back else contextlib.nullcontext()

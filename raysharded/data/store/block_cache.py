@@ -45,14 +45,17 @@ class BlockCache:
             return self._bytes
 
     def get(self, number: int) -> Bytes:
-        """The block, read now if it is not there. Raises what `read` raises."""
+        """The block, read now if it is not there; after `close` in the caller's thread. Raises what `read` raises."""
         with self._lock:
             found = self._taken(number)
-            future = None if found is not None else self._begin(number)
+            future = None
+            if found is None and (number in self._in_flight or not self._closed):
+                future = self._begin(number)
             self._pump()
         if found is not None:
             return found
-        assert future is not None
+        if future is None:
+            return self._read(number)
         block = future.result()
         with self._lock:
             self._taken(number)  # unless others pushed it out meanwhile
@@ -82,13 +85,16 @@ class BlockCache:
             self._drop_oldest()
 
     def close(self) -> None:
-        """End the threads after the reads in progress."""
+        """End the threads after the reads in progress, and drop all blocks. Does not wait."""
         with self._lock:
             self._closed = True
             self._wanted.clear()
+            self._used.clear()
+            self._ahead.clear()
+            self._bytes = self._bytes_ahead = 0
             threads = self._threads
         if threads is not None:
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.shutdown(wait=False)  # not cancelled: others may wait for these reads
 
     def _has(self, number: int) -> bool:
         return number in self._used or number in self._ahead or number in self._in_flight

@@ -25,6 +25,7 @@ _KEPT = 0.9  # of the limit, when entries are removed
 _SHARE = 16  # the folder is measured whenever this process has written this part of the limit
 _LEAST_FREE = 0.05  # of the disk
 _TEMPORARY = ".incomplete-"
+_WRITABLE_FOR_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def default_folder() -> str:
@@ -66,10 +67,11 @@ class DiskCache:
         return data
 
     def _read(self, path: str) -> bytes:
-        """The bytes of a plain file within the limit. It waits for no pipe that somebody put in its place."""
+        """The bytes of this user's plain file within the limit. It waits for no pipe that somebody put in its place."""
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
             about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode) or about.st_size > self._limit_bytes:
+            is_own = stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid()
+            if not is_own or about.st_size > self._limit_bytes:
                 raise OSError(f"{path} is no entry")
             return file.read()
 
@@ -111,9 +113,13 @@ class DiskCache:
     def _make(self) -> bool:
         try:
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
-            about = os.stat(self.folder)
-            if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o022:
+            about, above = os.stat(self.folder), os.stat(os.path.dirname(os.path.realpath(self.folder)))
+            if about.st_uid != os.getuid() or about.st_mode & _WRITABLE_FOR_OTHERS:
                 raise PermissionError(f"{self.folder} belongs to another user, or others may write to it")
+            if above.st_uid not in (os.getuid(), 0) or (
+                above.st_mode & _WRITABLE_FOR_OTHERS and not above.st_mode & stat.S_ISVTX
+            ):
+                raise PermissionError(f"the folder above {self.folder} lets other users replace it")
         except OSError as error:
             self._stop(error)
             return False

@@ -87,7 +87,7 @@ class StoreSource:
         self.blocks.expect(numbers[np.argsort(firsts)].tolist())
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads and drop the blocks. Samples are still read, each for itself."""
         self.blocks.close()
 
     def _read_block(self, number: int) -> Bytes:

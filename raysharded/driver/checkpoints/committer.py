@@ -188,8 +188,8 @@ class Committer:
         try:
             parents = self._spared().parents
             prune(self._files.storage, self._files.keep, keep_references=parents, ended=True, key=self._files.key)
-        except Exception:  # noqa: BLE001 - thread boundary: `raysharded checkpoint gc` continues
-            _log.warning("old checkpoints under %s could not be deleted", self._files.storage.url, exc_info=True)
+        except Exception as error:  # noqa: BLE001 - thread boundary: `raysharded checkpoint gc` continues
+            self._log_kept(error)
 
     def _prune(self, newest: str) -> None:
         try:
@@ -204,8 +204,13 @@ class Committer:
             )
             if pruned.retired or pruned.references:
                 self._tell(Deleted(prefixes=pruned.retired, parents=bool(pruned.references)))
-        except Exception:  # noqa: BLE001 - thread boundary: the next call continues
-            _log.warning("old checkpoints under %s could not be deleted", self._files.storage.url, exc_info=True)
+        except Exception as error:  # noqa: BLE001 - thread boundary: the next call continues
+            self._log_kept(error)
+
+    def _log_kept(self, error: Exception) -> None:
+        explained = isinstance(error, StorageError)  # it has the cause and the remedy
+        said, trace = (f": {error}", None) if explained else ("", error)
+        _log.warning("old checkpoints under %s could not be deleted%s", self._files.storage.url, said, exc_info=trace)
 
 
 def distrust(storage: Storage, prefixes: Collection[str], key: SigningKey | None) -> list[str]:

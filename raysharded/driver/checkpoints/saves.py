@@ -113,6 +113,8 @@ def on_committed(state: State, event: Committed, at: float) -> Outcome:
     saving = state.saves.get((event.generation, event.step))
     state = replace(_without_save(state, event.generation, event.step), failed_saves=0)
     state = save_timer.made_up_for(state, event.generation, event.step)
+    if saving is not None and LEAVERS in saving.answers and len(state.members) > 1 and not state.staying:
+        state = replace(state, leavers_save_s=at - saving.since)
     after = state.invalidated_after
     if after is not None and event.generation <= state.invalidated_up_to and event.step > after:
         if state.unrecorded is not None:  # deleted with the others, once the journal records the rollback

@@ -49,8 +49,8 @@ def maybe_request_change(state: State, at: float) -> Outcome:
     """
     settled = not state.starting or at - state.last_ready_at >= state.limits.join_wait_s
     if state.phase is Phase.GATHERING:
-        usable = reachable.usable(state)
-        enough = len(usable) >= state.limits.min_workers
+        chosen = reachable.choose(state)
+        usable, enough = chosen.workers, chosen.only_save or len(chosen.workers) >= state.limits.min_workers
         full = len(state.staying & usable) >= state.limits.max_workers
         return next_generation(state, at) if full or (enough and settled) else (state, [])
     if state.phase is not Phase.TRAINING or state.boundary_requested:
@@ -72,7 +72,8 @@ def _has_room_for_joiners(state: State) -> bool:
     """Whether a ready worker that is no member may become one."""
     staying = reachable.joinable(state)
     joiners = staying.difference(state.members)
-    return bool(joiners) and len(staying) - len(joiners) < state.limits.max_workers
+    members = len(staying) - len(joiners)
+    return bool(joiners) and members < state.limits.max_workers and members < candidates.most_at_work(state, staying)
 
 
 def _is_to_reshard(state: State) -> bool:
@@ -93,7 +94,8 @@ def _is_worth_it(state: State) -> bool:
 
 def _num_workers(state: State) -> int:
     """Largest possible size of the next generation, without workers that must leave."""
-    return min(len(reachable.joinable(state)), state.limits.max_workers)
+    joinable = reachable.joinable(state)
+    return min(len(joinable), candidates.most_at_work(state, joinable))
 
 
 def _num_needed(state: State) -> int:
@@ -109,7 +111,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
     if paused_run.holds_back(state) and not resting:
         return paused_run.enter(state, at)
     chosen = reachable.choose(state)
-    if len(chosen.workers) < state.limits.min_workers and not chosen.hands_over:
+    if len(chosen.workers) < state.limits.min_workers and not chosen.hands_over and not chosen.only_save:
         return gather(state, at)
     state, refused = pending_overrides.without_impossible(state)
     composed = plan_generation(replace(pending_overrides.as_wanted(state), ready=chosen.workers))
@@ -156,7 +158,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         step=step,
         generation_start_step=step,
         has_trained=False,
-        relayed=chosen.hands_over,
+        relayed=chosen.hands_over or chosen.only_save,
         verified_step=min(state.verified_step, step),
         leaving=clamp_leave_steps(state.leaving, step),
         source=source,
@@ -174,6 +176,8 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         fields["paused"] = True
     if chosen.hands_over:
         fields["hands_over"] = True
+    if chosen.only_save:
+        fields["only_saves"] = True
     why = "; ".join(filter(None, (composed.why, chosen.why)))
     if why:
         fields |= {"mesh": str(mesh), "why": why}
@@ -195,7 +199,8 @@ def gather(state: State, at: float) -> Outcome:
     if paused_run.holds_back(state):
         return paused_run.enter(state, at)
     state = replace(state, phase=Phase.GATHERING, since=at, start_failures=0, start_after=0.0)
-    return admission.replace_missing(state, at)
+    state, saving = paused_run.save_rested(state, at)
+    return prepend(admission.replace_missing(state, at), saving)
 
 
 def on_formed(state: State, worker: WorkerId, formed: GenerationReady, at: float) -> Outcome:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raysharded.driver.membership import reachable
 from raysharded.driver.state import broken_links
 from raysharded.driver.state.broken_links import BrokenLink, Pair
 from raysharded.driver.state.commands import CheckLinks, Outcome
@@ -76,10 +75,15 @@ def entry(state: State, links: Iterable[BrokenLink]) -> dict[str, Any]:
 
 def text(state: State) -> str:
     """A sentence about the links for which a run waits; empty if all ready workers reach each other."""
-    left_out = state.ready - reachable.usable(state)
-    apart = [link for link in state.links.broken if left_out.intersection(link.pair)]
+    apart = [link for link in state.links.broken if state.ready.issuperset(link.pair)]
     pairs = {frozenset((_node(state, one), _node(state, other))): None for one, other in (link.pair for link in apart)}
     return " ".join(f"{' and '.join(sorted(both))} do not reach each other; they are tested again." for both in pairs)
+
+
+def left_out(state: State) -> str:
+    """A sentence about ready workers that the run continues without; empty without any. Any thread."""
+    found = text(state) if state.phase is not Phase.OVER else ""
+    return found[:-1] if found else ""
 
 
 def _node(state: State, worker: int) -> str:

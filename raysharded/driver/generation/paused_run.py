@@ -89,6 +89,12 @@ def answer(state: State, at: float) -> Outcome:
     return state, commands
 
 
+def save_rested(state: State, at: float) -> Outcome:
+    """Have workers that were too few to continue, and formed a generation without a step, write what they hold."""
+    rested = state.relayed and state.has_trained and state.step > state.saved_step
+    return saves.save_held(state, at) if rested and not why_not_saved(state) else (state, [])
+
+
 def why_not_saved(state: State) -> str:
     """Reason why the held state of a paused run cannot be saved; empty if it can."""
     if state.step == 0:

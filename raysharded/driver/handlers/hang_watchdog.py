@@ -144,7 +144,8 @@ def _waits_for_a_checkpoint(state: State) -> bool:
 
 
 def _ask(state: State, at: float, *, again: bool) -> Outcome:
-    watch = replace(state.watch, asked_at=at, again=again, listened=False, seen={})
+    waited = frozenset(worker for worker, one in state.watch.seen.items() if again and one.waits)
+    watch = replace(state.watch, asked_at=at, again=again, listened=False, seen={}, waited=waited)
     asked: list[Command] = [
         Probe(worker=worker, generation=state.generation) for worker in sorted(_expected_to_answer(state))
     ]

@@ -22,6 +22,8 @@ def on_noticed(state: State, event: LeaveNotice, at: float) -> Outcome:
     """Exclude these workers from the next generation, and request others; at once if these stay for a while."""
     commands: list[Command] = []
     workers = _meant(state, event)
+    if workers and not state.leaving:  # how long checkpoints take was measured when others left
+        state = replace(state, leavers_save_s=None)
     for worker in sorted(workers):
         state, more = _mark(state, worker, event, at)
         commands += more
@@ -82,12 +84,15 @@ def after_event(state: State, commands: list[Command], at: float) -> Outcome:
 def _ask_for_checkpoint(state: State, at: float) -> Outcome:
     """Request a checkpoint at once, and another when the only worker has waited long enough for its replacement.
 
-    That worker leaves after the second one.
+    If several workers must all leave, the other is the last one for which there is time. They leave after it.
     """
-    told = [state.leaving[worker] for worker in state.members if worker in state.leaving]
+    told = {worker: state.leaving[worker] for worker in state.members if worker in state.leaving}
     if not told or (candidates.can_be_spared(state) and len(state.members) > 1):
         return state, []
-    wanted = max(departure.step for departure in told)
+    if candidates.has_to_save_again(state, at) and not all(departure.saves_last for departure in told.values()):
+        again = {worker: replace(departure, step=state.step, saves_last=True) for worker, departure in told.items()}
+        state, told = replace(state, leaving={**state.leaving, **again}), again
+    wanted = max(departure.step for departure in told.values())
     newest = state.checkpoint.step if state.checkpoint else 0
     if state.phase is Phase.PAUSED and newest >= state.step:
         return state, []
@@ -99,9 +104,11 @@ def _ask_for_checkpoint(state: State, at: float) -> Outcome:
 def after_checkpoint(state: State, step: int, at: float) -> Outcome:
     """Release members that must leave and alone hold their state: a checkpoint was committed."""
     commands: list[Command] = []
-    if is_redundant(state) or candidates.awaits_successor(state, at):
+    going = [w for w in state.members if w in state.leaving and state.leaving[w].step < step]
+    was_last = bool(going) and not state.staying and all(state.leaving[worker].saves_last for worker in going)
+    if not was_last and (is_redundant(state) or candidates.awaits_successor(state, at)):
         return state, commands
-    for worker in [w for w in state.members if w in state.leaving and state.leaving[w].step < step]:
+    for worker in going:
         if state.phase not in (Phase.TRAINING, Phase.FORMING, Phase.STOPPING):
             break
         reason = f"left after the checkpoint of step {step}: {state.leaving[worker].reason}"

@@ -46,7 +46,7 @@ def resize_refusal(state: State, workers: int) -> str:
         return "the run is over"
     least, most = state.limits.min_workers, state.limits.most_workers
     if least <= workers <= most:
-        return ""
+        return candidates.few_open_files(state, workers, state.members)
     return (
         f"{workers} workers are asked for, and the run may have {least} to {most}. Ask for a number between, or start "
         "it again with another ScalingConfig.num_workers."

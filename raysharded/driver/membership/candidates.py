@@ -3,17 +3,33 @@
 A leaving worker trains until a boundary. The next generation is then formed from all workers' memory, without it. It
 stays alive until that is done, in case another worker is lost meanwhile. It becomes a member once more only if it holds
 data that no other does, or if too few workers would be left.
+
+If all workers must leave, those that go last train on together: a generation of some of them would end with them. They
+write a checkpoint at once and another shortly before they have to go, and leave after it.
+
+A generation is as large as the open files of its members connect. Workers that may open too few stand by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Iterator, Sequence
 
-from raysharded.driver.membership.state_source import newest_source
+from raysharded.display.quantities import count
+from raysharded.driver.membership.state_source import held_by, newest_source
+from raysharded.driver.state import step_watch
 from raysharded.driver.state.state import State
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh, spared_first
+from raysharded.protocol import descriptors
 from raysharded.protocol.messages import FromMemory, Source
+
+LAST_MOMENT_S = 1.0
+"""Time before its deadline from which a leaving worker is no longer waited for."""
+_LEAST_TO_SAVE_S = 2.0
+"""Shortest time before that from which the last checkpoint is requested."""
+_TOGETHER_S = 30.0
+"""Workers whose deadlines are no further apart leave together, if nobody stays."""
 
 
 def exclude_leavers(state: State) -> tuple[Source, frozenset[WorkerId]]:
@@ -25,7 +41,7 @@ def exclude_leavers(state: State) -> tuple[Source, frozenset[WorkerId]]:
     """
     source = newest_source(state, state.ready)
     order = {worker: (worker in state.members, state.leaving[worker].by, worker) for worker in state.leaving}
-    leavers = sorted(state.ready & order.keys(), key=lambda worker: order[worker])
+    leavers = sorted(order.keys() & state.ready - _going_last(state), key=lambda worker: order[worker])
     may_go = leavers[: max(0, len(state.ready) - state.limits.min_workers)]
     found = source_among(state, state.ready.difference(may_go), source) if may_go else None
     if found is not None:
@@ -38,6 +54,14 @@ def exclude_leavers(state: State) -> tuple[Source, frozenset[WorkerId]]:
         if found is not None:
             source, chosen = found, chosen - {worker}
     return source, chosen
+
+
+def _going_last(state: State) -> frozenset[WorkerId]:
+    """Workers that must leave, and continue until then with others that go at the same time; none if some stay."""
+    if state.staying or not state.ready:
+        return frozenset()
+    latest = max(state.leaving[worker].by for worker in state.ready)
+    return frozenset(worker for worker in state.ready if state.leaving[worker].by >= latest - _TOGETHER_S)
 
 
 def source_among(state: State, workers: frozenset[WorkerId], source: Source) -> Source | None:
@@ -92,8 +116,57 @@ def _rank(state: State, worker: WorkerId) -> tuple[int, int]:
 
 
 def most_members(state: State, chosen: frozenset[WorkerId]) -> int:
-    """Largest size of the next generation: the maximum, plus leaving workers that are still needed."""
-    return state.limits.max_workers + len(chosen & state.leaving.keys())
+    """Largest size of the next generation: the maximum, plus leaving workers that are still needed.
+
+    It is smaller if one of them may open too few files to connect to so many. The minimum stays: a worker that cannot
+    connect to so few reports what it lacks.
+    """
+    fewest = min((_connects(state, worker) for worker in chosen), default=sys.maxsize)
+    return min(state.limits.max_workers + len(chosen & state.leaving.keys()), max(state.limits.min_workers, fewest))
+
+
+def most_at_work(state: State, workers: frozenset[WorkerId]) -> int:
+    """Largest number of these that may be at work after the members: the maximum, or as many as open files connect."""
+    limits = state.limits
+    for most, able in _able(state, workers):
+        if len(able) >= limits.min_workers and held_by(limits, state.mesh, state.members, able):
+            return min(limits.max_workers, max(limits.min_workers, most))
+    return most_members(state, workers - state.leaving.keys())
+
+
+def with_open_files(state: State, source: Source, workers: frozenset[WorkerId]) -> tuple[Source, frozenset[WorkerId]]:
+    """Without workers that may open too few files, as far as the others are more and hold all that the source needs."""
+    for _, able in _able(state, workers):
+        found = source_among(state, able, source) if state.limits.min_workers <= len(able) < len(workers) else None
+        if found is not None or able == workers:
+            return (source, workers) if found is None else (found, able)
+    return source, workers
+
+
+def few_open_files(state: State, wanted: int, workers: Collection[WorkerId]) -> str:
+    """One sentence if one of these workers may open too few files for so many members; otherwise empty."""
+    fewest = min(workers, key=lambda worker: (_connects(state, worker), worker), default=None)
+    if fewest is None or (most := _connects(state, fewest)) >= wanted:
+        return ""
+    return (
+        f"worker {fewest} may open {state.facts[fewest].open_files} files more, which connect {count(most, 'worker')}: "
+        "raise the limit where its process starts (ulimit -Hn; limits.conf: nofile)"
+    )
+
+
+def _connects(state: State, worker: WorkerId) -> int:
+    """Largest number of members of a generation of which this worker may be one."""
+    files = state.facts[worker].open_files if worker in state.facts else None
+    return sys.maxsize if files is None else descriptors.most_members(files)
+
+
+def _able(state: State, workers: Collection[WorkerId]) -> Iterator[tuple[int, frozenset[WorkerId]]]:
+    """(most, those of these workers that connect so many), the largest number first that as many of them connect."""
+    connect = {worker: _connects(state, worker) for worker in workers}
+    ranked = sorted(connect.values(), reverse=True)
+    top = min(state.limits.max_workers, sum(most >= number for number, most in enumerate(ranked, 1)))
+    for most in sorted({min(top, one) for one in ranked}, reverse=True):
+        yield most, frozenset(worker for worker, one in connect.items() if one >= most)
 
 
 def can_be_spared(state: State) -> bool:
@@ -102,7 +175,8 @@ def can_be_spared(state: State) -> bool:
         return False
     members = [worker for worker in state.members if worker in state.leaving]
     redundant = state.limits.mirrors or state.replicas > 1
-    return bool(members) and redundant and len(state.staying) + len(members) > state.limits.min_workers
+    could = bool(members) and redundant and len(state.staying) + len(members) > state.limits.min_workers
+    return could and not _going_last(state).issuperset(members)
 
 
 def should_stop(state: State, at: float) -> bool:
@@ -129,3 +203,15 @@ def awaits_successor(state: State, at: float) -> bool:
         return False
     coming = bool(state.starting) or not state.staying.issubset(state.members)
     return coming and at < told[0].since + (told[0].by - told[0].since) / 2
+
+
+def has_to_save_again(state: State, at: float) -> bool:
+    """Whether nobody stays, and it is time for the last checkpoint that can be written before the first of them goes.
+
+    The checkpoint before it, at the notice, has shown how long one takes; and a step may have to end first.
+    """
+    took_s, told = state.leavers_save_s, [state.leaving[worker] for worker in state.members if worker in state.leaving]
+    if took_s is None or not told or len(state.members) < 2 or not _going_last(state).issuperset(state.members):
+        return False
+    left_s = min(departure.by for departure in told) - LAST_MOMENT_S - at
+    return took_s <= left_s <= max(_LEAST_TO_SAVE_S, 2.0 * (took_s + step_watch.usual_s(state.watch)))

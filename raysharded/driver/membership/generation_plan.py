@@ -39,7 +39,7 @@ def plan_generation(state: State) -> GenerationPlan:
     hold it spread over more of them than whole tensor parallel groups can have at work. The run then continues from an
     older step: one that fewer workers hold, or a checkpoint.
     """
-    newest, workers = candidates.exclude_leavers(state)
+    newest, workers = candidates.with_open_files(state, *candidates.exclude_leavers(state))
     found = _at_work(state, newest, workers)
     if found is None and workers != state.ready:
         found = _at_work(state, newest_source(state, state.ready), state.ready)
@@ -53,6 +53,9 @@ def plan_generation(state: State) -> GenerationPlan:
     prepared = _prepared(state, chosen, mesh)
     members = prepared.members if prepared else order_members(source, workers, state.limits, nodes, mesh)
     why = "; ".join([choice.reason, *_passed_over(state, newest, source)])
+    wanted = min(len(state.ready), state.limits.max_workers)
+    if len(members) < wanted:
+        why = "; ".join(filter(None, [why, candidates.few_open_files(state, wanted, state.ready)]))
     numbers = number_nodes(members, nodes, mesh)
     return GenerationPlan(source=source, members=members, mesh=mesh, nodes=numbers, preparation=prepared, why=why)
 

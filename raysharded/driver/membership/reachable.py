@@ -4,6 +4,9 @@ Members must all reach each other. Whole nodes are left out first, as most broke
 single workers. Among the sets that are large enough, the largest that holds the newest complete step is chosen, with
 ties in favor of the lowest numbers. A set may also get that step from workers that it leaves out: these form a
 generation with some of its members first, do no step, and hand over what they hold.
+
+If no set is large enough, one that holds the newest complete step forms a generation that does no step, and writes a
+checkpoint of it: the run may have to wait long for the network.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ from typing import TypeVar
 from raysharded.driver.membership import candidates
 from raysharded.driver.membership.generation_plan import plan_generation
 from raysharded.driver.membership.state_source import held_by, newest_source
+from raysharded.driver.state import mesh_choice
 from raysharded.driver.state.broken_links import Pair, pair_of
 from raysharded.driver.state.state import State
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import FromMemory
+from raysharded.protocol.messages import FromMemory, Source
 
 _EXACT = 12
 """Largest number of conflicting items of which all combinations are tried."""
@@ -32,6 +36,8 @@ class Reachable:
     workers: frozenset[WorkerId]
     hands_over: bool = False
     """Whether these only hand their state over to a part of them, which others join for the generation after."""
+    only_save: bool = False
+    """Whether these, too few to continue, only write a checkpoint of the step that they hold."""
     why: str = ""
     """Reason for an older step than the newest complete one; empty if it is not older."""
 
@@ -72,15 +78,23 @@ def choose(state: State) -> Reachable:
     for workers in enough:
         if candidates.source_among(state, workers, newest) is not None:
             return Reachable(workers=workers)
-    has_handed_over = state.relayed and state.has_trained
-    for workers in () if has_handed_over else enough:
+    has_rested = state.relayed and state.has_trained
+    for workers in () if has_rested else enough:
         for others in sets:
             if _hands_over(state, others, workers, newest.step):
                 return Reachable(workers=others, hands_over=True)
     if not enough:
-        return Reachable(workers=sets[0])
+        holders = () if has_rested or newest.step <= state.saved_step else sets
+        saving = next((workers for workers in holders if _can_save(state, workers, newest)), None)
+        return Reachable(workers=sets[0] if saving is None else saving, only_save=saving is not None)
     best = max(enough, key=lambda workers: newest_source(state, workers).step)  # the first of the newest
     return Reachable(workers=best, why=f"no workers that reach each other hold step {newest.step}")
+
+
+def _can_save(state: State, workers: frozenset[WorkerId], newest: Source) -> bool:
+    """Whether a generation of these workers would hold the newest step, all of it from memory."""
+    is_held = isinstance(newest, FromMemory) and candidates.source_among(state, workers, newest) is not None
+    return is_held and mesh_choice.possible_mesh(state.limits.grouping, len(workers)) is not None
 
 
 def _pairs_among(state: State) -> Iterator[Pair]:

@@ -25,10 +25,13 @@ from raysharded.driver.state.events import Event
 from raysharded.driver.state.state import State
 from raysharded.errors import StorageError
 from raysharded.journal import log
+from raysharded.journal.entry_text import incident_text
 from raysharded.journal.log import Placed
 
-_NOT_DECIDED = frozenset({"data", "waiting", "storage_back", "entries_dropped", "gcs_lost", "gcs_back", "gcs_limit"})
+_NOT_DECIDED = frozenset({"data", "waiting", "storage_back", "gcs_lost", "gcs_back", "gcs_limit"})
 """Entries that the driver makes without the machine, after it has begun."""
+_DROPPED = "entries_dropped"
+"""Entry in place of those that storage did not take in time: events are among them."""
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError)
 """Errors raised by JSON that no encoder wrote."""
 
@@ -87,6 +90,8 @@ class Replay:
     version: str
     """Version of raysharded that made the recording; another one may decide otherwise."""
     moments: tuple[Moment, ...]
+    dropped: str = ""
+    """A sentence about entries that were dropped: there the replay ends early. Empty: none were."""
 
     @property
     def differences(self) -> tuple[str, ...]:
@@ -100,6 +105,7 @@ class Replay:
             "began_at": self.began_at,
             "version": self.version,
             "differences": list(self.differences),
+            "dropped": self.dropped,
             "moments": [moment.as_dict() for moment in self.moments],
         }
 
@@ -109,6 +115,8 @@ class Replay:
         for moment in self.moments:
             yield moment.line()
             yield from (f"{'DIFFERS':>10}  {difference}" for difference in moment.differences)
+        if self.dropped:
+            yield f"{'ENDS':>10}  {self.dropped}"
         events = count(len(self.moments) - 1, "event")
         found = count(len(self.differences), "difference") if self.differences else "decided as it was then"
         yield f"driver {self.driver}: {events}, {found}"
@@ -145,14 +153,17 @@ def load(run_url: str) -> list[Replay]:
 def replay(entries: Iterable[Placed]) -> list[Replay]:
     """Replays of all recorded drivers. Raises StorageError for a recording of another format."""
     recorded: dict[str, list[Placed]] = {}
+    dropped: dict[str, Placed] = {}
     for placed in entries:
-        kind = placed.entry["kind"]
-        if (kind == BEGINNING or placed.writer in recorded) and kind not in _NOT_DECIDED:
-            recorded.setdefault(placed.writer, []).append(placed)
-    return [_of_driver(driver, its_entries) for driver, its_entries in recorded.items()]
+        kind, driver = placed.entry["kind"], placed.writer
+        if kind == _DROPPED:
+            dropped.setdefault(driver, placed)
+        elif kind == BEGINNING or (driver in recorded and driver not in dropped and kind not in _NOT_DECIDED):
+            recorded.setdefault(driver, []).append(placed)
+    return [_of_driver(driver, its_entries, dropped.get(driver)) for driver, its_entries in recorded.items()]
 
 
-def _of_driver(driver: str, entries: Sequence[Placed]) -> Replay:
+def _of_driver(driver: str, entries: Sequence[Placed], dropped: Placed | None) -> Replay:
     first = entries[0].entry
     if first.get("format") not in FORMATS:
         raise StorageError(
@@ -164,6 +175,7 @@ def _of_driver(driver: str, entries: Sequence[Placed]) -> Replay:
         began_at=float(first["at"]),
         version=str(first.get("version", "")),
         moments=tuple(_Stage(first["format"]).moments(_told(entries))),
+        dropped=f"{_place(dropped)}: {incident_text(_DROPPED, dropped.entry)}" if dropped is not None else "",
     )
 
 

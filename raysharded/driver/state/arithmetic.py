@@ -144,14 +144,14 @@ def own_build_seed(build_seed: int, about: Mapping[str, Any]) -> dict[str, int]:
 def blocks_of(about: Mapping[str, Any]) -> tuple[int, int]:
     """(samples per block, samples per step) of a checkpoint or a driver's first entry; (1, 1) if it has none."""
     found = about.get(BLOCKS)
-    if isinstance(found, Sequence) and len(found) == 2 and all(isinstance(one, int) and one > 0 for one in found):
+    if isinstance(found, Sequence) and len(found) == 2 and all(isinstance(one, int) and one for one in found):
         return found[0], found[1]
     return 1, 1
 
 
 def own_blocks(blocks: tuple[int, int]) -> dict[str, list[int]]:
     """Entry to add to a run's settings for `blocks_of`; empty for data without blocks."""
-    return {BLOCKS: list(blocks)} if blocks[0] > 1 else {}
+    return {BLOCKS: list(blocks)} if blocks[0] != 1 else {}
 
 
 def has_other_blocks(state: State, facts: WorkerInfo) -> bool:
@@ -171,14 +171,14 @@ def blocks_with(state: State, facts: WorkerInfo) -> tuple[int, int]:
 
 def begun_blocks(recorded: tuple[int, int], facts: WorkerInfo, global_batch_size: int) -> tuple[int, int]:
     """The recorded blocks of a run; without a record it has just begun, with the blocks of this worker's data."""
-    if recorded[0] > 1 or facts.samples_per_block == 1:
+    if recorded[0] != 1 or facts.samples_per_block == 1:
         return recorded
     return facts.samples_per_block, global_batch_size
 
 
 def data_entry(facts: WorkerInfo) -> dict[str, int]:
     """Fields of the journal's entry about a run's data."""
-    blocks = {"samples_per_block": facts.samples_per_block} if facts.samples_per_block > 1 else {}
+    blocks = {"samples_per_block": facts.samples_per_block} if facts.samples_per_block != 1 else {}
     return {"num_samples": facts.num_samples, **blocks}
 
 

@@ -120,7 +120,9 @@ class Departure:
     by: float
     """Time at which it will be taken away, prepared or not."""
     step: int
-    """Newest step reported at the time of the notice."""
+    """Newest step reported at the time of the notice, or when the last checkpoint before it goes was requested."""
+    saves_last: bool = False
+    """Whether that last checkpoint was requested: it goes when that is committed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +213,8 @@ class State:
     """Worker -> time at which its start was requested."""
     leaving: Mapping[WorkerId, Departure] = field(default_factory=dict)
     """Ready workers that must leave."""
+    leavers_save_s: float | None = None
+    """Seconds that the newest checkpoint took of several workers that must all leave; None before the first."""
     terminating_nodes: Mapping[str, float] = field(default_factory=dict)
     """Node id -> announced time at which its machine will be taken away."""
     preemptions: int = 0
@@ -347,7 +351,8 @@ class State:
     """Workers of generations whose first step was proven, if a proof is required."""
     num_samples: int | None = None
     blocks: tuple[int, int] = (1, 1)
-    """(samples per block of the data, samples per step), with which the run began. Known once `num_samples` is."""
+    """(samples per block of the data, samples per step), with which the run began. Known once `num_samples` is. The
+    first is below 0 for data that have an order themselves."""
     driver: str = ""
     """The driver's name, in what its workers write."""
     rendezvous: Any = None
@@ -370,6 +375,11 @@ class State:
     def staying(self) -> frozenset[WorkerId]:
         """Ready workers that need not leave."""
         return self.ready - self.leaving.keys() if self.leaving else self.ready
+
+    @property
+    def saved_step(self) -> int:
+        """Step of the newest committed checkpoint; 0 without one."""
+        return self.checkpoint.step if self.checkpoint else 0
 
     @property
     def current_step(self) -> int:

@@ -4,9 +4,9 @@ Slow steps stretch the deadline, and 8 fast ones bring it back.
 
 If the next step does not come within half of the deadline, the members are probed. A member that has not answered by
 the deadline is stopped, wedged or cut off: answering takes no more than a thread that can run. If all answered, they
-are probed again. A member that runs its own code while others wait for it in a collective is stuck there. If all wait,
-the collective itself is stuck, and no worker is to blame. No other worker waits for a single worker: it is slow, not
-stuck.
+are probed again. A member that runs its own code at both while others wait for it in a collective is stuck there. If
+all wait, the collective itself is stuck, and no worker is to blame. No other worker waits for a single worker: it is
+slow, not stuck.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class StepWatch:
     """Whether the driver has had time to receive answers since: after standing still it receives them late."""
     seen: Mapping[WorkerId, ProbeReply] = field(default_factory=dict)
     """Answers since the probe."""
+    waited: frozenset[WorkerId] = frozenset()
+    """Members that waited at the first probe. One that is busy at the second has moved since, and is not stuck."""
     excused_at: float = 0.0
     """Time at which the members were last found busy, not stuck."""
 
@@ -122,4 +124,4 @@ def judge(watch: StepWatch) -> HangVerdict:
         return HangVerdict(all_wait=True)
     if any(one.phase in LONG_PHASES for one in seen.values()) or len(busy) == len(seen):
         return HangVerdict()
-    return HangVerdict(stuck=busy)
+    return HangVerdict(stuck=tuple(worker for worker in busy if worker not in watch.waited))

@@ -99,6 +99,12 @@ def _other_data(state: State, event: Ready) -> ConfigError:
 
 
 def _other_blocks(state: State, event: Ready) -> ConfigError:
+    if min(event.facts.samples_per_block, state.blocks[0]) < 0:
+        return ConfigError(
+            f"worker {event.worker} on {event.facts.node} finds another mixture than the run began with: the order of "
+            "samples depends on its sources and weights. Give the one that the run began with, or give the run another "
+            "name."
+        )
     return ConfigError(
         f"worker {event.worker} on {event.facts.node} finds data whose blocks have {event.facts.samples_per_block} "
         f"samples, the run began with {state.blocks[0]}: the order of samples depends on them. Give the data that the "

@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raysharded.driver.checkpoints import saves
-from raysharded.driver.membership.candidates import source_among
+from raysharded.driver.membership.candidates import LAST_MOMENT_S, source_among
 from raysharded.driver.membership.state_source import newest_source
 from raysharded.driver.state import broken_links
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record
 from raysharded.driver.state.state import Phase, State
 from raysharded.ids import WorkerId
-
-_LAST_MOMENT_S = 1.0
-"""Time before the deadline from which a worker is no longer waited for."""
 
 
 def let_go(state: State, at: float) -> Outcome:
@@ -29,7 +26,7 @@ def let_go(state: State, at: float) -> Outcome:
             worker in saving.members and worker not in saving.parts and not saving.committing
             for saving in state.saves.values()
         )
-        if owes and at < state.leaving[worker].by - _LAST_MOMENT_S:
+        if owes and at < state.leaving[worker].by - LAST_MOMENT_S:
             continue  # its part of a checkpoint is not written yet
         state, left = leave(state, worker, at)
         commands += [KillWorker(worker=worker, at_once=False), *left]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raysharded.display.quantities import count, listing
 from raysharded.driver.state import node_health
 from raysharded.driver.state.commands import Command, Outcome, Record, StartWorker
 from raysharded.driver.state.node_health import NodeRecord
@@ -77,6 +78,15 @@ def review(state: State, at: float) -> Outcome:
         commands.append(Record(kind="node_allowed", fields=fields, durable=True))
     avoid = to_avoid(state, at)
     return state, [*commands, *(StartWorker(worker=worker, avoid=avoid) for worker in sorted(state.starting))]
+
+
+def text(state: State) -> str:
+    """A sentence about the nodes that get no new workers because of failures; empty without any. Any thread."""
+    avoided = [node for node, record in state.nodes.items() if record.avoided and not (record.drained or record.dead)]
+    names = sorted(f"{state.nodes[node].host or '?'} ({node[:12]})" for node in avoided)
+    if not names or state.limits.max_node_failures is None:
+        return ""
+    return f"no worker is placed on {listing(names)}: {count(state.limits.max_node_failures, 'failure')}"
 
 
 def to_avoid(state: State, at: float) -> tuple[str, ...]:

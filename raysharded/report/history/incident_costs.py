@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +13,7 @@ from raysharded.journal.entries import whole_or_none
 from raysharded.journal.records import Recovery
 from raysharded.report.history import incidents, wall_time
 from raysharded.report.history.incidents import FAILURES, Change, FailedInARow, Incident
-from raysharded.report.history.step_table import StepLog
+from raysharded.report.history.step_table import Int64s, StepLog
 
 Entry = Mapping[str, Any]
 
@@ -31,6 +32,8 @@ class Chronicle:
     """Microseconds since the first entry; never decreases."""
     sessions: list[wall_time.Session] = field(default_factory=list)
     incidents: list[Incident] = field(default_factory=list)
+    _told_s: list[float] = field(default_factory=list)
+    """The time when each incident was added, which is no earlier than its own."""
     members: frozenset[int] | None = None
     """Members of this driver's newest generation, formed or not."""
     step: int = 0
@@ -80,14 +83,17 @@ class Chronicle:
             case _ if kind in _BREAKS and self._concerns_members(entry):
                 self._open()
                 self.sessions[-1].note("found", self.now)
-        incident = incidents.of_entry(entry, self.now / wall_time.MICRO, self.step)
+        incident = incidents.of_entry(
+            entry, self.now / wall_time.MICRO, self.step, self.sessions[-1].max_steps if self.sessions else None
+        )
         row = self.failed.add(entry)
         if incident is not None and row:
             incident = replace(incident, text=row)
             if self.incidents and self.incidents[-1] is self.failure:
                 self.incidents.pop()
+                self._told_s.pop()
         if incident is not None and not self._is_told(incident):
-            self.incidents.append(incident)
+            self._tell(incident)
             self.failure = incident if kind in FAILURES else self.failure
 
     def add_step(self, index: int) -> None:
@@ -105,10 +111,10 @@ class Chronicle:
         self.closed, self.closed_lost_s, self.lost_s = change, self.lost_s, 0.0
         if change.before is not None and change.after:
             if not _only_resumes(change):
-                self.incidents.append(incidents.of_reshard(change))
+                self._tell(incidents.of_reshard(change))
         elif len(self.sessions) > 1:
             ended, started = self.sessions[-2].end, self.sessions[-1].begin
-            self.incidents.append(
+            self._tell(
                 incidents.of_resumption(
                     change,
                     ended_s=ended / wall_time.MICRO,
@@ -125,7 +131,7 @@ class Chronicle:
         moments = np.maximum.accumulate(np.maximum(moments, self.now))
         self.now = self.trained = self.sessions[-1].end = int(moments[-1])
         self.step = self.log.number(indices[-1])
-        self.sessions[-1].more_steps(self.step, moments.tolist())
+        self.sessions[-1].more_steps(self.step, moments)
         if self.change is not None:  # they are from before it, like the previous step
             self.change.since_s, self.change.step = self.now / wall_time.MICRO, self.step
 
@@ -137,10 +143,11 @@ class Chronicle:
         found_s = found / wall_time.MICRO
         unknown = Change(since_s=found_s, opened_s=found_s, step=recovery.resumed_after_step, before=None)
         change = self.closed or unknown
-        self.incidents = [incident for incident in self.incidents if not _is_part_of(incident, recovery, change)]
+        self._drop_parts(recovery, change)
         ended_s = self.now / wall_time.MICRO
         lost_s = 0.0 if change.before is None else self.closed_lost_s
-        self.incidents.append(incidents.of_recovery(recovery, change, ended_s=ended_s, lost_s=lost_s))
+        last = self.sessions[-1].max_steps
+        self._tell(incidents.of_recovery(recovery, change, ended_s=ended_s, lost_s=lost_s, max_steps=last))
 
     def lost(self, seconds: float) -> None:
         """Add seconds of steps to compute again; a negative number for steps that count after all."""
@@ -151,10 +158,22 @@ class Chronicle:
         self.undone.extend(steps)
         self.lost_s = 0.0
 
-    def told(self, counted: Iterable[int]) -> tuple[wall_time.Times, wall_time.Track, tuple[Incident, ...]]:
+    def told(self, counted: Int64s) -> tuple[wall_time.Times, wall_time.Track, tuple[Incident, ...]]:
         """(times, track, incidents), given the log's steps that count."""
         when = sorted(self.incidents, key=lambda incident: incident.at_s)
         return *wall_time.partition(self.sessions, self.log, counted, self.undone), tuple(when)
+
+    def _tell(self, incident: Incident) -> None:
+        self.incidents.append(incident)
+        self._told_s.append(self.now / wall_time.MICRO)
+
+    def _drop_parts(self, recovery: Recovery, change: Change) -> None:
+        """Drop the incidents that the recovery contains. None of them was added before the change began."""
+        first = bisect_left(self._told_s, min(change.since_s, change.opened_s))
+        newest = list(zip(self.incidents[first:], self._told_s[first:], strict=True))
+        kept = [pair for pair in newest if not _is_part_of(pair[0], recovery, change)]
+        self.incidents[first:] = [incident for incident, _ in kept]
+        self._told_s[first:] = [told_s for _, told_s in kept]
 
     def _tell_the_time(self, at: float, kind: str) -> None:
         if self.first_at is None:

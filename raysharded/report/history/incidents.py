@@ -175,8 +175,11 @@ def is_incident(entry: Entry) -> bool:
     return entry["kind"] in KINDS and (entry["kind"] != "waiting" or bool(entry.get("missing")))
 
 
-def of_entry(entry: Entry, at_s: float, step: int) -> Incident | None:
-    """The incident of a single entry; None for most, and for an older version's entry without the needed fields."""
+def of_entry(entry: Entry, at_s: float, step: int, max_steps: int | None) -> Incident | None:
+    """The incident of a single entry; None for most, and for an older version's entry without the needed fields.
+
+    `step`: the newest finished step; `max_steps`: the run's last step, if it is known.
+    """
     kind = entry["kind"]
     if not is_incident(entry):
         return None
@@ -186,7 +189,7 @@ def of_entry(entry: Entry, at_s: float, step: int) -> Incident | None:
         return None
     if text is None:
         return None
-    worker, hit = entry.get("worker"), step_of(kind, step)
+    worker, hit = entry.get("worker"), step_of(kind, step, max_steps)
     return Incident(
         kind="asked" if entry.get("who") == "asked" else KINDS[kind],
         at_s=at_s,
@@ -235,9 +238,12 @@ class FailedInARow:
         return _sentence(f"{what}{none}; the last: {brief(str(entry['error']))}")
 
 
-def of_recovery(recovery: Recovery, change: Change, *, ended_s: float, lost_s: float) -> Incident:
+def of_recovery(
+    recovery: Recovery, change: Change, *, ended_s: float, lost_s: float, max_steps: int | None
+) -> Incident:
     """The incident of a loss and its recovery. `ended_s`: the time when its first step was done; `lost_s`: seconds of
-    steps to compute again."""
+    steps to compute again; `max_steps`: the run's last step, if it is known."""
+    step = step_of("worker_lost", change.step, max_steps)
     found_s = ended_s - recovery.total_s
     costs = [
         Cost(name=FOUND, seconds=max(0.0, found_s - change.since_s)),
@@ -252,14 +258,14 @@ def of_recovery(recovery: Recovery, change: Change, *, ended_s: float, lost_s: f
     elif recovery.workers_after > recovery.workers_before:
         went_on = f"{recovery.workers_after} workers went on after {recovery.workers_before}"
     text = (
-        f"{_what_broke(recovery, change.step + 1)}{_because(recovery)}; {went_on} from step "
+        f"{_what_broke(recovery, step)}{_because(recovery)}; {went_on} from step "
         f"{recovery.resumed_after_step} with the state {_from(recovery.source)}, and "
         f"{count(recovery.steps_redone, 'step') if recovery.steps_redone else 'no step'} had to be computed again"
     )
     return Incident(
         kind="recovery",
         at_s=found_s,
-        step=change.step + 1,
+        step=step,
         text=_sentence(f"{text}: {_costs(costs, change)}"),
         costs=tuple(costs),
     )

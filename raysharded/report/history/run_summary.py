@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from raysharded.journal.records import (
@@ -25,6 +26,7 @@ from raysharded.report.history.incidents import Incident
 from raysharded.report.history.step_table import Steps
 from raysharded.report.history.wall_time import Times, Track
 
+_AT_ONCE = 1 << 16
 Status = Literal["finished", "failed", "stopped", "unfinished"]
 """unfinished: the newest driver is still at work, or exited without a final entry."""
 
@@ -116,7 +118,9 @@ class RunSummary:
     @property
     def weight(self) -> float:
         """The sum of the loss's weights: the number of `unit` trained on."""
-        return math.fsum(self.steps.real("weight").tolist())
+        weights = self.steps.real("weight")
+        parts = (weights[first : first + _AT_ONCE].tolist() for first in range(0, len(weights), _AT_ONCE))
+        return math.fsum(chain.from_iterable(parts))
 
     @property
     def weight_per_s(self) -> float:

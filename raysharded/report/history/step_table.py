@@ -12,9 +12,9 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from operator import itemgetter, methodcaller
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,10 @@ _WHOLE: tuple[Whole, ...] = ("step", "generation", "workers", "reads")
 _REAL: tuple[Real, ...] = ("loss", "weight", "gradient_norm", "lr", "at")
 _NOTHING: Mapping[str, Any] = {}
 _WORD_DIGITS = 16
+_EACH = 32
+_SOME = 1 << 16
+"""Number of steps in an intermediate array; divisible by `_EACH`."""
+_MOST_SHAPES = 1 << 16
 _GROUPS: tuple[Group, ...] = ("seconds", "metrics", "evaluation")
 _fields: Callable[[Entry], tuple[Any, ...]] = itemgetter(*[*_WHOLE, *_REAL, "digest"])
 _values: Callable[[Mapping[str, Any]], Iterable[Any]] = methodcaller("values")
@@ -68,18 +72,19 @@ class Columns:
             lows, highs = zip(*digests, strict=True)
             if not all(map(math.isfinite, real[-1])):
                 raise ValueError("a step was recorded at no time")
-            groups = tuple(_group([entry.get(name) or _NOTHING for entry in entries]) for name in _GROUPS)
+            groups = tuple(_group([entry.get(name) for entry in entries]) for name in _GROUPS)
             return cls(whole, real, (_words(lows), _words(highs)), groups)
         except (OverflowError, AttributeError) as error:
             raise ValueError(f"not a step: {error}") from error
 
 
-def _group(rows: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, ...]], array[int], array[float]]:
+def _group(rows: Sequence[Mapping[str, Any] | None]) -> tuple[list[tuple[str, ...]], array[int], array[float]]:
     if not any(rows):
         return [()], array("q", [0]) * len(rows), array("d")
-    names = [*map(tuple, rows)]
+    there = cast("Sequence[Mapping[str, Any]]", rows if all(rows) else [row or _NOTHING for row in rows])
+    names = [*map(tuple, there)]
     shapes = {shape: number for number, shape in enumerate(dict.fromkeys(names))}
-    values = _real_numbers(list(chain.from_iterable(map(_values, rows))))
+    values = _real_numbers(list(chain.from_iterable(map(_values, there))))
     return list(shapes), array("q", map(shapes.__getitem__, names)), values
 
 
@@ -87,7 +92,7 @@ class StepLog:
     """Every recorded step, in that order; a step computed again occurs again."""
 
     def __init__(self) -> None:
-        self._whole: dict[Whole, array[int]] = {name: array("q") for name in _WHOLE}
+        self._whole: dict[Whole, array[int]] = {name: array("i") for name in _WHOLE}
         self._real: dict[Real, array[float]] = {name: array("d") for name in _REAL}
         self._words = (array("Q"), array("Q"))
         self._groups: dict[Group, _Named] = {name: _Named() for name in _GROUPS}
@@ -105,8 +110,10 @@ class StepLog:
     def add(self, columns: Columns) -> range:
         """Add some steps; returns their indices."""
         begin = len(self)
-        for column, new in zip((*self._whole.values(), *self._words), (*columns.whole, *columns.words), strict=True):
-            column.extend(new)
+        for name, new in zip(_WHOLE, columns.whole, strict=True):
+            self._whole[name] = _longer(self._whole[name], new)
+        for word_column, new_words in zip(self._words, columns.words, strict=True):
+            word_column.extend(new_words)
         for real_column, new_real in zip(self._real.values(), columns.real, strict=True):
             real_column.extend(new_real)
         for group, parts in zip(self._groups.values(), columns.groups, strict=True):
@@ -152,16 +159,16 @@ class StepLog:
     def chosen(self, indices: Int64s) -> Steps:
         return Steps(self, indices)
 
-    # -- whole columns, of all steps so far --
+    # -- columns, of some steps --
 
-    def whole(self, name: Whole) -> Int64s:
-        return np.array(self._whole[name], dtype=np.int64)
+    def whole(self, name: Whole, indices: Int64s) -> Int64s:
+        return np.asarray(self._whole[name])[indices].astype(np.int64)
 
-    def real(self, name: Real) -> Floats:
-        return np.array(self._real[name], dtype=np.float64)
+    def real(self, name: Real, indices: Int64s) -> Floats:
+        return np.asarray(self._real[name], dtype=np.float64)[indices]
 
-    def words(self) -> tuple[UInt64s, UInt64s]:
-        low, high = (np.array(column, dtype=np.uint64) for column in self._words)
+    def words(self, indices: Int64s) -> tuple[UInt64s, UInt64s]:
+        low, high = (np.asarray(column, dtype=np.uint64)[indices] for column in self._words)
         return low, high
 
     def group(self, name: Group) -> _Named:
@@ -207,15 +214,14 @@ class Steps(Sequence[StepRecord]):
         return f"Steps of {len(self)}"
 
     def whole(self, name: Whole) -> Int64s:
-        return self._log.whole(name)[self.indices]
+        return self._log.whole(name, self.indices)
 
     def real(self, name: Real) -> Floats:
-        return self._log.real(name)[self.indices]
+        return self._log.real(name, self.indices)
 
     def words(self) -> tuple[UInt64s, UInt64s]:
         """The digests, low and high words."""
-        low, high = self._log.words()
-        return low[self.indices], high[self.indices]
+        return self._log.words(self.indices)
 
     def names(self, group: Group) -> list[str]:
         """The names that occur in any of the steps, in order of first appearance."""
@@ -243,35 +249,42 @@ class _Named:
     def __init__(self) -> None:
         self._numbers: dict[tuple[str, ...], int] = {}
         self._shapes: list[tuple[str, ...]] = []
-        self._of: array[int] = array("q")
+        self._of: array[int] = array("H")
         """Step -> its shape."""
         self._begins: array[int] = array("q")
-        """Step -> the index of its first value."""
+        """The index of the first value of each `_EACH`-th step; for every step they would need much memory."""
         self._values: array[float] = array("d")
 
-    def extend(self, shapes: Sequence[tuple[str, ...]], of: Sequence[int], values: array[float]) -> None:
+    def extend(self, shapes: Sequence[tuple[str, ...]], of: array[int], values: array[float]) -> None:
         """Add steps. `of`: each step's index in `shapes`."""
         for shape in shapes:
             if shape not in self._numbers:
                 self._numbers[shape] = len(self._shapes)
                 self._shapes.append(shape)
+        if len(self._shapes) > _MOST_SHAPES and self._of.typecode == "H":
+            self._of = array("q", self._of)
         known, lengths = [self._numbers[shape] for shape in shapes], [len(shape) for shape in shapes]
-        shape_of = np.asarray(of, dtype=np.int64)
-        many = np.asarray(lengths, dtype=np.int64)[shape_of]
-        self._of.frombytes(np.asarray(known, dtype=np.int64)[shape_of].tobytes())
-        self._begins.frombytes((len(self._values) + np.cumsum(many) - many).tobytes())
+        begin, first = len(self._values), -len(self._of) % _EACH
+        if len(shapes) == 1:
+            self._begins.extend([begin + lengths[0] * place for place in range(first, len(of), _EACH)])
+            self._of.extend(array(self._of.typecode, known) * len(of))
+        else:
+            many = list(map(lengths.__getitem__, of))
+            begins = list(accumulate(many, initial=begin))[:-1]
+            self._begins.extend(begins[first::_EACH])
+            self._of.extend(array(self._of.typecode, map(known.__getitem__, of)))
         self._values.extend(values)
 
     def values_of(self, index: int) -> array[float]:
-        begin = self._begins[index]
-        end = self._begins[index + 1] if index + 1 < len(self._begins) else len(self._values)
-        return self._values[begin:end]
+        before = self._of[index - index % _EACH : index]
+        begin = self._begins[index // _EACH] + sum(len(self._shapes[shape]) for shape in before)
+        return self._values[begin : begin + len(self._shapes[self._of[index]])]
 
     def row(self, index: int) -> Mapping[str, float]:
         return dict(zip(self._shapes[self._of[index]], self.values_of(index), strict=True))
 
     def names(self, indices: Int64s) -> list[str]:
-        used = np.flatnonzero(np.bincount(np.array(self._of, dtype=np.int64)[indices])).tolist()
+        used = np.flatnonzero(np.bincount(np.asarray(self._of)[indices])).tolist()
         return list(dict.fromkeys(name for shape in used for name in self._shapes[shape]))
 
     def column(self, name: str) -> Floats:
@@ -289,8 +302,8 @@ class _Named:
 
     def counts(self) -> Int64s:
         """The number of values of each step."""
-        lengths = np.array([len(names) for names in self._shapes], dtype=np.int64)
-        return lengths[np.array(self._of, dtype=np.int64)]
+        many: Int64s = self._lengths()[np.asarray(self._of)]
+        return many
 
     def sums(self) -> Floats:
         """The sum of each step's values, added from the first to the last, as `sum` does."""
@@ -301,20 +314,41 @@ class _Named:
         return found
 
     def _places(self, name: str) -> Iterator[tuple[Int64s, Int64s]]:
-        """For each shape that has the name: its steps, and the indices of the values."""
+        """Steps that have the name, and the indices of the values."""
         for names, rows, begins in self._by_shape():
             if name in names:
                 yield rows, begins + names.index(name)
 
     def _by_shape(self) -> Iterator[tuple[tuple[str, ...], Int64s, Int64s]]:
-        """For each shape: its names, its steps, and the index of each step's first value."""
-        shapes, begins = np.array(self._of, dtype=np.int64), np.array(self._begins, dtype=np.int64)
-        by_shape = np.argsort(shapes, kind="stable")
-        first = 0
-        for names, many in zip(self._shapes, np.bincount(shapes, minlength=len(self._shapes)).tolist(), strict=True):
-            rows = by_shape[first : first + many]
-            yield names, rows, begins[rows]
-            first += many
+        """Names, steps with just these names, and the index of each step's first value: some steps after others."""
+        of, lengths = np.asarray(self._of), self._lengths()
+        for start in range(0, len(of), _SOME):
+            shapes = of[start : start + _SOME]
+            many = lengths[shapes]
+            begins = self._begins[start // _EACH] + np.cumsum(many) - many
+            by_shape = np.argsort(shapes, kind="stable")
+            first = 0
+            for number, count in enumerate(np.bincount(shapes).tolist()):
+                rows = by_shape[first : first + count]
+                if count:
+                    yield self._shapes[number], rows + start, begins[rows]
+                first += count
+
+    def _lengths(self) -> Int64s:
+        """The number of names of each shape."""
+        return np.array([len(names) for names in self._shapes], dtype=np.int64)
+
+
+def _longer(column: array[int], new: array[int]) -> array[int]:
+    """The column with more numbers: of 32 bits, as nearly always, or of 64."""
+    if column.typecode == "i":
+        try:
+            column.extend(array("i", new))
+            return column
+        except OverflowError:
+            column = array("q", column)
+    column.extend(new)
+    return column
 
 
 def _whole_numbers(values: Sequence[Any]) -> array[int]:

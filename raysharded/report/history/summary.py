@@ -29,6 +29,7 @@ from raysharded.journal.records import (
 )
 from raysharded.numerics import KEY, number_of
 from raysharded.report.history.anomalies import Numbers, by_skips
+from raysharded.report.history.counted_steps import CountedSteps
 from raysharded.report.history.incident_costs import Chronicle
 from raysharded.report.history.run_summary import RunSummary, Status
 from raysharded.report.history.step_table import Columns, StepLog, Steps
@@ -61,8 +62,8 @@ class Fold:
     versions: dict[str, str] = field(default_factory=dict)
     members: frozenset[int] | None = None
     """Members of this driver's newest formed generation."""
-    current: dict[int, int] = field(default_factory=dict)
-    """Step -> index of the log's entry that counts."""
+    current: CountedSteps = field(default_factory=CountedSteps)
+    """Each step's index of the log's entry that counts."""
     dropped: dict[int, int] = field(default_factory=dict)
     """Lost steps that were not computed again so far."""
     highest: int = 0
@@ -209,18 +210,13 @@ class Fold:
         """Continue after `step`. Later steps are lost. Lost steps up to it count after all, if a checkpoint of it was
         committed meanwhile."""
         for number in [number for number in self.dropped if number <= step and number not in self.current]:
-            self.current[number] = self.dropped.pop(number)
-            self.chronicle.lost(-self.log.total_s(self.current[number]))
-        for number in self._done_after(step):
-            self.dropped[number] = self.current.pop(number)
-            self.chronicle.lost(self.log.total_s(self.dropped[number]))
+            index = self.dropped.pop(number)
+            self.current.put(number, index)
+            self.chronicle.lost(-self.log.total_s(index))
+        for number in self.current.after(step):
+            index = self.dropped[number] = self.current.take(number)
+            self.chronicle.lost(self.log.total_s(index))
         self.step = step
-
-    def _done_after(self, step: int) -> list[int]:
-        """The steps after `step` that count so far, without a scan of all earlier ones."""
-        if self.highest - step > len(self.current):
-            return [number for number in self.current if number > step]
-        return [number for number in range(step + 1, self.highest + 1) if number in self.current]
 
     def _take_back(self, step: int, *, asked: bool = False) -> None:
         """Return to `step`: later steps are lost, or undone, and their replacements need not have the same results."""
@@ -263,23 +259,22 @@ class Fold:
 
     def _step(self, index: int) -> None:
         number = self.log.number(index)
-        before = self.dropped.pop(number, None)
-        before = self.current.get(number, before)  # reported again without a generation in between
+        dropped, before = self.dropped.pop(number, None), self.current.get(number)
+        before = dropped if before is None else before  # else: reported again without a generation in between
         if before is not None:
             earlier, record = self.log.record(before), self.log.record(index)
             differing = differing_fields(earlier, record, exact=self.exact)
             if differing:
                 generations = (earlier.generation, record.generation)
                 self.differences.append(Difference(step=number, fields=differing, generations=generations))
-        self.current[number] = index
+        self.current.put(number, index)
         self.step, self.highest = number, max(self.highest, number)
         self.chronicle.add_step(index)
 
     def _more_steps(self, indices: range) -> None:
         """Add consecutive steps."""
-        numbers = self.log.numbers(indices).tolist()
-        self.current.update(zip(numbers, indices, strict=True))
-        self.step = self.highest = numbers[-1]
+        self.current.put_row(self.log.number(indices[0]), indices)
+        self.step = self.highest = self.log.number(indices[-1])
         self.chronicle.add_more_steps(indices)
 
     def _recovery(self, recovery: Recovery) -> None:
@@ -296,7 +291,7 @@ class Fold:
             "stuck": "stuck",
             "straggler": "slow",
         }
-        hit = step_of(kind, self.step)
+        hit = step_of(kind, self.step, self.max_steps)
         reason = slowness(entry) if kind == "straggler" else str(entry["reason"])
         self.worker_events.append(
             WorkerEvent(what=what[kind], worker=int(entry["worker"]), step=hit, reason=reason, at=at)
@@ -310,11 +305,7 @@ class Fold:
 
     def steps(self) -> Steps:
         """The steps that count, in order."""
-        many = len(self.current)
-        numbers, indices = (
-            np.fromiter(column, dtype=np.int64, count=many) for column in (self.current, self.current.values())
-        )
-        return self.log.chosen(indices[np.argsort(numbers)])
+        return self.log.chosen(self.current.columns()[1])
 
     def _on_record(self, span: Span) -> Iterator[Span]:
         """The span without steps whose entries were dropped: they are not lost, and there is nothing to check."""
@@ -330,7 +321,7 @@ class Fold:
         spans = [replace(span, last_step=min(span.last_step, self.step)) for span in self.spans]
         spans = [part for span in spans for part in by_skips(span, self.numbers.skips)]
         spans = [part for span in spans for part in self._on_record(span)]
-        times, track, incidents = self.chronicle.told(self.current.values())
+        times, track, incidents = self.chronicle.told(self.current.columns()[1])
         first_at = math.nan if self.chronicle.first_at is None else self.chronicle.first_at
         return RunSummary(
             run=self.run,
@@ -378,7 +369,7 @@ def _with_data(span: Span, entry: Entry) -> Span:
     """The span with the data of the first ready worker. They determine the blocks of a run that has just begun."""
     per_block = int(entry.get("samples_per_block", 1))
     blocks = span.blocks
-    if blocks[0] == 1 < per_block and span.batch is not None:
+    if blocks[0] == 1 != per_block and span.batch is not None:
         blocks = per_block, int(span.batch["global_batch_size"])
     return replace(span, num_samples=int(entry["num_samples"]), blocks=blocks)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 from rich.table import Table
 from rich.text import Text
 
@@ -49,7 +50,7 @@ def run_table(summary: RunSummary) -> Table:
         table.add_row("loss", f"{newest.loss:.6g} in step {newest.step}")
         for name, value in newest.metrics.items():
             table.add_row(Text(one_line(name)), f"{value:.6g} in step {newest.step}")
-        workers = sorted(set(summary.workers_by_step.values()))
+        workers = np.unique(summary.steps.whole("workers")).tolist()
         table.add_row("workers", f"{workers[0]} to {workers[-1]}" if len(workers) > 1 else str(workers[0]))
     meshes = [generation for generation in summary.generations if generation.mesh]
     if meshes:

@@ -10,7 +10,7 @@ moment belongs to the step that ended next. In a gap the entries in it determine
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, TypeAlias, get_args
@@ -136,10 +136,10 @@ class Session:
             self.stretches.append((before, len(self.notes)))
         self.newest, self.generation = number, generation
 
-    def more_steps(self, newest: int, at: Iterable[Moment]) -> None:
+    def more_steps(self, newest: int, at: Int64s) -> None:
         """The log's next steps were recorded, all of the previous step's generation."""
         self.newest = newest
-        self.moments.extend(at)
+        self.moments.frombytes(at.tobytes())
 
     def found(self, at: Moment) -> None:
         """A loss was detected at `at`, which is known only now: insert it into the notes."""
@@ -147,11 +147,15 @@ class Session:
         while place and self.notes[place - 1][0] > at:
             place -= 1
         self.notes.insert(place, (at, "found"))
-        self.stretches = [(steps, notes + (notes > place)) for steps, notes in self.stretches]
+        for index in reversed(range(len(self.stretches))):
+            steps, notes = self.stretches[index]
+            if notes <= place:
+                break  # so are those before: they have no more notes before them
+            self.stretches[index] = steps, notes + 1
 
 
 def partition(
-    sessions: Sequence[Session], log: StepLog, counted: Iterable[int], undone: Iterable[int] = ()
+    sessions: Sequence[Session], log: StepLog, counted: Int64s, undone: Sequence[int] = ()
 ) -> tuple[Times, Track]:
     """The partition of all the time. `log`: the sessions' steps; `counted`: indices of steps whose results count;
     `undone`: indices of steps undone on request."""
@@ -165,7 +169,7 @@ def partition(
 class _Walk:
     """One pass through time that assigns every moment to a part."""
 
-    def __init__(self, steps: Steps, counted: Iterable[int], undone: Iterable[int]) -> None:
+    def __init__(self, steps: Steps, counted: Int64s, undone: Sequence[int]) -> None:
         self.now: Moment = 0
         self.parts: dict[Part, int] = dict.fromkeys(PARTS, 0)
         self.pieces: list[Piece] = []
@@ -174,8 +178,9 @@ class _Walk:
         self._waited = _in_micros(steps.named("seconds", "save"))
         self._begins, self._ends = array("q"), array("q")
         self._fates = np.full(len(steps), _FATES.index("lost"), dtype=np.uint8)
-        for part, which in (("undone", undone), ("computing", counted)):
-            self._fates[np.fromiter(which, dtype=np.int64)] = _FATES.index(part)
+        fated: tuple[tuple[Part, Sequence[int] | Int64s], ...] = (("undone", undone), ("computing", counted))
+        for part, which in fated:
+            self._fates[np.asarray(which, dtype=np.int64)] = _FATES.index(part)
 
     def track(self) -> Track:
         counts, undone = (bytearray((self._fates == _FATES.index(part)).tobytes()) for part in ("computing", "undone"))
@@ -265,4 +270,6 @@ def _is_done(session: Session) -> bool:
 
 def _in_micros(seconds: Floats) -> Int64s:
     """Whole microseconds; 0 for non-finite values."""
-    return np.rint(np.nan_to_num(seconds, nan=0.0, posinf=0.0, neginf=0.0) * MICRO).astype(np.int64)
+    micros = np.nan_to_num(seconds, nan=0.0, posinf=0.0, neginf=0.0)
+    micros *= MICRO
+    return np.rint(micros, out=micros).astype(np.int64)

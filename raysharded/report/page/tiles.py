@@ -69,7 +69,7 @@ def _work(summary: RunSummary) -> Iterator[_Tile]:
         yield _Tile(
             f"{unit.capitalize()} per second", short(summary.weight_per_s), f"{short(summary.weight)} {unit} in all"
         )
-        workers = sorted(set(summary.workers_by_step.values()))
+        workers = np.unique(summary.steps.whole("workers")).tolist()
         yield _Tile("Workers", f"{workers[0]} to {workers[-1]}" if len(workers) > 1 else str(workers[0]), "at a step")
     drivers = count(summary.starts, "driver") if summary.starts > 1 else "one driver"
     at_work = f"{duration(summary.elapsed_s)} at work, {drivers}"

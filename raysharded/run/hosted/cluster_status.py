@@ -5,6 +5,7 @@ No file shows that Ray restarts a run's driver, that a driver cannot write, or t
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from raysharded.run.status import has_cluster, stored_status, with_restart, with_stored_best
 
 if TYPE_CHECKING:
+    from raysharded.errors import StorageError
     from raysharded.report.overview import RunOverview
     from raysharded.run.results import Status
 
@@ -31,6 +33,44 @@ def status_at(url: str) -> Status:
     (found,) = look([storage])
     run, status = complete(found, stored_status(found, read_recent(storage)))
     return with_stored_best(status, run, storage)
+
+
+def without_storage(url: str, error: StorageError) -> tuple[RunOverview, Status] | None:
+    """A run whose storage shows no run, or cannot be read, as its driver actor knows it; None if it has none.
+
+    A share is unmounted, for example, and the run trains on. `error`, that of storage, is among the warnings.
+    """
+    from raysharded.checkpoint import open_storage
+    from raysharded.ray_backend.peers import host_name, host_of
+    from raysharded.report.overview import RunOverview
+    from raysharded.run.hosted.registry import of_another_version, status_of
+    from raysharded.run.results import Status
+
+    url = open_storage(url).url
+    name = os.path.basename(url.partition("?")[0].rstrip("/"))
+    host = host_of(host_name(name, url)) if has_cluster() else None
+    if host is None or of_another_version(name, url):
+        return None
+    answer = status_of(host, _ANSWER_S) or Status(phase="", state="new", step=0, max_steps=0, workers=())
+    state = "restarting" if answer.state == "new" else answer.state  # it starts again, or waits for storage
+    run = RunOverview(
+        url=url,
+        name=name,
+        state=state,  # type: ignore[arg-type]  # a driver reports one of these
+        driver=answer.driver,
+        error=answer.error,
+        step=answer.step or None,
+        max_steps=answer.max_steps or None,
+        loss=answer.loss,
+        workers=answer.num_workers,
+        checkpoint_step=answer.checkpoint_step,
+        checkpoint_at=None,
+        newest_entry_at=None,
+        num_segments=0,
+        driver_is_actor=True,
+    )
+    warnings = (*answer.warnings, f"its storage does not show it: {error}")
+    return run, replace(answer, name=name, url=url, state=state, phase=state, warnings=warnings)
 
 
 def complete(run: RunOverview, status: Status, *, ask: bool = False) -> tuple[RunOverview, Status]:

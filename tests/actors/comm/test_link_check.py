@@ -17,6 +17,7 @@ from raysharded.actors.comm.store_client import StoreClient
 from raysharded.driver.state.broken_links import all_pairs
 from raysharded.ids import WorkerId
 from raysharded.protocol.link_messages import LinkCheck
+from raysharded.rendezvous import wire
 from raysharded.rendezvous.server import RendezvousStore
 
 HOST = "127.0.0.1"
@@ -69,6 +70,47 @@ def test_a_worker_whose_packets_go_nowhere_is_named_by_the_others_and_one_that_n
     assert found(spec, 0, 1) == {0: (2,), 1: (2,)}
     silent.close()
     client.close()
+
+
+def test_connections_of_strangers_and_of_a_worker_that_comes_late_do_not_count_as_those_that_are_awaited(
+    store: RendezvousStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 2 is announced and connects last; two strangers and worker 3, which comes late, connect before."""
+    monkeypatch.setattr(link_check, "MEET_S", 0.5)
+    spec = check_of(store, 4)
+    theirs = socket.create_server((HOST, 0))
+    clients = [announce(spec, worker, theirs.getsockname()[1]) for worker in (1, 2)]
+    with ThreadPoolExecutor(1) as threads:
+        report = threads.submit(check_links, spec, WorkerId(0))
+        address, port = clients[0].get("at/0").decode().rsplit(" ", 1)
+        for asked in (b"x" * 100, called_by(spec, 3), called_by(spec, 1), called_by(spec, 1)):
+            with socket.create_connection((address, int(port)), 5) as peer:
+                peer.sendall(asked)
+                assert len(peer.recv(wire.PROOF_BYTES, socket.MSG_WAITALL)) == wire.PROOF_BYTES
+        with pytest.raises(TimeoutError):
+            report.result(2 * link_check.MEET_S)
+        with socket.create_connection((address, int(port)), 5) as peer:  # it still listens
+            peer.sendall(called_by(spec, 2))
+            assert len(peer.recv(wire.PROOF_BYTES, socket.MSG_WAITALL)) == wire.PROOF_BYTES
+        theirs.close()
+        assert report.result(5).number == spec.number
+    for client in clients:
+        client.close()
+
+
+def called_by(spec: LinkCheck, worker: int) -> bytes:
+    """The bytes that a worker sends to another one."""
+    nonce = b"n" * wire.NONCE_BYTES
+    return nonce + worker.to_bytes(8, "big") + wire.proof(spec.secret, f"link from {worker}".encode(), nonce)
+
+
+def test_a_worker_that_comes_when_the_others_have_left_does_not_say_that_they_are_out_of_reach(
+    store: RendezvousStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_check, "MEET_S", 0.5)
+    spec = check_of(store, 3)
+    assert found(spec, 0, 1) == {0: (), 1: ()}
+    assert found(spec, 2) == {2: ()}
 
 
 def test_another_process_in_a_workers_place_is_no_worker(

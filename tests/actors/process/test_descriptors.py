@@ -88,3 +88,23 @@ def test_a_join_at_the_limit_is_made_without_a_preparation_and_no_process_dies()
     failures = found.of("preparation_failed")
     assert failures
     assert all("open files that it may have" in one["reason"] for one in failures)
+
+
+def fewest() -> None:
+    """Enough for the groups of two workers, and not for those of three."""
+    now = descriptors.in_use()
+    assert now is not None
+    resource.setrlimit(resource.RLIMIT_NOFILE, (now + 30, now + 30))
+
+
+@pytest.mark.procs
+def test_a_run_goes_on_with_as_many_workers_as_their_open_files_connect_and_says_so() -> None:
+    plain = train(3, steps=4)
+    found = train(3, steps=4, losses=2, prepare=fewest)
+    assert found.bits == plain.bits
+    assert found.of("worker_lost") == []
+    assert found.of("preparation_failed") == []
+    generation, *others = found.of("generation")
+    assert others == []
+    assert len(generation["members"]) == 2
+    assert " files more, which connect 2 workers: raise the limit where its process starts" in generation["why"]

@@ -17,7 +17,10 @@ from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.errors import CheckpointError
 from tests.checkpoint.interop.ranks import bits
 
-peft = pytest.importorskip("peft", reason="needs `pip install peft`")
+
+def peft() -> Any:
+    """PEFT. Its import takes two seconds, which only the process that runs these tests should spend."""
+    return pytest.importorskip("peft", reason="needs `pip install peft`")
 
 
 class Net(nn.Module):
@@ -32,21 +35,27 @@ class Net(nn.Module):
         self.head = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 11))
 
 
-KINDS: dict[str, Any] = {
-    "lora": peft.LoraConfig(r=3, target_modules=["up", "down"]),
-    "everywhere": peft.LoraConfig(r=3, target_modules=["up", "down", "embedding", "conv", "default"]),
-    "dora": peft.LoraConfig(r=3, target_modules=["up"], use_dora=True),
-    "with a head": peft.LoraConfig(r=3, target_modules=["up"], modules_to_save=["head"]),
-    "with tokens": peft.LoraConfig(r=3, target_modules=["up"], trainable_token_indices={"embedding": [1, 5]}),
-    "ia3": peft.IA3Config(target_modules=["up", "down"], feedforward_modules=["down"]),
-    "oft": peft.OFTConfig(oft_block_size=2, target_modules=["up"]),
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 3, "target_modules": ["up", "down"]},
+    "everywhere": {"r": 3, "target_modules": ["up", "down", "embedding", "conv", "default"]},
+    "dora": {"r": 3, "target_modules": ["up"], "use_dora": True},
+    "with a head": {"r": 3, "target_modules": ["up"], "modules_to_save": ["head"]},
+    "with tokens": {"r": 3, "target_modules": ["up"], "trainable_token_indices": {"embedding": [1, 5]}},
+    "ia3": {"target_modules": ["up", "down"], "feedforward_modules": ["down"]},
+    "oft": {"oft_block_size": 2, "target_modules": ["up"]},
 }
+CONFIGS = {"ia3": "IA3Config", "oft": "OFTConfig"}
+"""The class of a kind's config; `LoraConfig` for all others."""
+
+
+def config_of(kind: str) -> Any:
+    return getattr(peft(), CONFIGS.get(kind, "LoraConfig"))(**KINDS[kind])
 
 
 def adapted(kind: str, name: str = "default") -> Any:
     """A model with an adapter; no parameter is what PEFT draws."""
     torch.manual_seed(0)
-    model = peft.get_peft_model(Net(), KINDS[kind], adapter_name=name)
+    model = peft().get_peft_model(Net(), config_of(kind), adapter_name=name)
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(torch.randn_like(param))
@@ -70,7 +79,7 @@ def test_the_files_are_those_that_peft_saves(tmp_path: Path, kind: str) -> None:
     assert ours.keys() == theirs.keys()
     assert all(bits(ours[name]) == bits(value) for name, value in theirs.items())
 
-    loaded = peft.PeftModel.from_pretrained(Net(), tmp_path / "ours")
+    loaded = peft().PeftModel.from_pretrained(Net(), tmp_path / "ours")
     found = loaded.state_dict()
     trained = [name for name, param in model.named_parameters() if param.requires_grad]
     assert trained
@@ -80,17 +89,17 @@ def test_the_files_are_those_that_peft_saves(tmp_path: Path, kind: str) -> None:
 
 def test_one_of_two_adapters_is_exported_by_its_name(tmp_path: Path) -> None:
     model = adapted("lora", "first")
-    model.add_adapter("second", KINDS["dora"])
+    model.add_adapter("second", config_of("dora"))
     source = saved(tmp_path, model)
     for name in ("first", "second"):
         export_peft(source, place_of(tmp_path / name), adapter=name)
         found = load_file(tmp_path / name / "adapter_model.safetensors")
-        assert found.keys() == peft.get_peft_model_state_dict(model, adapter_name=name).keys()
+        assert found.keys() == peft().get_peft_model_state_dict(model, adapter_name=name).keys()
 
 
 def test_a_model_that_was_saved_alone_or_inside_another_is_exported_as_well(tmp_path: Path) -> None:
     model = adapted("lora")
-    expected = peft.get_peft_model_state_dict(model).keys()
+    expected = peft().get_peft_model_state_dict(model).keys()
     for number, state in enumerate((model, {"model": nn.ModuleDict({"language": model})})):
         uri = checkpoint.save(tmp_path / f"step-{number}", state, step=number).uri
         export_peft(open_checkpoint(*place_of(uri)), place_of(tmp_path / f"out-{number}"))
@@ -105,7 +114,7 @@ def test_a_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
 
 def test_biases_of_the_base_model_need_a_map(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = peft.get_peft_model(Net(), peft.LoraConfig(r=3, target_modules=["up"], bias="lora_only"))
+    model = peft().get_peft_model(Net(), peft().LoraConfig(r=3, target_modules=["up"], bias="lora_only"))
     source = saved(tmp_path, model)
     config = json.dumps({"peft_type": "LORA", "bias": "lora_only"}).encode()
     with pytest.raises(CheckpointError, match=r"bias='lora_only', but biases .* Give a name map"):
@@ -115,7 +124,7 @@ def test_biases_of_the_base_model_need_a_map(tmp_path: Path) -> None:
     )
     export_peft(source, place_of(tmp_path / "out"), config=config, name_map=name_map)
     assert load_file(tmp_path / "out" / "adapter_model.safetensors").keys() == (
-        peft.get_peft_model_state_dict(model).keys()
+        peft().get_peft_model_state_dict(model).keys()
     )
 
 

@@ -1,9 +1,15 @@
-"""A program whose last line is a save in the background: `python last_save.py FOLDER HOW`. Every write takes a
-while."""
+"""A program whose last line is a save in the background: `python last_save.py FOLDER HOW...`. Every write takes a
+while.
+
+Each HOW is a separate process, forked after the imports, whose output is in FOLDER/HOW.err. Python ends it as any
+program; the first process prints the exit statuses.
+"""
 
 from __future__ import annotations
 
 import atexit
+import json
+import os
 import sys
 import threading
 import time
@@ -57,5 +63,23 @@ def main(folder: Path, how: str) -> None:
             async_save({"w": torch.arange(10)}, storage_writer=RayshardedWriter(folder / "torch-9"))
 
 
+def each_in_a_fork(folder: Path, ways: list[str]) -> str | None:
+    """The way of this process, which has been forked; in the first process None, when all others have ended."""
+    started = {}
+    for how in ways:
+        process = os.fork()
+        if process == 0:
+            errors = os.open(folder / f"{how}.err", os.O_CREAT | os.O_WRONLY)
+            os.dup2(errors, 1)
+            os.dup2(errors, 2)
+            return how
+        started[how] = process
+    ended = {how: os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for how, process in started.items()}
+    sys.stdout.write(json.dumps(ended))
+    return None
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    way = each_in_a_fork(Path(sys.argv[1]), sys.argv[2:])
+    if way is not None:
+        main(Path(sys.argv[1]) / way, way)

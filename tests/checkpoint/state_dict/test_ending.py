@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -28,18 +29,16 @@ CASES = {"exit": 3, "raises": 1, "forgets": 0, "goes on": 0, "fails": 120, "clos
 
 @pytest.mark.procs
 def test_the_last_saves_of_a_program_are_finished_and_its_status_reports_a_lost_one(tmp_path: Path) -> None:
-    programs = {
-        how: subprocess.Popen(
-            [sys.executable, str(last_save.__file__), str(tmp_path / how), how],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for how in CASES
-    }
-    said = {how: program.communicate(timeout=240)[1] for how, program in programs.items()}
-    assert {how: program.returncode for how, program in programs.items()} == CASES, said
+    ran = subprocess.run(
+        [sys.executable, str(last_save.__file__), str(tmp_path), *CASES],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=240,
+        check=True,
+    )
+    said = {how: (tmp_path / f"{how}.err").read_text() for how in CASES}
+    assert json.loads(ran.stdout) == CASES, said
     for how, status in CASES.items():
         if status != 120:
             assert api.open(tmp_path / how / "last").step == 7

@@ -1,0 +1,241 @@
+"""Mixtures: weights hold in every window, samples are a function of the position, limits and wrong input come first."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from raysharded.config import BatchConfig, EngineConfig
+from raysharded.data import MicrobatchLoader, Mixture, TokenDataset
+from raysharded.data.mixtures.pattern import PARTS, PERIOD, Pattern, in_parts
+from raysharded.data.mixtures.schedule import ENDLESS, Part, Schedule
+from raysharded.data.pack import pack
+from raysharded.data.sources import Sources
+from raysharded.errors import ConfigError, DataError
+
+WEIGHTS = st.lists(st.floats(1e-5, 1.0), min_size=1, max_size=12)
+NEAR_A_CHANGE = [0, 1, PERIOD, PERIOD * PERIOD - 1500, 7 * PARTS - 1500, 10**12]
+
+
+@settings(deadline=None, max_examples=60)
+@given(weights=WEIGHTS, start=st.sampled_from(NEAR_A_CHANGE) | st.integers(0, 10**15))
+def test_every_thousand_positions_have_each_source_within_one_of_its_weight(weights: list[float], start: int) -> None:
+    pattern = Pattern.of(in_parts(weights))
+    sources, ranks = pattern.at(start + np.arange(4 * PERIOD))
+    before = pattern.counts(start)
+    assert sum(before) == start
+    for number, weight in enumerate(weights):
+        mine = sources == number
+        assert np.array_equal(ranks[mine], before[number] + np.arange(mine.sum())), "ranks count the earlier ones"
+        sums = np.cumsum(np.concatenate([[0], mine]))
+        windows = sums[PERIOD:] - sums[:-PERIOD]
+        assert np.abs(windows - PERIOD * weight / sum(weights)).max() <= 1
+
+
+@given(weights=WEIGHTS)
+def test_a_million_positions_have_the_weights_exactly(weights: list[float]) -> None:
+    parts = in_parts(weights)
+    assert sum(parts) == PARTS
+    assert all(abs(part - PARTS * weight / sum(weights)) < 1 for part, weight in zip(parts, weights, strict=True))
+    pattern = Pattern.of(parts)
+    assert pattern.counts(PARTS) == list(parts)
+    assert pattern.counts(5 * PARTS) == [5 * part for part in parts]
+
+
+@given(weights=WEIGHTS, number=st.integers(0, 10**9), length=st.integers(1, 10**9), source=st.integers(0, 11))
+def test_the_offset_of_a_source_s_sample_is_found(weights: list[float], number: int, length: int, source: int) -> None:
+    pattern = Pattern.of(in_parts(weights))
+    source %= len(weights)
+    found = pattern.first_beyond(source, number, length)
+    if found is None:
+        assert pattern.counts(length)[source] <= number
+        return
+    at, rank = pattern.at(np.asarray([found]))
+    assert (at[0], rank[0]) == (source, number)
+
+
+PARTS_OF = (Part(name="a", num_samples=700), Part(name="b", num_samples=90, limit=360), Part(name="c", num_samples=33))
+CHANGES: list[tuple[int, dict[str, float]]] = [(0, {"a": 6, "b": 3}), (777, {"a": 1, "b": 1, "c": 3})]
+
+
+@pytest.mark.parametrize("reweight", [False, True])
+def test_samples_of_each_source_come_in_epochs_across_changes_and_limits(reweight: bool) -> None:
+    schedule = Schedule(PARTS_OF, CHANGES, seed=4, reweight=reweight)
+    length = min(schedule.length, 5000)
+    sources, ids = schedule.at(np.arange(length))
+    for number, part in enumerate(PARTS_OF):
+        mine = ids[sources == number]
+        for epoch in range(len(mine) // part.num_samples):
+            one = mine[epoch * part.num_samples : (epoch + 1) * part.num_samples]
+            assert sorted(one.tolist()) == list(range(part.num_samples))
+        assert schedule.counts(length)[part.name] == len(mine)
+    (ended,) = schedule.ended
+    assert ended.name == "b"
+    assert schedule.counts(ended.position)["b"] == 360
+    assert (sources[: ended.position] == 1).sum() == 360
+    assert schedule.length == (ENDLESS if reweight else ended.position)
+    if reweight:
+        rest = Counter(sources[ended.position : ended.position + 3 * PERIOD].tolist())
+        assert rest == {0: 750, 2: 2250}, "the others keep their proportions"
+
+
+def test_any_part_of_the_positions_in_any_order_gives_the_same() -> None:
+    schedule = Schedule(PARTS_OF, CHANGES, seed=4, reweight=True)
+    positions = np.arange(3000)
+    sources, ids = schedule.at(positions)
+    shuffled = np.random.default_rng(0).permutation(positions)
+    for part in np.array_split(shuffled, 7):
+        some, own = schedule.at(part)
+        assert np.array_equal(some, sources[part])
+        assert np.array_equal(own, ids[part])
+    other = Schedule(PARTS_OF, CHANGES, seed=5, reweight=True).at(positions)
+    assert np.array_equal(other[0], sources), "the seed changes samples, not sources"
+    assert not np.array_equal(other[1], ids)
+
+
+def test_weights_of_the_future_change_no_sample_of_the_past() -> None:
+    before = Schedule(PARTS_OF, CHANGES[:1], seed=4, reweight=True)
+    after = Schedule(PARTS_OF, CHANGES, seed=4, reweight=True)
+    for one, other in zip(before.at(np.arange(777)), after.at(np.arange(777)), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_a_place_far_away_costs_what_the_first_does() -> None:
+    parts = [Part(name=f"{number}", num_samples=10**10, samples_per_block=32) for number in range(5)]
+    schedule = Schedule(parts, [(0, {part.name: 1 for part in parts})], seed=0, reweight=False)
+    sources, ids = schedule.at(10**12 + np.arange(1000))
+    assert set(Counter(sources.tolist()).values()) == {200}
+    assert len(set(zip(sources.tolist(), ids.tolist(), strict=True))) == 1000
+    assert len(schedule._starts) == 1
+
+
+def _named(name: str, number: int) -> list[str]:
+    return [f"{name}{index}" for index in range(number)]
+
+
+def test_an_item_is_the_sample_of_its_source() -> None:
+    mixture = Mixture({"a": _named("a", 50), "b": _named("b", 20)}, [(0, {"a": 1}), (30, {"a": 1, "b": 1})], seed=2)
+    assert len(mixture) == ENDLESS
+    for position in (0, 10, 29, 30, 31, 500, 10**15):
+        name, index = mixture.origin(position)
+        assert mixture[position] == f"{name}{index}"
+    assert mixture.counts(30) == {"a": 30, "b": 0}
+    assert mixture.counts(1030) == {"a": 530, "b": 500}
+    copy = pickle.loads(pickle.dumps(mixture))
+    assert [copy[position] for position in range(200)] == [mixture[position] for position in range(200)]
+    assert copy.order_digest == mixture.order_digest
+
+
+def test_every_setting_that_changes_the_order_changes_its_digest() -> None:
+    sources = {"a": _named("a", 50), "b": _named("b", 20)}
+    weights = {"a": 1.0, "b": 2.0}
+    mixtures = [
+        Mixture(sources, weights),
+        Mixture(sources, weights, seed=1),
+        Mixture(sources, {"a": 1.0, "b": 2.5}),
+        Mixture(sources, [(0, weights), (100, {"a": 1.0})]),
+        Mixture(sources, weights, max_epochs={"a": 2}),
+        Mixture(sources, weights, max_epochs={"a": 2}, at_limit="reweight"),
+        Mixture({**sources, "b": _named("b", 21)}, weights),
+        Mixture({"a": sources["a"], "c": sources["b"]}, {"a": 1.0, "c": 2.0}),
+    ]
+    digests = [mixture.order_digest for mixture in mixtures]
+    assert len(set(digests)) == len(digests)
+    assert min(digests) > 1
+
+
+def _wrong(words: str, error: type[Exception] = ConfigError, **given: Any) -> None:
+    settings: dict[str, Any] = {"sources": {"a": [1, 2], "b": [3]}, "weights": {"a": 1, "b": 1}, **given}
+    with pytest.raises(error, match=words) as caught:
+        len(Mixture(**settings))
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_input_is_one_sentence_before_training() -> None:
+    _wrong("give a dict of names and datasets", sources={})
+    _wrong("from position 0 on add up to 0", weights={"a": 0, "b": 0})
+    _wrong("from position 5 on add up to 0", weights=[(0, {"a": 1}), (5, {})])
+    _wrong("'c' is none of the sources a, b", weights={"a": 1, "c": 1})
+    _wrong("-1 for 'a': give a finite number", weights={"a": -1, "b": 2})
+    _wrong("nan for 'a': give a finite number", weights={"a": float("nan"), "b": 2})
+    _wrong("'a' has less than a 1,000,000th", weights={"a": 1e-8, "b": 2})
+    _wrong("begin at 0, and ascend", weights=[(3, {"a": 1})])
+    _wrong("begin at 0, and ascend", weights=[(0, {"a": 1}), (0, {"b": 1})])
+    _wrong("no pair of a position and a dict", weights=[{"a": 1}])
+    _wrong("is empty", weights=[])
+    _wrong(r"max_epochs\['a'\]=0", max_epochs={"a": 0})
+    _wrong("'c' is none of the sources", max_epochs={"c": 1})
+    _wrong("give 'stop' or 'reweight'", at_limit="repeat")
+    _wrong("source 'b' has no samples", DataError, sources={"a": [1], "b": []})
+    _wrong("less than one of them", DataError, max_epochs={"b": 0.5})
+    _wrong("is a mixture itself", sources={"a": Mixture({"x": [1]}, {"x": 1}), "b": [1]})
+
+
+@pytest.mark.parametrize("at_limit", ["stop", "reweight"])
+def test_a_mixture_that_ends_before_the_run_is_refused_before_training(at_limit: Literal["stop", "reweight"]) -> None:
+    limits = {"a": 2} if at_limit == "stop" else {"a": 2, "b": 1}
+    data = Mixture({"a": list(range(10)), "b": list(range(30))}, {"a": 1, "b": 1}, max_epochs=limits, at_limit=at_limit)
+    length = len(data)
+    assert data.counts(length)["a"] == 20
+    assert data.counts(length)["b"] in ((30,) if at_limit == "reweight" else (19, 20, 21))
+    batch = BatchConfig(global_batch_size=2, microbatch_size=2)
+    sources = Sources(data, None, batch, EngineConfig(prefetch=False), lambda: None)
+    sources.check(length // 2)
+    with pytest.raises(DataError, match=f"the mixture ends after {length} samples, as source .* has then been read"):
+        sources.check(length // 2 + 1)
+    sources.close()
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> list[TokenDataset]:
+    for name, number in (("one", 90_000), ("two", 50_000)):
+        (tmp_path / f"{name}.txt").write_text(name * (number // 3))
+        pack(tmp_path / f"{name}.txt", tmp_path / name, tokens_per_file=20_000)
+    return [TokenDataset(tmp_path / name, seq_len=64) for name in ("one", "two")]
+
+
+def test_a_loader_that_reads_ahead_gives_the_same_as_one_that_does_not(stores: list[TokenDataset]) -> None:
+    one, two = stores
+    batch = BatchConfig(global_batch_size=8, microbatch_size=2, seed=3)
+    loaders = []
+    for prefetch in (False, True):
+        data = pickle.loads(
+            pickle.dumps(Mixture({"one": one, "two": two}, [(0, {"one": 2, "two": 1}), (99, {"two": 1})]))
+        )
+        data.validate()
+        loader = MicrobatchLoader(data, batch, prefetch=prefetch)
+        loader.skip(((3, 16),), 2, (loader.samples_per_block, 8))
+        loaders.append((data, loader))
+    (data, plain), (_, ahead) = loaders
+    for own in ([0, 1, 2, 3], [1], [2, 3]):  # as for other numbers of workers
+        for step in (1, 2, 3, 4, 900, 901, 2):
+            ahead.plan([(step, index) for index in own])
+            for index in own:
+                first, second = plain.load(step, index), ahead.load(step, index)
+                position = (step - 1) * 8 + 2 * index + (16 if step > 3 else 0)
+                assert first.ids.tolist() == second.ids.tolist() == [position, position + 1]
+                assert first.digest == second.digest
+                assert all(np.array_equal(a, b) for a, b in zip(first.samples, second.samples, strict=True))
+                assert np.array_equal(first.samples[0], _at(data, position))
+    for _, loader in loaders:
+        loader.close()
+
+
+def _at(data: Mixture, position: int) -> npt.NDArray[np.int64]:
+    name, index = data.origin(position)
+    found: npt.NDArray[np.int64] = data.sources[name][index]
+    return found
+
+
+def test_sources_of_different_tokenizers_or_lengths_are_refused(stores: list[TokenDataset], tmp_path: Path) -> None:
+    one, _ = stores
+    other = TokenDataset(tmp_path / "two", seq_len=32)
+    with pytest.raises(DataError, match="source 'b' has seq_len 32, but 'a' has 64"):
+        Mixture({"a": one, "b": other}, {"a": 1, "b": 1}).validate()
