@@ -1,8 +1,8 @@
 """The model and the optimizer of one worker's process: the same Python objects in every generation of workers.
 
 A task with tensor parallelism is the exception: torch's parallel styles leave hooks and tensors of one mesh on the
-modules, and nothing undoes them. Its model and optimizer are built anew for every generation. So is an optimizer that
-holds parameters outside its groups.
+modules, and nothing undoes them. Its model and optimizer are built anew for every generation. So are those of a task
+whose optimizer holds parameters outside its groups.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class BuiltObjects:
         Idempotent. The next generation is attached to the same objects, or to new ones with tensor parallelism.
         """
         sharded, self._sharded = self._sharded, None
+        anew = has_tensor_parallelism(self._task)
         if self.optimizer is not None and self._units is not None:
             self.optimizer.release(self._units.parameters)
-            if self.optimizer.holds_elsewhere is not None:
-                self.optimizer = None
+            anew = anew or self.optimizer.holds_elsewhere is not None
         if sharded is not None:
             sharded.release()
-        if has_tensor_parallelism(self._task):
+        if anew:
             self._units = self._modes = self.optimizer = None

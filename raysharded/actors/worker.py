@@ -23,7 +23,7 @@ from raysharded.actors.compilation.compiled_blocks import Compilation
 from raysharded.actors.model.build import Wrapped, warm_up
 from raysharded.actors.preparation import Preparations
 from raysharded.actors.process import preemption_notices
-from raysharded.actors.process.environment import facts_of, prepare_torch, use_threads
+from raysharded.actors.process.environment import collect_garbage, facts_of, prepare_torch, use_threads
 from raysharded.actors.process.leave_signal import LeaveInbox
 from raysharded.actors.process.stop_reason import UnexpectedErrors, ending_of, travelling
 from raysharded.actors.shards.erasure import erasure_code
@@ -288,15 +288,14 @@ class Worker:
 
     def _leave(self) -> None:
         """Release the previous generation's groups and parameters, but not its shards in host memory."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            self._reports_before.extend(engine.reports)
-        del engine
+        if self._engine is not None:
+            self._reports_before.extend(self._engine.reports)
+        self._engine, aborted = None, self._groups is not None and self._groups.aborted
         self._objects.release()
         if self._groups is not None:
             self._groups.close()
             self._groups = None
-        gc.collect()
+        collect_garbage(twice=aborted)
 
     # -- short calls, from other threads --
     check_links = staticmethod(link_check.check_links)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import raysharded as rs
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
@@ -268,34 +270,73 @@ def test_a_hook_that_changes_parameters_is_named_once() -> None:
     assert "of SGD changes parameters" in sentence
 
 
-def clamped_from_a_list(model: nn.Module) -> Optimizer:
-    held = list(model.parameters())
-
+def with_a_clamp(model: nn.Module, limited: Callable[[], Iterable[tuple[torch.Tensor, float]]]) -> Optimizer:
     @torch.no_grad()
     def clamp(*_: object) -> None:
-        for param in held:
-            param.clamp_(-0.1, 0.1)
+        for tensor, limit in limited():
+            tensor.clamp_(-limit, limit)
 
     optimizer = AdamW(model.parameters(), lr=1e-2)
     optimizer.register_step_post_hook(clamp)
     return optimizer
+
+
+def clamped_from_a_list(model: nn.Module) -> Optimizer:
+    held = list(model.parameters())
+    return with_a_clamp(model, lambda: ((param, 0.1) for param in held))
 
 
 def clamped_by_keys(model: nn.Module) -> Optimizer:
     limits = dict.fromkeys(model.parameters(), 0.1)
+    return with_a_clamp(model, limits.items)
 
-    @torch.no_grad()
-    def clamp(*_: object) -> None:
-        for param, limit in limits.items():
-            param.clamp_(-limit, limit)
 
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    optimizer.register_step_post_hook(clamp)
-    return optimizer
+def clamped_views(model: nn.Module) -> Optimizer:
+    views = [param.data for param in model.parameters()]
+    return with_a_clamp(model, lambda: ((view, 0.1) for view in views))
+
+
+def clamped_by_ids(model: nn.Module) -> Optimizer:
+    matrices = {id(param) for param in model.parameters() if param.dim() > 1}
+    return with_a_clamp(model, lambda: ((param, 0.1) for param in model.parameters() if id(param) in matrices))
+
+
+def clamped_by_one_id(model: nn.Module) -> Optimizer:
+    first = id(next(model.parameters()))
+    return with_a_clamp(model, lambda: ((param, 0.1) for param in model.parameters() if id(param) == first))
+
+
+def clamped_by_weak_keys(model: nn.Module) -> Optimizer:
+    limits = WeakTensorKeyDictionary(dict.fromkeys(model.parameters(), 0.1))
+    return with_a_clamp(model, limits.items)
+
+
+def clamped_by_attributes(model: nn.Module) -> Optimizer:
+    for param in model.parameters():
+        param.limit = 0.1  # type: ignore[attr-defined]
+    return with_a_clamp(model, lambda: ((param, getattr(param, "limit", math.inf)) for param in model.parameters()))
+
+
+def clamped_from_a_module(model: nn.Module) -> Optimizer:
+    vars(model)["limited"] = list(model.parameters())
+    return with_a_clamp(model, lambda: ((param, 0.1) for param in vars(model)["limited"]))
+
+
+HOLDS: dict[Callable[[nn.Module], Optimizer], str] = {
+    clamped_from_a_list: r"optimizer.*\.held\[0\]",
+    clamped_by_keys: r"optimizer.*\.limits",
+    clamped_views: r"optimizer.*\.views\[0\]",
+    clamped_by_ids: r"optimizer.*\.matrices",
+    clamped_by_one_id: r"optimizer.*\.first",
+    clamped_by_weak_keys: r"optimizer.*\.limits\.data",
+    clamped_by_attributes: r"model\.\w.*\.limit",
+    clamped_from_a_module: r"model\[''\]\.?\[?'?limited.*",
+}
+"""Optimizers whose hooks hold parameters, each in another form, and the way to the first one."""
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("make", [clamped_from_a_list, clamped_by_keys])
+@pytest.mark.parametrize("make", [clamped_by_keys, clamped_by_attributes])
 def test_a_hook_that_holds_parameters_changes_those_of_every_generation(make: Callable[[nn.Module], Optimizer]) -> None:
     alone, three, lost = outcomes(make)
     assert alone.numbers == three.numbers == lost.numbers
@@ -305,8 +346,7 @@ def test_a_hook_that_holds_parameters_changes_those_of_every_generation(make: Ca
 @pytest.mark.parametrize(
     ("make", "way"),
     [
-        (clamped_from_a_list, r"optimizer.*\.held.*\[0\]"),
-        (clamped_by_keys, r"optimizer.*\.limits.*"),
+        *HOLDS.items(),
         (clipped_by_its_model, None),
         (lambda model: torch.optim.Adagrad(model.parameters()), None),
     ],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,13 @@ from raysharded.actors.compilation.compiled_blocks import Compilation
 from raysharded.actors.in_place.fsdp_tree import FsdpTree
 from raysharded.actors.model.sharded_model import ShardedModel, local_of
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
+from raysharded.actors.step import engine
+from raysharded.actors.step.assembly import Parts
 from raysharded.rendezvous.server import RendezvousStore
-from tests.training.harness import SEQUENCE, Gpt, GptTask
+from tests import patches
+from tests.training.harness import SEQUENCE, Gpt, GptTask, train
 from tests.training.test_generations import where
+from tests.training.test_optimizer_programs import HOLDS, Made
 
 CHANGES, SETTLED = 50, 5
 
@@ -167,3 +172,39 @@ def test_blocks_are_compiled_in_the_first_generation_alone(store: RendezvousStor
         del sharded, optimizer, after
         generations.end()
         assert alive(FsdpTree, FSDPModule, DTensor) == 0
+
+
+@pytest.mark.parametrize("make", HOLDS)
+def test_a_hook_that_refers_to_parameters_in_any_form_does_the_same_in_every_generation(
+    store: RendezvousStore, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    generations = Generations(store, Made(make), rs.EngineConfig())
+    first: dict[str, torch.Tensor] = {}
+    for _ in range(3):
+        *_, after = generations.step()
+        first = first or after
+        assert all(torch.equal(after[name], value) for name, value in first.items())
+        generations.end()
+
+
+def count_older(file: Path) -> None:
+    """In a worker's process: write down what is alive of older generations whenever the next one gets its memory."""
+    assemble = vars(engine)["assemble"]
+
+    def counting(*args: Any, **named: Any) -> Parts:
+        found = sum(isinstance(one, (FsdpTree, FSDPModule, DTensor, engine.Engine)) for one in gc.get_objects())
+        with file.open("a") as lines:
+            lines.write(f"{found - 1}\n")  # the new engine
+        found_parts: Parts = assemble(*args, **named)
+        return found_parts
+
+    patches.replace(engine, "assemble", counting)
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("phase", ["forward", "backward", "agree", "apply"])
+def test_an_aborted_generation_is_freed_before_the_next_one_gets_its_memory(tmp_path: Path, phase: str) -> None:
+    file = tmp_path / "older"
+    train(3, steps=3, kills=[(1, 2, phase)], prepare=functools.partial(count_older, file))
+    assert len(file.read_text().split()) >= 5
+    assert set(file.read_text().split()) == {"0"}

@@ -4,22 +4,25 @@ Between two generations its groups hold the model's parameters without memory. C
 other generations, use the optimizer as it was built: steps change the groups.
 
 A parameter that is held elsewhere cannot be exchanged: a step hook's closure may have a list of them. Such an optimizer
-is built anew for every generation.
+is built anew for every generation, and its model, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from itertools import islice
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from raysharded.actors.model.inventory import Item, group_items
+from raysharded.actors.optimizer.held_parameters import ParameterForms, attributes_of, changed_attributes
 from raysharded.actors.optimizer.inner_optimizers import OptimizerParts
 from raysharded.actors.optimizer.loaded_state import OptimizerKind
 from raysharded.actors.optimizer.step_hooks import HookCalls
-from raysharded.actors.task_calls.object_contents import reachable
+from raysharded.actors.task_calls.task_errors import naming
+from raysharded.task import Task
 
 
 class BuiltOptimizer:
@@ -29,21 +32,26 @@ class BuiltOptimizer:
         self.optimizer = optimizer
         self.parts, self.hooks = OptimizerParts(optimizer), HookCalls(optimizer)
         self.holds_elsewhere: str | None = None
-        """Way to a parameter that is not in the groups alone, as written in Python; None: there is none."""
+        """Way to a parameter besides the groups and the model, as written in Python; None: there is none."""
         self._names: list[list[str]] = []
         self._settings: list[dict[str, Any]] = []
         self._kind: OptimizerKind | None = None
         self._items: tuple[Item, ...] = ()
 
-    def search(self, task: object, model: nn.Module) -> None:
-        """Look for the model's parameters in all that the optimizer and its task hold, besides the model itself."""
-        ids = {id(param) for param in model.parameters()}
-        without = [*model.modules(), *self.parts.lists, *(part.state for part in self.parts.all)]
-        for name, root in (("optimizer", self.optimizer), ("task", task)):
-            for path, found in reachable(root, without=without):
-                if id(found) in ids or (isinstance(found, dict) and any(id(key) in ids for key in found)):
-                    self.holds_elsewhere = name + path
-                    return
+    @classmethod
+    def of(cls, task: Task, model: nn.Module) -> Self:
+        """The task's optimizer of the model, which has memory. Raises TaskError."""
+        forms, attributes = ParameterForms(model), attributes_of(model)
+        in_modules = forms.ways_from_modules(model)
+        with naming(f"{type(task).__name__}.build_optimizer", "build_optimizer"):
+            built = cls(task.build_optimizer(model))
+        around = [*model.modules(), *built.parts.lists, *(part.state for part in built.parts.all)]
+        roots: Mapping[str, object] = {"optimizer": built.optimizer, "task": task}
+        ways = [name + path for name, one in roots.items() for path, _ in islice(forms.ways_from(one, around), 1)]
+        ways += ["model" + path for path in sorted(forms.ways_from_modules(model) - in_modules)]
+        ways += changed_attributes(attributes, model)
+        built.holds_elsewhere = next(iter(ways), None)
+        return built
 
     def note(self, names: Mapping[int, str]) -> OptimizerKind:
         """The optimizer as built, which the first call records. `names`: id of a parameter in the groups -> name."""

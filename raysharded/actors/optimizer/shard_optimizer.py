@@ -34,7 +34,7 @@ from raysharded.actors.optimizer.step_hooks import Watched
 from raysharded.actors.optimizer.trial import Verdict, try_out
 from raysharded.actors.task_calls.explanations import about_optimizer
 from raysharded.actors.task_calls.remarks import Say, say_nothing
-from raysharded.actors.task_calls.task_errors import is_collective_failure, naming
+from raysharded.actors.task_calls.task_errors import is_collective_failure
 from raysharded.errors import CheckpointError, InexactError, TaskError, text_of, user_traceback
 from raysharded.overrides import Rates, factor_at
 from raysharded.task import Task
@@ -59,10 +59,7 @@ class ShardOptimizer:
         of the learning rate. `numbers`: number of the rule. `built`: the optimizer that an earlier generation built."""
         self._rates, self._numbers = rates, numbers
         self._cuts = cuts or ParamLayout()
-        if built is None:
-            with naming(f"{type(task).__name__}.build_optimizer", "build_optimizer"):
-                built = BuiltOptimizer(task.build_optimizer(model))
-            built.search(task, model)
+        built = built or BuiltOptimizer.of(task, model)
         self.built, self._optimizer, self._parts, self._hooks = built, built.optimizer, built.parts, built.hooks
         self._task, names = task, {id(param): name for name, param in parameters.items()}
         self._keeps: Mapping[str, frozenset[str]] = {}

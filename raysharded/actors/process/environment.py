@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import sys
@@ -143,3 +144,13 @@ def facts_of(device: torch.device, num_threads: int, data: MicrobatchLoader) -> 
         device=gpu_of(device),
         open_files=left(),
     )
+
+
+def collect_garbage(*, twice: bool) -> None:
+    """Free what cycles of references keep alive. `twice`: after an aborted forward or backward.
+
+    Its autograd graph refers to older parameters in ways that Python's collector does not follow: the first pass frees
+    the graph alone.
+    """
+    for _ in range(1 + twice):
+        gc.collect()

@@ -7,8 +7,8 @@ is done again (audit, proof, search for a NaN) runs in the same loop as the firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -119,8 +119,10 @@ class StepGradient:
         self._at: tuple[int, int | None, int] = (0, None, 0)
         """(step, microbatch or None for padding, number of samples) of the newest batch."""
         self._results = Results("")
-        self._forward: ExitStack | None = None
-        """Contexts of the newest batch's forward, which `backward` ends."""
+        self.where = ""
+        """Source of the newest batch's loss, for errors."""
+        self._forward: AbstractContextManager[None] | None = None
+        """Context of the newest batch's forward, which `backward` ends."""
 
     def watch_buffers(self) -> None:
         """Call once the state is loaded: from then on a forward must not change a buffer."""
@@ -186,35 +188,37 @@ class StepGradient:
     def _reducing(self) -> AbstractContextManager[None]:
         return self._in_phase("reduce")
 
-    @property
-    def where(self) -> str:
-        """Source of the newest batch's loss, for errors."""
-        step, index, _ = self._at
-        return f"{self._computer.name_of('train', step)}, {microbatch_name(-1 if index is None else index)}"
-
     def _begin_forward(self, step: int, index: int | None, num_samples: int) -> None:
-        self._at = step, index, num_samples
-        with ExitStack() as scope:
-            scope.enter_context(self._in_phase("forward"))
+        self._at, place = (step, index, num_samples), -1 if index is None else index
+        self.where = f"{self._computer.name_of('train', step)}, {microbatch_name(place)}"
+        forward = self._in_forward(step, index, place)
+        forward.__enter__()
+        self._forward = forward
+
+    @contextmanager
+    def _in_forward(self, step: int, index: int | None, place: int) -> Iterator[None]:
+        with self._in_phase("forward"):
             if self._exact:
                 self._optimizer.clear_gradients()
             elif self._job.engine.accumulation == "local":
                 self._root.set_requires_gradient_sync(self.rounds.is_last)  # type: ignore[operator]
             self._modes.train()
             self._outputs.forget()
-            scope.enter_context(watching(self.units, "train", step, index))
-            scope.enter_context(self.rounds.in_loss())
-            scope.enter_context(self._computer.computing("train", step, -1 if index is None else index))
-            self._forward = scope.pop_all()
+            with (
+                watching(self.units, "train", step, index),
+                self.rounds.in_loss(),
+                self._computer.computing("train", step, place),
+            ):
+                yield
 
     def backward(self, value: Any) -> None:
         """Add the gradient of the newest batch's loss to the step's. `value`: as the result of `Task.loss`."""
-        scope, (step, index, num_samples) = self._forward, self._at
-        if scope is None:
+        forward, (step, index, num_samples) = self._forward, self._at
+        if forward is None:
             raise TaskError(f"{self.where}: step.backward(loss) was called twice; add the losses, and call it once.")
         loss = as_loss(value, num_samples, self.where)
         self._forward = None
-        scope.close()
+        forward.__exit__(None, None, None)
         if loss.total.requires_grad:
             self._outputs.forget()
         self._results.note_names(loss)
@@ -226,9 +230,9 @@ class StepGradient:
 
     def give_up(self, error: BaseException) -> None:
         """End what a forward has left open that raised this error. Idempotent."""
-        scope, self._forward = self._forward, None
-        if scope is not None:
-            scope.__exit__(type(error), error, error.__traceback__)
+        forward, self._forward = self._forward, None
+        if forward is not None:
+            forward.__exit__(type(error), error, error.__traceback__)
 
     def _backward(self, step: int, index: int | None, loss: Loss) -> None:
         if not self._exact and loss.total.requires_grad:  # no reducer exists that would call it

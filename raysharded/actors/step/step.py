@@ -169,10 +169,14 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.commit()
-        else:
+        if error is not None:
             self.give_up(error)
+            return
+        try:
+            self.commit()
+        except BaseException as failed:
+            self.give_up(failed)
+            raise
 
     def microbatches(self) -> Iterator[Any]:
         """This worker's batches, collated and on its device; `backward` is called once for each.
@@ -261,6 +265,8 @@ class Step:
 
     def give_up(self, error: BaseException) -> None:
         """End what the step has left open that raised this error. Idempotent."""
-        self._parts.gradient.give_up(error)
-        if self._batches is not None:
-            self._batches.close()
+        try:
+            self._parts.gradient.give_up(error)
+        finally:
+            if self._batches is not None:
+                self._batches.close()

@@ -39,23 +39,34 @@ class NotFollowed:
 
 
 def reachable(
-    root: object, *, most: int = _MOST_OBJECTS, without: Collection[object] = ()
+    root: object, *, most: int = _MOST_OBJECTS, without: Collection[object] = (), numbers: Collection[int] = ()
 ) -> Iterator[tuple[str, object]]:
     """Everything that an object holds, itself first, each once, with its path as written in Python.
 
-    Of more than `most` objects only the nearest are returned. Numbers, texts and the like are left out, and so are the
-    objects in `without`, with what they hold.
+    Of more than `most` objects only the nearest are returned. Numbers, texts and the like are left out, besides the
+    integers in `numbers`. So are the objects in `without`, with what they hold.
     """
     left: deque[tuple[str, object]] = deque([("", root)])
     seen: dict[int, object] = {id(one): one for one in without}
     most += len(seen)
     while left and len(seen) < most:
         path, found = left.popleft()
-        if id(found) in seen or isinstance(found, _PLAIN) or _is_left_alone(found):
+        if id(found) in seen or _is_skipped(found, numbers) or _is_left_alone(found):
             continue
         seen[id(found)] = found
         yield path, found
-        left.extend((path + step, one) for step, one in _held_by(found) if not isinstance(one, _PLAIN))
+        left.extend((path + step, one) for step, one in _held_by(found) if not _is_skipped(one, numbers))
+
+
+def _is_skipped(found: object, numbers: Collection[int]) -> bool:
+    return isinstance(found, _PLAIN) and (type(found) is not int or found not in numbers)
+
+
+def own_attributes(module: nn.Module) -> dict[str, object]:
+    """Attributes and forward hooks of a module, without its parameters, buffers and modules."""
+    own = {name: one for name, one in vars(module).items() if name not in _OF_MODULES}
+    hooks = {name: list(vars(module)[name].values()) for name in ("_forward_pre_hooks", "_forward_hooks")}
+    return own | {name: held for name, held in hooks.items() if held}
 
 
 def _is_left_alone(found: object) -> bool:

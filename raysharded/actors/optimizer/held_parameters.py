@@ -1,0 +1,80 @@
+"""Ways to a model's parameters through the objects of a program, in every form that a later generation does not have.
+
+The next generation has other parameters in the same places: in the model's modules, and in the optimizer's groups. Any
+other reference to a present one is to nothing then. It may be the parameter itself, in a list or as a key of a dict. It
+may be a view of its memory, a weak reference, its `id()` or `data_ptr()`, or an attribute that was set on it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from raysharded.actors.model.sharded_model import local_of
+from raysharded.actors.task_calls.object_contents import own_attributes, reachable
+
+
+class ParameterForms:
+    """All forms in which an object may refer to one of these parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = dict(model.named_parameters())
+        self._objects = {id(param): name for name, param in named.items()}
+        memory = {name: local_of(param) for name, param in named.items()}
+        self._storages = {local.untyped_storage()._cdata: name for name, local in memory.items()}
+        self._numbers = {**{local.data_ptr(): name for name, local in memory.items()}, **self._objects}
+        self._numbers.pop(0, None)  # the address of what has no memory
+
+    def ways_from(self, root: object, without: Collection[object] = ()) -> Iterator[tuple[str, str]]:
+        """(way to a reference, as written in Python; the parameter's name). `without`: what is not followed."""
+        for path, found in reachable(root, without=without, numbers=self._numbers):
+            name = self._named_by(found)
+            if name is None and isinstance(found, dict):
+                name = next(filter(None, map(self._named_by, found)), None)
+            if name is not None:
+                yield path, name
+
+    def _named_by(self, found: object) -> str | None:
+        """Name of the parameter that is meant by an object itself."""
+        match found:
+            case bool():
+                return None
+            case int():
+                return self._numbers.get(found)
+            case weakref.ref():
+                return self._objects.get(id(found()))
+            case torch.Tensor() if id(found) not in self._objects:
+                return self._storages.get(_storage_of(found))
+        return self._objects.get(id(found))
+
+    def ways_from_modules(self, model: nn.Module) -> set[str]:
+        """Ways through what the model's modules have besides parameters, buffers and modules."""
+        modules = dict(model.named_modules())
+        own = {name: own_attributes(module) for name, module in modules.items()}
+        return {path for path, _ in self.ways_from(own, without=list(modules.values()))}
+
+
+def attributes_of(model: nn.Module) -> Mapping[str, Mapping[str, object]]:
+    """Attributes that were set on the model's parameters, by the parameter's name."""
+    return {name: dict(vars(param)) for name, param in model.named_parameters()}
+
+
+def changed_attributes(before: Mapping[str, Mapping[str, object]], model: nn.Module) -> list[str]:
+    """Ways to attributes of parameters that were set since."""
+    return [
+        f"model.{name}.{key}"
+        for name, attributes in attributes_of(model).items()
+        for key, value in attributes.items()
+        if key not in before[name] or before[name][key] is not value
+    ]
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's memory; 0 if it has none."""
+    try:
+        return int(local_of(tensor).untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, and tensors that stand for others
+        return 0
