@@ -27,7 +27,9 @@ _MODULES_OF = {
         "parameter_marks sharded_model"
     ),
     "actors/numerics": "bit_digest grad_norm microbatch_schedule norm_blocks step_consensus summation_tree",
-    "actors/optimizer": "built_optimizer held_parameters inner_optimizers kept_state learning_rate shard_optimizer step_hooks trial",
+    "actors/optimizer": (
+        "built_optimizer held_parameters inner_optimizers kept_state learning_rate shard_optimizer step_hooks trial"
+    ),
     "actors/reduction": "gradient_exchange replica_sum tree_reducer",
     "actors/shards": "async_copy device_state erasure mirror parity position rebuild restore store transfer",
     "actors/step": (
