@@ -89,6 +89,15 @@ def test_the_line_shows_what_is_done_instead_of_training() -> None:
         (("checkpoint_skipped", {"step": 5, "reason": "damaged"}), "step 5: checkpoint passed over: damaged"),
         (("worker_refused", {"worker": 4, "node": "n", "reason": "CPU"}), "worker 4 on n refused: CPU"),
         (avoided(41), "step 41: node trainer-7 (4f6ad2aa) is avoided after 3 failures; the last: died again"),
+        (generation(3, [0, 1], 41)[0], None),
+        (
+            ("generation", {**generation(3, [0, 1], 41)[0][1], "excluded": [2, 3]}),
+            "step 41: continues without workers 2 and 3, which do not reach all others",
+        ),
+        (
+            ("generation", {**generation(3, [0, 1], 41)[0][1], "excluded": [2]}),
+            "step 41: continues without worker 2, which does not reach all others",
+        ),
         (("start_failed", {"worker": 4, "reason": "no memory"}), "worker 4 did not start: no memory"),
         (started(40), "step 40: resuming from its checkpoint"),
         (started(0), None),
