@@ -116,7 +116,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             ready = f"{count(fields['ready'], 'worker')} ready, at least {fields['needed']} needed"
             if get("missing"):
                 return f"{ready}. {fields['missing']}"
-            return f"{ready}; {'the others' if fields['ready'] else 'they'} take long to start"
+            return f"{ready}; {'the others' if fields['ready'] else 'they'} take long to start"  # an older version's
         case "waiting_for_owner":
             return f"{fields['owner']} may hold the run: waiting {duration(fields['lease_s'])} for a sign of life"
         case "waiting_for_workers":
