@@ -160,8 +160,8 @@ class Run(ABC):
         """Journal entries as they are made, in batches as `entries` returns them, until the run is over.
 
         A driver that takes over records steps again that the one before had reported and not yet written to the
-        journal. They are left out here: a step of a generation comes once. What the one before had written, and this
-        follower had not fetched, is read from the journal.
+        journal. They are left out here: a step of a generation comes once. The journal has what the one before had
+        written and this follower had not fetched.
         """
         steps = StepsOnce()
         while True:
