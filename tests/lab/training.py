@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +61,21 @@ def trainer(folder: Path, workers: tuple[int, int], data: Tokens | None = None, 
     )
 
 
-@cache
+_continued = tempfile.TemporaryDirectory(prefix="lab-undisturbed")
+"""The folder of an undisturbed run that is continued: it yields the states of later and later steps."""
+_fingerprints: dict[int, str] = {}
+
+
 def undisturbed(steps: int) -> str:
     """The fingerprint of the state after so many steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        return str(processes.fit(trainer(Path(folder), (1, 1), Tokens(), max_steps=steps)).fingerprint)
+    if steps in _fingerprints:
+        return _fingerprints[steps]
+    if steps > max(_fingerprints, default=0):
+        found = processes.fit(trainer(Path(_continued.name), (1, 1), Tokens(), max_steps=steps))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            found = processes.fit(trainer(Path(folder), (1, 1), Tokens(), max_steps=steps))
+    return _fingerprints.setdefault(steps, str(found.fingerprint))
 
 
 _AT_LEAST = 400
