@@ -85,10 +85,10 @@ class _Strike:
         run = self._run
         wait_until(
             lambda: bool(found()) or run.process.poll() is not None,
-            lambda: f"{kinds}; the run's log:\n{run.said()[-3000:]}",
+            lambda: f"{kinds}; {run.shown()}",
             WITHIN_S,
         )
-        assert found(), run.said()[-3000:]
+        assert found(), run.shown()
         return found()[0]
 
     def row(self, story: str, progress_at: float | None, proof: str, *, equal: bool | None = None) -> Row:
@@ -127,10 +127,10 @@ class _Strike:
 
         wait_until(
             lambda: len(steps()) >= more or run.process.poll() is not None,
-            lambda: f"{workers} workers train; the run's log:\n{run.said()[-3000:]}",
+            lambda: f"{workers} workers train; {run.shown()}",
             WITHIN_S,
         )
-        assert len(steps()) >= more, run.said()[-3000:]
+        assert len(steps()) >= more, run.shown()
         entries = list(run.entries)[self._begin :]
         noticed = next((at for at, kind, _ in entries if kind in _NOTICES), self.at)
         return next(at for at, kind, _ in entries if kind == "step" and at > noticed)

@@ -102,6 +102,10 @@ def undisturbed_steps(count: int) -> Sequence[dict[str, Any]]:
     return _known
 
 
+_MANY = frozenset({"step", "recording", "event"})
+"""Kinds of entries that come with every step."""
+
+
 class LabRun:
     """The program, on one of the machines, and what it has printed so far."""
 
@@ -178,7 +182,14 @@ class LabRun:
         return self.errors.read_text(errors="replace")
 
     def _shown(self, what: str) -> Callable[[], str]:
-        return lambda: f"{what}; it ended with {self.process.poll()}, {self.ended}:\n{self.said()[-3000:]}"
+        return lambda: f"{what}; {self.shown()}"
+
+    def shown(self) -> str:
+        """Its newest entries but steps, its end, and its log, for a test that failed."""
+        entries = [(round(at, 1), kind, fields) for at, kind, fields in list(self.entries) if kind not in _MANY]
+        newest = "\n".join(str(entry)[:300] for entry in entries[-20:])
+        end = f"it ended with {self.process.poll()}, {self.ended}; now it is {time.monotonic():.1f}"
+        return f"{end}\n{newest}\n{self.said()[-3000:]}"
 
 
 def main() -> None:
