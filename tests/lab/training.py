@@ -40,8 +40,8 @@ class Slow(Tokens):
 def trainer(folder: Path, workers: tuple[int, int], data: Tokens | None = None, **settings: float) -> rs.ElasticTrainer:
     """The run of all stories. `data`: other data with the same samples.
 
-    `settings`: `max_steps`, `lease_s`, `every_steps`, and fields of `FailureConfig`. No node is avoided, as stories strike
-    the same one again and again.
+    `settings`: `max_steps`, `lease_s`, `every_steps`, and fields of `FailureConfig`. No node is avoided:
+    stories strike the same one again and again.
     """
     max_steps, lease_s = int(settings.pop("max_steps", STEPS)), settings.pop("lease_s", 15.0)
     every = int(settings.pop("every_steps", 10_000))
