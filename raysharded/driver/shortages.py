@@ -18,8 +18,6 @@ Say = Callable[[str, dict[str, Any]], None]
 """Called with the kind and the fields of an entry."""
 _LOOK_FOR_WORKERS_S = 10.0
 """Interval at which a run that waits for workers looks for what is missing, and reports it."""
-_SLOW_START_S = 30.0
-"""Workers that are not ready after this time are reported although nothing is missing."""
 _STORAGE_FAILS_S = 30.0
 """Interval of the reports that storage takes no entries."""
 
@@ -60,8 +58,9 @@ class Shortages:
         if not waiting or now - max(state.since, self._looked_at) < _LOOK_FOR_WORKERS_S:
             return
         self._looked_at = now
-        missing = " ".join(filter(None, (link_tests.text(state), self._launcher.describe_shortage())))
-        if missing or state.start_failures or now - state.since >= _SLOW_START_S:
+        found = (link_tests.text(state), self._launcher.describe_shortage(), _failed_starts(state))
+        missing = " ".join(filter(None, found))
+        if missing:  # workers that take long to start lack nothing
             self._record("waiting", {"ready": num_usable, "needed": state.limits.min_workers, "missing": missing})
 
     def _report_storage(self, state: State, now: float) -> None:
@@ -88,3 +87,11 @@ class Shortages:
         fields = {"step": state.step, "for_s": now - failure.since, "left_s": left_s, "error": str(failure.error)}
         dropped = self._recorder.num_dropped
         return {**fields, "dropped": dropped} if dropped else fields
+
+
+def _failed_starts(state: State) -> str:
+    """A sentence about workers that did not start, of which the driver starts others; empty without any."""
+    failures, first = state.start_failures, state.first_start_failure
+    if failures < 2:
+        return f"A worker did not start: {first}" if failures else ""
+    return f"{failures} workers in a row did not start; the first: {first}"

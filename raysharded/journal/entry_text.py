@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysharded.display.plain_text import brief
@@ -102,6 +102,8 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return (
                 f"step {fields['step']}: {_links(fields)} reach each other again, after {duration(fields['after_s'])}"
             )
+        case "generation" if get("excluded"):
+            return f"step {fields['step']}: {_excluded_text(fields['excluded'])}"
         case "node_allowed":
             return f"step {fields['step']}: {_node(fields)} is used again: {brief(fields['reason'])}"
         case "node_lost":
@@ -114,7 +116,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             ready = f"{count(fields['ready'], 'worker')} ready, at least {fields['needed']} needed"
             if get("missing"):
                 return f"{ready}. {fields['missing']}"
-            return f"{ready}; {'the others' if fields['ready'] else 'they'} take long to start"
+            return f"{ready}; {'the others' if fields['ready'] else 'they'} take long to start"  # an older version's
         case "waiting_for_owner":
             return f"{fields['owner']} may hold the run: waiting {duration(fields['lease_s'])} for a sign of life"
         case "waiting_for_workers":
@@ -293,6 +295,11 @@ def _links(fields: Mapping[str, Any]) -> str:
         return f"pairs of nodes: {'; '.join(' and '.join(pair) for pair in nodes)}:"
     ends = [", ".join(map(str, sorted({pair[end] for pair in pairs}))) for end in (0, 1)]
     return " and ".join(f"{node} (worker {workers})" for node, workers in zip(nodes[0], ends, strict=True))
+
+
+def _excluded_text(workers: Sequence[int]) -> str:
+    who, does = ("workers", "do") if len(workers) > 1 else ("worker", "does")
+    return f"continues without {who} {listing([str(worker) for worker in workers])}, which {does} not reach all others"
 
 
 def _node(fields: Mapping[str, Any]) -> str:

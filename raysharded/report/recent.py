@@ -87,8 +87,12 @@ class RecentReader:
             self._look_back(keys[:-_SEGMENTS])
         return self._recent()
 
+    def entries(self) -> list[dict[str, Any]]:
+        """The entries of the newest segments, oldest first, as of the last `read`."""
+        return [entry for entries in self._window for entry in entries]
+
     def _recent(self) -> Recent:
-        found = [entry for entries in self._window for entry in entries]
+        found = self.entries()
         happened = _happened(found)
         workers = self._workers
         generation, members = workers.generation or (None, ())

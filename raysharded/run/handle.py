@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal
 
+from raysharded.errors import StorageError
 from raysharded.run.results import Entry, Result, Status, WrittenCheckpoint
 from raysharded.validation import is_int, require, require_number
 
@@ -29,27 +33,63 @@ Ask = Literal[
 ]
 """Requests to a run; `raysharded.run.control.RunControl` answers them."""
 _FOLLOW_S = 5.0
+_ENTRIES_COMPARED = 4096
+"""Number of entries since the newest step that a follower compares with the journal."""
 _BEGIN_S = 0.2
 """Interval at which a start is checked."""
 
 
 class StepsOnce:
-    """The entries for one follower, without steps that it has seen. A generation's steps only grow."""
+    """The entries for one follower: each step once. A generation's steps only grow."""
 
     def __init__(self) -> None:
         self._newest: dict[int, int] = {}
         """Generation -> its newest step seen."""
+        self._last: tuple[int, int] | None = None
+        """(generation, step) of the newest step seen."""
+        self._since: deque[str] = deque(maxlen=_ENTRIES_COMPARED)
+        """Contents of the entries seen since."""
 
     def of(self, entries: Sequence[Entry]) -> list[Entry]:
         """The entries, in order, without repeated steps. One that a later generation computes again is none."""
-        return [entry for entry in entries if entry[1] != "step" or self._is_new(entry[2])]
+        return [entry for entry in entries if self._is_new(entry[1], entry[2])]
 
-    def _is_new(self, fields: Mapping[str, Any]) -> bool:
+    def missed(self, journal: Sequence[Mapping[str, Any]], new: Sequence[Entry], after: int) -> list[Entry]:
+        """Entries that earlier drivers have written and the follower has not seen, numbered from `after` on.
+
+        `journal`: its newest entries. `new`: the first entries of another driver. Empty if the newest step that was
+        seen is not in the journal.
+        """
+        start = next((_contents(kind, fields) for _, kind, fields in new if kind == "started"), "")
+        written = [(str(entry["kind"]), {k: v for k, v in entry.items() if k != "kind"}) for entry in journal]
+        begins = next((at for at, entry in enumerate(written) if _contents(*entry) == start), len(written))
+        seen = [at for at, entry in enumerate(written[:begins]) if _step_of(*entry) == self._last]
+        if not start or not seen or self._last is None:
+            return []
+        missed = [entry for entry in written[seen[-1] + 1 : begins] if _contents(*entry) not in self._since]
+        return [(after + 1 + index, kind, fields) for index, (kind, fields) in enumerate(missed)]
+
+    def _is_new(self, kind: str, fields: Mapping[str, Any]) -> bool:
+        if kind != "step":
+            self._since.append(_contents(kind, fields))
+            return True
         generation, step = int(fields["generation"]), int(fields["step"])
         is_new = step > self._newest.get(generation, 0)
         if is_new:
             self._newest[generation] = step
+            self._last = generation, step
+            self._since.clear()
         return is_new
+
+
+def _step_of(kind: str, fields: Mapping[str, Any]) -> tuple[int, int] | None:
+    return (int(fields["generation"]), int(fields["step"])) if kind == "step" else None
+
+
+def _contents(kind: str, fields: Mapping[str, Any]) -> str:
+    """An entry without its time, which differs between a journal and a driver's memory."""
+    told = {name: value for name, value in fields.items() if name != "at"}
+    return f"{kind} {json.dumps(told, sort_keys=True, default=str)}"
 
 
 class Run(ABC):
@@ -120,18 +160,32 @@ class Run(ABC):
         """Journal entries as they are made, in batches as `entries` returns them, until the run is over.
 
         A driver that takes over records steps again that the one before had reported and not yet written to the
-        journal. They are left out here: a step of a generation comes once.
+        journal. They are left out here: a step of a generation comes once. The journal has what the one before had
+        written and this follower had not fetched.
         """
         steps = StepsOnce()
         while True:
             over = self.is_over()
             new = self.entries(after, 0.0 if over else _FOLLOW_S)
             if new:
+                if after and new[0][0] > after + 1:  # it may be of another driver
+                    new = [*steps.missed(self._newest_entries(), new, after), *new]
                 after = new[-1][0]
                 if left := steps.of(new):
                     yield left
             elif over:
                 return
+
+    def _newest_entries(self) -> list[dict[str, Any]]:
+        """The newest entries on storage, oldest first; empty if it does not answer."""
+        from raysharded.checkpoint import open_storage
+        from raysharded.report.recent import RecentReader
+
+        with suppress(StorageError):
+            reader = RecentReader(open_storage(self.url))
+            reader.read()
+            return reader.entries()
+        return []
 
     def metrics(self) -> Any:  # pyarrow's Table; it has no annotations
         """One row per step, from the journal as far as it is written: `step`, `at`, `loss` and measurements.

@@ -8,6 +8,8 @@ undisturbed run, and what was logged. The row has a proof that the fault struck:
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,9 +27,9 @@ DRIVER, FIRST, SECOND = 1, 2, 3
 SLOTS = (0, 0, 1, 1)
 """CPUs of each machine."""
 CUT_OFF_S = 20.0
+"""Longer than the driver waits for a node's answer, and shorter than Ray does."""
 _BEFORE = 40
 """Entries before a fault that show how long a step takes then."""
-"""Longer than the driver waits for a node's answer, and shorter than Ray does."""
 _NOTICES = frozenset({"worker_lost", "stuck", "recovery", "node_lost", "gcs_lost"})
 _SAID = 4
 
@@ -55,11 +57,11 @@ class Row:
     def text(self) -> str:
         """The row for a person, with the first lines of the log below."""
         seconds = [f"{one:.1f} s" if one is not None else "-" for one in (self.noticed_s, self.progress_s)]
-        first = f"{self.story:12} {seconds[0]:>8} {seconds[1]:>8} {self.again:5}  {'yes' if self.equal else 'NO':5}"
+        first = f"{self.story:14} {seconds[0]:>8} {seconds[1]:>8} {self.again:5}  {'yes' if self.equal else 'NO':5}"
         return "\n    ".join([f"{first}  {self.proof}", *self.said.strip().splitlines()[:_SAID]])
 
 
-HEADER = f"{'fault':12} {'noticed':>8} {'progress':>8} {'again':>5}  equal  proof, and what was said first"
+HEADER = f"{'fault':14} {'noticed':>8} {'progress':>8} {'again':>5}  equal  proof, and what was said first"
 
 
 class _Strike:
@@ -83,10 +85,10 @@ class _Strike:
         run = self._run
         wait_until(
             lambda: bool(found()) or run.process.poll() is not None,
-            lambda: f"{kinds}; the run's log:\n{run.said()[-3000:]}",
+            lambda: f"{kinds}; {run.shown()}",
             WITHIN_S,
         )
-        assert found(), run.said()[-3000:]
+        assert found(), run.shown()
         return found()[0]
 
     def row(self, story: str, progress_at: float | None, proof: str, *, equal: bool | None = None) -> Row:
@@ -125,10 +127,10 @@ class _Strike:
 
         wait_until(
             lambda: len(steps()) >= more or run.process.poll() is not None,
-            lambda: f"{workers} workers train; the run's log:\n{run.said()[-3000:]}",
+            lambda: f"{workers} workers train; {run.shown()}",
             WITHIN_S,
         )
-        assert len(steps()) >= more, run.said()[-3000:]
+        assert len(steps()) >= more, run.shown()
         entries = list(run.entries)[self._begin :]
         noticed = next((at for at, kind, _ in entries if kind in _NOTICES), self.at)
         return next(at for at, kind, _ in entries if kind == "step" and at > noticed)
@@ -245,6 +247,51 @@ def power_off(cluster: RayMachines, run: LabRun) -> Row:
     return strike.row("power off", progress_at, _told(lost))
 
 
+# -- workers, and the driver's storage --
+
+
+def _worker(cluster: RayMachines) -> int:
+    (pid,) = cluster.processes(SECOND, "ray::Tenant")
+    return pid
+
+
+def killed(cluster: RayMachines, run: LabRun) -> Row:
+    """One worker's process is killed."""
+    strike = _Strike(run)
+    os.kill(_worker(cluster), signal.SIGKILL)
+    lost = strike.wait_for("worker_lost")
+    return strike.row("killed", strike.trains(2), _told(lost))
+
+
+def stopped(cluster: RayMachines, run: LabRun) -> Row:
+    """One worker's process stops permanently, and is replaced."""
+    strike = _Strike(run)
+    os.kill(_worker(cluster), signal.SIGSTOP)
+    lost = strike.wait_for("worker_lost")
+    return strike.row("stopped", strike.trains(2), _told(lost))
+
+
+def leaves(cluster: RayMachines, run: LabRun) -> Row:
+    """One worker gets a leave notice, SIGTERM, and is replaced."""
+    strike = _Strike(run)
+    os.kill(_worker(cluster), signal.SIGTERM)
+    left = strike.wait_for("worker_left", "worker_lost")
+    assert left["kind"] == "worker_left", left
+    return strike.row("leaves", strike.trains(2), f"worker {left['worker']} has left")
+
+
+def storage_away(cluster: RayMachines, run: LabRun) -> Row:
+    """Another file system is mounted over the run's folder on the driver's machine, until the driver reports it."""
+    strike, folder = _Strike(run), f"{run.folder}/lab"
+    cluster.machines[DRIVER].run(["mount", "-t", "tmpfs", "tmpfs", folder])
+    failing = strike.wait_for("storage_failing")
+    trained = strike.trains(2)
+    assert cluster.machines[DRIVER].run(["ls", "-A", folder]) == "", "a tree was made anew"
+    cluster.machines[DRIVER].run(["umount", folder])
+    strike.wait_for("storage_back")
+    return strike.row("storage away", trained, _told(failing)[:160])
+
+
 # -- the head node --
 
 
@@ -266,6 +313,20 @@ def gcs_back(cluster: RayMachines, run: LabRun) -> Row:
     cluster.restart_gcs()
     back = strike.wait_for("gcs_back")
     return strike.row("GCS back", strike.trains(2), _told(back))
+
+
+def gcs_back_later(cluster: RayMachines, run: LabRun) -> Row:
+    """The GCS is killed, then a worker; the GCS is started again once the run trains without that worker."""
+    strike = _Strike(run)
+    cluster.kill_gcs()
+    strike.wait_for("gcs_lost")
+    os.kill(_worker(cluster), signal.SIGKILL)
+    lost = strike.wait_for("worker_lost")
+    progress_at = strike.trains(1)
+    cluster.restart_gcs()
+    strike.wait_for("gcs_back")
+    strike.trains(2)
+    return strike.row("GCS back later", progress_at, _told(lost))
 
 
 def gcs_lost(cluster: RayMachines, run: LabRun) -> Row:
@@ -302,7 +363,8 @@ def driver_lost(cluster: RayMachines, run: LabRun) -> Row:
 Story = Callable[[RayMachines, LabRun], Row]
 LINKS: tuple[Story, ...] = (one_way, broken_link, slow_link, narrow_link)
 NODES: tuple[Story, ...] = (cut_off, frozen, power_off)
-GOES_ON: tuple[Story, ...] = (*LINKS, *NODES, gcs_hangs, gcs_back)
+WORKERS: tuple[Story, ...] = (killed, stopped, leaves)
+GOES_ON: tuple[Story, ...] = (*LINKS, *NODES, *WORKERS, storage_away, gcs_hangs, gcs_back, gcs_back_later)
 """After these the run trains as before: one run and one start of the nodes are enough for all."""
 ENDS: tuple[Story, ...] = (gcs_lost, head_lost)
 """These end the cluster."""

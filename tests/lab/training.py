@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,8 @@ class Slow(Tokens):
 def trainer(folder: Path, workers: tuple[int, int], data: Tokens | None = None, **settings: float) -> rs.ElasticTrainer:
     """The run of all stories. `data`: other data with the same samples.
 
-    `settings`: `max_steps`, `lease_s`, `every_steps`, and fields of `FailureConfig`.
+    `settings`: `max_steps`, `lease_s`, `every_steps`, and fields of `FailureConfig`. No node is avoided:
+    stories strike the same one again and again.
     """
     max_steps, lease_s = int(settings.pop("max_steps", STEPS)), settings.pop("lease_s", 15.0)
     every = int(settings.pop("every_steps", 10_000))
@@ -56,17 +56,27 @@ def trainer(folder: Path, workers: tuple[int, int], data: Tokens | None = None, 
             max_steps=max_steps,
             lease_s=lease_s,
             checkpoint=rs.CheckpointConfig(every_steps=every, keep_last=100),
-            failure=rs.FailureConfig(**settings),  # type: ignore[arg-type]  # numbers of its fields
+            failure=rs.FailureConfig(max_node_failures=None, **settings),  # type: ignore[arg-type]  # numbers
         ),
         engine=rs.EngineConfig(prefetch=False),
     )
 
 
-@cache
+_continued = tempfile.TemporaryDirectory(prefix="lab-undisturbed")
+"""The folder of an undisturbed run that is continued: it yields the states of later and later steps."""
+_fingerprints: dict[int, str] = {}
+
+
 def undisturbed(steps: int) -> str:
     """The fingerprint of the state after so many steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        return str(processes.fit(trainer(Path(folder), (1, 1), Tokens(), max_steps=steps)).fingerprint)
+    if steps in _fingerprints:
+        return _fingerprints[steps]
+    if steps > max(_fingerprints, default=0):
+        found = processes.fit(trainer(Path(_continued.name), (1, 1), Tokens(), max_steps=steps))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            found = processes.fit(trainer(Path(folder), (1, 1), Tokens(), max_steps=steps))
+    return _fingerprints.setdefault(steps, str(found.fingerprint))
 
 
 _AT_LEAST = 400
@@ -91,6 +101,10 @@ def undisturbed_steps(count: int) -> Sequence[dict[str, Any]]:
             processes.fit(trainer(Path(folder), (1, 1), Tokens(), max_steps=most), listen=listen)
         _known[:] = found
     return _known
+
+
+_MANY = frozenset({"step", "recording", "event"})
+"""Kinds of entries that come with every step."""
 
 
 class LabRun:
@@ -169,7 +183,14 @@ class LabRun:
         return self.errors.read_text(errors="replace")
 
     def _shown(self, what: str) -> Callable[[], str]:
-        return lambda: f"{what}; it ended with {self.process.poll()}, {self.ended}:\n{self.said()[-3000:]}"
+        return lambda: f"{what}; {self.shown()}"
+
+    def shown(self) -> str:
+        """Its newest entries but steps, its end, and its log, for a test that failed."""
+        entries = [(round(at, 1), kind, fields) for at, kind, fields in list(self.entries) if kind not in _MANY]
+        newest = "\n".join(str(entry)[:300] for entry in entries[-20:])
+        end = f"it ended with {self.process.poll()}, {self.ended}; now it is {time.monotonic():.1f}"
+        return f"{end}\n{newest}\n{self.said()[-3000:]}"
 
 
 def main() -> None:

@@ -89,6 +89,15 @@ def test_the_line_shows_what_is_done_instead_of_training() -> None:
         (("checkpoint_skipped", {"step": 5, "reason": "damaged"}), "step 5: checkpoint passed over: damaged"),
         (("worker_refused", {"worker": 4, "node": "n", "reason": "CPU"}), "worker 4 on n refused: CPU"),
         (avoided(41), "step 41: node trainer-7 (4f6ad2aa) is avoided after 3 failures; the last: died again"),
+        (generation(3, [0, 1], 41)[0], None),
+        (
+            ("generation", {**generation(3, [0, 1], 41)[0][1], "excluded": [2, 3]}),
+            "step 41: continues without workers 2 and 3, which do not reach all others",
+        ),
+        (
+            ("generation", {**generation(3, [0, 1], 41)[0][1], "excluded": [2]}),
+            "step 41: continues without worker 2, which does not reach all others",
+        ),
         (("start_failed", {"worker": 4, "reason": "no memory"}), "worker 4 did not start: no memory"),
         (started(40), "step 40: resuming from its checkpoint"),
         (started(0), None),
@@ -232,3 +241,11 @@ def test_a_gcs_that_is_back_and_storage_that_is_back_end_their_own_warnings() ->
 def test_avoided_nodes_are_counted_in_the_line() -> None:
     entries = [started(), *generation(1, [0, 1], 0), step(1), avoided(1), step(6)]
     assert show(entries).splitlines()[-1].endswith("1 node avoided")
+    node, host = avoided(1)[1]["node"], "trainer-7"
+    lost_node = ("node_lost", {"node": node, "host": host, "step": 1, "reason": "it does not answer"})
+    back = ("node_back", {"node": node, "host": host, "step": 1, "after_s": 9.0})
+    allowed = ("node_allowed", {"node": node, "host": host, "step": 1, "reason": "an hour has passed"})
+    assert "avoided" not in show([*entries[:-1], lost_node, step(6)]).splitlines()[-1], "a lost node gets none anyway"
+    assert show([*entries[:-1], lost_node, back, step(6)]).splitlines()[-1].endswith("1 node avoided")
+    assert "avoided" not in show([*entries[:-1], allowed, step(6)]).splitlines()[-1]
+    assert "avoided" not in show([started(), allowed, step(6)]).splitlines()[-1], "a follower may begin anywhere"

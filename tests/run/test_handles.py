@@ -250,3 +250,35 @@ def test_a_follower_sees_a_step_once_though_the_next_driver_records_it_again() -
     steps = StepsOnce()
     assert steps.of(first) == first
     assert steps.of(second) == second[2:], "a step that is computed again in a later generation is another"
+
+
+def test_a_follower_gets_from_the_journal_what_the_driver_before_had_written() -> None:
+    def step(generation: int, step: int) -> dict[str, Any]:
+        return {"kind": "step", "at": 5.0, "generation": generation, "step": step}
+
+    def told(number: int, entry: dict[str, Any], at: float = 4.9) -> Entry:
+        return number, entry["kind"], {name: value for name, value in {**entry, "at": at}.items() if name != "kind"}
+
+    lost = {"kind": "worker_lost", "at": 5.0, "worker": 1, "reasons": ["died"]}
+    formed, checkpoint = {"kind": "formed", "at": 5.0}, {"kind": "checkpoint", "at": 5.0, "step": 3}
+    started = {"kind": "started", "at": 9.0, "driver": "b"}
+    later = {"kind": "taken_over", "at": 9.0}
+    journal = [
+        {"kind": "started", "at": 1.0, "driver": "a"},
+        step(1, 1),
+        step(1, 2),
+        lost,
+        formed,
+        step(2, 3),
+        checkpoint,
+    ]
+    steps = StepsOnce()
+    fetched = [told(1, journal[0]), told(2, step(1, 1)), told(3, step(1, 2)), told(4, {**lost, "reasons": ("died",)})]
+    assert steps.of(fetched) == fetched
+    missed = [told(5, formed, 5.0), told(6, step(2, 3), 5.0), told(7, checkpoint, 5.0)]
+    new = [told(20_001, started), told(20_002, step(2, 3)), told(20_003, step(2, 4))]
+    assert steps.missed(journal, new, 4) == missed, "the next driver has written nothing yet"
+    assert steps.missed([*journal, started, later, step(2, 4)], new, 4) == missed
+    assert StepsOnce().missed(journal, new, 4) == [], "nothing was seen"
+    assert steps.missed(journal, new[1:], 4) == [], "it is the same driver, whose oldest entries are not kept"
+    assert steps.of([*missed, *new]) == [*missed, new[0], new[2]]

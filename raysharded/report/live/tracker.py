@@ -101,7 +101,8 @@ class Watched:
         self._per_step, self._unit = (tokens_per_step, "tokens") if tokens_per_step else (1, "steps")
         self._step, self._workers, self._doing = 0, 0, "starting workers"
         self._loss: float | None = None
-        self._avoided = 0
+        self._avoided, self._dead = set[str](), set[str]()
+        """Ids of nodes that get no new workers, and of nodes that are lost."""
         self._warning = ""
         self._steps_per_s = math.nan
         self._done: deque[tuple[float, int]] = deque(maxlen=_WINDOW_STEPS)
@@ -139,7 +140,7 @@ class Watched:
             unit=self._unit,
             workers=self._workers,
             left_s=left,
-            avoided=self._avoided,
+            avoided=len(self._avoided - self._dead),
             warning=self._warning,
         )
 
@@ -183,9 +184,13 @@ class Watched:
                 if int(fields["worker"]) in self._forming:
                     self._doing = "recovering"
             case "node_avoided":
-                self._avoided += 1
+                self._avoided.add(fields["node"])
             case "node_allowed":
-                self._avoided -= 1
+                self._avoided.discard(fields["node"])
+            case "node_lost":
+                self._dead.add(fields["node"])
+            case "node_back":
+                self._dead.discard(fields["node"])
             case "generation":
                 self._forming = set(fields["members"])
                 self._workers, self._step = len(self._forming), int(fields["step"])
