@@ -61,10 +61,18 @@ def test_nothing_of_a_transfer_is_kept_once_it_has_ended() -> None:
     assert Held.gone.wait(_DEADLINE_S)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_transfer_that_fails_ends_its_thread_and_no_other_transfer() -> None:
+def test_a_transfer_that_fails_ends_its_thread_and_no_other_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported, errors = threading.Event(), list[BaseException | None]()
+
+    def report(error: threading.ExceptHookArgs) -> None:
+        errors.append(error.exc_value)
+        reported.set()
+
     def fails() -> None:
         raise ValueError("on purpose")
 
+    monkeypatch.setattr(threading, "excepthook", report)
     assert begin(fails, "fails").ended.wait(_DEADLINE_S)
     assert begin(lambda: None, "works").ended.wait(_DEADLINE_S)
+    assert reported.wait(_DEADLINE_S)
+    assert list(map(str, errors)) == ["on purpose"]
