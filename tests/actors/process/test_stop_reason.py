@@ -150,7 +150,7 @@ def test_what_is_refused_inside_a_tasks_forward_stays_a_refusal_however_the_task
 
     computer = Computer(Wrapping(), nn.Identity(), torch.device("cpu"), seed=1)
     with pytest.raises(InexactError, match=r"^unit blocks\.0$"):
-        computer.loss("train", 1, 0, torch.zeros(1), 1)
+        computer.evaluate(1, 0, torch.zeros(1), 1)
 
 
 def test_an_error_that_is_its_own_cause_has_an_end() -> None:
