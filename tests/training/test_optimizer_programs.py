@@ -324,11 +324,11 @@ def clamped_from_a_module(model: nn.Module) -> Optimizer:
 
 HOLDS: dict[Callable[[nn.Module], Optimizer], str] = {
     clamped_from_a_list: r"optimizer.*\.held\[0\]",
-    clamped_by_keys: r"optimizer.*\.limits",
+    clamped_by_keys: r"optimizer.*\.limited",
     clamped_views: r"optimizer.*\.views\[0\]",
     clamped_by_ids: r"optimizer.*\.matrices",
     clamped_by_one_id: r"optimizer.*\.first",
-    clamped_by_weak_keys: r"optimizer.*\.limits\.data",
+    clamped_by_weak_keys: r"optimizer.*\.limited\.data",
     clamped_by_attributes: r"model\.\w.*\.limit",
     clamped_from_a_module: r"model\[''\]\.?\[?'?limited.*",
 }

@@ -182,9 +182,9 @@ def test_a_hook_that_refers_to_parameters_in_any_form_does_the_same_in_every_gen
     first: dict[str, torch.Tensor] = {}
     for _ in range(3):
         *_, after = generations.step()
+        generations.end()
         first = first or after
         assert all(torch.equal(after[name], value) for name, value in first.items())
-        generations.end()
 
 
 def count_older(file: Path) -> None:

@@ -116,11 +116,9 @@ class StepGradient:
         self._inputs = InputWatch(sharded.hooks, job.engine, say) if is_new else None
         self._buffers: BufferWatch | None = None
         self._padding_microbatch: Microbatch | None = None
-        self._at: tuple[int, int | None, int] = (0, None, 0)
-        """(step, microbatch or None for padding, number of samples) of the newest batch."""
+        self._at: tuple[int, int | None, int] = (0, None, 0)  # step, microbatch, number of samples
         self._results = Results("")
-        self.where = ""
-        """Source of the newest batch's loss, for errors."""
+        self.where = ""  # source of the newest batch's loss, for errors
         self._forward: AbstractContextManager[None] | None = None
         """Context of the newest batch's forward, which `backward` ends."""
 

@@ -92,6 +92,8 @@ def _held_by(found: object) -> Iterator[tuple[str, object]]:
             yield from (("", one) for one in (found.func, *found.args, *found.keywords.values()))
         case types.MethodType():
             yield from (("", found.__func__), ("", found.__self__))
+        case types.BuiltinMethodType() | types.MethodWrapperType():  # such as `held.items` of a dict
+            yield "", found.__self__
         case types.FunctionType():
             yield from (
                 (f".{name}", cell) for name, cell in zip(found.__code__.co_freevars, _cells(found), strict=True)
