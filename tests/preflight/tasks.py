@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,6 @@ import raysharded as rs
 from tests.training.harness import Gpt, GptTask, Tokens
 
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
-_built = 0
 
 
 def trainer_of(task: rs.Task, storage: str, data: Any = None, **engine: Any) -> rs.ElasticTrainer:
@@ -52,16 +52,23 @@ class OfASet(Gpt):
 
 
 class Broken(GptTask):
-    """Another order of parameters in every process, another loss at every number of workers, and another optimizer
-    every time that one is built."""
+    """Another order of parameters in every process, another loss at every number of workers, and another optimizer in a
+    worker that joins."""
+
+    lr = 0.01
+    _num_started: ClassVar = 0
+    """Number of workers that this process has started for the present run."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for one more worker; of three in a run the third one joins."""
+        Broken._num_started = 1 + (self._num_started if multiprocessing.active_children() else 0)
+        return {"lr": 0.02 if self._num_started > 2 else 0.01}
 
     def build_model(self) -> nn.Module:
         return OfASet()
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        global _built
-        _built += 1
-        return torch.optim.SGD(model.parameters(), lr=0.01 * _built)
+        return torch.optim.SGD(model.parameters(), lr=self.lr)
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
         found = super().loss(model, batch)

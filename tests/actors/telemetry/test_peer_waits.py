@@ -41,8 +41,6 @@ TORCH = "torch's own frame, which is known by its folder"
 LAUNCHER = "the thread that computes: a launcher calls it in another one"
 WITHOUT_THE_MARK = {
     "Engine._calling_the_task": LOCAL,
-    "Engine._commit_last": INSIDE,
-    "Engine._join_copies": INSIDE,
     "Engine._prepare": INSIDE,
     "Engine.settle": LOCAL,
     "Groups._register": TORCH,
@@ -51,6 +49,8 @@ WITHOUT_THE_MARK = {
     "Saver._written": LOCAL,
     "Saver.wait_until_idle": LOCAL,
     "ShardBuffer.wait": LOCAL,
+    "Steps.commit_last": INSIDE,
+    "Steps.join_copies": INSIDE,
     "StoreClient.close": "nobody: it does not block",
     "Worker._get_ready": LAUNCHER,
     "Worker.form": LAUNCHER,
