@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raysharded.clock import Clock
+from raysharded.display.plain_text import brief
 from raysharded.driver.generation import link_tests
 from raysharded.driver.membership import reachable
 from raysharded.driver.state.state import Phase, State
@@ -91,7 +92,7 @@ class Shortages:
 
 def _failed_starts(state: State) -> str:
     """A sentence about workers that did not start, of which the driver starts others; empty without any."""
-    failures, first = state.start_failures, state.first_start_failure
+    failures, first = state.start_failures, brief(state.first_start_failure)
     if failures < 2:
-        return f"A worker did not start: {first}" if failures else ""
-    return f"{failures} workers in a row did not start; the first: {first}"
+        return f"A worker did not start: {first}." if failures else ""
+    return f"{failures} workers in a row did not start; the first: {first}."

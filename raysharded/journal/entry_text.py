@@ -102,7 +102,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return (
                 f"step {fields['step']}: {_links(fields)} reach each other again, after {duration(fields['after_s'])}"
             )
-        case "generation" if get("excluded"):
+        case "generation" if get("excluded") and not (get("only_saves") or get("hands_over")):
             return f"step {fields['step']}: {_excluded_text(fields['excluded'])}"
         case "node_allowed":
             return f"step {fields['step']}: {_node(fields)} is used again: {brief(fields['reason'])}"

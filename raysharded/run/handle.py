@@ -35,12 +35,53 @@ Ask = Literal[
 _FOLLOW_S = 5.0
 _ENTRIES_COMPARED = 4096
 """Number of entries since the newest step that a follower compares with the journal."""
+_RECORDED = ("recording", "event")
+"""Kinds of entries that only a journal has."""
+ENTRIES_OF_ONE = 1 << 40
+"""Entry numbers reserved for one driver actor's process: the next one's are above them."""
 _BEGIN_S = 0.2
 """Interval at which a start is checked."""
 
 
-class StepsOnce:
-    """The entries for one follower: each step once. A generation's steps only grow."""
+class Follower:
+    """New entries of a run for one reader: each step once, and none that an earlier driver has written left out.
+
+    A driver that takes over records steps again that the one before had reported and not yet written to the journal.
+    Entries that the one before had written, and this reader had not fetched, are read from the journal.
+    """
+
+    def __init__(self, run: Run, after: int = 0) -> None:
+        """`after`: number of the entry to begin after."""
+        self._run, self._after, self._seen = run, after, Seen()
+        self._since: int | None = None
+        """Number of the last entry of the driver before, until the next one's first entry is there."""
+        self._held: list[Entry] = []
+        """Entries of the next driver meanwhile."""
+
+    def next(self, timeout_s: float) -> list[Entry]:
+        """The entries since the last call; waits up to `timeout_s` for the first."""
+        new = self._run.entries(self._after, timeout_s)
+        if not new:
+            return []
+        if self._after and self._run.is_restarted(self._after, new[0][0]):
+            self._since = self._after
+        self._after = new[-1][0]
+        if self._since is None:
+            return self._seen.of(new)
+        self._held += new
+        return self.rest() if any(kind == "started" for _, kind, _ in self._held) else []
+
+    def rest(self) -> list[Entry]:
+        """The entries that were held back. Call it also when the run is over."""
+        if self._since is None:
+            return []
+        missed = self._seen.missed(self._run.newest_entries(), self._held, self._since)
+        held, self._held, self._since = self._held, [], None
+        return self._seen.of([*missed, *held])
+
+
+class Seen:
+    """What one reader has seen of a run. A generation's steps only grow."""
 
     def __init__(self) -> None:
         self._newest: dict[int, int] = {}
@@ -55,19 +96,29 @@ class StepsOnce:
         return [entry for entry in entries if self._is_new(entry[1], entry[2])]
 
     def missed(self, journal: Sequence[Mapping[str, Any]], new: Sequence[Entry], after: int) -> list[Entry]:
-        """Entries that earlier drivers have written and the follower has not seen, numbered from `after` on.
+        """Entries that earlier drivers have written and the reader has not seen, numbered from `after` on.
 
-        `journal`: its newest entries. `new`: the first entries of another driver. Empty if the newest step that was
-        seen is not in the journal.
+        `journal`: its newest entries. `new`: the first entries of another driver. Empty if nothing that was seen is in
+        the journal.
         """
-        start = next((_contents(kind, fields) for _, kind, fields in new if kind == "started"), "")
+        theirs = {_contents(kind, fields) for _, kind, fields in new}
+        start = next((_contents(kind, fields) for _, kind, fields in new if kind == "started"), None)
         written = [(str(entry["kind"]), {k: v for k, v in entry.items() if k != "kind"}) for entry in journal]
-        begins = next((at for at, entry in enumerate(written) if _contents(*entry) == start), len(written))
-        seen = [at for at, entry in enumerate(written[:begins]) if _step_of(*entry) == self._last]
-        if not start or not seen or self._last is None:
+        contents = [_contents(*entry) for entry in written]
+        ends = next((at for at, one in enumerate(contents) if one == start), len(written))
+        known = {*self._since, *theirs}
+        if self._last is not None:
+            seen = [at for at, entry in enumerate(written[:ends]) if _step_of(*entry) == self._last]
+        else:
+            seen = [at for at, one in enumerate(contents[:ends]) if one in self._since]
+        if not seen:
             return []
-        missed = [entry for entry in written[seen[-1] + 1 : begins] if _contents(*entry) not in self._since]
-        return [(after + 1 + index, kind, fields) for index, (kind, fields) in enumerate(missed)]
+        found = [
+            entry
+            for entry, one in zip(written[seen[-1] + 1 : ends], contents[seen[-1] + 1 :], strict=False)
+            if entry[0] not in _RECORDED and one not in known
+        ]
+        return [(after + 1 + index, kind, fields) for index, (kind, fields) in enumerate(found)]
 
     def _is_new(self, kind: str, fields: Mapping[str, Any]) -> bool:
         if kind != "step":
@@ -87,9 +138,11 @@ def _step_of(kind: str, fields: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _contents(kind: str, fields: Mapping[str, Any]) -> str:
-    """An entry without its time, which differs between a journal and a driver's memory."""
+    """An entry as the journal has it, without its time, which differs between a journal and a driver's memory."""
+    from raysharded.journal.log import plain
+
     told = {name: value for name, value in fields.items() if name != "at"}
-    return f"{kind} {json.dumps(told, sort_keys=True, default=str)}"
+    return f"{kind} {json.dumps(plain(told), sort_keys=True, default=str)}"
 
 
 class Run(ABC):
@@ -159,25 +212,23 @@ class Run(ABC):
     def follow(self, after: int = 0) -> Iterator[list[Entry]]:
         """Journal entries as they are made, in batches as `entries` returns them, until the run is over.
 
-        A driver that takes over records steps again that the one before had reported and not yet written to the
-        journal. They are left out here: a step of a generation comes once. The journal has what the one before had
-        written and this follower had not fetched.
+        Each step of a generation comes once, also if another driver takes over: see `Follower`.
         """
-        steps = StepsOnce()
+        follower = Follower(self, after)
         while True:
             over = self.is_over()
-            new = self.entries(after, 0.0 if over else _FOLLOW_S)
+            new = follower.next(0.0 if over else _FOLLOW_S) or (follower.rest() if over else [])
             if new:
-                if after and new[0][0] > after + 1:  # it may be of another driver
-                    new = [*steps.missed(self._newest_entries(), new, after), *new]
-                after = new[-1][0]
-                if left := steps.of(new):
-                    yield left
+                yield new
             elif over:
                 return
 
-    def _newest_entries(self) -> list[dict[str, Any]]:
-        """The newest entries on storage, oldest first; empty if it does not answer."""
+    def is_restarted(self, after: int, number: int) -> bool:
+        """Whether entry `number` is of a later driver than entry `after`, which may have written more since."""
+        return False
+
+    def newest_entries(self) -> list[dict[str, Any]]:
+        """The newest entries of the journal on storage, oldest first; empty if it does not answer."""
         from raysharded.checkpoint import open_storage
         from raysharded.report.recent import RecentReader
 

@@ -106,7 +106,7 @@ def test_what_is_missing_is_said_after_ten_seconds(tmp_path: Path) -> None:
 def test_workers_that_fail_to_start_are_said_to_be_missing_after_ten_seconds(tmp_path: Path) -> None:
     (first, missing), *_ = said(tmp_path, failing=True)
     assert 10 <= first < 12
-    assert missing == "3 workers in a row did not start; the first: out of memory"
+    assert missing == "3 workers in a row did not start; the first: out of memory."
 
 
 def test_a_shortage_that_ends_when_others_free_what_they_use_is_told_from_one_that_does_not() -> None:

@@ -4,8 +4,9 @@
 
 Every 20 seconds, or as soon as the run trains as before, the next story that a run survives begins; each comes once
 before any comes again. Each prints a row. At the end the run is stopped with a checkpoint. The exit status is 1 unless
-all of this holds. Every step and the last state have the bits of an undisturbed run. Each step is in the journal once,
-and every sample was read once. All checkpoints are complete. Processes, descriptors and memory have not grown.
+all of this holds. Every step and the last state have the bits of an undisturbed run. Each step of a generation is
+in the journal once, and every sample was read once. All checkpoints are complete. Processes, descriptors and memory
+grow no faster than `MOST_PER_MINUTE`.
 
 It may be ended and started again with the same folder: the run resumes, and the remaining minutes follow.
 """
@@ -33,12 +34,13 @@ from tests.lab.machines import Machine, why_not
 from tests.lab.ray_machines import RayMachines
 from tests.lab.stories import DRIVER, FIRST, GOES_ON, HEADER, SLOTS, Row, Story
 from tests.lab.training import LabRun, undisturbed
+from tests.ray.leftovers import wait_until
 
 STEPS = 100_000
 """Far more than an hour has."""
 EVERY_STEPS = 50
 """Interval of the checkpoints: what a restart of the soak computes again at most."""
-MOST_KB_PER_MINUTE = 1024
+MOST_PER_MINUTE = {"rss_kb": 1024.0, "descriptors": 0.5, "threads": 0.5, "processes": 0.1}
 """Growth of a process, by regression over the last half of its samples."""
 _OFTEN = 6
 """Least number of samples of one process that are enough to judge its growth."""
@@ -91,6 +93,10 @@ def sizes(cluster: RayMachines) -> dict[str, dict[str, int]]:
     return found
 
 
+def _workers(cluster: RayMachines) -> list[int]:
+    return [pid for number in range(1, len(SLOTS)) for pid in cluster.processes(number, "ray::Tenant")]
+
+
 def _is_wrapper(pid: int) -> bool:
     return Path(f"/proc/{pid}/comm").read_text().strip() in ("env", "nsenter", "sh")
 
@@ -103,12 +109,13 @@ def grown(rows: Sequence[dict[str, dict[str, dict[str, int]]]]) -> list[str]:
         newest = [row for row in newest if row["sizes"][name]["pid"] == newest[-1]["sizes"][name]["pid"]]
         half = newest[len(newest) // 2 :]
         if len(half) < _OFTEN:
+            found.append(f"{name}: {len(half)} samples of one process: its growth is unknown")
             continue
         minutes = [float(row["at_s"]) / 60 for row in half]  # type: ignore[arg-type]
-        for what in ("rss_kb", "descriptors", "threads", "processes"):
+        for what, most in MOST_PER_MINUTE.items():
             slope = float(np.polyfit(minutes, [row["sizes"][name][what] for row in half], 1)[0])
             print(f"{name}: {what} {slope:+.2f} a minute, {half[-1]['sizes'][name][what]} now")  # noqa: T201
-            if slope > (MOST_KB_PER_MINUTE if what == "rss_kb" else 1.0):
+            if slope > most:
                 found.append(f"{name}: {what} grows")
     return found
 
@@ -123,9 +130,12 @@ def wrong(folder: Path) -> list[str]:
     ends = [entry for entry in entries if entry["kind"] == "stopped"]
     if not ends or ends[-1]["fingerprint"] != undisturbed(int(ends[-1]["step"])):
         found.append("the last state is not that of an undisturbed run")
-    counted = Counter(record.step for record in report.summary.steps)
-    if counted != dict.fromkeys(range(1, max(counted, default=0) + 1), 1):
-        found.append("a step is not in the journal once")
+    counted = {record.step for record in report.summary.steps}
+    if counted != set(range(1, max(counted, default=0) + 1)):
+        found.append("a step is not in the journal")
+    recorded = Counter((entry["generation"], entry["step"]) for entry in entries if entry["kind"] == "step")
+    if twice := [step for step, number in recorded.items() if number > 1]:
+        found.append(f"(generation, step) in the journal twice: {twice[:3]}")
     if left := [one.prefix for one in list_checkpoints(open_storage(url)) if not one.complete]:
         found.append(f"checkpoints are not complete: {', '.join(left)}")
     return found
@@ -150,8 +160,7 @@ def soak(folder: Path, minutes: float, every_s: float, seed: int) -> list[str]:
         (driver,) = (pid for pid in cluster.processes(DRIVER, "tests.lab.training") if not _is_wrapper(pid))
         os.kill(driver, signal.SIGTERM)  # it ends with a checkpoint
         print(run.wait(), flush=True)  # noqa: T201
-        for number in range(1, len(SLOTS)):
-            failed += [f"lab-{number}: a worker is left" for _ in cluster.processes(number, "ray::Tenant")]
+        wait_until(lambda: not _workers(cluster), "the workers' end", 60.0)
     return failed + wrong(folder)
 
 

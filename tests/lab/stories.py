@@ -30,7 +30,7 @@ CUT_OFF_S = 20.0
 """Longer than the driver waits for a node's answer, and shorter than Ray does."""
 _BEFORE = 40
 """Entries before a fault that show how long a step takes then."""
-_NOTICES = frozenset({"worker_lost", "stuck", "recovery", "node_lost", "gcs_lost"})
+_NOTICES = frozenset({"worker_lost", "worker_leaving", "stuck", "recovery", "node_lost", "gcs_lost", "storage_failing"})
 _SAID = 4
 
 
@@ -251,8 +251,8 @@ def power_off(cluster: RayMachines, run: LabRun) -> Row:
 
 
 def _worker(cluster: RayMachines) -> int:
-    (pid,) = cluster.processes(SECOND, "ray::Tenant")
-    return pid
+    wait_until(lambda: len(cluster.processes(SECOND, "ray::Tenant")) == 1, "one worker on its machine", WITHIN_S)
+    return cluster.processes(SECOND, "ray::Tenant")[0]
 
 
 def killed(cluster: RayMachines, run: LabRun) -> Row:
@@ -316,17 +316,21 @@ def gcs_back(cluster: RayMachines, run: LabRun) -> Row:
 
 
 def gcs_back_later(cluster: RayMachines, run: LabRun) -> Row:
-    """The GCS is killed, then a worker; the GCS is started again once the run trains without that worker."""
+    """The GCS is killed, then a worker; the GCS is started again once the run trains without that worker.
+
+    Seconds are those since the worker's end.
+    """
     strike = _Strike(run)
     cluster.kill_gcs()
     strike.wait_for("gcs_lost")
+    loss = _Strike(run)
     os.kill(_worker(cluster), signal.SIGKILL)
-    lost = strike.wait_for("worker_lost")
-    progress_at = strike.trains(1)
+    lost = loss.wait_for("worker_lost")
+    progress_at = loss.trains(1)
     cluster.restart_gcs()
     strike.wait_for("gcs_back")
     strike.trains(2)
-    return strike.row("GCS back later", progress_at, _told(lost))
+    return loss.row("GCS back later", progress_at, _told(lost))
 
 
 def gcs_lost(cluster: RayMachines, run: LabRun) -> Row:

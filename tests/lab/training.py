@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,12 @@ def trainer(folder: Path, workers: tuple[int, int], data: Tokens | None = None, 
     )
 
 
-_continued = tempfile.TemporaryDirectory(prefix="lab-undisturbed")
-"""The folder of an undisturbed run that is continued: it yields the states of later and later steps."""
+@cache
+def _continued() -> tempfile.TemporaryDirectory[str]:
+    """The folder of an undisturbed run that is continued: it yields the states of later and later steps."""
+    return tempfile.TemporaryDirectory(prefix="lab-undisturbed")
+
+
 _fingerprints: dict[int, str] = {}
 
 
@@ -72,7 +77,7 @@ def undisturbed(steps: int) -> str:
     if steps in _fingerprints:
         return _fingerprints[steps]
     if steps > max(_fingerprints, default=0):
-        found = processes.fit(trainer(Path(_continued.name), (1, 1), Tokens(), max_steps=steps))
+        found = processes.fit(trainer(Path(_continued().name), (1, 1), Tokens(), max_steps=steps))
     else:
         with tempfile.TemporaryDirectory() as folder:
             found = processes.fit(trainer(Path(folder), (1, 1), Tokens(), max_steps=steps))

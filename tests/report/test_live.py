@@ -94,6 +94,8 @@ def test_the_line_shows_what_is_done_instead_of_training() -> None:
             ("generation", {**generation(3, [0, 1], 41)[0][1], "excluded": [2, 3]}),
             "step 41: continues without workers 2 and 3, which do not reach all others",
         ),
+        (("generation", {**generation(3, [0, 1], 41)[0][1], "excluded": [2], "only_saves": True}), None),
+        (("generation", {**generation(3, [0, 1], 41)[0][1], "excluded": [2], "hands_over": True}), None),
         (
             ("generation", {**generation(3, [0, 1], 41)[0][1], "excluded": [2]}),
             "step 41: continues without worker 2, which does not reach all others",
@@ -249,3 +251,4 @@ def test_avoided_nodes_are_counted_in_the_line() -> None:
     assert show([*entries[:-1], lost_node, back, step(6)]).splitlines()[-1].endswith("1 node avoided")
     assert "avoided" not in show([*entries[:-1], allowed, step(6)]).splitlines()[-1]
     assert "avoided" not in show([started(), allowed, step(6)]).splitlines()[-1], "a follower may begin anywhere"
+    assert "avoided" not in show([*entries[:-1], started(1), step(6)]).splitlines()[-1], "another driver judges anew"

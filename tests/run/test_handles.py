@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import replace
@@ -16,13 +17,14 @@ from raysharded.checkpoint import fork, list_checkpoints, open_storage
 from raysharded.errors import ClusterError, ConfigError, RunFailed
 from raysharded.ids import WorkerId
 from raysharded.journal.log import read
-from raysharded.run.handle import StepsOnce
+from raysharded.run.handle import ENTRIES_OF_ONE, Seen
 from raysharded.run.offline import StoredRun
 from raysharded.run.results import Entry
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests.ray.driving import PacedTokens, hurry
 from tests.ray.leftovers import wait_until
+from tests.report.entries import checkpoint, started, step, write_run
 from tests.training.harness import GptTask, Outcome, Tokens, train
 
 STEPS = 8
@@ -241,44 +243,83 @@ def test_a_learning_rate_that_does_not_hold_yet_is_undone_by_going_back(tmp_path
 
 
 def test_a_follower_sees_a_step_once_though_the_next_driver_records_it_again() -> None:
-    def step(number: int, generation: int, step: int) -> Entry:
+    def done(number: int, generation: int, step: int) -> Entry:
         return number, "step", {"generation": generation, "step": step}
 
     taken: Entry = (20_001, "taken_over", {"step": 4})
-    first = [step(1, 1, 1), step(2, 1, 2), step(3, 2, 3), step(4, 2, 4)]
-    second = [step(20_000, 2, 3), step(20_000, 2, 4), taken, step(20_002, 3, 4), step(20_003, 3, 5)]
-    steps = StepsOnce()
+    first = [done(1, 1, 1), done(2, 1, 2), done(3, 2, 3), done(4, 2, 4)]
+    second = [done(20_000, 2, 3), done(20_000, 2, 4), taken, done(20_002, 3, 4), done(20_003, 3, 5)]
+    steps = Seen()
     assert steps.of(first) == first
     assert steps.of(second) == second[2:], "a step that is computed again in a later generation is another"
 
 
-def test_a_follower_gets_from_the_journal_what_the_driver_before_had_written() -> None:
-    def step(generation: int, step: int) -> dict[str, Any]:
-        return {"kind": "step", "at": 5.0, "generation": generation, "step": step}
+class Restarted(StoredRun):
+    """A run whose driver actor was restarted: what a reader gets of it, batch by batch; its journal is on storage."""
 
-    def told(number: int, entry: dict[str, Any], at: float = 4.9) -> Entry:
-        return number, entry["kind"], {name: value for name, value in {**entry, "at": at}.items() if name != "kind"}
+    def __init__(self, url: str, batches: list[list[Entry]]) -> None:
+        super().__init__("restarted", url)
+        self._batches = batches
 
-    lost = {"kind": "worker_lost", "at": 5.0, "worker": 1, "reasons": ["died"]}
-    formed, checkpoint = {"kind": "formed", "at": 5.0}, {"kind": "checkpoint", "at": 5.0, "step": 3}
-    started = {"kind": "started", "at": 9.0, "driver": "b"}
-    later = {"kind": "taken_over", "at": 9.0}
-    journal = [
-        {"kind": "started", "at": 1.0, "driver": "a"},
-        step(1, 1),
-        step(1, 2),
-        lost,
-        formed,
-        step(2, 3),
-        checkpoint,
-    ]
-    steps = StepsOnce()
-    fetched = [told(1, journal[0]), told(2, step(1, 1)), told(3, step(1, 2)), told(4, {**lost, "reasons": ("died",)})]
-    assert steps.of(fetched) == fetched
-    missed = [told(5, formed, 5.0), told(6, step(2, 3), 5.0), told(7, checkpoint, 5.0)]
-    new = [told(20_001, started), told(20_002, step(2, 3)), told(20_003, step(2, 4))]
-    assert steps.missed(journal, new, 4) == missed, "the next driver has written nothing yet"
-    assert steps.missed([*journal, started, later, step(2, 4)], new, 4) == missed
-    assert StepsOnce().missed(journal, new, 4) == [], "nothing was seen"
-    assert steps.missed(journal, new[1:], 4) == [], "it is the same driver, whose oldest entries are not kept"
-    assert steps.of([*missed, *new]) == [*missed, new[0], new[2]]
+    def entries(self, after: int = 0, timeout_s: float = 0.0) -> list[Entry]:
+        return self._batches.pop(0) if self._batches else []
+
+    def is_over(self) -> bool:
+        return not self._batches
+
+    def is_restarted(self, after: int, number: int) -> bool:
+        return (number - 1) // ENTRIES_OF_ONE > (after - 1) // ENTRIES_OF_ONE
+
+
+def told(number: int, entry: tuple[str, dict[str, Any]]) -> Entry:
+    return number, entry[0], {"at": 5.0, **entry[1]}
+
+
+LOST = ("worker_lost", {"step": 1, "worker": 1, "reasons": ("died",), "loss": math.nan})
+FAILED = ("checkpoint_failed", {"step": 2, "error": "s3://key:secret@host/x failed"})
+PASSED_OVER = ("checkpoint_skipped", {"step": 2, "reason": "damaged"})
+WAITS = ("waiting_for_owner", {"owner": "a", "lease_s": 15.0})
+NEXT = 1 + ENTRIES_OF_ONE
+FIRST_DRIVER = [started(), step(1), LOST, FAILED, step(2), checkpoint(2)]
+NEXT_DRIVER = [PASSED_OVER, ("started", {**started(2)[1], "lr": math.inf}), step(3)]
+
+
+@pytest.mark.parametrize(
+    ("fetched", "missed"),
+    [
+        (FIRST_DRIVER[:2], FIRST_DRIVER[2:]),
+        (FIRST_DRIVER[:3], FIRST_DRIVER[3:]),
+        (FIRST_DRIVER[:5], FIRST_DRIVER[5:]),
+        (FIRST_DRIVER[:1], FIRST_DRIVER[1:]),
+        (FIRST_DRIVER, []),
+    ],
+    ids=["after a step", "after a loss", "before a checkpoint", "before any step", "all"],
+)
+@pytest.mark.parametrize("written", [0, len(NEXT_DRIVER)], ids=["next driver unwritten", "next driver written"])
+def test_a_follower_gets_from_the_journal_what_the_driver_before_had_written(
+    tmp_path: Path, fetched: list[Any], missed: list[Any], written: int
+) -> None:
+    url = write_run(tmp_path, FIRST_DRIVER, NEXT_DRIVER[:written])
+    own = [told(1 + number, entry) for number, entry in enumerate(fetched)]
+    later = [told(NEXT + number, entry) for number, entry in enumerate([WAITS, *NEXT_DRIVER])]
+    run = Restarted(url, [own, later[:1], later[1:2], later[2:]])
+    found = [entry for batch in run.follow() for entry in batch]
+    assert [kind for _, kind, _ in found] == [kind for kind, _ in [*fetched, *missed, WAITS, *NEXT_DRIVER]]
+    numbers = [number for number, _, _ in found]
+    assert numbers == sorted(set(numbers))
+
+
+def test_entries_of_a_driver_that_never_begins_come_when_the_run_is_over(tmp_path: Path) -> None:
+    url = write_run(tmp_path, FIRST_DRIVER)
+    run = Restarted(url, [[told(1, started()), told(2, step(1))], [told(NEXT, WAITS)]])
+    kinds = [kind for batch in run.follow() for _, kind, _ in batch]
+    assert kinds == [kind for kind, _ in [*FIRST_DRIVER, WAITS]]
+
+
+def test_a_stored_run_of_two_drivers_is_followed_as_its_journal_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = StoredRun("stored", write_run(tmp_path, FIRST_DRIVER, NEXT_DRIVER))
+    monkeypatch.setattr(run, "newest_entries", lambda: pytest.fail("the journal was read a second time"))
+    kinds = [kind for batch in run.follow() for _, kind, _ in batch]
+    assert kinds == [entry["kind"] for entry in read(open_storage(run.url))]

@@ -75,18 +75,16 @@ def _batches(handle: Any) -> Iterator[Sequence[dict[str, Any]]]:
     """Batches of all entries so far, then of new ones, possibly empty, until the run is over, or nobody reads them."""
     import time
 
-    from raysharded.run.handle import StepsOnce
+    from raysharded.run.handle import Follower
 
-    after, over, steps = 0, False, StepsOnce()
-    while past := handle.entries(after, 0.0):
-        after = past[-1][0]
-        yield _fields(steps.of(past))
+    over, follower = False, Follower(handle)
+    while past := follower.next(0.0):
+        yield _fields(past)
     while True:
         used_s = time.process_time()
-        new = handle.entries(after, 0.0 if over else _WAIT_S)
-        yield _fields(steps.of(new))
+        new = follower.next(0.0 if over else _WAIT_S) or (follower.rest() if over else [])
+        yield _fields(new)
         if new:
-            after = new[-1][0]
             leave_if_unread(_until_next(time.process_time() - used_s))
         elif over:
             return

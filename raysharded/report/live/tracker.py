@@ -162,6 +162,7 @@ class Watched:
         """Update the live line's content; returns a permanent line for changes that only a comparison reveals."""
         match kind:
             case "started":
+                self._avoided, self._dead = set(), set()  # another driver judges anew
                 self._max_steps = int(fields.get("max_steps") or self._max_steps)
                 batch = fields.get("batch")
                 if batch and self._unit == "steps":

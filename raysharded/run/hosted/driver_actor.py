@@ -27,7 +27,7 @@ from raysharded.display.quantities import duration
 from raysharded.errors import ConfigError, RayshardedError, RunFailed, StorageError
 from raysharded.ownership.start_mark import StartMark
 from raysharded.ray_backend.adoption import num_restarts
-from raysharded.run.handle import Ask, Run
+from raysharded.run.handle import ENTRIES_OF_ONE, Ask, Run
 from raysharded.run.hosted import submission
 from raysharded.run.hosted.driver_key import take_environment
 from raysharded.run.hosted.registry import About
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("raysharded.host")
 LINGER_S = 60.0
-_ENTRIES_OF_ONE = 1 << 40
-"""Entry numbers reserved for one host: the next one's are above them."""
 _STORAGE_EVERY_S = 5.0
 """Interval at which a restarted host tries storage that cannot be written to."""
 _ANSWERS = 256
@@ -117,7 +115,7 @@ class DriverActor:
             return LocalRun(
                 spec,
                 take_over=order.take_over and self._restarts == 0,
-                first_entry=self._restarts * _ENTRIES_OF_ONE + 1,
+                first_entry=self._restarts * ENTRIES_OF_ONE + 1,
                 start=partial(self._start_fork, order),
             )
         except Exception as error:

@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskErr
 
 from raysharded.errors import ClusterError, RunFailed
 from raysharded.ray_backend.cluster import refuse_a_lost_cluster
-from raysharded.run.handle import Ask, Run
+from raysharded.run.handle import ENTRIES_OF_ONE, Ask, Run
 from raysharded.run.hosted.registry import ASK, FOLLOW, host_name, host_of, of_another_version
 from raysharded.run.offline import StoredRun
 from raysharded.run.results import Entry, Result, Status
@@ -57,6 +57,9 @@ class AttachedRun(Run):
             return found
         except _NoHost:
             return []
+
+    def is_restarted(self, after: int, number: int) -> bool:
+        return (number - 1) // ENTRIES_OF_ONE > (after - 1) // ENTRIES_OF_ONE
 
     def is_over(self) -> bool:
         try:
