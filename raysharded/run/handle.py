@@ -81,7 +81,7 @@ class Follower:
 
 
 class Seen:
-    """What one reader has seen of a run. A generation's steps only grow."""
+    """Entries that one reader has seen. A generation's steps only grow."""
 
     def __init__(self) -> None:
         self._newest: dict[int, int] = {}
