@@ -44,8 +44,8 @@ class Task:
     """Base class of a user's task. It is pickled to every worker; its methods must be free of side effects.
 
     `build_model` and `build_optimizer` are called once in a worker's process; `build_model` also when the worker
-    starts, and for the first weights of a run. With tensor parallelism they are called for every generation of workers;
-    so is `build_optimizer` if the optimizer or the task holds parameters outside the optimizer's groups.
+    starts, and for the first weights of a run. They are called for every generation of workers with tensor parallelism,
+    and if the optimizer or the task holds parameters outside the optimizer's groups.
     """
 
     max_grad_norm: float | None = None

@@ -63,7 +63,7 @@ class Follower:
         new = self._run.entries(self._after, timeout_s)
         if not new:
             return []
-        if self._after and self._run.is_restarted(self._after, new[0][0]):
+        if self._since is None and self._after and self._run.is_restarted(self._after, new[0][0]):
             self._since = self._after
         self._after = new[-1][0]
         if self._since is None:
@@ -122,7 +122,8 @@ class Seen:
 
     def _is_new(self, kind: str, fields: Mapping[str, Any]) -> bool:
         if kind != "step":
-            self._since.append(_contents(kind, fields))
+            if kind not in _RECORDED:
+                self._since.append(_contents(kind, fields))
             return True
         generation, step = int(fields["generation"]), int(fields["step"])
         is_new = step > self._newest.get(generation, 0)

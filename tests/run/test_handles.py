@@ -309,6 +309,16 @@ def test_a_follower_gets_from_the_journal_what_the_driver_before_had_written(
     assert numbers == sorted(set(numbers))
 
 
+def test_two_restarts_before_a_driver_begins_leave_nothing_out_and_keep_the_numbers_growing(tmp_path: Path) -> None:
+    own = [told(1, started()), told(2, step(1))]
+    later = [told(ENTRIES_OF_ONE + NEXT + number, entry) for number, entry in enumerate([WAITS, *NEXT_DRIVER])]
+    run = Restarted(write_run(tmp_path, FIRST_DRIVER), [own, [told(NEXT, WAITS)], later])
+    found = [entry for batch in run.follow() for entry in batch]
+    assert [kind for _, kind, _ in found] == [kind for kind, _ in [*FIRST_DRIVER, WAITS, WAITS, *NEXT_DRIVER]]
+    numbers = [number for number, _, _ in found]
+    assert numbers == sorted(set(numbers))
+
+
 def test_entries_of_a_driver_that_never_begins_come_when_the_run_is_over(tmp_path: Path) -> None:
     url = write_run(tmp_path, FIRST_DRIVER)
     run = Restarted(url, [[told(1, started()), told(2, step(1))], [told(NEXT, WAITS)]])
