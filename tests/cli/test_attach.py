@@ -20,12 +20,13 @@ import raysharded
 from raysharded.cli import app
 from raysharded.cli.runs.attach import _until_next
 from raysharded.display.raylet_output import quiet_raylet
-from raysharded.run import Status
+from raysharded.run import Result, Run, Status
+from raysharded.run.handle import Ask
 from tests.report.entries import run_with_a_loss, with_times
 from tests.report.standing import Stands
 
 
-class Handle:
+class Handle(Run):
     """Gives some entries per call, as a run that continues does."""
 
     name = "tiny"
@@ -35,7 +36,7 @@ class Handle:
         self._all = [(number, entry["kind"], entry) for number, entry in enumerate(with_times(run_with_a_loss()), 1)]
         self._interrupted = interrupted
 
-    def entries(self, after: int, timeout_s: float) -> list[tuple[int, str, dict[str, Any]]]:
+    def entries(self, after: int = 0, timeout_s: float = 0.0) -> list[tuple[int, str, dict[str, Any]]]:
         if self._interrupted and after:
             raise KeyboardInterrupt
         return [entry for entry in self._all if entry[0] > after][:7]
@@ -45,6 +46,12 @@ class Handle:
 
     def status(self) -> Status:
         return replace(Status(**asdict(Stands())), state=self._state, error=self._error)
+
+    def wait(self, timeout_s: float | None = None) -> Result:
+        raise AssertionError("attach follows a run by its entries")
+
+    def _ask(self, what: Ask, **arguments: Any) -> Any:
+        raise AssertionError(f"attach sends no request: {what}")
 
 
 def attached(monkeypatch: pytest.MonkeyPatch, handle: Handle, *arguments: str) -> Any:
@@ -95,7 +102,7 @@ def test_the_end_of_a_run_is_told_with_its_error_and_an_exit_status(
 class OfALostNode(Handle):
     """A handle during whose calls Ray prints, in its own thread and form, what it prints about a lost node."""
 
-    def entries(self, after: int, timeout_s: float) -> list[tuple[int, str, dict[str, Any]]]:
+    def entries(self, after: int = 0, timeout_s: float = 0.0) -> list[tuple[int, str, dict[str, Any]]]:
         name = "".join(secrets.choice(string.ascii_letters) for _ in range(20))  # Ray omits what it printed just now
         line = {"lines": [f"Raylet {name} is terminated.\n [state-dump]\n"], "pid": "raylet", "is_err": False}
         printing = threading.Thread(target=print_to_stdstream, args=(line, False))
