@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -58,6 +58,8 @@ class _Index:
     """File f has the tokens from `starts[f]` to `starts[f + 1]` of the whole stream; [F + 1]."""
     vocab_size: int
     tokenizer: str
+    end_of_document: int | None
+    """None: nothing names it."""
 
 
 class TokenDataset:
@@ -120,6 +122,11 @@ class TokenDataset:
     def tokenizer(self) -> str:
         """Id of the tokenizer: "bytes", or "sha256:" and the digest of its file."""
         return self._opened().tokenizer
+
+    @property
+    def end_of_document(self) -> int | None:
+        """The token that ends documents, if a store names it."""
+        return self._opened().end_of_document
 
     @property
     def num_files(self) -> int:
@@ -203,22 +210,31 @@ class TokenDataset:
     def _open_reader(self, index: _Index) -> TokenReader | StoreSource:
         with self._lock:
             if self._reader is None:
-                self._reader = self._new_source(index) if index.stores else self._new_reader(index)
+                self._reader = self._new_reader(index)
             return self._reader
 
-    def _new_reader(self, index: _Index) -> TokenReader:
+    def _new_reader(self, index: _Index) -> TokenReader | StoreSource:
+        if index.stores:
+            return self.new_source(index.stores, self.samples_per_block)
         return TokenReader(index.files, np.diff(index.starts), self._cache_bytes)
 
-    def _new_source(self, index: _Index) -> StoreSource:
+    def new_source(
+        self,
+        stores: Sequence[FoundStore],
+        samples_per_block: int,
+        range_of: Callable[[int], tuple[int, int]] | None = None,
+    ) -> StoreSource:
+        """A source of these stores with this dataset's caches. `range_of`: as of `StoreSource`."""
         disk = None
-        if self._disk_cache_bytes and any(local_path(store.url) is None for store in index.stores):
+        if self._disk_cache_bytes and any(local_path(store.url) is None for store in stores):
             disk = DiskCache(self._disk_cache or default_folder(), self._disk_cache_bytes)
         return StoreSource(
-            index.stores,
+            stores,
             seq_len=self.seq_len,
-            samples_per_block=self.samples_per_block,
+            samples_per_block=samples_per_block,
             cache_bytes=self._cache_bytes,
             disk=disk,
+            range_of=range_of,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -235,7 +251,8 @@ def _read_index(paths: tuple[str, ...], seq_len: int) -> _Index:
     lengths = [shard.num_tokens for store in stores for shard in store.index.shards]
     starts = np.cumsum([0, *lengths], dtype=np.int64)
     _require_one_sample([store.url for store in stores], int(starts[-1]), len(lengths), seq_len)
-    return _Index(stores, (), starts, stores[0].index.kind.vocab_size, stores[0].index.kind.tokenizer)
+    kind = stores[0].index.kind
+    return _Index(stores, (), starts, kind.vocab_size, kind.tokenizer, kind.end_of_document)
 
 
 def _read_footers(paths: tuple[str, ...], seq_len: int) -> _Index:
@@ -250,7 +267,7 @@ def _read_footers(paths: tuple[str, ...], seq_len: int) -> _Index:
         _require_same("vocab_size", files[0], headers[0].vocab_size, file, header.vocab_size)
     starts = np.cumsum([0, *(header.num_tokens for header in headers)], dtype=np.int64)
     _require_one_sample([file.name for file in files], int(starts[-1]), len(files), seq_len)
-    return _Index((), tuple(files), starts, headers[0].vocab_size, headers[0].tokenizer)
+    return _Index((), tuple(files), starts, headers[0].vocab_size, headers[0].tokenizer, None)
 
 
 def _require_one_sample(names: Sequence[str], num_tokens: int, num_files: int, seq_len: int) -> None:
