@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -12,9 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from raysharded.data.store.disk_cache import DiskCache, default_folder
 from raysharded.data.store.find import check_shards, find_stores
-from raysharded.data.store.store_source import READ_AHEAD_BLOCKS, FoundStore, StoreSource
+from raysharded.data.store.store_source import READ_AHEAD_BLOCKS, Caches, FoundStore, StoreSource
 from raysharded.data.text.files import File, PathLike, as_paths, file_system, find_files, require_files
 from raysharded.data.text.token_file import TokenFile, TokenHeader
 from raysharded.data.text.token_reader import TokenReader
@@ -92,15 +91,10 @@ class TokenDataset:
         In a folder of token files that `pack` filled, no file between the first and the last may be missing. Raises
         ConfigError; reads no file.
         """
-        least = {"seq_len": (seq_len, 1), "cache_bytes": (cache_bytes, 1), "disk_cache_bytes": (disk_cache_bytes, 0)}
-        for name, (value, low) in least.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ConfigError(f"TokenDataset.{name}={value!r}: give a whole number of {low} or more.")
+        require_whole("TokenDataset", "seq_len", seq_len, 1)
         self.paths = as_paths(paths, "TokenDataset.paths")
         self.seq_len = seq_len
-        self._cache_bytes = cache_bytes
-        self._disk_cache = None if disk_cache is None else as_paths(disk_cache, "TokenDataset.disk_cache")[0]
-        self._disk_cache_bytes = disk_cache_bytes
+        self._caches = caches_of("TokenDataset", cache_bytes, disk_cache, disk_cache_bytes)
         self._index: _Index | None = None
         self._reader: TokenReader | StoreSource | None = None
         self._lock = threading.Lock()
@@ -214,27 +208,15 @@ class TokenDataset:
             return self._reader
 
     def _new_reader(self, index: _Index) -> TokenReader | StoreSource:
-        if index.stores:
-            return self.new_source(index.stores, self.samples_per_block)
-        return TokenReader(index.files, np.diff(index.starts), self._cache_bytes)
-
-    def new_source(
-        self,
-        stores: Sequence[FoundStore],
-        samples_per_block: int,
-        range_of: Callable[[int], tuple[int, int]] | None = None,
-    ) -> StoreSource:
-        """A source of these stores with this dataset's caches. `range_of`: as of `StoreSource`."""
-        disk = None
-        if self._disk_cache_bytes and any(local_path(store.url) is None for store in stores):
-            disk = DiskCache(self._disk_cache or default_folder(), self._disk_cache_bytes)
+        caches = self._caches
+        if not index.stores:
+            return TokenReader(index.files, np.diff(index.starts), caches.memory_bytes)
         return StoreSource(
-            stores,
+            index.stores,
             seq_len=self.seq_len,
-            samples_per_block=samples_per_block,
-            cache_bytes=self._cache_bytes,
-            disk=disk,
-            range_of=range_of,
+            samples_per_block=self.samples_per_block,
+            cache_bytes=caches.memory_bytes,
+            disk=caches.disk_for(index.stores),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -242,6 +224,20 @@ class TokenDataset:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _reader=None, _lock=threading.Lock())
+
+
+def caches_of(owner: str, memory_bytes: int, disk: PathLike | None, disk_bytes: int) -> Caches:
+    """The caches from a dataset's arguments. Raises ConfigError."""
+    require_whole(owner, "cache_bytes", memory_bytes, 1)
+    require_whole(owner, "disk_cache_bytes", disk_bytes, 0)
+    folder = None if disk is None else as_paths(disk, f"{owner}.disk_cache")[0]
+    return Caches(memory_bytes=memory_bytes, disk_folder=folder, disk_bytes=disk_bytes)
+
+
+def require_whole(owner: str, name: str, value: object, least: int) -> None:
+    """Raise ConfigError unless an argument is a whole number of at least this."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{owner}.{name}={value!r}: give a whole number of {least} or more.")
 
 
 def _read_index(paths: tuple[str, ...], seq_len: int) -> _Index:

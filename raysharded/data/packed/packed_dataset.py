@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from raysharded.data.dataset import TokenDataset
+from raysharded.data.dataset import TokenDataset, caches_of, require_whole
 from raysharded.data.packed.arrange import end_of_documents, one_store, open_plan
 from raysharded.data.packed.arrangement import Pieces, placed
 from raysharded.data.packed.plan_file import Plan
@@ -69,6 +69,8 @@ class PackedDataset:
         if packing not in get_args(Packing):
             choices = ", ".join(map(repr, get_args(Packing)))
             raise ConfigError(f"PackedDataset.packing={packing!r}: choose one of {choices}.")
+        require_whole("PackedDataset", "seq_len", seq_len, 1)
+        self._caches = caches_of("PackedDataset", cache_bytes, disk_cache, disk_cache_bytes)
         self._tokens = TokenDataset(
             paths,
             seq_len=seq_len,
@@ -167,7 +169,14 @@ class PackedDataset:
                 f"{self!r}: the plan was replaced. Restore it; files must not change while a run uses them."
             )
         self._digest = plan.digest
-        source = self._tokens.new_source((store,), plan.facts.samples_per_block, plan.range_of)
+        source = StoreSource(
+            (store,),
+            seq_len=self.seq_len,
+            samples_per_block=plan.facts.samples_per_block,
+            cache_bytes=self._caches.memory_bytes,
+            disk=self._caches.disk_for((store,)),
+            range_of=plan.range_of,
+        )
         return _BestFit(plan, source)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from raysharded.checkpoint.storage import open_storage
 from raysharded.data.store.block_cache import BlockCache
-from raysharded.data.store.disk_cache import DiskCache
+from raysharded.data.store.disk_cache import DiskCache, default_folder
 from raysharded.data.store.layout import Bytes, Index, from_bytes
 from raysharded.data.store.shard_reader import ShardReader
 from raysharded.locations import local_path
@@ -26,6 +26,23 @@ class FoundStore:
 
     url: str
     index: Index
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caches:
+    """Bounds and places of the caches for what was read from stores."""
+
+    memory_bytes: int
+    disk_folder: str | None
+    """None: below the folder of temporary files."""
+    disk_bytes: int
+    """0: nothing is kept on disk."""
+
+    def disk_for(self, stores: Sequence[FoundStore]) -> DiskCache | None:
+        """The cache on disk, if there is something to keep in it: pages of remote stores."""
+        if not self.disk_bytes or all(local_path(store.url) is not None for store in stores):
+            return None
+        return DiskCache(self.disk_folder or default_folder(), self.disk_bytes)
 
 
 class TokenStream:
