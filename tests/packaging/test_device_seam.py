@@ -18,7 +18,7 @@ TEXTS = ("cuda", "nccl")
 
 
 def named(source: str) -> Iterator[str]:
-    """What a module's code names of a kind of device."""
+    """Names of a kind of device in the code of a module."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Attribute(value=ast.Name(id="torch"), attr=attr) if attr in MODULES:
