@@ -1,4 +1,4 @@
-"""The accelerator of this process: the seam between the engine and a kind of device with streams of its own.
+"""The accelerator of this process: the seam between the engine and a kind of device with streams.
 
 The engine runs on a CPU, on CUDA (`cuda`), or on any other `Accelerator` that `use` puts in CUDA's place: tests run it
 on simulated streams, and with a double of NCCL. A process has one accelerator and may hold tensors beside it; `has`
