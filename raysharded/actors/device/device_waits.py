@@ -41,7 +41,7 @@ def marked_functions() -> frozenset[tuple[str, str]]:
 
 
 _SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
-"""First and longest pause between two looks at an event."""
+"""First and longest pause between two polls of an event."""
 
 
 class _Leaving(threading.local):
