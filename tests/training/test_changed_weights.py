@@ -72,8 +72,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stores")
     for seed, name in enumerate(NAMES):
         rng = np.random.default_rng(seed)
-        with StoreWriter(str(folder / name), Kind(tokenizer="bytes", vocab_size=257), 700) as store:
-            for length in rng.integers(1, 40, 60):
+        with StoreWriter(str(folder / name), Kind(tokenizer="bytes", vocab_size=257), 9000) as store:
+            for length in rng.integers(1, 40, 1500):
                 store.write(np.append(rng.integers(0, 256, length), 256).astype(np.uint32))
         arrange(folder / name, seq_len=SEQ_LEN)
     return folder
