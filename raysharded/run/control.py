@@ -151,7 +151,7 @@ class RunControl:
         willing.set_learning_rate(factor)
 
     def set_mixture_weights(self, weights: Mapping[str, float]) -> None:
-        from raysharded.data import Mixture
+        from raysharded.data.mixtures.mixture import Mixture, checked_weights
 
         data = self._spec.data
         if not isinstance(data, Mixture):
@@ -159,7 +159,7 @@ class RunControl:
                 f"Run.set_mixture_weights: the data of the run are a {type(data).__name__}, and only a "
                 "raysharded.Mixture has weights."
             )
-        checked = data.checked_weights("Run.set_mixture_weights", weights)
+        checked = checked_weights(data.sources, "Run.set_mixture_weights", weights)
 
         def refusal(state: State) -> str:
             return run_changes.weights_refusal(state, list(checked.items())) or _ends_early(data, state, checked)
