@@ -86,7 +86,6 @@ def self_test() -> Finding:
 def collectives() -> list[Finding]:
     """An all-reduce in a gloo group of two on the loopback interface; and NCCL, if there are GPUs."""
     try:
-        import torch
         import torch.distributed as dist
     except (ImportError, OSError):  # reported elsewhere
         return []
@@ -98,11 +97,13 @@ def collectives() -> list[Finding]:
     except FileNotFoundError as error:  # no folder of temporary files; Python names those that it has tried
         advice = "Set TMPDIR to a folder that can be written."
         findings = [Finding(name="gloo", found=f"not tested: {error.strerror}", ok=False, advice=advice)]
-    if torch.cuda.is_available():
-        has = dist.is_nccl_available()
-        version = ".".join(map(str, torch.cuda.nccl.version())) if has else "this torch was built without it"
-        advice = "" if has else "Install a torch that was built for CUDA: https://pytorch.org."
-        findings.append(Finding(name="nccl", found=version, ok=has, advice=advice))
+    from raysharded.actors.device.accelerator import accelerator
+
+    if accelerator().is_available():
+        version = accelerator().library_version()
+        advice = "" if version else "Install a torch that was built for CUDA: https://pytorch.org."
+        found = version or "this torch was built without it"
+        findings.append(Finding(name="nccl", found=found, ok=bool(version), advice=advice))
     else:
         findings.append(Finding(name="nccl", found="not needed: no GPU"))
     return findings

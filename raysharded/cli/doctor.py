@@ -101,10 +101,8 @@ def look() -> tuple[dict[str, Any], list[str]]:
 
 def _gpus(problems: list[str]) -> list[str]:
     try:
-        import torch
+        from raysharded.actors.device.accelerator import accelerator
     except (ImportError, OSError) as error:  # a library that torch needs is missing
         problems.append(f"torch cannot be imported: {error}. Install it again.")
         return []
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return accelerator().names()

@@ -139,9 +139,9 @@ def _is_built_whole(task: Task) -> bool:
 
 
 def _free_device_bytes() -> tuple[int, ...]:
-    import torch
+    from raysharded.actors.device.accelerator import accelerator
 
-    return tuple(int(torch.cuda.mem_get_info(index)[0]) for index in range(torch.cuda.device_count()))
+    return accelerator().free_bytes()
 
 
 def needs_of(

@@ -176,6 +176,7 @@ class _Server:
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = _name_of(writer)
+        _watch(writer.get_extra_info("socket"), self._limits.vanished_s)
         self._unproven[writer] = None
         if len(self._unproven) > self._limits.strangers:
             next(iter(self._unproven)).transport.abort()
@@ -295,6 +296,16 @@ def _listen(host: str, name: str) -> socket.socket:
 def _bound(host: str) -> socket.socket:
     family = socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+
+
+def _watch(connection: socket.socket, vanished_s: float) -> None:
+    """End the connection after so long a silence of its peer's machine: one that loses its power closes none."""
+    pause_s = max(1, round(vanished_s / 5))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * vanished_s))  # unsent replies
 
 
 def _stop(server: _Server, thread: threading.Thread) -> None:

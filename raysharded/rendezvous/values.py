@@ -23,6 +23,8 @@ class Limits:
     """Connections that have not proven a secret yet; of more, the oldest is closed."""
     proof_s: float = 5.0
     """Time in which a connection must prove it."""
+    vanished_s: float = 300.0
+    """Time after which a connection is closed whose machine has vanished: nothing there acknowledges a packet."""
 
 
 class Values:

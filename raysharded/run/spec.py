@@ -87,10 +87,10 @@ class RunSpec:
 
         For runs whose workers are all on this machine: on a cluster, files may exist on the workers' nodes alone.
         """
-        from raysharded.data import TokenDataset
+        from raysharded.data import Mixture, PackedDataset, TokenDataset
 
         for data in (self.data, self.evaluation.data if self.evaluation else None):
-            if isinstance(data, TokenDataset):
+            if isinstance(data, TokenDataset | PackedDataset | Mixture):
                 data.require_local_files()
 
     def settings(self) -> dict[str, Any]:

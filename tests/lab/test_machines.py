@@ -43,6 +43,29 @@ for number in range(int(sys.argv[2])):
         pass
 print(json.dumps(seconds))
 """
+STORE = """
+import sys, time
+from raysharded.rendezvous.server import RendezvousStore
+from raysharded.rendezvous.values import Limits
+store = RendezvousStore(sys.argv[1], Limits(vanished_s=2.0))
+print(store.port, store.secret("run/g1").hex(), store.secret("run/g2").hex(), flush=True)
+held = 0
+while True:
+    if store.generations != held:
+        held = store.generations
+        print(held, flush=True)
+    time.sleep(0.02)
+"""
+MEMBER = """
+import datetime, sys
+from raysharded.actors.comm.store_client import StoreClient
+host, port, prefix, secret = sys.argv[1:]
+client = StoreClient(host, int(port), prefix, bytes.fromhex(secret), datetime.timedelta(seconds=60))
+client.set("key", b"value")
+print("a member", flush=True)
+sys.stdin.readline()
+print(client.get("key").decode(), flush=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +162,28 @@ except OSError as error:
     assert machines[1].run(["ls", str(machines[1].own)]) == "kept by it\n"
     echo(machines, 1)
     assert len(answers(machines, 0, 1)) == len(answers(machines, 1, 0)) == 3
+
+
+def test_a_member_whose_machine_vanished_leaves_the_rendezvous_store_and_one_that_is_idle_stays(
+    machines: Machines,
+) -> None:
+    store = machines[0].popen([sys.executable, "-c", STORE, machines[0].address], stdout=subprocess.PIPE, text=True)
+    assert store.stdout is not None
+    port, *secrets = store.stdout.readline().split()
+    members = []
+    for number, secret in zip((1, 2), secrets, strict=True):
+        command = [sys.executable, "-c", MEMBER, machines[0].address, port, f"run/g{number}", secret]
+        member = machines[number].popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert member.stdout is not None
+        assert member.stdout.readline() == "a member\n"
+        assert store.stdout.readline() == f"{number}\n"
+        members.append(member)
+    machines.power_off(1)
+    assert store.stdout.readline() == "1\n", "the generation of the lost machine is forgotten"
+    assert members[1].communicate("\n", timeout=30.0)[0] == "value\n", "it was idle for as long"
+    store.kill()
+    machines.power_on(1)
+    echo(machines, 1)
 
 
 def test_machines_see_neither_each_others_processes_nor_this_machines_network(machines: Machines) -> None:

@@ -1,6 +1,4 @@
-"""Abortable waits for peers, and marks of the functions that wait for peers.
-
-A worker in a marked function is not the cause of a hang.
+"""Abortable waits for peers.
 
 gloo wakes waiting threads when a connection ends, with two gaps in its tcp transport (`pair.cc`). It notifies neither
 the receiver of a half-read message, nor the sender of a message to a connection that has just closed. Both wait until
@@ -15,33 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from types import CodeType
 from typing import Any, TypeVar
 
 from raysharded.actors.comm.lasting_threads import Transfer, begin
+from raysharded.actors.device.device_waits import waits_for_peers
 from raysharded.errors import CollectiveAborted
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-_marked: dict[int, CodeType] = {}
-"""id -> the code of a marked function, kept alive so that no other code gets its id."""
-
-
-def waits_for_peers(function: F) -> F:
-    """Mark a function that blocks until other workers have done their part, or fails."""
-    _marked[id(function.__code__)] = function.__code__
-    return function
-
-
-def is_marked(code: CodeType) -> bool:
-    """True if the code is that of a marked function."""
-    return id(code) in _marked
-
-
-def marked_functions() -> frozenset[tuple[str, str]]:
-    """The file and the qualified name of each marked function."""
-    return frozenset((code.co_filename, code.co_qualname) for code in _marked.values())
-
 
 T = TypeVar("T")
 

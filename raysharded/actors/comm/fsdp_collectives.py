@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.fsdp import FSDPModule
 
-from raysharded.actors.comm.abortable_wait import waits_for_peers
+from raysharded.actors.device.accelerator import accelerator
+from raysharded.actors.device.device_waits import waits_for_peers
 
 Finish = Callable[[Any], None]
 """Returns when a work is done. Raises the work's error, or CollectiveAborted."""
@@ -84,7 +85,7 @@ def all_to_all(
     finish: Finish,
 ) -> None:
     """Exchange flat tensors. Sizes are in elements, by rank; None means equal sizes."""
-    if send.is_cuda:
-        dist.all_to_all_single(received, send, out_sizes, in_sizes, group=group)
+    if accelerator().has(send.device):
+        accelerator().all_to_all(received, send, out_sizes, in_sizes, group)
     else:
         finish(group.alltoall_base(received, send, out_sizes or [], in_sizes or [], dist.AllToAllOptions()))

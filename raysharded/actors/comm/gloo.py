@@ -21,7 +21,8 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from raysharded.actors.comm.abortable_wait import waits_for_peers
+from raysharded.actors.device.accelerator import accelerator
+from raysharded.actors.device.device_waits import waits_for_peers
 
 BACKEND = "raysharded_gloo"
 """Torch's name for the backend that returns the handed-over group."""
@@ -62,8 +63,8 @@ class ConnectedGroup:
     def __init__(self, backend: Any, name: str, store: Any, rank: int, size: int, device: torch.device) -> None:
         """`device`: cpu, or the GPU that NCCL was connected on. `name`: unique among this process's groups."""
         self._name, self._store, self._rank, self._device = c10d.GroupName(name), store, rank, device
-        self._on_gpu = device.type == "cuda"
-        kind = dist.ProcessGroup.BackendType.NCCL if self._on_gpu else dist.ProcessGroup.BackendType.GLOO
+        self._on_gpu = accelerator().has(device)
+        kind = accelerator().backend_type if self._on_gpu else dist.ProcessGroup.BackendType.GLOO
         self.group = dist.ProcessGroup(store, rank, size)
         self.group._set_default_backend(kind)
         if self._on_gpu:
@@ -90,7 +91,7 @@ class ConnectedGroup:
         """Make the group torch's default group. Raises RuntimeError if torch has one already."""
         if dist.is_initialized():
             raise RuntimeError("the groups of the generation before were not closed")
-        backend = "nccl" if self._on_gpu else "gloo"
+        backend = accelerator().backend if self._on_gpu else "gloo"
         world, group = c10d._world, self.group
         world.pg_map[group] = (backend, self._store)
         world.pg_names[group] = self._name

@@ -31,13 +31,15 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysharded.actors.comm import gloo, sockets
-from raysharded.actors.comm.abortable_wait import T, has_ended, keep_until_ended, run_or_leave, waits_for_peers
+from raysharded.actors.comm.abortable_wait import T, has_ended, keep_until_ended, run_or_leave
 from raysharded.actors.comm.device_mesh import DeviceMeshes, forget
 from raysharded.actors.comm.fsdp_collectives import Finish, finish_plainly
 from raysharded.actors.comm.gloo import ConnectedGroup
 from raysharded.actors.comm.host_group import HostGroup, Replicas
 from raysharded.actors.comm.links import CONNECT_TIMEOUT_S, Intruded, Links, arrive, connect_alone
 from raysharded.actors.comm.store_client import StoreClient
+from raysharded.actors.device.accelerator import accelerator
+from raysharded.actors.device.device_waits import waits_for_peers
 from raysharded.errors import ClusterError, CollectiveAborted
 from raysharded.layout import Mesh
 from raysharded.protocol import descriptors
@@ -156,7 +158,7 @@ class Groups:
         try:
             self._connect_or_leave(where)
             if self._use_gpu:
-                device = torch.device("cuda", torch.cuda.current_device())
+                device = accelerator().current()
                 self._gpu_train = self._nccl(f"train/{mesh.replica_of(rank)}", shard, mesh.shards)
                 if mesh.replicas > 1:
                     self.replicas = self._replicas(
@@ -252,14 +254,13 @@ class Groups:
         replica, shard = mesh.replica_of(rank), mesh.shard_of(rank)
         store = PrefixStore(f"train/{replica}", self._store)
         if self._use_gpu:
-            device = torch.device("cuda", torch.cuda.current_device())
             dist.init_process_group(
-                "nccl",
+                accelerator().backend,
                 store=store,
                 rank=shard,
                 world_size=mesh.shards,
                 timeout=self._timeout,
-                device_id=device,  # connects now, not in the first forward
+                device_id=accelerator().current(),  # connects now, not in the first forward
             )
             if mesh.replicas > 1:
                 self.replicas = self._replicas(self._nccl(f"replicas/{shard}", replica, mesh.replicas))
@@ -270,11 +271,7 @@ class Groups:
     @waits_for_peers
     def _nccl(self, name: str, rank: int, size: int) -> Any:
         """An NCCL group outside torch's default group, connected to all members."""
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        group = dist.ProcessGroupNCCL(PrefixStore(name, self._store), rank, size, options)
-        group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-        return group
+        return accelerator().communicator(PrefixStore(name, self._store), rank, size, self._timeout)
 
     def _keep(self, found: list[socket.socket]) -> None:
         with self._lock:
@@ -324,7 +321,7 @@ class Groups:
 
     @property
     def _device_type(self) -> str:
-        return "cuda" if self._use_gpu else "cpu"
+        return accelerator().device_type if self._use_gpu else "cpu"
 
     @waits_for_peers
     def finish(self, work: Any) -> None:
@@ -360,7 +357,7 @@ class Groups:
         if self._use_gpu and world is not None:
             for each in (world, *self._subgroups):
                 with contextlib.suppress(RuntimeError):
-                    each._get_backend(torch.device("cuda")).abort()
+                    each._get_backend(accelerator().current()).abort()
             for group in (self.replicas, self._everyone):
                 if group is not None:
                     group.abort()

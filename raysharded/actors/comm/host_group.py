@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from raysharded.actors.comm.abortable_wait import waits_for_peers
 from raysharded.actors.comm.fsdp_collectives import Finish
+from raysharded.actors.device.device_waits import waits_for_peers
 
 
 class HostGroup:

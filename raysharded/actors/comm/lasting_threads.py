@@ -24,7 +24,7 @@ class Transfer:
         self.name = name
         self._do: Callable[[], None] | None = do
         self.ended = threading.Event()
-        """Set when the function has ended. Wait for it only in a function with the mark of `abortable_wait`."""
+        """Set when the function has ended. Wait for it only in a function with the mark of `device_waits`."""
 
     def run_in(self, thread: _LastingThread) -> None:
         """Call the function. Only in this thread, which takes another transfer as soon as this one has ended."""

@@ -16,8 +16,8 @@ import logging
 import secrets
 import struct
 
-from raysharded.actors.comm.abortable_wait import waits_for_peers
 from raysharded.actors.comm.store_client import StoreClient
+from raysharded.actors.device.device_waits import waits_for_peers
 from raysharded.ids import WorkerId
 from raysharded.protocol.link_messages import LinkCheck, LinkReport
 from raysharded.rendezvous import wire

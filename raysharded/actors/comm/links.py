@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from raysharded.actors.comm import gloo, listeners, sockets
-from raysharded.actors.comm.abortable_wait import has_ended, keep_until_ended, waits_for_peers
+from raysharded.actors.comm.abortable_wait import has_ended, keep_until_ended
 from raysharded.actors.comm.membership_proof import MembershipProof
 from raysharded.actors.comm.socket_admission import Admission
 from raysharded.actors.comm.store_client import StoreClient
+from raysharded.actors.device.device_waits import waits_for_peers
 
 _log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 6.0

@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable
 
 from raysharded.actors.comm import listeners, sockets
-from raysharded.actors.comm.abortable_wait import waits_for_peers
 from raysharded.actors.comm.listeners import End
 from raysharded.actors.comm.sockets import SocketKey
 from raysharded.actors.comm.store_client import StoreClient
+from raysharded.actors.device.device_waits import waits_for_peers
 
 _log = logging.getLogger(__name__)
 _PERIOD_S = 0.005

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from raysharded.actors.comm.abortable_wait import waits_for_peers
+from raysharded.actors.device.device_waits import waits_for_peers
 from raysharded.rendezvous import wire
 from raysharded.rendezvous.wire import DONE, LATE, Nonsense
 

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from raysharded.actors.comm.device_mesh import forget
+from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.in_place.fsdp_tree import FsdpTree, origin_of
 from raysharded.actors.in_place.unit_hooks import UnitHooks
 from raysharded.actors.model.build import build_on_meta, find_units, mixed_precision
@@ -118,7 +119,9 @@ def _call(block: nn.Module, config: EngineConfig, call: Call, mesh: DeviceMesh, 
 
 @contextmanager
 def _mesh_of_one(device: torch.device) -> Iterator[DeviceMesh]:
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        accelerator().backend if accelerator().has(device) else "gloo", store=HashStore(), rank=0, world_size=1
+    )
     try:
         yield init_device_mesh(device.type, (1,))
     finally:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from raysharded.actors.compilation.ahead_of_join import Call, compile_ahead, tensors_in, told
+from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.model.sharded_model import ShardedModel, holds_parameters
 from raysharded.checkpoint import Storage
 from raysharded.checkpoint.retention.catalog import list_checkpoints
@@ -104,10 +105,8 @@ class Compilation:
         dynamo.assume_static_by_default = True
         dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _COMPILED_PER_SHAPE * (self._most + 1)
         dynamo.fail_on_recompile_limit_hit = True
-        if self._device.type == "cuda":
-            from torch._inductor import config as inductor
-
-            inductor.deterministic = True
+        if accelerator().has(self._device):
+            accelerator().make_compilation_exact()
 
     def _begin(self, _: object) -> None:
         self.settle()

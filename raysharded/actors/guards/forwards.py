@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from raysharded.actors.device.device_waits import numbers_of
 from raysharded.actors.in_place.unit_hooks import UnitHooks
 from raysharded.actors.model.sharded_model import clean_name, holds_parameters
 from raysharded.actors.numerics.bit_digest import some_of, tensor_digest
@@ -140,11 +141,12 @@ class BufferWatch:
         return {name: (id(buffer), buffer._version) for name, buffer in self._model.named_buffers()}
 
     def _some_bits(self) -> dict[str, object]:
-        return {
-            name: int(tensor_digest(some_of(buffer)).item())
+        watched = {
+            name: tensor_digest(some_of(buffer))
             for name, buffer in self._model.named_buffers()
             if buffer.layout is torch.strided and not buffer.is_quantized and type(buffer) is torch.Tensor
         }
+        return dict(zip(watched, numbers_of(watched.values()), strict=True))
 
     def check(self, after: str, step: int) -> None:
         """Raise `InexactError` naming the first buffer that changed.

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from raysharded.actors.device.accelerator import accelerator
+from raysharded.actors.device.device_waits import on_host
 from raysharded.actors.numerics.norm_blocks import BLOCK, SMALL, num_folds, row_length
 
 _DIGIT_BITS = 40
@@ -88,12 +90,12 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 def _block_size(values: torch.Tensor) -> int:
     """Elements in a block: so few that a digit's sum over a block stays below 2**63."""
-    return BLOCK[values.is_cuda]
+    return BLOCK[accelerator().has(values.device)]
 
 
 def _add_block(digits: list[int], values: torch.Tensor) -> bool:
     """Add non-negative values; False if one is not finite."""
-    largest = values.max().item()
+    largest = on_host(values.max()).item()
     if not math.isfinite(largest):
         return False
     if largest == 0.0:
@@ -101,10 +103,10 @@ def _add_block(digits: list[int], values: torch.Tensor) -> bool:
     highest = (math.frexp(largest)[1] - 1 - _LOWEST) // _DIGIT_BITS
     rest = _scaled(values, -(_LOWEST + highest * _DIGIT_BITS))
     whole = rest.to(torch.int64)
-    digits[highest] += int(whole.sum().item())
+    digits[highest] += int(on_host(whole.sum()).item())
     if highest > 0:
         rest = rest.sub_(whole).mul_(2.0**_DIGIT_BITS)
-        digits[highest - 1] += int(rest.to(torch.int64).sum().item())
+        digits[highest - 1] += int(on_host(rest.to(torch.int64).sum()).item())
     return True
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
+from raysharded.actors.device.device_waits import numbers_of
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.numerics.bit_digest import tensor_digest
 from raysharded.actors.optimizer.inner_optimizers import OptimizerParts
@@ -232,8 +233,7 @@ def _mark(tensor: torch.Tensor | None) -> tuple[int, int] | None:
 
 
 def _digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    found = [tensor_digest(local_of(tensor)) for tensor in tensors]
-    return [int(word) for word in torch.stack(found).tolist()] if found else []
+    return numbers_of(tensor_digest(local_of(tensor)) for tensor in tensors)
 
 
 def _name_of(hook: object) -> str:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from raysharded import numerics
+from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.actors.step import recomputation
 from raysharded.config import EngineConfig
@@ -51,17 +52,12 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
     if not use_gpu:
         keep_freed_memory()
         return torch.device("cpu")
-    torch.cuda.set_device(0)  # Ray shows each worker its own GPU as the first
-    return torch.device("cuda", 0)
+    return accelerator().select()
 
 
 def gpu_of(device: torch.device) -> str:
     """Number and UUID of a GPU on its machine, as far as they are known; empty for a CPU."""
-    if device.type != "cuda":
-        return ""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    return " ".join(["GPU", *([shown] if shown.isdigit() else []), *([f"GPU-{uuid}"] if uuid else [])])
+    return accelerator().identity(device) if accelerator().has(device) else ""
 
 
 def keep_freed_memory() -> None:
@@ -87,16 +83,9 @@ def use_threads(num_threads: int) -> None:
 def arithmetic(device: torch.device, num_threads: int) -> dict[str, str]:
     """Facts that must be equal on all workers for equal bits, including every rule that this version computes under."""
     facts = {"torch": torch.__version__, "device": device.type, numerics.KEY: numerics.listed()}
-    if device.type == "cuda":
-        version = torch.cuda.nccl.version()
-        facts |= {
-            "gpu": torch.cuda.get_device_name(device),
-            "cuda": str(torch.version.cuda),
-            "cudnn": str(torch.backends.cudnn.version()),
-            "threads": str(num_threads),
-            "cublas": _installed_version("nvidia-cublas"),
-            "nccl": ".".join(map(str, version)) if isinstance(version, tuple) else str(version),
-        }
+    if accelerator().has(device):
+        facts |= accelerator().facts(device)
+        facts |= {"threads": str(num_threads), "cublas": _installed_version("nvidia-cublas")}
     else:
         facts |= {
             "machine": platform.machine(),

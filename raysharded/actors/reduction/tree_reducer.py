@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from raysharded.actors.comm.fsdp_collectives import Finish, Reducing, all_to_all, finish_plainly
+from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.model.sharded_model import reduces_gradients
 from raysharded.actors.numerics.microbatch_schedule import Schedule
 from raysharded.actors.numerics.summation_tree import Node, TreeSum
@@ -236,8 +237,8 @@ class TreeReducer:
 
     def _add_locally(self, gradient: torch.Tensor) -> None:
         leaf = self._rounds.microbatch(self._rounds.rank)
-        if gradient.is_cuda:  # allocated on another stream than the one that adds
-            gradient.record_stream(torch.cuda.current_stream())
+        if accelerator().has(gradient.device):  # allocated on another stream than the one that adds
+            accelerator().keep_for_current_stream(gradient)
         if leaf is not None:
             self._sum.add((0, leaf), accumulator(gradient))
 

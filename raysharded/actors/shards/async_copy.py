@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from raysharded.actors.device.accelerator import Stream, accelerator
 from raysharded.checkpoint.threads import step_back
 
 
@@ -27,7 +28,8 @@ class AsyncHostCopy:
     """Copies of one worker's state to host memory. Training thread only."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+        self._stream = accelerator().new_stream(device) if accelerator().has(device) else None
         self._thread = ThreadPoolExecutor(1, "snapshot", initializer=step_back)
 
     def begin(self, into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> PendingCopy:
@@ -36,7 +38,7 @@ class AsyncHostCopy:
         From a GPU the host tensors should be pinned: otherwise this returns only when they are filled.
         """
         if self._stream is not None:
-            return _OnStream(self._stream, into, sources)
+            return _OnStream(self._device, self._stream, into, sources)
         return _InThread(self._thread, into, sources)
 
 
@@ -52,13 +54,12 @@ class _InThread:
 
 class _OnStream:
     def __init__(
-        self, stream: torch.cuda.Stream, into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+        self, device: torch.device, stream: Stream, into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> None:
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(accelerator().current_stream(device))
+        with accelerator().on(stream):
             _copy(into, sources)
-            self._done = torch.cuda.Event(blocking=True)  # a waiting thread releases its core
-            self._done.record(stream)
+        self._done = accelerator().record(stream)
 
     def wait(self) -> None:
         self._done.synchronize()

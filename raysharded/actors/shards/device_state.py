@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from raysharded.actors.device.device_waits import numbers_of
 from raysharded.actors.model.inventory import Inventory
 from raysharded.actors.model.param_layout import BUFFER, CONSTANT, MODEL, NUMBER, OPTIM, ParamLayout
 from raysharded.actors.model.sharded_model import ShardedModel, local_of
@@ -125,12 +126,12 @@ class DeviceState:
         """Digest of the live state, in the order of `pieces`; equal to `digest_of_copy` of an equal copy."""
         live = self._tensors()
         parts = (_part(live[piece.tensor.name], piece, pieces) for piece in pieces.pieces(spec))
-        return combined(int(tensor_digest(part).item()) for part in parts)
+        return combined(numbers_of(map(tensor_digest, parts)))
 
     @staticmethod
     def digest_of_copy(buffer: ShardBuffer) -> int:
         """Digest of a buffer that `copy_to` filled, on any worker."""
-        return combined(int(tensor_digest(view).item()) for view, _ in buffer.tensors)
+        return combined(numbers_of(tensor_digest(view) for view, _ in buffer.tensors))
 
     def load_from(self, buffer: ShardBuffer) -> frozenset[str]:
         """Make the live state equal to a buffer that `copy_to` filled, at any number of workers.

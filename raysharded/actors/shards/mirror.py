@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from raysharded.actors.comm.abortable_wait import GRACE_S, join_or_leave, waits_for_peers
+from raysharded.actors.comm.abortable_wait import GRACE_S, join_or_leave
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.comm.host_group import HostGroup
 from raysharded.actors.comm.lasting_threads import begin
+from raysharded.actors.device.device_waits import waits_for_peers
 from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.store import ShardBuffer, ShardStore
 from raysharded.errors import CollectiveAborted

@@ -9,10 +9,11 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from raysharded.actors.comm.abortable_wait import GRACE_S, join_or_leave, waits_for_peers
+from raysharded.actors.comm.abortable_wait import GRACE_S, join_or_leave
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.comm.host_group import HostGroup
 from raysharded.actors.comm.lasting_threads import begin
+from raysharded.actors.device.device_waits import waits_for_peers
 from raysharded.actors.shards import block_gather
 from raysharded.actors.shards.block_gather import GatherBuffers, Needed, Stream, gather, num_pieces, send
 from raysharded.actors.shards.erasure import Bytes, ErasureCode, erasure_code

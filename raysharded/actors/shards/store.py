@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.shards.async_copy import PendingCopy
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, Parity, Piece, ShardMap, StateSpec, shard_map
@@ -122,7 +123,7 @@ class ShardStore:
         newest = max(same, key=lambda b: b.step, default=None)
         pieces = newest.pieces if newest and newest.spec is spec else shard_map(spec, world_size, rank, degree)
         size = pieces.size_bytes if size_bytes is None else size_bytes
-        data = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin_memory)
+        data = accelerator().pinned(size) if self._pin_memory else torch.empty(size, dtype=torch.uint8)
         buffer = ShardBuffer(step, layout, medium, world_size, rank, spec, pieces, degree, data, parity)
         buffer.registered = self._registered.get(step, "")
         self._buffers.append(buffer)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from raysharded.actors.device.device_waits import numbers_of
 from raysharded.actors.numerics.bit_digest import combined, tensor_digest
 from raysharded.actors.shards.device_state import DeviceState
 from raysharded.actors.shards.position import RankPosition
@@ -112,7 +113,7 @@ class Audit:
         return again
 
     def _digest_of_sums(self) -> int:
-        return combined([int(tensor_digest(shard).item()) for shard in self._gradient.local_gradients()])
+        return combined(numbers_of(map(tensor_digest, self._gradient.local_gradients())))
 
     def _exchange(
         self, passes: list[_Audited], step: int

@@ -13,6 +13,7 @@ import torch
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.compilation.compiled_blocks import Compilation
+from raysharded.actors.device.device_waits import leave_when
 from raysharded.actors.model.build import Wrapped
 from raysharded.actors.model.inventory import Item, compare
 from raysharded.actors.shards.parity import keeper_of
@@ -154,6 +155,7 @@ class Engine:
 
     def _prepare(self, prepared: Wrapped | None, objects: BuiltObjects) -> Restored:
         job, groups, tried = self._job, self._groups, objects.tried
+        leave_when(lambda: groups.aborted)
         with self._in_phase("build"):
             parts = assemble(
                 self._around,

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from raysharded.actors.device.accelerator import seed_torch
+from raysharded.actors.device.device_waits import on_host
 from raysharded.actors.guards.outputs import OutputWatch
 from raysharded.actors.model.meta_watch import MemoryWatch
 from raysharded.actors.model.sharded_model import clean_name
@@ -157,7 +158,7 @@ class Results:
         """(microbatch -> (loss sum, weight), microbatch -> metrics). Raises TaskError for a negative weight."""
         if not self._tensors:
             return {}, {}
-        rows = torch.stack(self._tensors).cpu().tolist()
+        rows = on_host(torch.stack(self._tensors)).tolist()
         for index, row in zip(self._indices, rows, strict=True):
             if row[1] < 0:
                 raise _bad_weight(f"{self.where}, microbatch {index}", str(row[1]))
@@ -168,24 +169,13 @@ class Results:
         return losses, metrics
 
 
-_has_accelerator = cache(torch.accelerator.is_available)
-
-
-def _seed_torch_by(number: int) -> None:
-    """As `torch.manual_seed`, which formats a stack trace for each kind of device that is absent: 0.25 ms and more."""
-    if _has_accelerator():
-        torch.manual_seed(number)
-    else:
-        torch.default_generator.manual_seed(number)
-
-
 def _seed_torch(seed: int, purpose: str, step: int, microbatch: int) -> None:
-    _seed_torch_by(derive_seed(seed, purpose, step, microbatch))
+    seed_torch(derive_seed(seed, purpose, step, microbatch))
 
 
 def _seed_all(seed: int, purpose: str, step: int, microbatch: int) -> None:
     number = derive_seed(seed, purpose, step, microbatch)
-    _seed_torch_by(number)
+    seed_torch(number)
     generators.seed(number, with_torch=False)
 
 

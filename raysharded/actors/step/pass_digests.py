@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from raysharded.actors.device.device_waits import numbers_of
 from raysharded.actors.numerics.bit_digest import combined, tensor_digest
 from raysharded.actors.step.forward_backward import Results
 
@@ -49,11 +50,11 @@ class Pass:
         found = {}
         for index, units in self._gradients.items():
             parts = (
-                combined(int(digest.item()) for digest in units),
+                combined(numbers_of(units)),
                 combined(map(_bits, losses[index])),
                 combined(_bits(number) for pair in metrics[index] for number in pair),
             )
-            largest = [*losses[index], *(float(one.item()) for one in self._largest.get(index, ()))]
+            largest = [*losses[index], *map(float, numbers_of(self._largest.get(index, ())))]
             is_finite = not self.looks_for_not_finite or all(map(math.isfinite, largest))
             found[index] = parts if is_finite else (NOT_FINITE,) * len(parts)
         return found

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from raysharded.actors.device.device_waits import numbers_of
 from raysharded.actors.numerics.step_consensus import Agreed, non_finite, require_weight
 from raysharded.actors.optimizer.learning_rate import own_rates, set_rates
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
@@ -38,8 +39,8 @@ def located(
     flags: list[tuple[int, torch.Tensor]] = []
     yield from gradient.compute_again(step, 0, lambda index, values: flags.append((index, values.isfinite().all())))
     bad = torch.zeros(gradient.rounds.num_microbatches, dtype=torch.int64)
-    for index, finite in flags:
-        bad[index] += int(not finite.item())
+    for (index, _), is_finite in zip(flags, numbers_of(finite for _, finite in flags), strict=True):
+        bad[index] += int(not is_finite)
     bad = sum_over_workers(bad)
     return replace(found, microbatches=tuple(index for index, count in enumerate(bad.tolist()) if count))
 

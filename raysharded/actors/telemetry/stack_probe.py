@@ -21,7 +21,7 @@ from types import CodeType, FrameType
 
 import torch
 
-from raysharded.actors.comm.abortable_wait import is_marked
+from raysharded.actors.device.device_waits import is_marked
 from raysharded.locations import PACKAGE_FOLDER
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -111,7 +111,7 @@ def _stacks() -> dict[int, list[FrameSummary]]:
 def is_waiting(thread_id: int | None) -> bool:
     """True if the thread's innermost call, apart from locks and threads, waits for others.
 
-    Such a call is a collective of torch's, or a function with the mark of `abortable_wait.waits_for_peers`.
+    Such a call is a collective of torch's, or a function with the mark of `device_waits.waits_for_peers`.
     """
     own = next((code for code in _innermost(thread_id or 0) if not is_of_standard_library(code.co_filename)), None)
     return own is not None and (is_marked(own) or own.co_filename.startswith(_COLLECTIVES))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import raysharded
-from raysharded.actors.comm.abortable_wait import marked_functions, waits_for_peers
+from raysharded.actors.device.device_waits import marked_functions, waits_for_peers
 from raysharded.actors.telemetry.stack_probe import is_of_standard_library, is_waiting
 
 LIBRARY = Path(raysharded.__file__).parent
@@ -40,6 +40,7 @@ INSIDE = "a function with the mark, which it calls"
 TORCH = "torch's own frame, which is known by its folder"
 LAUNCHER = "the thread that computes: a launcher calls it in another one"
 WITHOUT_THE_MARK = {
+    "Cuda.all_to_all": TORCH,
     "Engine._calling_the_task": LOCAL,
     "Engine._prepare": INSIDE,
     "Engine.settle": LOCAL,
@@ -71,7 +72,6 @@ WITHOUT_THE_MARK = {
     "_Transfer._run": INSIDE,
     "_mesh_of_one": TORCH,
     "_pass_on": INSIDE,
-    "all_to_all": TORCH,
     "restore": INSIDE,
     "write_orphan_checkpoint": LOCAL,
 }

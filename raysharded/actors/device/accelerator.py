@@ -1,0 +1,148 @@
+"""The accelerator of this process: the seam between the engine and a kind of device with streams.
+
+The engine runs on a CPU, on CUDA (`cuda`), or on any other `Accelerator` that `use` puts in CUDA's place: tests run it
+on simulated streams, and with a double of NCCL. A process has one accelerator and may hold tensors beside it; `has`
+is True for those of the accelerator alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Event(Protocol):
+    """A place in a stream's order of work."""
+
+    def query(self) -> bool:
+        """True if all work before the place is done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when all work before the place is done."""
+        ...
+
+
+class Stream(Protocol):
+    """Work that the device does in order."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Let later work of this stream wait for all work of another so far."""
+        ...
+
+
+class Accelerator(Protocol):
+    """A kind of device with streams, and the communicators between devices of this kind."""
+
+    device_type: str
+    """Torch's type of its tensors, and of the meshes of its workers."""
+    backend: str
+    """Torch's name of the communicators' backend."""
+    backend_type: dist.ProcessGroup.BackendType
+
+    def is_available(self) -> bool:
+        """True if this process can use such a device."""
+        ...
+
+    def names(self) -> list[str]:
+        """Models of the devices that this process sees."""
+        ...
+
+    def free_bytes(self) -> tuple[int, ...]:
+        """Free memory of each device that this process sees."""
+        ...
+
+    def library_version(self) -> str:
+        """Version of the communicators' library; empty if torch was built without it."""
+        ...
+
+    def select(self) -> torch.device:
+        """Make this worker's device the process's current one; returns it."""
+        ...
+
+    def current(self) -> torch.device:
+        """The current device, for tensors and communicators."""
+        ...
+
+    def has(self, device: torch.device) -> bool:
+        """True if work on tensors of this device runs in the order of the accelerator's streams."""
+        ...
+
+    def identity(self, device: torch.device) -> str:
+        """Number and UUID of a device on its machine, as far as they are known."""
+        ...
+
+    def facts(self, device: torch.device) -> Mapping[str, str]:
+        """Facts about a device and its libraries that bits depend on."""
+        ...
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        """Page-locked host memory: uint8 [size_bytes], not initialized."""
+        ...
+
+    def new_stream(self, device: torch.device) -> Stream: ...
+
+    def current_stream(self, device: torch.device) -> Stream: ...
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which work is launched on a stream."""
+        ...
+
+    def record(self, stream: Any) -> Event:
+        """The place behind all work of a stream so far. A thread that waits for it releases its core."""
+        ...
+
+    def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
+        """Give a tensor's memory to no other tensor before the current stream's work so far is done."""
+        ...
+
+    def make_compilation_exact(self) -> None:
+        """Let the calling thread compile no kernel whose order of additions depends on measured times."""
+        ...
+
+    def communicator(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+        """A communicator (a `torch.distributed.Backend`), connected to all members. Waits for them."""
+        ...
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        send: torch.Tensor,
+        out_sizes: Sequence[int] | None,
+        in_sizes: Sequence[int] | None,
+        group: Any,
+    ) -> None:
+        """Exchange flat tensors of the accelerator in the order of the current stream. Sizes are in elements."""
+        ...
+
+
+_newest: list[Accelerator] = []
+"""The accelerator in use is the last; the package puts CUDA first."""
+
+
+def accelerator() -> Accelerator:
+    """The accelerator of this process. Any thread."""
+    return _newest[-1]
+
+
+def use(other: Accelerator) -> Callable[[], None]:
+    """Put another accelerator in CUDA's place; returns a function that undoes it."""
+    _newest.append(other)
+    return lambda: _newest.remove(other)
+
+
+_any_is_available = cache(torch.accelerator.is_available)
+
+
+def seed_torch(number: int) -> None:
+    """As `torch.manual_seed`, which formats a stack trace for each kind of device that is absent: 0.25 ms and more."""
+    if _any_is_available():
+        torch.manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number)
