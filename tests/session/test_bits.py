@@ -9,6 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
 
 import raysharded as rs
 from raysharded.actors.session.user_session import Session
@@ -16,8 +19,8 @@ from raysharded.actors.session.user_step import UserStep
 from raysharded.driver.driver import Driver
 from raysharded.task import TrainFunction
 from tests.cases import tried_each_time
-from tests.session.loops import STEPS, Average, Loop, by_task, run
-from tests.training.harness import make_driver, make_limits
+from tests.session.loops import MICROBATCHES, STEPS, Average, Loop, by_task, run
+from tests.training.harness import Gpt, make_driver, make_limits, train
 from tests.training.test_checkpoints import Listening, fingerprint, resume, small_job
 from tests.training.test_leaving import Seen, a_job, drive
 
@@ -134,3 +137,37 @@ def test_a_factor_of_the_learning_rate_has_the_bits_that_a_task_has_with_it(tmp_
         found.append((fingerprint(state), rates))
     assert found[0] == found[1]
     assert found[0][0] != by_task().fingerprint
+
+
+class Plain:
+    """The smallest loop: no schedule, no clipping, nothing registered."""
+
+    def __call__(self, session: Session) -> None:
+        model = session.build(Gpt)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.shard(model, optimizer)
+        for step in session.steps():
+            with step:
+                for batch in step.microbatches():
+                    step.backward(plain_loss(model, batch))
+                optimizer.step()
+
+
+class PlainTask(rs.Task):
+    def build_model(self) -> nn.Module:
+        return Gpt()
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return plain_loss(model, batch)
+
+
+def plain_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def test_the_smallest_loop_has_the_bits_of_the_smallest_task() -> None:
+    of_task = train(1, task=PlainTask(), microbatches=MICROBATCHES, steps=3)
+    assert run(2, Plain(), steps=3, kills=[(1, 2, "agree")]).bits == of_task.bits

@@ -22,8 +22,9 @@ from raysharded.ids import WorkerId
 
 MOST_BYTES = 1 << 16
 """Largest size of the state as JSON, in bytes."""
-_OF_GROUPS = "optimizer"
-_NO_SETTINGS = ("params", "param_names")
+_OF_GROUPS, _LOGGED = "optimizer", "log"
+_NO_SETTINGS = ("params", "param_names", "initial_lr")
+"""Of a group: its parameters, and the rate as built, which schedulers read when they are made."""
 _NUM_WORDS, _WORD_BYTES = 2, 3
 
 
@@ -40,7 +41,12 @@ class RegisteredState:
 
     def __init__(self, groups: Sequence[dict[str, Any]], things: Mapping[str, Stateful]) -> None:
         """`groups`: the optimizer's. `things`: registered objects by name. Raises TaskError if one is not plain."""
+        taken = sorted(things.keys() & {_OF_GROUPS, _LOGGED})
+        if taken:
+            raise TaskError(f"session.shard({taken[0]}=...): the name is taken; register the object by another one.")
         self._groups, self._things = groups, things
+        self.logged: dict[str, float] = {}
+        """Numbers that the newest step has logged."""
         self.first = self.text()
         """The state with which a run begins."""
 
@@ -49,6 +55,8 @@ class RegisteredState:
         values = {_OF_GROUPS: [_settings_of(group) for group in self._groups]}
         for name, thing in self._things.items():
             values[name] = _plain(thing.state_dict(), name)
+        if self.logged:
+            values[_LOGGED] = _plain(self.logged, _LOGGED)
         text = json.dumps(values, separators=(",", ":"))
         if len(text) > MOST_BYTES:
             sizes = {name: len(json.dumps(value)) for name, value in values.items()}
@@ -63,6 +71,7 @@ class RegisteredState:
     def load(self, text: str) -> None:
         """Bring the groups and the registered objects to this state. Raises TaskError if it has other objects."""
         values = json.loads(text)
+        self.logged = _restored(values.pop(_LOGGED, {"dict": []}))
         if values.keys() != {_OF_GROUPS, *self._things} or len(values[_OF_GROUPS]) != len(self._groups):
             raise TaskError(
                 f"the state that is to be loaded has {len(values[_OF_GROUPS])} parameter groups and registered "

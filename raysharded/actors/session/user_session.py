@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from raysharded.actors.built_objects import BuiltObjects
@@ -24,12 +25,12 @@ from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.task_calls.object_contents import NotFollowed, reachable
 from raysharded.actors.task_calls.task_errors import naming
 from raysharded.errors import CollectiveAborted, InexactError, TaskError
+from raysharded.ids import derive_seed
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import StopReason
 from raysharded.task import Task, TrainFunction
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from raysharded.actors.model.construction import Construction
@@ -60,6 +61,10 @@ def with_session_task(job: Job) -> Job:
     return replace(job, task=type(name, (SessionTask,), {})(job.task.function))
 
 
+_ENTRY = -3
+"""Place in a step of draws before its microbatches."""
+
+
 class Session(NotFollowed):
     """A run, seen from a worker's training function. Thread of the function only."""
 
@@ -82,6 +87,7 @@ class Session(NotFollowed):
         self._training: Training | None = None
         self._step: UserStep | None = None
         self._things: dict[str, Stateful] = {}
+        self._generators: dict[str, torch.Generator] = {}
         self._looked_again = False
         self._rank: int | None = None
         self._first_step: int | None = None
@@ -209,7 +215,10 @@ class Session(NotFollowed):
                 training.stop(StopReason.FINISHED)
                 return None
             self._require_unchanged(training)
-            return UserStep(training)
+            if self._objects.registered is not None:
+                self._objects.registered.logged = {}
+            self._seed(training.engine.step + 1, _ENTRY)
+            return UserStep(training, self._seed)
         return None
 
     def _require_unchanged(self, training: Training) -> None:
@@ -247,6 +256,39 @@ class Session(NotFollowed):
     def _after_update(self, *_: object) -> None:
         if self._training is not None and self._step is not None:
             self._step.end_update()
+
+    # -- in a step --
+
+    def generator(self, name: str, device: torch.device | str = "cpu") -> torch.Generator:
+        """A generator for draws of the loop: the same numbers in the same step, at every number of workers.
+
+        It is seeded from the run's seed, the name and the step: as a step begins, for each microbatch, and after the
+        microbatches. So it needs no state, and goes back with the step. The same object for each name.
+        """
+        found = self._generators.get(name)
+        if found is None:
+            found = self._generators[name] = torch.Generator(device)
+            found.manual_seed(derive_seed(self._job.batch.seed, "session", name, 0, _ENTRY))
+        return found
+
+    def _seed(self, step: int, place: int) -> None:
+        for name, generator in self._generators.items():
+            generator.manual_seed(derive_seed(self._job.batch.seed, "session", name, step, place))
+
+    def log(self, **numbers: float) -> None:
+        """Add numbers to the step's metrics, in the journal and for metrics writers; each step is there once.
+
+        They are the same on every worker. Call it in the `with`, after the microbatches.
+        """
+        step, registered = self._step, self._objects.registered
+        if step is None or registered is None:
+            raise TaskError(f"{line_here()}: session.log() belongs into `with step:`.")
+        step.log(numbers)
+        registered.logged |= {name: float(number) for name, number in numbers.items()}
+
+    def save(self) -> None:
+        """Request a checkpoint: of this step if its microbatches are not computed yet, otherwise of the next."""
+        self._now().engine.request_save()
 
     # -- the end --
 

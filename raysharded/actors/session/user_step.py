@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -44,11 +45,15 @@ def with_line(error: E) -> E:
     return error
 
 
+_REST = -2
+
+
 class UserStep(NotFollowed):
     """A step, as `session.steps()` yields it; use it as a context manager. Thread of the function only."""
 
-    def __init__(self, training: Training) -> None:
-        self._training = training
+    def __init__(self, training: Training, seed: Callable[[int, int], None]) -> None:
+        """`seed`: called with the step and the microbatch, or -2 for the rest of the step, before each."""
+        self._training, self._seed = training, seed
         self._step: Step | None = training.engine.next_step()
         self.number: int = self._step.number
         """Number of the step, from 1 on."""
@@ -73,6 +78,11 @@ class UserStep(NotFollowed):
                 "the loop over step.microbatches()."
             )
         return self._agreed
+
+    @property
+    def microbatch(self) -> int:
+        """Number of the newest microbatch in its step, the same at every number of workers; -1 for padding."""
+        return self._now("step.microbatch").microbatch
 
     @property
     def has_begun(self) -> bool:
@@ -159,8 +169,28 @@ class UserStep(NotFollowed):
         return self._computed(step)
 
     def _computed(self, step: Step) -> Iterator[Any]:
-        yield from step.microbatches()
+        for batch in step.microbatches():
+            self._seed(self.number, step.microbatch)
+            yield batch
+            del batch
+        self._seed(self.number, _REST)
         self._agreed = step.agreed
+
+    def log(self, numbers: Mapping[str, float]) -> None:
+        """Add numbers to the step's metrics."""
+        self._now("session.log()")
+        agreed = self._agreement("metrics")
+        for name, number in numbers.items():
+            if name in agreed.metrics:
+                raise TaskError(f"{line_here()}: session.log({name}=...): the step has a metric of this name.")
+            if not isinstance(number, (int, float)):
+                raise TaskError(
+                    f"{line_here()}: session.log({name}=...) was given a {type(number).__name__}; give a number, "
+                    "the same one on every worker."
+                )
+        assert self._step is not None
+        metrics = agreed.metrics | {name: (float(number), 1.0) for name, number in numbers.items()}
+        self._agreed = self._step.agreed = replace(agreed, metrics=metrics)
 
     def backward(
         self,

@@ -185,6 +185,12 @@ class Step:
         """Source of the newest microbatch's loss, for errors."""
         return self._parts.gradient.where
 
+    @property
+    def microbatch(self) -> int:
+        """Number of the newest microbatch; -1 for padding."""
+        _, index, _ = self._parts.gradient.at
+        return -1 if index is None else index
+
     def __enter__(self) -> Self:
         return self
 
