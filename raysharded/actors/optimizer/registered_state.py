@@ -24,7 +24,7 @@ MOST_BYTES = 1 << 16
 """Largest size of the state as JSON, in bytes."""
 _OF_GROUPS, _LOGGED = "optimizer", "log"
 _NO_SETTINGS = ("params", "param_names", "initial_lr")
-"""Of a group: its parameters, and the rate as built, which schedulers read when they are made."""
+"""Keys of a group that are left out: its parameters, and the rate as built, which only new schedulers read."""
 _NUM_WORDS, _WORD_BYTES = 2, 3
 
 
