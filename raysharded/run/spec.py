@@ -71,8 +71,11 @@ class RunSpec:
 
     def named_objects(self) -> dict[str, Any]:
         """These parts under the names by which a user knows them."""
+        from raysharded.task import TrainFunction
+
+        own = {"train_fn": self.task.function} if isinstance(self.task, TrainFunction) else {"task": self.task}
         return {
-            "task": self.task,
+            **own,
             "data": self.data,
             "evaluation.data": self.evaluation.data if self.evaluation else None,
             "preemption_notices": self.run.failure.preemption_notices,

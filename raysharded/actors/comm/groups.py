@@ -18,7 +18,6 @@ import contextlib
 import datetime
 import itertools
 import logging
-import os
 import socket
 import threading
 from collections.abc import Callable
@@ -81,6 +80,8 @@ class Groups:
         self._left: list[Any] = []
         """Collectives that gloo had not ended when they were aborted."""
         self.aborted = False
+        self.failed = False
+        """True once a gloo collective has failed here: the generation is over, also if the error is caught."""
         self.rank = 0
         self.mesh = Mesh(shards=1)
         self.replicas: Replicas | None = None
@@ -325,10 +326,14 @@ class Groups:
     @waits_for_peers
     def finish(self, work: Any) -> None:
         """Return when a gloo collective is done; raise its error, or CollectiveAborted if gloo keeps it on abort."""
-        while not has_ended(work):
-            if self.aborted:
-                self._left.append(work)
-                raise CollectiveAborted("aborted while gloo kept a collective")
+        try:
+            while not has_ended(work):
+                if self.aborted:
+                    self._left.append(work)
+                    raise CollectiveAborted("aborted while gloo kept a collective")
+        except BaseException:
+            self.failed = True
+            raise
 
     @property
     def _finish_train(self) -> Finish:
@@ -386,11 +391,3 @@ class Groups:
             if self._client is not None:
                 self._client.close()
                 self._client = None
-
-
-def prepare_environment(use_gpu: bool) -> None:
-    """Make settings that must precede the first group: NCCL must report errors, not end the survivors."""
-    if use_gpu:
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
-        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"

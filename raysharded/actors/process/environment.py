@@ -29,6 +29,14 @@ _TRANSPORT = "GLOO_DEVICE_TRANSPORT"
 _MALLOC_CHOICES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
+def prepare_environment(use_gpu: bool) -> None:
+    """Make settings that must precede the first group: NCCL must report errors, not end the survivors."""
+    if use_gpu:
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+
+
 def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> torch.device:
     """Configure a worker's process, once, before anything is computed; returns the device to compute on."""
     exact = config.reduction == "exact"

@@ -27,7 +27,7 @@ from raysharded.journal.backlog import MOST_BYTES
 from raysharded.journal.verified import JournalReader
 from raysharded.layout import combine, digest
 from raysharded.overrides import Decisions, Skips, consumed, own_weights, rates_before, skipped_before, weights_before
-from raysharded.protocol.messages import Saved, save_id, save_prefix
+from raysharded.protocol.messages import REGISTERED_STATE, Saved, save_id, save_prefix
 
 _log = logging.getLogger("raysharded.driver")
 
@@ -228,6 +228,7 @@ def manifest_of(
     assert spec is not None
     rates = rates_before(known.decisions.rates, command.step + 1)
     position = consumed(known.decisions.skips, command.step, files.global_batch_size)
+    registered = next((part.registered for part in command.parts if part.registered), "")
     return Manifest(
         run=files.name,
         step=command.step,
@@ -249,6 +250,7 @@ def manifest_of(
             **({"learning_rate": [list(rate) for rate in rates]} if rates else {}),
             **own_weights(weights_before(known.decisions.weights, position)),
             **own_build_seed(known.build_seed, files.metadata),
+            **({REGISTERED_STATE: registered} if registered else {}),
         },
     )
 
