@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm import link_check
-from raysharded.actors.comm.groups import Groups, prepare_environment
+from raysharded.actors.comm.groups import Groups
 from raysharded.actors.compilation.compiled_blocks import Compilation
 from raysharded.actors.model.build import Wrapped, warm_up
 from raysharded.actors.preparation import Preparations
@@ -68,7 +68,6 @@ class Worker:
 
     def __init__(self, worker: WorkerId, job: Job, storage: Storage | None = None) -> None:
         """`storage`: the run's; None: that of the job's URL."""
-        prepare_environment(job.use_gpu)
         self._worker = worker
         self._device = prepare_torch(job.engine, job.num_threads, use_gpu=job.use_gpu)
         compiles = job.engine.compile and job.engine.reduction == "exact"
@@ -173,8 +172,9 @@ class Worker:
         with self._changing:
             self._generation, self._decisions = spec.generation, spec.decisions
             self._groups = Groups(self._job.use_gpu) if prepared is None else prepared[0]
-            if self._interrupted >= spec.generation:
-                self._groups.abort()
+            groups, is_interrupted = self._groups, self._interrupted >= spec.generation
+        if is_interrupted:
+            groups.abort()
         return self._guarded(lambda: self._form(spec, prepared and prepared[1]))
 
     def _form(self, spec: GenerationSpec, wrapped: Wrapped | None) -> GenerationReady:
@@ -304,9 +304,9 @@ class Worker:
         """Abort every collective of `generation`, or of an older one, that this worker is in or will enter."""
         with self._changing:
             self._interrupted = max(self._interrupted, generation)
-            groups = self._groups  # the thread that computes may release them now
-            if generation >= self._generation and groups is not None:
-                groups.abort()
+            groups = self._groups if generation >= self._generation else None
+        if groups is not None:  # the thread that computes may release them now
+            groups.abort()
 
     def report(self, generation: GenerationId) -> Stopped:
         """The buffers that this worker holds, after a generation that it formed failed before training."""

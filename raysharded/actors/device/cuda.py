@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -10,8 +12,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from raysharded.actors.device.device_waits import waits_for_peers
+from raysharded.errors import ConfigError
+
+_log = logging.getLogger("raysharded.worker")
+SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "PYTORCH_ALLOC_CONF": ("expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"),
+}
+"""NCCL reports errors and ends no process; its flight recorder keeps the newest collectives. Memory: segments grow, and
+host memory of more than 64 MB is not rounded up to a power of two, and is returned."""
+EXACT_SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Reproducible cuBLAS."""
 
 
 class Cuda:
@@ -37,6 +55,16 @@ class Cuda:
             return ""
         version = torch.cuda.nccl.version()
         return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+
+    def prepare_environment(self, *, exact: bool) -> None:
+        for name, value in (SETTINGS | EXACT_SETTINGS if exact else SETTINGS).items():
+            if os.environ.setdefault(name, value) != value:
+                _log.info("%s=%s is kept; raysharded's own value is %s", name, os.environ[name], value)
+        if os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] != "0":
+            raise ConfigError(
+                f"TORCH_NCCL_ASYNC_ERROR_HANDLING={os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING']}: torch would end "
+                "the survivors of a lost worker. Unset it for every worker: raysharded reports errors itself."
+            )
 
     def select(self) -> torch.device:
         torch.cuda.set_device(0)  # Ray shows each worker its own GPU as the first
@@ -86,13 +114,26 @@ class Cuda:
 
         inductor.deterministic = True
 
-    @waits_for_peers
-    def communicator(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    def communicator(self, name: str, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
-        group.eager_connect_single_device(self.current())
-        return group
+        options.config.blocking = 0  # otherwise no other thread can abort it before it is connected
+        return dist.ProcessGroupNCCL(PrefixStore(name, store), rank, size, options)
+
+    @waits_for_peers
+    def connect(self, communicator: Any) -> Any:
+        communicator.eager_connect_single_device(self.current())
+        return communicator
+
+    def abort(self, communicators: Sequence[Any]) -> None:
+        """Between NCCL's group calls, as torch's `_abort_process_group` does: pytorch/pytorch#119797."""
+        with contextlib.suppress(RuntimeError):  # also those of a device that does not work any more
+            communicators[0]._group_start()
+        for each in communicators:
+            with contextlib.suppress(RuntimeError):
+                each.abort()
+        with contextlib.suppress(RuntimeError):
+            communicators[0]._group_end()
 
     def all_to_all(
         self,

@@ -33,8 +33,8 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
     """Configure a worker's process, once, before anything is computed; returns the device to compute on."""
     exact = config.reduction == "exact"
     raise_limit()
-    if use_gpu and exact:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: reproducible cuBLAS
+    if use_gpu:
+        accelerator().prepare_environment(exact=exact)
     use_threads(num_threads)
     recomputation.install()
     if exact:
