@@ -20,12 +20,13 @@ from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm import link_check
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.compilation.compiled_blocks import Compilation
+from raysharded.actors.device.device_errors import require_device
 from raysharded.actors.model.build import Wrapped, warm_up
 from raysharded.actors.preparation import Preparations
 from raysharded.actors.process import preemption_notices
 from raysharded.actors.process.environment import collect_garbage, facts_of, prepare_torch, use_threads
 from raysharded.actors.process.leave_signal import LeaveInbox
-from raysharded.actors.process.stop_reason import UnexpectedErrors, ending_of, travelling
+from raysharded.actors.process.stop_reason import Ends, travelling
 from raysharded.actors.shards.erasure import erasure_code
 from raysharded.actors.shards.position import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, RankPosition, rendezvous_of
 from raysharded.actors.shards.saver import Saver, fingerprint_of
@@ -98,7 +99,7 @@ class Worker:
         self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
         self._sampler.start()
         self._notes = Notes()
-        self._unexpected = UnexpectedErrors(worker)
+        self._ends = Ends(worker)
         self._left_s = 0.0
         self._leaving = LeaveInbox(worker, grace_s=job.grace_s)
         self._leaving.listen()
@@ -179,6 +180,7 @@ class Worker:
 
     def _form(self, spec: GenerationSpec, wrapped: Wrapped | None) -> GenerationReady:
         assert self._groups is not None
+        require_device(self._device)
         parity = parity_of(self._job.engine.redundancy, spec.tensor)
         place = RankPosition(spec=spec, worker=self._worker, mirrors=self._job.engine.mirrors, parity=parity)
         self._share = place.share
@@ -258,9 +260,7 @@ class Worker:
         try:
             return work()
         except BaseException as error:  # noqa: BLE001 - the boundary of the actor: everything becomes a message
-            found = ending_of(error, interrupted=self._groups is not None and self._groups.aborted)
-            if found.is_unexpected:
-                self._unexpected.log(error)
+            found = self._ends.of(error, self._device, interrupted=self._groups is not None and self._groups.aborted)
             return self._broken(found.reason, found.error)
 
     def _broken(self, reason: StopReason, error: RayshardedError) -> Stopped:

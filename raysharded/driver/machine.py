@@ -13,6 +13,7 @@ from dataclasses import replace
 from raysharded.driver.checkpoints import save_timer, saves
 from raysharded.driver.generation import lifecycle, link_tests, step_reports
 from raysharded.driver.handlers import (
+    device_failure,
     hang_watchdog,
     leave_notice,
     link_reports,
@@ -165,7 +166,7 @@ def _on_said(state: State, event: WorkerReply, at: float) -> Outcome:
         case Prepared() as prepared:
             return lifecycle.on_prepared(state, event.worker, prepared, at)
         case Stopped() as stopped:
-            return lifecycle.on_stopped(state, event.worker, stopped, at)
+            return device_failure.on_stopped(state, event.worker, stopped, at)
         case Progress() as progress:
             return _on_progress(state, progress, at)
         case Saved() as saved:

@@ -35,13 +35,13 @@ from raysharded.actors.comm.abortable_wait import T, has_ended, keep_until_ended
 from raysharded.actors.comm.communicators import Communicators
 from raysharded.actors.comm.device_mesh import DeviceMeshes, forget
 from raysharded.actors.comm.fsdp_collectives import Finish, finish_plainly
-from raysharded.actors.comm.hangup_watch import HangupWatch
 from raysharded.actors.comm.host_group import HostGroup, Replicas
 from raysharded.actors.comm.links import CONNECT_TIMEOUT_S, Intruded, Links, arrive, connect_alone
 from raysharded.actors.comm.store_client import StoreClient
 from raysharded.actors.comm.torch_groups import BACKEND, ConnectedGroup, forget_default, hand_over
 from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.device.device_waits import waits_for_peers
+from raysharded.actors.device.hangup_watch import HangupWatch
 from raysharded.errors import ClusterError, CollectiveAborted
 from raysharded.layout import Mesh
 from raysharded.protocol import descriptors

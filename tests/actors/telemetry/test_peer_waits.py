@@ -40,11 +40,13 @@ INSIDE = "a function with the mark, which it calls"
 TORCH = "torch's own frame, which is known by its folder"
 LAUNCHER = "the thread that computes: a launcher calls it in another one"
 WITHOUT_THE_MARK = {
+    "Communicators.abort": LOCAL,
     "Cuda.all_to_all": TORCH,
     "Engine._calling_the_task": LOCAL,
     "Engine._prepare": INSIDE,
     "Engine.settle": LOCAL,
     "Groups._register": TORCH,
+    "HangupWatch.close": LOCAL,
     "RayPeers.ask": "other orphans, in a thread that does not compute",
     "Saver._is_begun": LOCAL,
     "Saver._written": LOCAL,
