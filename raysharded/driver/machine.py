@@ -13,7 +13,6 @@ from dataclasses import replace
 from raysharded.driver.checkpoints import save_timer, saves
 from raysharded.driver.generation import lifecycle, link_tests, step_reports
 from raysharded.driver.handlers import (
-    device_failure,
     hang_watchdog,
     leave_notice,
     link_reports,
@@ -166,7 +165,7 @@ def _on_said(state: State, event: WorkerReply, at: float) -> Outcome:
         case Prepared() as prepared:
             return lifecycle.on_prepared(state, event.worker, prepared, at)
         case Stopped() as stopped:
-            return device_failure.on_stopped(state, event.worker, stopped, at)
+            return leave_notice.on_stopped(state, event.worker, stopped, at)
         case Progress() as progress:
             return _on_progress(state, progress, at)
         case Saved() as saved:

@@ -37,7 +37,7 @@ class Communicators:
         self.tensor: Any = None
         """With tensor parallelism: of the workers of one tensor rank, and of one data shard."""
         self.replicas: Any = None
-        """Of the workers that hold this worker's shard, if there are several."""
+        """That of the workers that hold this worker's shard, if there are several."""
 
     @waits_for_peers
     def connect_mesh(self, mesh: Mesh, rank: int, store: Any, timeout: datetime.timedelta) -> None:

@@ -69,8 +69,12 @@ class Accelerator(Protocol):
         """
         ...
 
-    def select(self) -> torch.device:
-        """Make this worker's device the process's current one; returns it."""
+    def select(self, assigned: Sequence[str]) -> torch.device:
+        """Make this worker's device the process's; returns it. `assigned`: by the scheduler; empty: the first."""
+        ...
+
+    def enter_thread(self) -> None:
+        """Make the process's device, if it has one, the calling thread's current one."""
         ...
 
     def current(self) -> torch.device:

@@ -39,6 +39,9 @@ class Cuda:
     backend = "nccl"
     backend_type = dist.ProcessGroup.BackendType.NCCL
 
+    def __init__(self) -> None:
+        self._index, self._is_selected = 0, False
+
     def is_available(self) -> bool:
         return torch.cuda.is_available()
 
@@ -58,6 +61,8 @@ class Cuda:
 
     def prepare_environment(self, *, exact: bool) -> None:
         for name, value in (SETTINGS | EXACT_SETTINGS if exact else SETTINGS).items():
+            if name == "PYTORCH_ALLOC_CONF" and "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
+                continue
             if os.environ.setdefault(name, value) != value:
                 _log.info("%s=%s is kept; raysharded's own value is %s", name, os.environ[name], value)
         if os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] != "0":
@@ -66,12 +71,18 @@ class Cuda:
                 "the survivors of a lost worker. Unset it for every worker: raysharded reports errors itself."
             )
 
-    def select(self) -> torch.device:
-        torch.cuda.set_device(0)  # Ray shows each worker its own GPU as the first
-        return torch.device("cuda", 0)
+    def select(self, assigned: Sequence[str]) -> torch.device:
+        self._index = index_of(assigned, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self._is_selected = True
+        self.enter_thread()
+        return self.current()
+
+    def enter_thread(self) -> None:
+        if self._is_selected:
+            torch.cuda.set_device(self._index)
 
     def current(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", self._index)
 
     def has(self, device: torch.device) -> bool:
         return device.type == "cuda"
@@ -144,3 +155,17 @@ class Cuda:
         group: Any,
     ) -> None:
         dist.all_to_all_single(received, send, out_sizes, in_sizes, group=group)
+
+
+def index_of(assigned: Sequence[str], visible: str | None) -> int:
+    """CUDA's index of the GPU that a scheduler has assigned, by the ids or UUIDs that it uses.
+
+    `visible`: CUDA_VISIBLE_DEVICES. Usually it has the assigned GPU alone. If the scheduler does not set it, it has all
+    GPUs that the node's environment shows, or is not set.
+    """
+    if not assigned:
+        return 0
+    shown = [one.strip() for one in visible.split(",")] if visible else []
+    if shown:
+        return shown.index(assigned[0]) if assigned[0] in shown else 0
+    return int(assigned[0]) if assigned[0].isdigit() else 0

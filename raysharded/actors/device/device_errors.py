@@ -2,7 +2,7 @@
 
 After an illegal access, a failed assertion in a kernel, or an uncorrectable memory error, every later call of the
 process to CUDA fails: its context is dead, and only a new process helps. Its host memory stays readable, also pinned
-memory. A wrong argument or a lack of memory is an error of one call. The text does not tell the two apart, so the
+memory. A wrong argument or a lack of memory is an error of one call. Both may have the same text, so the
 device is used once more: a dead context fails again.
 """
 

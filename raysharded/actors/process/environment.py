@@ -44,7 +44,7 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
     if not use_gpu:
         keep_freed_memory()
         return torch.device("cpu")
-    return accelerator().select()
+    return accelerator().select(assigned_gpus())
 
 
 def gpu_of(device: torch.device) -> str:
@@ -68,8 +68,9 @@ def keep_freed_memory() -> None:
 
 
 def use_threads(num_threads: int) -> None:
-    """Set the number of threads for the calling thread: OpenMP keeps it per thread."""
+    """Set the number of threads for the calling thread: OpenMP keeps it per thread, and CUDA the current device."""
     torch.set_num_threads(num_threads)
+    accelerator().enter_thread()
 
 
 def arithmetic(device: torch.device, num_threads: int) -> dict[str, str]:
@@ -105,6 +106,14 @@ def _refuse_transport() -> None:
             f"{_TRANSPORT}={chosen}: the gloo of torch {torch.__version__} does not have this transport ({error}). "
             "Unset it for every worker: then nothing between workers is encrypted, so use a private network."
         ) from None
+
+
+def assigned_gpus() -> list[str]:
+    """Ids of the GPUs that Ray has assigned to this process; empty outside Ray."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return []
+    return [str(one) for one in ray.get_runtime_context().get_accelerator_ids().get("GPU", ())]
 
 
 def node_id() -> str:

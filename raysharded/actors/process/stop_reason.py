@@ -32,7 +32,7 @@ from raysharded.protocol.messages import StopReason
 _log = logging.getLogger("raysharded.worker")
 _HOST = torch.device("cpu")
 _PROBE_S = 1.0
-"""Time that the device gets to fail again: it may be busy with a collective whose peers are gone."""
+"""Time that the device gets to fail again: it may be busy with a collective whose peers have exited."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,9 @@ def ending_of(error: BaseException, *, interrupted: bool, device: torch.device =
     """
     if isinstance(error, DeviceFailed) or device_error_in(error):
         if failed := failure_of(device, _PROBE_S, must_finish=False):
-            text = f"the GPU does not work in this process: {failed} (first: {text_of(error)})"
+            first = text_of(error) if isinstance(error, DeviceFailed) else device_error_in(error)
+            before = "" if first == failed else f" (first: {first})"
+            text = f"the GPU does not work in this process: {failed}{before}"
             return Ending(reason=StopReason.DEVICE, error=DeviceFailed(text))
         if isinstance(error, DeviceFailed) and error.__cause__ is not None:  # of one call of the task's
             error = TaskError(text_of(error), user_traceback(error.__cause__))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -42,6 +42,7 @@ class HostAccelerator(Cuda):
     backend_type = dist.ProcessGroup.BackendType.GLOO
 
     def __init__(self) -> None:
+        super().__init__()
         self.reached = threading.Event()
         """Clear it, and no event is reached."""
         self.reached.set()
@@ -60,7 +61,10 @@ class HostAccelerator(Cuda):
     def library_version(self) -> str:
         return "0"
 
-    def select(self) -> torch.device:
+    def enter_thread(self) -> None:
+        pass
+
+    def select(self, assigned: Sequence[str]) -> torch.device:
         return torch.device("cpu")
 
     def current(self) -> torch.device:
