@@ -2,7 +2,8 @@
 
 A worker on an accelerator waits on its device, and neither NVLink nor shared memory reports a peer's death. Its host
 connections do, within milliseconds: the kernel closes those of a process that dies. A peer that aborts the generation
-shuts its connections down, so one death ends the connections of all members, also while the driver is away. A peer whose machine stops answers nothing: only the driver's deadlines find it.
+shuts its connections down, so one death ends the connections of all members, also while the driver is away. A peer
+whose machine stops answers nothing: only the driver's deadlines find it.
 """
 
 from __future__ import annotations

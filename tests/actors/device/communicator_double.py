@@ -1,7 +1,8 @@
 """A double of NCCL's communicators in real processes: made without a peer, connected later, aborted from any thread.
 
-gloo carries the bytes. The rest is NCCL's behaviour, as a run relies on it: a communicator that is being connected waits until an abort; an
-abort waits for kernels of other communicators, unless all are aborted in one group; after an abort every call fails.
+gloo carries the bytes. The rest is NCCL's behaviour, as a run relies on it. A communicator that is being connected
+waits until an abort. An abort waits for kernels of other communicators, unless all are aborted in one group. After an
+abort every call fails.
 """
 
 from __future__ import annotations
