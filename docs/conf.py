@@ -24,6 +24,7 @@ NAVIGATION = {
         "Overview </README>",
         "quickstart",
         "tasks",
+        "own-loop",
         "checking",
         "running",
         "saving",

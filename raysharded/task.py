@@ -112,6 +112,26 @@ class Task:
     worker's CPU."""
 
 
+class TrainFunction(Task):
+    """A training function in place of a task: it owns the loop, and gets everything from its session.
+
+    Nothing of a task is known before a worker calls the function.
+    """
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        """`function`: called with the session, once in each worker's process."""
+        self.function = function
+
+
+def require_methods(task: Task, where: str) -> None:
+    """Raise ConfigError if a training function is given in place of a task. `where`: the caller, for people."""
+    if isinstance(task, TrainFunction):
+        raise ConfigError(
+            f"{where} needs a raysharded.Task: it calls its methods, and a train_fn has none. Run the function for a "
+            "few steps with raysharded.testing.processes.fit."
+        )
+
+
 def overrides(task: Task, method: str) -> bool:
     """True if the task itself defines a method, in its class or on the object."""
     return getattr(getattr(task, method), "__func__", None) is not getattr(Task, method)

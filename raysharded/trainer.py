@@ -18,7 +18,7 @@ from raysharded.run.local import LocalRun
 from raysharded.run.process_hooks import in_submitted_job
 from raysharded.run.results import Listener, Result
 from raysharded.run.spec import RunSpec
-from raysharded.task import Task, overrides, require_tensor_parallelism
+from raysharded.task import Task, TrainFunction, overrides, require_tensor_parallelism
 from raysharded.validation import names_checked, require_norm
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ class ElasticTrainer:
     def __init__(
         self,
         *,
-        task: Task,
+        task: Task | None = None,
+        train_fn: Callable[[Any], None] | None = None,
         data: Any,
         batch: BatchConfig,
         scaling: ScalingConfig,
@@ -53,7 +54,9 @@ class ElasticTrainer:
         engine: EngineConfig | None = None,
         evaluation: EvalConfig | None = None,
     ) -> None:
-        self.task, self.data, self.batch, self.scaling, self.run = task, data, batch, scaling, run
+        """Give a `task`; or a `train_fn`, which owns its training loop. It is called with a session, in each worker."""
+        self.task = _task_of(task, train_fn)
+        self.data, self.batch, self.scaling, self.run = data, batch, scaling, run
         self.engine = engine or EngineConfig()
         self.evaluation = evaluation
         self.faults: Any = None
@@ -73,12 +76,10 @@ class ElasticTrainer:
             if not isinstance(value, kind):
                 hint = " (an instance, not the class)" if value is kind or isinstance(value, type) else ""
                 raise ConfigError(f"ElasticTrainer: {name}={value!r} must be a raysharded.{kind.__name__}{hint}.")
-        for method in ("build_model", "build_optimizer", "loss"):
-            if not overrides(self.task, method):
-                raise ConfigError(
-                    f"ElasticTrainer: task={type(self.task).__name__}() has no {method}. Define it in a subclass of "
-                    "raysharded.Task: a task has build_model, build_optimizer and loss."
-                )
+        if isinstance(self.task, TrainFunction):
+            _check_function(self.scaling, self.evaluation)
+        else:
+            _check_methods(self.task)
         require_tensor_parallelism(self.task, self.scaling.tensor_parallel_degree)
         if self.task.max_grad_norm is not None:
             require_norm(type(self.task).__name__, "max_grad_norm", self.task.max_grad_norm)
@@ -276,3 +277,34 @@ class ElasticTrainer:
         """Deprecated: `ElasticTrainer.start_local`."""
         warn_of_old_name("ElasticTrainer.start_here", "ElasticTrainer.start_local")
         return self.start_local(listen, take_over=take_over)
+
+
+def _task_of(task: Task | None, train_fn: Callable[[Any], None] | None) -> Task:
+    if train_fn is None and task is not None:
+        return task
+    if task is not None or not callable(train_fn) or isinstance(train_fn, type):
+        raise ConfigError(
+            f"ElasticTrainer: task={task!r:.80}, train_fn={train_fn!r:.80}: give a raysharded.Task, or a function that "
+            "is called with the session; one of both."
+        )
+    return TrainFunction(train_fn)
+
+
+def _check_methods(task: Task) -> None:
+    for method in ("build_model", "build_optimizer", "loss"):
+        if not overrides(task, method):
+            raise ConfigError(
+                f"ElasticTrainer: task={type(task).__name__}() has no {method}. Define it in a subclass of "
+                "raysharded.Task: a task has build_model, build_optimizer and loss."
+            )
+
+
+def _check_function(scaling: ScalingConfig, evaluation: EvalConfig | None) -> None:
+    if evaluation is not None:
+        raise ConfigError("ElasticTrainer: evaluation= needs a raysharded.Task, whose evaluate it calls: leave it out.")
+    if scaling.tensor_parallel_degree > 1:
+        raise ConfigError(
+            f"ScalingConfig.tensor_parallel_degree={scaling.tensor_parallel_degree}: torch's parallel styles cannot be "
+            "undone in place, so a train_fn has no tensor parallelism. Leave the degree at 1, or train with a "
+            "raysharded.Task."
+        )

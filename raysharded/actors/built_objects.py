@@ -11,10 +11,12 @@ import torch
 
 from raysharded.actors.comm.device_mesh import DeviceMeshes
 from raysharded.actors.model.build import Units, Wrapped, allocate, build_units_of, wrap
+from raysharded.actors.model.construction import Construction
 from raysharded.actors.model.modes import Modes
 from raysharded.actors.model.sharded_model import ShardedModel
 from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
 from raysharded.actors.optimizer.loaded_state import TriedOptimizer
+from raysharded.actors.optimizer.registered_state import RegisteredState
 from raysharded.actors.task_calls.process_state import Left
 from raysharded.config import EngineConfig
 from raysharded.task import Task, has_tensor_parallelism
@@ -34,6 +36,8 @@ class BuiltObjects:
         """Settings of the process that `build_optimizer` left changed."""
         self.tried: TriedOptimizer | None = None
         """Result of the trial of the optimizer, also of one that is built anew."""
+        self.registered: RegisteredState | None = None
+        """State that goes back with the step; None unless a session owns the loop."""
 
     def units(self, axes: DeviceMeshes | None, seed: int) -> Units:
         """The model's units; builds the model if it is not built. Call it where the task's code may be called.
@@ -43,6 +47,11 @@ class BuiltObjects:
         if self._units is None:
             self._units = build_units_of(self._task, self._config, axes, seed)
         return self._units
+
+    def adopt(self, built: Construction, optimizer: BuiltOptimizer, registered: RegisteredState, seed: int) -> None:
+        """Take over what a session has built. Raises as `build_units_of`."""
+        self._units = build_units_of(self._task, self._config, None, seed, built)
+        self.optimizer, self.registered = optimizer, registered
 
     def attach(self, prepared: Wrapped | None, axes: DeviceMeshes, seed: int, device: torch.device) -> ShardedModel:
         """The model with memory for this generation, also in the optimizer's groups, if that is built.

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
@@ -21,12 +20,13 @@ from raysharded.actors.comm import link_check
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.compilation.compiled_blocks import Compilation
 from raysharded.actors.device.device_errors import require_device
-from raysharded.actors.model.build import Wrapped, warm_up
+from raysharded.actors.model.build import Wrapped
 from raysharded.actors.preparation import Preparations
-from raysharded.actors.process import preemption_notices
-from raysharded.actors.process.environment import collect_garbage, facts_of, prepare_torch, use_threads
+from raysharded.actors.process import environment, preemption_notices
 from raysharded.actors.process.leave_signal import LeaveInbox
 from raysharded.actors.process.stop_reason import Ends, travelling
+from raysharded.actors.session.computing_threads import computing_thread
+from raysharded.actors.session.user_session import with_session_task
 from raysharded.actors.shards.erasure import erasure_code
 from raysharded.actors.shards.position import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, RankPosition, rendezvous_of
 from raysharded.actors.shards.saver import Saver, fingerprint_of
@@ -34,7 +34,6 @@ from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.engine import Engine
 from raysharded.actors.step.pending_reports import REPORTS_KEPT
 from raysharded.actors.task_calls.remarks import Notes
-from raysharded.actors.task_calls.task_errors import naming
 from raysharded.actors.telemetry.busy_sampler import Sampler
 from raysharded.actors.telemetry.stack_probe import look_at
 from raysharded.checkpoint import Storage, open_storage
@@ -69,8 +68,8 @@ class Worker:
 
     def __init__(self, worker: WorkerId, job: Job, storage: Storage | None = None) -> None:
         """`storage`: the run's; None: that of the job's URL."""
-        self._worker = worker
-        self._device = prepare_torch(job.engine, job.num_threads, use_gpu=job.use_gpu)
+        self._worker, job = worker, with_session_task(job)
+        self._device = environment.prepare_torch(job.engine, job.num_threads, use_gpu=job.use_gpu)
         compiles = job.engine.compile and job.engine.reduction == "exact"
         self._compilation = Compilation(job.engine.max_compiled_shapes, self._device) if compiles else None
         self._storage = storage or open_storage(job.run_url)
@@ -78,11 +77,9 @@ class Worker:
         self._saver = Saver(self._storage)
         self._share = Share()
         engine = replace(job.engine, compile=False)  # the process that reads the data compiles nothing
-        settings = functools.partial(prepare_torch, engine, job.num_threads, use_gpu=False)
+        settings = functools.partial(environment.prepare_torch, engine, job.num_threads, use_gpu=False)
         self._sources = Sources(job.data, job.evaluation, job.batch, job.engine, settings)
         self._job = job = job if self._sources.process is None else job.without_data()
-        self._computing = ThreadPoolExecutor(1, "compute", initializer=self._begin_computing)
-        """The one thread that computes for calls from all threads: OpenMP and the allocator keep state per thread."""
         self._compute_thread: int | None = None
         self._changing = threading.Lock()
         """Guards the next five fields: an interrupt may arrive before the generation that it is meant for."""
@@ -93,6 +90,7 @@ class Worker:
         self._task_calls = threading.Lock()
         """Held by a thread while it calls the task's code."""
         self._objects = BuiltObjects(job.task, job.engine)
+        self._computing = computing_thread(self._begin_computing, job, self._device, self._objects, self._store)
         self._preparations = Preparations(job, self._task_calls, self._objects)
         self._reports_before: deque[StepReport] = deque(maxlen=REPORTS_KEPT)
         """Step reports of older generations: the driver may die before it has recorded them in the journal."""
@@ -106,7 +104,7 @@ class Worker:
         preemption_notices.watch(job.preemption_notices, self._leaving.tell_node)
 
     def _begin_computing(self) -> None:
-        use_threads(self._job.num_threads)
+        environment.use_threads(self._job.num_threads)
         if self._compilation is not None:
             self._compilation.settle()
         self._compute_thread = threading.get_ident()
@@ -127,8 +125,7 @@ class Worker:
         parity = parity_of(self._job.engine.redundancy)
         if parity is not None:
             erasure_code(parity)  # a missing requirement fails here, not when the run first has enough workers
-        with naming(f"{type(self._job.task).__name__}.build_model", "build"):
-            warm_up(self._job.task, self._job.batch.seed)
+        self._computing.build()
         self._sources.check(self._job.max_steps)
         if self._compilation is not None:
             catch_up, seed = self._compilation.catch_up, self._job.batch.seed
@@ -136,7 +133,7 @@ class Worker:
         gc.collect()
         gc.freeze()  # imported objects stay: otherwise every recovery's collection would scan them
         self._probe("ready", 0)
-        return facts_of(self._device, self._job.num_threads, self._sources.training)
+        return environment.facts_of(self._device, self._job.num_threads, self._sources.training)
 
     # -- the long calls --
 
@@ -222,12 +219,13 @@ class Worker:
 
         All members hold the new layout, so this worker first frees all other layouts.
         """
-        return self._computing.submit(self._train_guarded, generation).result()
 
-    def _train_guarded(self, generation: GenerationId) -> Stopped:
-        engine = self._engine_of(generation)
-        self._store.drop_other_layouts(generation)
-        return self._guarded(lambda: self._stopped(engine.run()))
+        def begin() -> Engine:
+            engine = self._engine_of(generation)
+            self._store.drop_other_layouts(generation)
+            return engine
+
+        return self._computing.train(begin, lambda run: self._guarded(lambda: self._stopped(run())))
 
     def rest(self, generation: GenerationId) -> Stopped:
         """Report the buffers that this worker holds, in place of `train`; do no step. Frees layouts as `train` does."""
@@ -295,7 +293,7 @@ class Worker:
         if self._groups is not None:
             self._groups.close()
             self._groups = None
-        collect_garbage(twice=aborted)
+        environment.collect_garbage(twice=aborted)
 
     # -- short calls, from other threads --
     check_links = staticmethod(link_check.check_links)

@@ -1,4 +1,4 @@
-"""`raysharded data`: create token stores and token files from text, convert and inspect them."""
+"""`raysharded data`: create token stores and token files from text, convert, arrange and inspect them."""
 
 from __future__ import annotations
 
@@ -108,6 +108,31 @@ def convert(
         print_json({"output": output, **asdict(done)})
         return
     echo(f"{output}: {count(done.tokens, 'token')} in {count(done.files, 'shard')}, {size(done.bytes)}")
+
+
+@app.command()
+def arrange(
+    store: Annotated[str, typer.Argument(metavar="STORE", help="The folder of a token store, or its URL.")],
+    seq_len: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per sample.")],
+    end_of_document: Annotated[
+        int | None, typer.Option(metavar="NUMBER", min=0, help="The token that ends documents, if the store has none.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan the packing of a store's documents into samples, for PackedDataset. The plan is written beside the store."""
+    from dataclasses import asdict
+
+    from raysharded.data.packed.arrange import arrange as arrange_store
+    from raysharded.display.quantities import count
+
+    facts = arrange_store(store, seq_len=seq_len, end_of_document=end_of_document)
+    if as_json:
+        print_json({"store": store, **asdict(facts), "padding": facts.padding})
+        return
+    echo(
+        f"{store}: {count(facts.num_documents, 'document')} in {count(facts.num_samples, 'sample')} of {seq_len} "
+        f"tokens, with {count(facts.num_cuts, 'cut')}; {100 * facts.padding:.2f} % of the places are padding"
+    )
 
 
 @app.command()

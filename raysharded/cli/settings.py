@@ -1,7 +1,7 @@
 """A run's settings: the command line over a file over the trainer's code; or those of a task without a trainer.
 
     task: {layers: 6, width: 256}          # arguments of the task's class
-    data: {paths: corpus/, seq_len: 128}   # of raysharded.TokenDataset
+    data: {paths: corpus/, seq_len: 128}   # of raysharded.TokenDataset; with `packing`, of raysharded.PackedDataset
     batch: {global_batch_size: 16, microbatch_size: 2}
     scaling: {num_workers: [2, 8]}
     run: {name: gpt, storage_path: runs, max_steps: 1000, checkpoint: {every_steps: 100}}
@@ -152,9 +152,10 @@ def _configured(section: str, before: Any, values: Any) -> Any:
 
 
 def _data(values: Any, where: str) -> Any:
-    from raysharded.data import TokenDataset
+    from raysharded.data import PackedDataset, TokenDataset
 
-    return _made(TokenDataset, values, where)
+    is_packed = isinstance(values, Mapping) and "packing" in values
+    return _made(PackedDataset if is_packed else TokenDataset, values, where)
 
 
 def _made(kind: type, values: Any, where: str) -> Any:

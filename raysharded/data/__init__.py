@@ -21,6 +21,7 @@ _EXPORTS = {
     "Loader": "raysharded.data.loader",
     "Microbatch": "raysharded.data.loader",
     "Mixture": "raysharded.data.mixtures.mixture",
+    "PackedDataset": "raysharded.data.packed.packed_dataset",
     "MicrobatchLoader": "raysharded.data.loader",
     "positions_of_microbatch": "raysharded.data.order",
     "positions_of_step": "raysharded.data.order",
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         positions_of_step as positions_of_step,
         sample_ids as sample_ids,
     )
+    from raysharded.data.packed.packed_dataset import PackedDataset as PackedDataset
 
 __all__ = [
     "Dataset",
@@ -49,6 +51,7 @@ __all__ = [
     "Microbatch",
     "MicrobatchLoader",
     "Mixture",
+    "PackedDataset",
     "ReadRecorder",
     "StepReads",
     "TokenDataset",

@@ -12,9 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from raysharded.data.store.disk_cache import DiskCache, default_folder
 from raysharded.data.store.find import check_shards, find_stores
-from raysharded.data.store.store_source import READ_AHEAD_BLOCKS, FoundStore, StoreSource
+from raysharded.data.store.store_source import READ_AHEAD_BLOCKS, Caches, FoundStore, StoreSource
 from raysharded.data.text.files import File, PathLike, as_paths, file_system, find_files, require_files
 from raysharded.data.text.token_file import TokenFile, TokenHeader
 from raysharded.data.text.token_reader import TokenReader
@@ -58,6 +57,8 @@ class _Index:
     """File f has the tokens from `starts[f]` to `starts[f + 1]` of the whole stream; [F + 1]."""
     vocab_size: int
     tokenizer: str
+    end_of_document: int | None
+    """None: nothing names it."""
 
 
 class TokenDataset:
@@ -90,15 +91,10 @@ class TokenDataset:
         In a folder of token files that `pack` filled, no file between the first and the last may be missing. Raises
         ConfigError; reads no file.
         """
-        least = {"seq_len": (seq_len, 1), "cache_bytes": (cache_bytes, 1), "disk_cache_bytes": (disk_cache_bytes, 0)}
-        for name, (value, low) in least.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ConfigError(f"TokenDataset.{name}={value!r}: give a whole number of {low} or more.")
+        require_whole("TokenDataset", "seq_len", seq_len, 1)
         self.paths = as_paths(paths, "TokenDataset.paths")
         self.seq_len = seq_len
-        self._cache_bytes = cache_bytes
-        self._disk_cache = None if disk_cache is None else as_paths(disk_cache, "TokenDataset.disk_cache")[0]
-        self._disk_cache_bytes = disk_cache_bytes
+        self._caches = caches_of("TokenDataset", cache_bytes, disk_cache, disk_cache_bytes)
         self._index: _Index | None = None
         self._reader: TokenReader | StoreSource | None = None
         self._lock = threading.Lock()
@@ -120,6 +116,11 @@ class TokenDataset:
     def tokenizer(self) -> str:
         """Id of the tokenizer: "bytes", or "sha256:" and the digest of its file."""
         return self._opened().tokenizer
+
+    @property
+    def end_of_document(self) -> int | None:
+        """The token that ends documents, if a store names it."""
+        return self._opened().end_of_document
 
     @property
     def num_files(self) -> int:
@@ -203,22 +204,19 @@ class TokenDataset:
     def _open_reader(self, index: _Index) -> TokenReader | StoreSource:
         with self._lock:
             if self._reader is None:
-                self._reader = self._new_source(index) if index.stores else self._new_reader(index)
+                self._reader = self._new_reader(index)
             return self._reader
 
-    def _new_reader(self, index: _Index) -> TokenReader:
-        return TokenReader(index.files, np.diff(index.starts), self._cache_bytes)
-
-    def _new_source(self, index: _Index) -> StoreSource:
-        disk = None
-        if self._disk_cache_bytes and any(local_path(store.url) is None for store in index.stores):
-            disk = DiskCache(self._disk_cache or default_folder(), self._disk_cache_bytes)
+    def _new_reader(self, index: _Index) -> TokenReader | StoreSource:
+        caches = self._caches
+        if not index.stores:
+            return TokenReader(index.files, np.diff(index.starts), caches.memory_bytes)
         return StoreSource(
             index.stores,
             seq_len=self.seq_len,
             samples_per_block=self.samples_per_block,
-            cache_bytes=self._cache_bytes,
-            disk=disk,
+            cache_bytes=caches.memory_bytes,
+            disk=caches.disk_for(index.stores),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -228,6 +226,20 @@ class TokenDataset:
         self.__dict__.update(state, _reader=None, _lock=threading.Lock())
 
 
+def caches_of(owner: str, memory_bytes: int, disk: PathLike | None, disk_bytes: int) -> Caches:
+    """The caches from a dataset's arguments. Raises ConfigError."""
+    require_whole(owner, "cache_bytes", memory_bytes, 1)
+    require_whole(owner, "disk_cache_bytes", disk_bytes, 0)
+    folder = None if disk is None else as_paths(disk, f"{owner}.disk_cache")[0]
+    return Caches(memory_bytes=memory_bytes, disk_folder=folder, disk_bytes=disk_bytes)
+
+
+def require_whole(owner: str, name: str, value: object, least: int) -> None:
+    """Raise ConfigError unless an argument is a whole number of at least this."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{owner}.{name}={value!r}: give a whole number of {least} or more.")
+
+
 def _read_index(paths: tuple[str, ...], seq_len: int) -> _Index:
     stores = find_stores(paths)
     if not stores:
@@ -235,7 +247,8 @@ def _read_index(paths: tuple[str, ...], seq_len: int) -> _Index:
     lengths = [shard.num_tokens for store in stores for shard in store.index.shards]
     starts = np.cumsum([0, *lengths], dtype=np.int64)
     _require_one_sample([store.url for store in stores], int(starts[-1]), len(lengths), seq_len)
-    return _Index(stores, (), starts, stores[0].index.kind.vocab_size, stores[0].index.kind.tokenizer)
+    kind = stores[0].index.kind
+    return _Index(stores, (), starts, kind.vocab_size, kind.tokenizer, kind.end_of_document)
 
 
 def _read_footers(paths: tuple[str, ...], seq_len: int) -> _Index:
@@ -250,7 +263,7 @@ def _read_footers(paths: tuple[str, ...], seq_len: int) -> _Index:
         _require_same("vocab_size", files[0], headers[0].vocab_size, file, header.vocab_size)
     starts = np.cumsum([0, *(header.num_tokens for header in headers)], dtype=np.int64)
     _require_one_sample([file.name for file in files], int(starts[-1]), len(files), seq_len)
-    return _Index((), tuple(files), starts, headers[0].vocab_size, headers[0].tokenizer)
+    return _Index((), tuple(files), starts, headers[0].vocab_size, headers[0].tokenizer, None)
 
 
 def _require_one_sample(names: Sequence[str], num_tokens: int, num_files: int, seq_len: int) -> None:

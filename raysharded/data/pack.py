@@ -101,7 +101,11 @@ def pack(
     end = np.asarray([encoder.end_of_document])
     writer: StoreWriter | _Parts
     if layout == "store":
-        kind = Kind(tokenizer=encoder.id, vocab_size=encoder.vocab_size)
+        kind = Kind(
+            tokenizer=encoder.id,
+            vocab_size=encoder.vocab_size,
+            end_of_document=None if tokenizer is None else encoder.end_of_document,
+        )
         writer = StoreWriter(folder, kind, tokens_per_file)
     else:
         writer = _Parts(folder, encoder, tokens_per_file, tokens_per_row_group, compression)

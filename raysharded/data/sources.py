@@ -14,6 +14,7 @@ from raysharded.data.access.sample_reader import DatasetReader, Draws
 from raysharded.data.dataset import TokenDataset
 from raysharded.data.loader import MicrobatchLoader
 from raysharded.data.mixtures.mixture import Mixture
+from raysharded.data.packed.packed_dataset import PackedDataset
 from raysharded.display.quantities import count
 from raysharded.errors import ConfigError
 from raysharded.ids import derive_seed
@@ -108,7 +109,7 @@ def _draws_nothing(data: Any) -> bool:
     if type(data) is Mixture:
         return all(_draws_nothing(source) for source in data.sources.values())
     torch = sys.modules.get("torch")
-    kinds: tuple[type, ...] = (type(None), TokenDataset, list, tuple, range, np.ndarray, np.memmap)
+    kinds: tuple[type, ...] = (type(None), TokenDataset, PackedDataset, list, tuple, range, np.ndarray, np.memmap)
     if torch is not None:
         kinds += (torch.Tensor, torch.utils.data.TensorDataset)
     return type(data) in kinds

@@ -28,7 +28,7 @@ from raysharded.planning.search import (
 )
 from raysharded.planning.trace import Trace, repeat_unit
 from raysharded.planning.tracing.measurement import measure
-from raysharded.task import Task
+from raysharded.task import Task, require_methods
 
 _SHORT_STEP_S = 0.2
 """Predicted time of a step below which what the model leaves out may be most of it."""
@@ -82,6 +82,7 @@ def setting_of_task(
     degree: int = 1,
 ) -> Setting:
     """Measure a task with the first samples of its data, on no device. `degree`: the tensor parallel degree."""
+    require_methods(task, "a plan (`raysharded plan`, ScalingConfig.memory_per_worker)")
     try:
         samples = [data[index] for index in range(min(batch.microbatch_size, len(data)))]
     except RayshardedError:

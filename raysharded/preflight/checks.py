@@ -20,6 +20,7 @@ from raysharded.preflight.results import Check, Report
 from raysharded.preflight.small_run import Device, Small
 from raysharded.preflight.trial_runs import COMPARED, Training, difference, train
 from raysharded.run.listeners import untested_versions, versions
+from raysharded.task import require_methods
 from raysharded.testing.faults import Fault, FaultPlan
 from raysharded.validation import is_int, require, require_number
 
@@ -47,6 +48,7 @@ def check(
     listen: Listener | None = None,
 ) -> Report:
     """Test a run, as `ElasticTrainer.check` describes. `listen` is called with the needs, then with every check."""
+    require_methods(spec.task, "`raysharded check`")
     require(is_int(steps) and steps >= 2, f"check: steps={steps!r}: give a whole number of 2 or more.")
     require(device in (None, "cpu"), f"check: device={device!r}: give 'cpu', or None for the trainer's device.")
     require_number("check", "timeout_s", timeout_s, 0, above=True)

@@ -16,6 +16,9 @@ from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Copy, Held, Mesh, Rebuild, StateSpec
 from raysharded.overrides import Decisions
 
+REGISTERED_STATE = "registered"
+"""Key in a checkpoint's metadata of the state that a session has registered, as text."""
+
 
 def save_id(generation: GenerationId, driver: str = "") -> str:
     """Identifier of the saves of one generation of one driver, which saves a step at most once.
@@ -378,6 +381,8 @@ class Saved:
     fingerprint: Any = None
     """This worker's part of the state's fingerprint: uint64 [tensors, 2]."""
     spec: StateSpec | None = None
+    registered: str = ""
+    """With the part of rank 0: a session's registered state; empty without a session."""
     error: str | None = None
     unknown: bool = False
     """With an error: nothing failed; the worker never began the save, or no longer knows it."""

@@ -71,8 +71,11 @@ class RunSpec:
 
     def named_objects(self) -> dict[str, Any]:
         """These parts under the names by which a user knows them."""
+        from raysharded.task import TrainFunction
+
+        own = {"train_fn": self.task.function} if isinstance(self.task, TrainFunction) else {"task": self.task}
         return {
-            "task": self.task,
+            **own,
             "data": self.data,
             "evaluation.data": self.evaluation.data if self.evaluation else None,
             "preemption_notices": self.run.failure.preemption_notices,
@@ -84,10 +87,10 @@ class RunSpec:
 
         For runs whose workers are all on this machine: on a cluster, files may exist on the workers' nodes alone.
         """
-        from raysharded.data import TokenDataset
+        from raysharded.data import Mixture, PackedDataset, TokenDataset
 
         for data in (self.data, self.evaluation.data if self.evaluation else None):
-            if isinstance(data, TokenDataset):
+            if isinstance(data, TokenDataset | PackedDataset | Mixture):
                 data.require_local_files()
 
     def settings(self) -> dict[str, Any]:

@@ -141,6 +141,21 @@ def test_pack_and_info_go_together(tmp_path: Path) -> None:
     assert "257" in succeed("data", "info", tmp_path / "out")
 
 
+def test_data_arrange_plans_what_pack_wrote_and_changes_no_plan_that_is_there(tmp_path: Path) -> None:
+    for number in range(30):
+        (tmp_path / f"{number}.txt").write_text("word " * (7 * number + 1))
+    succeed("data", "pack", tmp_path, tmp_path / "store")
+    command = ("data", "arrange", tmp_path / "store", "--seq-len", 128)
+    first = succeed(*command)
+    assert "30 documents in" in first
+    assert "% of the places are padding" in first
+    plan = (tmp_path / "store" / "packed-128.plan").read_bytes()
+    again = json.loads(succeed(*command, "--json"))
+    assert (again["num_documents"], again["seq_len"], again["end_of_document"]) == (30, 128, 256)
+    assert (tmp_path / "store" / "packed-128.plan").read_bytes() == plan
+    assert fail("data", "arrange", tmp_path, "--seq-len", 128).startswith(f"{tmp_path}: no token store")
+
+
 def test_pack_passes_every_option_on(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("abcdefgh")
     options = ["--format", "text", "--tokens-per-file", 4, "--tokens-per-row-group", 2, "--compression", "none"]

@@ -68,6 +68,8 @@ ELSEWHERE = {
     "test_a_task_that_keeps_the_promise_holds_with_everything_and_ends_with_0",
     "raysharded run train.py --detach": "tests/ray/test_hosted.py::"
     "test_a_detached_start_returns_when_the_driver_leads_the_run_or_with_its_refusal",
+    "raysharded data arrange corpus/ --seq-len 2048": "tests/cli/test_commands.py::"
+    "test_data_arrange_plans_what_pack_wrote_and_changes_no_plan_that_is_there",
     "raysharded data convert old_corpus/ corpus/": "tests/cli/test_commands.py::"
     "test_token_files_become_a_store_with_the_same_samples",
     "raysharded doctor": "tests/cli/test_commands.py::test_doctor_tries_what_a_run_needs_and_reports_what_it_found",

@@ -48,6 +48,7 @@ HERE = {
     "coming-from-torchrun.md",
     "format.md",
     "layouts.md",
+    "own-loop.md",
     "planning.md",
     "report.md",
     "tasks.md",
@@ -120,7 +121,7 @@ def model_and_ours(name: str) -> tuple[str, str]:
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("name", COMING_FROM)
+@pytest.mark.parametrize("name", [*COMING_FROM, "own-loop.md"])
 def test_our_side_trains(name: str, load: Load, tmp_path: Path) -> None:
     model, ours = model_and_ours(name)
     load("model", model)

@@ -247,7 +247,11 @@ NAMES: Mapping[type, Names] = {
     broken_links.Links: Names("links", "broken test num_tests tested"),
     broken_links.BrokenLink: Names("broken_link", "pair since tests next_at"),
     broken_links.LinkTest: Names("link_test", "number asked_at generation pairs awaited failed"),
-    messages.Saved: Names("saved", "generation step files fingerprint spec error unknown seconds retries"),
+    messages.Saved: Names(
+        "saved",
+        "generation step files fingerprint spec registered error unknown seconds retries",
+        later={"registered": ""},
+    ),
     messages.StepReport: Names(
         "step_report",
         "generation step world_size loss weight metrics evaluation gradient_norm lr read_digest num_reads "

@@ -84,6 +84,40 @@ def test_without_a_corpus_the_pretraining_script_packs_one(tmp_path: Path, monke
 
 
 @pytest.mark.procs
+def test_packed_documents_train_with_the_same_bits_at_one_worker_and_two(tmp_path: Path) -> None:
+    from examples.train_packed import trainer
+    from raysharded.data.packed.arrange import arrange
+
+    pack([str(path) for path in EXAMPLES.glob("*.py")], str(tmp_path / "store"), input_format="text")
+    arrange(tmp_path / "store", seq_len=64)
+
+    def made(workers: int) -> Any:
+        trained = trainer(str(tmp_path / "store"), str(tmp_path / str(workers)), seq_len=64, steps=2, width=16)
+        trained.scaling = ScalingConfig(num_workers=workers)
+        return trained
+
+    one, two = fit(made(1)), fit(made(2))
+    assert one.steps == 2
+    assert one.fingerprint == two.fingerprint
+
+
+def test_a_document_does_not_see_another_in_the_packed_example() -> None:
+    torch = pytest.importorskip("torch")
+    from examples.train_packed import GPT, document_mask
+
+    torch.manual_seed(0)
+    model = GPT(20, 8, 16, 2, 4).eval()
+    ids = torch.randint(0, 20, (1, 8))
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1]])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])
+    packed = model(ids, positions, document_mask(documents))
+    alone = model(ids[:, 3:7], positions[:, 3:7], document_mask(documents[:, 3:7]))
+    assert torch.allclose(packed[3:7], alone, atol=1e-6)
+    causal = model(ids, torch.arange(8)[None], document_mask(torch.zeros_like(documents)))
+    assert not torch.allclose(causal[3:7], alone, atol=1e-2)
+
+
+@pytest.mark.procs
 def test_the_llama_trains_in_tensor_parallel_pairs(corpus: str, tmp_path: Path) -> None:
     from examples.train_llama import NextToken
     from raysharded.cli.settings import apply, read_settings

@@ -82,6 +82,8 @@ class Groups:
         self._left: list[Any] = []
         """Collectives that gloo had not ended when they were aborted."""
         self.aborted = False
+        self.failed = False
+        """True once a gloo collective has failed here: the generation is over, also if the error is caught."""
         self.rank = 0
         self.mesh = Mesh(shards=1)
         self.replicas: Replicas | None = None
@@ -334,10 +336,14 @@ class Groups:
     @waits_for_peers
     def finish(self, work: Any) -> None:
         """Return when a gloo collective is done; raise its error, or CollectiveAborted if gloo keeps it on abort."""
-        while not has_ended(work):
-            if self.aborted:
-                self._left.append(work)
-                raise CollectiveAborted("aborted while gloo kept a collective")
+        try:
+            while not has_ended(work):
+                if self.aborted:
+                    self._left.append(work)
+                    raise CollectiveAborted("aborted while gloo kept a collective")
+        except BaseException:
+            self.failed = True
+            raise
 
     @property
     def _finish_train(self) -> Finish:

@@ -74,11 +74,6 @@ def _blocks_of(container: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks_of(block)
 
 
-def warm_up(task: Task, seed: int) -> None:
-    """Build the model once without memory: the first build imports parts of torch, which takes about a second."""
-    construct(task, seed)
-
-
 def build_on_meta(task: Task, config: EngineConfig, seed: int) -> Construction:
     """The task's model with parameters on the meta device. `seed`: the seed of the run's constructors."""
     built = construct(task, seed)
@@ -136,12 +131,14 @@ def build_sharded(
     return allocate(wrap(build_units_of(task, config, axes, seed), config, axes), device)
 
 
-def build_units_of(task: Task, config: EngineConfig, axes: DeviceMeshes | None, seed: int = 0) -> Units:
-    """Units of the task's model, from all methods of the task that concern the model.
+def build_units_of(
+    task: Task, config: EngineConfig, axes: DeviceMeshes | None, seed: int = 0, built: Construction | None = None
+) -> Units:
+    """Units of the task's model, from all methods of the task that concern it. `built`: the model, if it is built.
 
     `axes`: may be None if the task has no tensor parallelism; `seed`: the seed of the run's constructors.
     """
-    built = build_on_meta(task, config, seed)
+    built = built or build_on_meta(task, config, seed)
     model, inventory = built.model, inventory_of(task, built)
     marks = marks_of(task, {clean_name(name): param for name, param in model.named_parameters()})
     lay_out_plainly(model)

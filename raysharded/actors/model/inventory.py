@@ -164,17 +164,37 @@ def compare(items: Sequence[Item], members: Sequence[WorkerId], task: str, group
 
     Costs two all-reduces of one number if they are equal.
     """
-    texts = [item.text for item in items]
+    found = find_difference([item.text for item in items], len(members), group)
+    if found is None:
+        return
+    kinds: tuple[Kind, ...] = tuple(item.kind for item in items)
+    kind = kinds[min(found.place, len(kinds) - 1)]
+    one, other = (f"worker {members[0]}", found.first), (f"worker {members[found.rank]}", found.other)
+    raise InexactError(told_apart(task, kind, one, other))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """The first place at which the workers' texts differ."""
+
+    place: int
+    rank: int
+    """Rank of the first worker whose text differs from that of rank 0."""
+    first: str
+    """The text of rank 0."""
+    other: str
+    """The text of `rank`."""
+
+
+def find_difference(texts: Sequence[str], world_size: int, group: HostGroup) -> Difference | None:
+    """The first difference between the workers' texts; None if they are equal. Every member must call it."""
     whole = _digest("\n".join(texts))
     if group.max_int(whole) == -group.max_int(-whole):
-        return
+        return None
     place = _first_difference(texts, group)
-    kinds: tuple[Kind, ...] = tuple(item.kind for item in items)
-    told = _told(texts[place] if place < len(texts) else "nothing", group, len(members))
+    told = _told(texts[place] if place < len(texts) else "nothing", group, world_size)
     rank = next((rank for rank, text in enumerate(told) if text != told[0]), 0)
-    kind = kinds[min(place, len(kinds) - 1)]
-    one, other = (f"worker {members[0]}", told[0]), (f"worker {members[rank]}", told[rank])
-    raise InexactError(told_apart(task, kind, one, other))
+    return Difference(place=place, rank=rank, first=told[0], other=told[rank])
 
 
 def told_apart(task: str, kind: str, one: tuple[str, str], other: tuple[str, str]) -> str:

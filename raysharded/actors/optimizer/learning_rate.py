@@ -68,6 +68,30 @@ def rate_of(task: Task, step: int, initial: Any, scale: Any, factor: float, *, n
     return rate
 
 
+def set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Any]) -> None:
+    """Set the learning rate of each group; one that is a tensor stays the same object."""
+    for group, lr in zip(groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def own_rates(groups: Sequence[Mapping[str, Any]], factor: float, step: int) -> tuple[list[Any], list[Any]]:
+    """(learning rate of each group as it is, the same times the requested factor). Raises TaskError if one is invalid.
+
+    Rates that are tensors are copies.
+    """
+    own = [rate.clone() if isinstance(rate := group["lr"], torch.Tensor) else rate for group in groups]
+    for place, rate in enumerate(own):
+        if not is_rate(float(rate) * factor):
+            raise TaskError(
+                f"the learning rate of parameter group {place} is {float(rate)} in step {step}, times the requested "
+                f"factor {factor}: give a finite number, 0 or more. Step {step} was not applied."
+            )
+    return own, own if factor == 1.0 else [rate * factor for rate in own]
+
+
 def is_rate(value: float) -> bool:
     """True if a step can use this learning rate; 0 is valid."""
     return math.isfinite(value) and value >= 0

@@ -19,7 +19,7 @@ from raysharded.actors.model.param_layout import ParamLayout, Replication
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
 from raysharded.actors.optimizer.kept_state import KeptState
-from raysharded.actors.optimizer.learning_rate import rate_of, require_rates, scale_of
+from raysharded.actors.optimizer.learning_rate import rate_of, require_rates, scale_of, set_rates
 from raysharded.actors.optimizer.loaded_state import (
     LoadedState,
     OptimizerKind,
@@ -57,7 +57,7 @@ class ShardOptimizer:
     ) -> None:
         """`cuts`: layout of the parameters over the workers; None: each one is cut over all. `rates`: requested factors
         of the learning rate. `numbers`: number of the rule. `built`: the optimizer that an earlier generation built."""
-        self._rates, self._numbers = rates, numbers
+        self.rates, self._numbers = rates, numbers
         self._cuts = cuts or ParamLayout()
         built = built or BuiltOptimizer.of(task, model)
         self.built, self._optimizer, self._parts, self._hooks = built, built.optimizer, built.parts, built.hooks
@@ -157,7 +157,7 @@ class ShardOptimizer:
         gradients = self.gradients()
         if gradients:
             torch._foreach_mul_(gradients, scale)
-        _set_rates(self._parts.groups, rates)
+        set_rates(self._parts.groups, rates)
         if self._elementwise:
             for name, param in self._sharded.items():
                 if param.requires_grad and param.grad is not None:
@@ -198,7 +198,7 @@ class ShardOptimizer:
 
     def _rates_of(self, step: int) -> list[Any]:
         """Learning rate of each group: initial rate times the task's schedule times the requested factor."""
-        scale, factor = scale_of(self._task, step), factor_at(self._rates, step)
+        scale, factor = scale_of(self._task, step), factor_at(self.rates, step)
         return [
             rate_of(self._task, step, group["initial_lr"], scale, factor, number=self._numbers)
             for group in self._parts.groups
@@ -286,14 +286,6 @@ class ShardOptimizer:
             return self._tried().cut is None
         except TaskError:  # on plain tensors; DTensors may work
             return False
-
-
-def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Any]) -> None:
-    for group, lr in zip(groups, rates, strict=True):
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
 
 
 def _failed_on_dtensors(kind: str, error: RuntimeError) -> TaskError:

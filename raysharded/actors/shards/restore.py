@@ -15,11 +15,13 @@ from itertools import chain
 import torch
 
 from raysharded.actors.comm.groups import Groups
+from raysharded.actors.comm.host_group import HostGroup
 from raysharded.actors.model.drawn_constants import drawn_first, refuse_drawn
 from raysharded.actors.model.init_weights import FirstBuild, first_build
 from raysharded.actors.model.inventory import Item, first_value
 from raysharded.actors.model.param_layout import CONSTANT, ParamLayout, Replication
 from raysharded.actors.optimizer.loaded_state import remark_added
+from raysharded.actors.optimizer.registered_state import RegisteredState
 from raysharded.actors.shards import initial_weights
 from raysharded.actors.shards.device_state import DeviceState, dtype_name, fill_initial, state_spec
 from raysharded.actors.shards.mirror import SnapshotReplicator
@@ -32,7 +34,7 @@ from raysharded.checkpoint import Checkpoint, Storage, open_checkpoint, open_sto
 from raysharded.errors import CheckpointError
 from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Missing, Piece, StateSpec, Target, make_plan
 from raysharded.protocol.job import Job
-from raysharded.protocol.messages import FromCheckpoint, FromMemory, FromStart
+from raysharded.protocol.messages import REGISTERED_STATE, FromCheckpoint, FromMemory, FromStart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,3 +216,45 @@ def _draw(targets: dict[int, ShardBuffer], first: FirstBuild, constants: Mapping
             "separate generator with a fixed seed."
         )
     return drawn
+
+
+def hand_over(
+    registered: RegisteredState, place: RankPosition, store: ShardStore, storage: Storage, group: HostGroup
+) -> None:
+    """Bring a session's registered state to the step of the generation's source. Every member must call it.
+
+    It comes from the lowest rank that has it, before the buffers of that step: a worker with these has it, too.
+    """
+    source = place.spec.source
+    match source:
+        case FromStart():
+            own: str | None = registered.first
+        case FromCheckpoint(prefix=prefix, digest=digest, url=url):
+            own = None
+            if place.rank == 0:
+                checkpoint = open_checkpoint(open_storage(url) if url else storage, prefix, digest=digest)
+                own = str(checkpoint.manifest.metadata.get(REGISTERED_STATE, ""))
+        case FromMemory(step=step):
+            own = store.registered(step)
+    if not isinstance(source, FromStart):
+        own = _from_lowest(own, place.rank, group)
+    if not own:
+        raise CheckpointError(
+            f"step {source.step} has no state of a session: it was trained with a Task. Continue with that task, or "
+            "give the run another name, and begin from its weights with RunConfig.start_from."
+        )
+    store.register(source.step, own)
+    registered.load(own)
+
+
+def _from_lowest(own: str | None, rank: int, group: HostGroup) -> str:
+    """The text of the lowest rank that has one."""
+    data = (own or "").encode()
+    first = -group.max_int(-rank if own is not None else -(1 << 40))
+    size = group.max_int(len(data) if rank == first else 0)
+    room = torch.zeros((size + 7) // 8 * 8, dtype=torch.uint8)
+    if rank == first:
+        room[:size] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if size else room
+    if not size:
+        return ""
+    return group.sum_int64(room.view(torch.int64)).view(torch.uint8)[:size].numpy().tobytes().decode()

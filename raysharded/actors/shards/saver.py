@@ -138,6 +138,7 @@ class Saver:
             files=tuple(files),
             fingerprint=part,
             spec=snapshot.spec,
+            registered=snapshot.registered if rank == 0 else "",
             seconds=time.monotonic() - started,
             retries=self._storage.retries - retries,
         )

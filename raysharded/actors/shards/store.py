@@ -39,6 +39,8 @@ class ShardBuffer:
     """uint8 on the host, laid out as `pieces`; parity blocks lie one after the other."""
     parity: Parity | None = None
     """Parity of the blocks; None for a shard."""
+    registered: str = ""
+    """State that a session has registered, as of the same step; empty without a session."""
     complete: bool = False
     _filling: PendingCopy | None = field(default=None, repr=False)
     _tensors: tuple[tuple[torch.Tensor, Piece], ...] | None = field(default=None, repr=False)
@@ -89,6 +91,8 @@ class ShardStore:
     def __init__(self, *, pin_memory: bool = False) -> None:
         self._pin_memory = pin_memory
         self._buffers: list[ShardBuffer] = []
+        self._registered: dict[int, str] = {}
+        """Step -> the registered state of a session."""
 
     def begin(
         self,
@@ -113,7 +117,7 @@ class ShardStore:
             self._buffers.remove(oldest)
             if oldest.spec is spec:
                 oldest.complete, oldest._filling = False, None
-                oldest.step = step
+                oldest.step, oldest.registered = step, self._registered.get(step, "")
                 self._buffers.append(oldest)
                 return oldest
         newest = max(same, key=lambda b: b.step, default=None)
@@ -121,8 +125,18 @@ class ShardStore:
         size = pieces.size_bytes if size_bytes is None else size_bytes
         data = accelerator().pinned(size) if self._pin_memory else torch.empty(size, dtype=torch.uint8)
         buffer = ShardBuffer(step, layout, medium, world_size, rank, spec, pieces, degree, data, parity)
+        buffer.registered = self._registered.get(step, "")
         self._buffers.append(buffer)
         return buffer
+
+    def register(self, step: int, state: str) -> None:
+        """Keep a session's state as of a step, for as long as there are buffers of the step; call it before `begin`."""
+        held = {buffer.step for buffer in self._buffers}
+        self._registered = {step: text for step, text in self._registered.items() if step in held} | {step: state}
+
+    def registered(self, step: int) -> str | None:
+        """The state of a session as of a step; None if this worker does not have it."""
+        return self._registered.get(step)
 
     def find(self, step: int, layout: GenerationId, medium: str, rank: int | None = None) -> ShardBuffer:
         """The complete buffer of a step, of `rank` if it is given. Raises KeyError if none exists."""

@@ -18,7 +18,7 @@ from raysharded.actors.model.build import Wrapped
 from raysharded.actors.model.inventory import Item, compare
 from raysharded.actors.shards.parity import keeper_of
 from raysharded.actors.shards.position import RankPosition
-from raysharded.actors.shards.restore import Restored, restore
+from raysharded.actors.shards.restore import Restored, hand_over, restore
 from raysharded.actors.shards.saver import Saver
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.assembly import Surroundings, assemble, call_in_the_middle
@@ -103,6 +103,21 @@ class Engine:
         return self._place.spec.source.step if self._steps is None else self._steps.done
 
     @property
+    def rank(self) -> int:
+        """This worker's rank in the generation."""
+        return self._place.rank
+
+    @property
+    def is_last(self) -> bool:
+        """True if the newest step is the run's last one."""
+        return self.step >= self._job.max_steps
+
+    @property
+    def is_aborted(self) -> bool:
+        """True if the generation's collectives were aborted, or one has failed. Any thread."""
+        return self._groups.aborted or self._groups.failed
+
+    @property
     def phase(self) -> str:
         """Current phase of the training thread. Any thread."""
         return self._in_phase.name
@@ -160,6 +175,8 @@ class Engine:
             compare(own, self._place.spec.members, type(job.task).__name__, groups.state)
 
         with self._in_phase("reshard"):
+            if objects.registered is not None:
+                hand_over(objects.registered, self._place, self._store, self._around.storage, groups.state)
             restored = restore(
                 self._place,
                 job,
@@ -179,7 +196,7 @@ class Engine:
             else:  # a worker that joins does not know the previous optimizer
                 optimizer.remark_changes(left_out, (tried or parts.tried).kind)
             parts.gradient.watch_buffers()
-            self._steps = Steps(self._around, parts, restored.own.spec if self.step else None)
+            self._steps = Steps(self._around, parts, restored.own.spec if self.step else None, objects.registered)
             groups.state.barrier()
         return restored
 
@@ -217,11 +234,11 @@ class Engine:
     def run(self) -> StopReason:
         """Train to the end, or to a boundary that the driver requested; the last step is committed on return."""
         self.begin()
-        while self.step < self._job.max_steps:
+        while not self.is_last:
             step = self.next_step()
             self._train(step)
             assert step.agreed is not None
-            if step.agreed.flags.boundary and self.step < self._job.max_steps:
+            if step.agreed.flags.boundary and not self.is_last:
                 self.commit_last()
                 return StopReason.BOUNDARY
         self.commit_last()
@@ -244,7 +261,7 @@ class Engine:
         """Begin to read for the first step, or to write the run's last step, if the generation begins with that."""
         steps = self._trained()
         steps.parts.gradient.plan_reading(self.step + 1)
-        if self.step >= self._job.max_steps and self._job.saves_at(self.step):
+        if self.is_last and self._job.saves_at(self.step):
             steps.save(self._store.find(self.step, self.generation, "snapshot"))
 
     def next_step(self) -> Step:

@@ -116,7 +116,7 @@ class StepGradient:
         self._inputs = InputWatch(sharded.hooks, job.engine, say) if is_new else None
         self._buffers: BufferWatch | None = None
         self._padding_microbatch: Microbatch | None = None
-        self._at: tuple[int, int | None, int] = (0, None, 0)  # step, microbatch, number of samples
+        self.at: tuple[int, int | None, int] = (0, None, 0)  # step, microbatch (None: padding), samples
         self._results = Results("")
         self.where = ""  # source of the newest batch's loss, for errors
         self._forward: AbstractContextManager[None] | None = None
@@ -187,7 +187,7 @@ class StepGradient:
         return self._in_phase("reduce")
 
     def _begin_forward(self, step: int, index: int | None, num_samples: int) -> None:
-        self._at, place = (step, index, num_samples), -1 if index is None else index
+        self.at, place = (step, index, num_samples), -1 if index is None else index
         self.where = f"{self._computer.name_of('train', step)}, {microbatch_name(place)}"
         forward = self._in_forward(step, index, place)
         forward.__enter__()
@@ -211,7 +211,7 @@ class StepGradient:
 
     def backward(self, value: Any) -> None:
         """Add the gradient of the newest batch's loss to the step's. `value`: as the result of `Task.loss`."""
-        forward, (step, index, num_samples) = self._forward, self._at
+        forward, (step, index, num_samples) = self._forward, self.at
         if forward is None:
             raise TaskError(f"{self.where}: step.backward(loss) was called twice; add the losses, and call it once.")
         loss = as_loss(value, num_samples, self.where)

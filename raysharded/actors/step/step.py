@@ -12,7 +12,8 @@ for others. Audits, the first step's proof and the search for a number that is n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ from raysharded.actors.model.param_layout import Replication
 from raysharded.actors.numerics.bit_digest import flip_bit
 from raysharded.actors.numerics.grad_norm import NORM_WORDS, square_sum_words
 from raysharded.actors.numerics.step_consensus import Agreed, Contribution, Flags, agree
+from raysharded.actors.optimizer.registered_state import RegisteredState, are_different, differing, words_of
 from raysharded.actors.shards.saver import decide
 from raysharded.actors.shards.store import ShardBuffer
 from raysharded.actors.step.assembly import Parts, Surroundings
@@ -34,9 +36,12 @@ from raysharded.protocol.messages import NonFinite
 class Steps:
     """The common ground of the steps of one generation. Training thread only."""
 
-    def __init__(self, around: Surroundings, parts: Parts, spec: StateSpec | None) -> None:
-        """`spec`: contents of the state that was loaded; None before the run's first step."""
-        self.around, self.parts = around, parts
+    def __init__(
+        self, around: Surroundings, parts: Parts, spec: StateSpec | None, registered: RegisteredState | None = None
+    ) -> None:
+        """`spec`: contents of the state that was loaded; None before the run's first step. `registered`: a session's
+        state, which is loaded."""
+        self.around, self.parts, self.registered = around, parts, registered
         self.done = around.place.spec.source.step
         """The newest step that is done."""
         self.own: ShardBuffer | None = None
@@ -84,7 +89,12 @@ class Steps:
                 save_now=self.around.save_asked.is_set(),
             ),
             uses=computed.uses,
+            words=self._words(),
         )
+
+    def _words(self) -> tuple[int, ...]:
+        """Digest of the registered state as of the newest step, which all workers have alike."""
+        return words_of(self.around.store.registered(self.done) or "") if self.registered is not None else ()
 
     def _norm_words(self) -> tuple[torch.Tensor, bool]:
         """Norm words of the gradients that this worker reports, and whether all of its gradients are finite."""
@@ -98,6 +108,8 @@ class Steps:
         """Begin to copy the state as of this step, and to send it to those that hold it for this worker."""
         self._settle_spec()
         assert self._spec is not None
+        if self.registered is not None:
+            self.around.store.register(step, self.registered.text())
         own = self.around.place.begin_snapshot(self.around.store, step, self._spec)
         self.parts.live.copy_to(own)
         self.own = own
@@ -139,7 +151,17 @@ class Steps:
         """Commit the newest step, which no agreement of a next one does."""
         with self.around.in_phase("commit"):
             self.join_copies()
-            self.around.groups.state.barrier()
+            if self.registered is None:
+                self.around.groups.state.barrier()
+            else:
+                words = torch.tensor(self._words(), dtype=torch.int64)
+                self.require_alike(self.around.groups.state.sum_int64(words).tolist())
+
+    def require_alike(self, words: Sequence[int]) -> None:
+        """Raise InexactError if registered state differs between workers. `words`: sums of `words_of`."""
+        if self.registered is not None and are_different(words, self.around.place.spec.world_size):
+            kept = self.around.store.registered(self.done) or ""
+            raise differing(kept, self.done, self.around.place.spec.members, self.around.groups.state)
 
 
 class Step:
@@ -162,6 +184,12 @@ class Step:
     def where(self) -> str:
         """Source of the newest microbatch's loss, for errors."""
         return self._parts.gradient.where
+
+    @property
+    def microbatch(self) -> int:
+        """Number of the newest microbatch; -1 for padding."""
+        _, index, _ = self._parts.gradient.at
+        return -1 if index is None else index
 
     def __enter__(self) -> Self:
         return self
@@ -211,6 +239,7 @@ class Step:
         around.probe("agree", step)
         with around.in_phase("agree"):
             agreed = agree(contribution, around.job.batch.num_microbatches, around.groups.state.sum_int64)
+        steps.require_alike(agreed.words)
         with around.calling_the_task():
             self.skipped = yield from parts.applying.why_not(step, agreed)
         self.agreed = agreed
@@ -235,6 +264,20 @@ class Step:
             else:
                 self._around.probe("apply", self.number)
                 self._lr = applying.apply(self.number, agreed, self._max_norm)
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """As `apply`: a context in which the optimizer makes its step, with its own learning rates."""
+        applying, agreed = self._parts.applying, self.agreed
+        assert agreed is not None, "the workers have not agreed"
+        with self._around.calling_the_task(), self._around.in_phase("apply"):
+            if self.skipped:
+                self._lr = applying.leave_out_by_itself(self.number)
+                yield
+            else:
+                self._around.probe("apply", self.number)
+                with applying.applying(self.number, agreed, self._max_norm) as self._lr:
+                    yield
 
     def commit(self) -> None:
         """Evaluate if that is due; begin the snapshot, and a checkpoint if one is due; report the step."""

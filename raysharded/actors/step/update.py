@@ -6,19 +6,23 @@ The error for a loss or gradient that is not finite names the microbatches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from raysharded.actors.device.device_waits import numbers_of
 from raysharded.actors.numerics.step_consensus import Agreed, non_finite, require_weight
+from raysharded.actors.optimizer.learning_rate import own_rates, set_rates
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.actors.step.gradient import Batches, StepGradient
 from raysharded.actors.step.parameter_use import LEAVES_ALONE
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.telemetry.phases import Phases
 from raysharded.errors import NonFiniteLoss
+from raysharded.overrides import factor_at
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import NonFinite
 
@@ -69,6 +73,14 @@ def _way_out(found: NonFinite) -> str:
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
+def _scale_of(agreed: Agreed, max_norm: float | None) -> float:
+    """Factor of the summed gradient: the mean, clipped."""
+    scale = 1.0 / agreed.weight
+    if max_norm is not None:
+        scale *= min(1.0, float(max_norm) / (agreed.gradient_norm / agreed.weight + _CLIP_EPSILON))
+    return scale
+
+
 class StepUpdate:
     """Updates of one generation. Training thread only."""
 
@@ -112,20 +124,37 @@ class StepUpdate:
         self._optimizer.clear_gradients()
         return self._optimizer.lr_of(step)
 
+    def leave_out_by_itself(self, step: int) -> float:
+        """As `leave_out`, with the optimizer's own learning rates."""
+        self.begun = frozenset()
+        self._optimizer.clear_gradients()
+        _, rates = self._own_rates(step)
+        return float(rates[0])
+
+    def _own_rates(self, step: int) -> tuple[list[Any], list[Any]]:
+        return own_rates(self._optimizer.built.parts.groups, factor_at(self._optimizer.rates, step), step)
+
     def apply(self, step: int, agreed: Agreed, max_norm: float | None) -> float:
         """Clip and step the parameters that the step's microbatches used; returns the learning rate."""
-        scale = 1.0 / agreed.weight
-        if max_norm is not None:
-            scale *= min(1.0, float(max_norm) / (agreed.gradient_norm / agreed.weight + _CLIP_EPSILON))
-        used = self._to_be_changed(agreed)
-        if self._say is not None:
-            self._name_unused(step, agreed, self._say)
-            self._say = None
-        lr = self._optimizer.apply(step, scale, used)
+        used = self._to_be_changed(step, agreed)
+        lr = self._optimizer.apply(step, _scale_of(agreed, max_norm), used)
+        self._note(used)
+        return lr
+
+    @contextmanager
+    def applying(self, step: int, agreed: Agreed, max_norm: float | None) -> Iterator[float]:
+        """As `apply`: a context for the optimizer's step, with its own learning rates. Yields that of a group."""
+        used = self._to_be_changed(step, agreed)
+        own, rates = self._own_rates(step)
+        with self._optimizer.stepping(step, _scale_of(agreed, max_norm), rates, used):
+            yield float(rates[0])
+        set_rates(self._optimizer.built.parts.groups, own)
+        self._note(used)
+
+    def _note(self, used: frozenset[str]) -> None:
         self.has_applied = True
         self.begun = frozenset(used - self._stepped)
         self._stepped |= used
-        return lr
 
     def _name_unused(self, step: int, agreed: Agreed, say: Say) -> None:
         names = [name for name, count in zip(self._gradient.use.names, agreed.uses, strict=True) if not count]
@@ -139,8 +168,11 @@ class StepUpdate:
                 "it out of the model, and its memory is free.",
             )
 
-    def _to_be_changed(self, agreed: Agreed) -> frozenset[str]:
+    def _to_be_changed(self, step: int, agreed: Agreed) -> frozenset[str]:
         """Names of the parameters that the step changes; the same on every worker, with any rows of them."""
+        if self._say is not None:
+            self._name_unused(step, agreed, self._say)
+            self._say = None
         names = self._gradient.use.names
         if not self._leaves_alone:
             return frozenset(names)

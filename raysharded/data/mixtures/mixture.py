@@ -13,6 +13,7 @@ import numpy as np
 from raysharded.data.dataset import Dataset, TokenDataset
 from raysharded.data.mixtures.pattern import PARTS, Int64s, in_parts
 from raysharded.data.mixtures.schedule import Ended, Part, Schedule
+from raysharded.data.packed.packed_dataset import PackedDataset
 from raysharded.errors import ConfigError, DataError
 from raysharded.ids import derive_seed
 
@@ -157,7 +158,7 @@ class Mixture:
             if callable(check):
                 check()
         self._opened()
-        tokens = [(name, one) for name, one in self.sources.items() if isinstance(one, TokenDataset)]
+        tokens = [(name, one) for name, one in self.sources.items() if isinstance(one, TokenDataset | PackedDataset)]
         for name, one in tokens[1:]:
             first_name, first = tokens[0]
             for what in ("tokenizer", "vocab_size", "seq_len"):
@@ -171,7 +172,7 @@ class Mixture:
     def require_local_files(self) -> None:
         """Raise DataError if a token dataset has a path of this machine without data."""
         for source in self.sources.values():
-            if isinstance(source, TokenDataset):
+            if isinstance(source, TokenDataset | PackedDataset):
                 source.require_local_files()
 
     @property

@@ -101,14 +101,14 @@ class BlockCache:
 
     def _taken(self, number: int) -> Bytes | None:
         block = self._used.get(number)
-        if block is None:
-            block = self._ahead.pop(number, None)
-            if block is None:
-                return None
+        if block is not None:
+            self._used.move_to_end(number)
+            return block
+        block = self._ahead.pop(number, None)
+        if block is not None:
             self._bytes_ahead -= len(block)
             self._used[number] = block
-            self._drop_oldest()
-        self._used.move_to_end(number)
+            self._drop_oldest()  # also this one, if it is larger than the limit
         return block
 
     def _begin(self, number: int) -> Future[Bytes]:

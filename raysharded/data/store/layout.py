@@ -6,7 +6,8 @@ index. It is made for reading any tokens of a shard with one ranged request, who
 1. The index `tokens.json` is a JSON object with `format` = "raysharded.token-store", `version` = 1, `tokenizer` (an id:
    "bytes", or "sha256:" and the digest of the tokenizer's file), `vocab_size`, `token_bytes` (1 to 4), `page_tokens`,
    `num_tokens` and `shards`: a list of objects with `name`, `num_tokens` and `id`. The token stream is the shards'
-   tokens in this order. The index is written last: a folder without it is no store.
+   tokens in this order. It MAY have `end_of_document`, the token that ends every document. The index is written last:
+   a folder without it is no store.
 2. A shard is a header of 4,096 bytes, then pages. The header is the 8 bytes `RAYTOKEN`, the length of a JSON text as 4
    bytes (little-endian, as all numbers), that text, and zeros. The text is an object with `format`, `version`,
    `tokenizer`, `vocab_size`, `token_bytes`, `page_tokens`, `num_tokens` and `id`.
@@ -54,6 +55,8 @@ class Kind:
     tokenizer: str
     vocab_size: int
     page_tokens: int = PAGE_TOKENS
+    end_of_document: int | None = None
+    """The token after each document; None if it is not known."""
 
     @property
     def token_bytes(self) -> int:
@@ -121,7 +124,9 @@ class Index:
 
     def to_json(self) -> bytes:
         shards = [{"name": s.name, "num_tokens": s.num_tokens, "id": s.id} for s in self.shards]
-        body = {**self.kind.fields(), "num_tokens": self.num_tokens, "shards": shards}
+        end = self.kind.end_of_document
+        ends = {} if end is None else {"end_of_document": end}
+        body = {**self.kind.fields(), **ends, "num_tokens": self.num_tokens, "shards": shards}
         return json.dumps(body, indent=1).encode() + b"\n"
 
 
@@ -230,8 +235,12 @@ def _parse(data: bytes, where: str) -> Mapping[str, Any]:
 
 
 def _kind(body: Mapping[str, Any]) -> Kind:
+    end = body.get("end_of_document")
     kind = Kind(
-        tokenizer=str(body["tokenizer"]), vocab_size=int(body["vocab_size"]), page_tokens=int(body["page_tokens"])
+        tokenizer=str(body["tokenizer"]),
+        vocab_size=int(body["vocab_size"]),
+        page_tokens=int(body["page_tokens"]),
+        end_of_document=None if end is None else int(end),
     )
     if not (1 <= kind.vocab_size <= 1 << 32 and kind.page_tokens >= 1 and kind.token_bytes == body["token_bytes"]):
         raise ValueError(f"vocab_size {kind.vocab_size}, token_bytes {body['token_bytes']}")

@@ -1,0 +1,120 @@
+"""The one thread of a worker that computes: a pool's, for a task; or that of a user's training function.
+
+OpenMP and the allocator keep state per thread, so all calls that compute are made in it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from raysharded.actors.built_objects import BuiltObjects
+from raysharded.actors.model.construction import construct
+from raysharded.actors.session.orders import Orders
+from raysharded.actors.session.user_session import Session, SessionTask
+from raysharded.actors.shards.store import ShardStore
+from raysharded.actors.step.engine import Engine
+from raysharded.actors.task_calls.task_errors import naming
+from raysharded.errors import TaskError
+from raysharded.protocol.job import Job
+from raysharded.protocol.messages import Stopped, StopReason
+from raysharded.task import Task
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+class ComputingThread(Protocol):
+    """The thread, for the other threads of the worker."""
+
+    def build(self) -> None:
+        """Begin, and build what can be built before there is a generation. Raises TaskError."""
+        ...
+
+    def submit(self, call: Callable[..., T], /, *args: Any) -> Future[T]:
+        """Make a call in the thread."""
+        ...
+
+    def train(self, begin: Callable[[], Engine], ended: Callable[[Callable[[], StopReason]], Stopped]) -> Stopped:
+        """Train a generation. `begin`: returns its engine. `ended`: makes the answer of the end, or of its error."""
+        ...
+
+
+class TaskThread:
+    """The thread of a worker whose task has its methods called."""
+
+    def __init__(self, begin: Callable[[], None], task: Task, seed: int) -> None:
+        """`begin`: called first in the thread. `seed`: the run's."""
+        self._pool = ThreadPoolExecutor(1, "compute", initializer=begin)
+        self._task, self._seed = task, seed
+
+    def build(self) -> None:
+        with naming(f"{type(self._task).__name__}.build_model", "build"):
+            construct(self._task, self._seed)  # the first build imports parts of torch, which takes about a second
+
+    def submit(self, call: Callable[..., T], /, *args: Any) -> Future[T]:
+        return self._pool.submit(call, *args)
+
+    def train(self, begin: Callable[[], Engine], ended: Callable[[Callable[[], StopReason]], Stopped]) -> Stopped:
+        return self.submit(lambda: ended(begin().run)).result()
+
+
+class FunctionThread:
+    """The thread of a worker that runs a user's training function; it serves calls while that waits in its session."""
+
+    def __init__(
+        self, begin: Callable[[], None], function: Callable[[Session], None], session: Session, orders: Orders
+    ):
+        """`begin`: called first in the thread."""
+        self._begin, self._function, self._session, self._orders = begin, function, session, orders
+        self._is_built = threading.Event()
+        self._error: BaseException | None = None
+        """The error with which the function ended before it was built."""
+
+    def build(self) -> None:
+        """Return once the function has called `session.shard`. Raises the error with which it ended before."""
+        self._session.on_sharded = self._is_built.set
+        threading.Thread(target=self._run, daemon=True, name="compute").start()
+        self._is_built.wait()
+        if self._error is not None:
+            raise self._error
+
+    def submit(self, call: Callable[..., T], /, *args: Any) -> Future[T]:
+        return self._orders.submit(call, *args)
+
+    def train(self, begin: Callable[[], Engine], ended: Callable[[Callable[[], StopReason]], Stopped]) -> Stopped:
+        return self._orders.train(begin, ended).result()
+
+    def _run(self) -> None:
+        self._begin()
+        name = getattr(self._function, "__name__", type(self._function).__name__)
+        error: BaseException
+        try:
+            with naming(name):
+                self._function(self._session)
+            error = TaskError(
+                f"{name} returned before the run's last step: iterate over session.steps() without break or return."
+                if self._is_built.is_set()
+                else f"{name} returned without session.shard(model, optimizer) and a loop over session.steps()."
+            )
+        except BaseException as found:  # noqa: BLE001 - the boundary to the user's function
+            error = found
+        if not self._is_built.is_set():
+            self._error = error
+            self._is_built.set()
+        self._session.serve_after(error)
+
+
+def computing_thread(
+    begin: Callable[[], None], job: Job, device: torch.device, objects: BuiltObjects, store: ShardStore
+) -> ComputingThread:
+    """The thread for a job: `begin` is called first in it. `objects`: those of the job's task."""
+    if not isinstance(job.task, SessionTask):
+        return TaskThread(begin, job.task, job.batch.seed)
+    orders = Orders()
+    session = Session(job, job.task, device, objects, store, orders)
+    return FunctionThread(begin, job.task.function, session, orders)

@@ -1,0 +1,318 @@
+"""The session that a user's own training function is given: its model, its optimizer and its steps.
+
+The user's objects stay the same for the whole run. A generation gives them other memory while the function waits here.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from raysharded.actors.built_objects import BuiltObjects
+from raysharded.actors.model.build import build_on_meta
+from raysharded.actors.model.sharded_model import clean_name
+from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
+from raysharded.actors.optimizer.held_parameters import ParameterForms
+from raysharded.actors.optimizer.registered_state import RegisteredState, Stateful
+from raysharded.actors.session.orders import Orders, Training
+from raysharded.actors.session.user_step import UserStep, line_here
+from raysharded.actors.shards.store import ShardStore
+from raysharded.actors.task_calls.object_contents import NotFollowed, reachable
+from raysharded.actors.task_calls.task_errors import naming
+from raysharded.errors import CollectiveAborted, InexactError, TaskError
+from raysharded.ids import derive_seed
+from raysharded.protocol.job import Job
+from raysharded.protocol.messages import StopReason
+from raysharded.task import Task, TrainFunction
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from raysharded.actors.model.construction import Construction
+
+
+class SessionTask(Task):
+    """The task that a session fills in: its methods are functions that the user has given."""
+
+    def __init__(self, function: Callable[[Session], None]) -> None:
+        self.function = function
+        self.make: Callable[[], nn.Module] | None = None
+        self.units: Callable[[nn.Module], Sequence[nn.Module] | None] | None = None
+
+    def build_model(self) -> nn.Module:
+        assert self.make is not None, "session.build comes first"
+        return self.make()
+
+    def wrap(self, model: nn.Module) -> list[nn.Module] | None:
+        found = None if self.units is None else self.units(model)
+        return None if found is None else list(found)
+
+
+def with_session_task(job: Job) -> Job:
+    """The job, with a `SessionTask` that has the name of its training function; unchanged if it has a task."""
+    if not isinstance(job.task, TrainFunction):
+        return job
+    name = getattr(job.task.function, "__name__", type(job.task.function).__name__)
+    return replace(job, task=type(name, (SessionTask,), {})(job.task.function))
+
+
+_ENTRY = -3
+"""Place in a step of draws before its microbatches."""
+
+
+class Session(NotFollowed):
+    """A run, seen from a worker's training function. Thread of the function only."""
+
+    def __init__(
+        self,
+        job: Job,
+        task: SessionTask,
+        device: torch.device,
+        objects: BuiltObjects,
+        store: ShardStore,
+        orders: Orders,
+    ) -> None:
+        self._job, self._task, self._objects, self._store, self._orders = job, task, objects, store, orders
+        self.device = device
+        """The worker's device."""
+        self.max_steps: int = job.max_steps
+        """Number of the run's last step."""
+        self._built: Construction | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._training: Training | None = None
+        self._step: UserStep | None = None
+        self._things: dict[str, Stateful] = {}
+        self._generators: dict[str, torch.Generator] = {}
+        self._looked_again = False
+        self._rank: int | None = None
+        self._first_step: int | None = None
+        self.on_sharded: Callable[[], None] = lambda: None
+        """Called once everything is built: the worker is ready then."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the newest generation, from 0 on; another one after a change. After `shard`."""
+        return self._known(self._rank, "session.rank")
+
+    @property
+    def first_step(self) -> int:
+        """Number of the first step that `steps` yields: 1 at the start of a run, later for a worker that joins."""
+        return self._known(self._first_step, "session.first_step")
+
+    def _known(self, number: int | None, name: str) -> int:
+        if number is None:
+            raise TaskError(f"{line_here()}: {name} is known after session.shard(model, optimizer).")
+        return number
+
+    # -- before the loop --
+
+    def build(
+        self, make: Callable[[], nn.Module], *, init_weights: Callable[[nn.Module, torch.Generator], None] | None = None
+    ) -> nn.Module:
+        """The model that `make()` returns, with parameters that have no memory until `shard`.
+
+        The run's first weights are those that `make()` draws, with generators seeded by the run's seed; it is called
+        again for them. `init_weights`: draws them a module at a time, as `Task.init_weights`.
+        """
+        if self._built is not None:
+            raise TaskError(f"{line_here()}: session.build was called twice. Build one model, with all its parts.")
+        self._task.make = make
+        if init_weights is not None:
+            self._task.init_weights = init_weights
+        with naming("session.build(make)", "build"):
+            self._built = build_on_meta(self._task, self._job.engine, self._job.batch.seed)
+        return self._built.model
+
+    def shard(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        wrap: Callable[[nn.Module], Sequence[nn.Module] | None] | None = None,
+        parallelize: object = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        **registered: Stateful | None,
+    ) -> None:
+        """Share the model and its optimizer over the workers, in place, and return with the state of `first_step`.
+
+        `wrap`: as `Task.wrap`, `collate`: as `Task.collate`. Each other keyword registers an object by its name, which
+        has `state_dict()` and `load_state_dict()`: a learning rate scheduler, counters. Its state is plain data of at
+        most 64 KiB in all; it goes back with the step, as the numbers in the optimizer's groups do.
+        """
+        built = self._built
+        if built is None or model is not built.model or self._optimizer is not None:
+            raise TaskError(f"{line_here()}: session.shard is called once, with the model that session.build returned.")
+        if parallelize is not None:
+            raise TaskError(
+                f"{line_here()}: session.shard(parallelize=...): torch's tensor parallel styles cannot be undone in "
+                "place, so a session has none. Leave the degree at 1, or train with a raysharded.Task."
+            )
+        self._task.units, self._task.collate = wrap, collate
+        things = {name: thing for name, thing in registered.items() if thing is not None}
+        own = self._adopted(model, optimizer, things)
+        self._objects.adopt(built, own, RegisteredState(own.parts.groups, things), self._job.batch.seed)
+        self._optimizer, self._things = optimizer, things
+        _require_registered(optimizer, things)
+        _hook(optimizer, self._before_update, self._after_update)
+        self.on_sharded()
+        self._now()
+
+    def _adopted(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, things: dict[str, Stateful]
+    ) -> BuiltOptimizer:
+        """The optimizer, as built; refuses parameters that a later generation could not exchange."""
+        names = {id(param): clean_name(name) for name, param in model.named_parameters()}
+        own = BuiltOptimizer(optimizer)
+        strange = next((param for held in own.parts.lists for param in held if id(param) not in names), None)
+        if strange is not None:
+            raise TaskError(
+                f"{line_here()}: the optimizer has a parameter of shape {tuple(strange.shape)} that is not in the "
+                "model that session.build returned: build it of model.parameters(), or a part of them."
+            )
+        forms, around = ParameterForms(model), [*model.modules(), *own.parts.lists, *(p.state for p in own.parts.all)]
+        for name, one in {"optimizer": optimizer, **things}.items():
+            for path, param in forms.ways_from(one, around):
+                raise TaskError(
+                    f"{line_here()}: {name}{path} refers to the parameter {param!r}, and each generation of workers "
+                    "has others. Let it take parameters from optimizer.param_groups or the model when it needs them."
+                )
+        own.note(names)
+        return own
+
+    # -- the loop --
+
+    def steps(self) -> Iterator[UserStep]:
+        """The steps of the run, from `first_step` on. After a change of the workers the same function continues.
+
+        The next step has the next number, or that of a step that is done again. The lines between two steps run at
+        least once.
+        """
+        if self._optimizer is None:
+            raise TaskError(f"{line_here()}: session.steps() comes after session.shard(model, optimizer).")
+        while True:
+            step = self._step = self._next_step()
+            if step is not None:
+                yield step
+                if not step.has_begun:
+                    raise TaskError(
+                        f"step {step.number} was not entered: write `with step:` around the body of the loop."
+                    )
+                del step
+
+    def _next_step(self) -> UserStep | None:
+        """None if the training ended instead."""
+        training = self._now()
+        with training.failing():
+            if training.engine.is_aborted:
+                raise CollectiveAborted("the generation was aborted between two steps")
+            if training.engine.step >= self._job.max_steps:
+                training.engine.commit_last()
+                training.stop(StopReason.FINISHED)
+                return None
+            self._require_unchanged(training)
+            if self._objects.registered is not None:
+                self._objects.registered.logged = {}
+            self._seed(training.engine.step + 1, _ENTRY)
+            return UserStep(training, self._seed)
+        return None
+
+    def _require_unchanged(self, training: Training) -> None:
+        registered, step = self._objects.registered, training.engine.step
+        if not self._looked_again and self._optimizer is not None:  # one may have been made behind `shard`
+            _require_registered(self._optimizer, self._things)
+            self._looked_again = True
+        kept = self._store.registered(step)
+        assert registered is not None
+        assert kept is not None
+        change = registered.change_since(kept)
+        if change is not None:
+            raise InexactError(
+                f"registered state, or a setting of the optimizer's groups, changed between step {step} and the next: "
+                f"{change}. Move what changes it, such as scheduler.step(), into `with step:`, behind "
+                "optimizer.step(). Outside it would be lost with a worker."
+            )
+
+    def _now(self) -> Training:
+        """The present training; waits for one, and serves the driver meanwhile."""
+        if self._training is None or self._training.is_over:
+            self._step = self._training = None
+            self._training = self._orders.next_training()
+            self._rank = self._training.engine.rank
+            if self._first_step is None:
+                self._first_step = self._training.engine.step + 1
+        return self._training
+
+    def _before_update(self, *_: object) -> None:
+        if self._training is not None:
+            if self._step is None:
+                raise TaskError(f"{line_here()}: optimizer.step() belongs into `with step:`.")
+            self._step.begin_update()
+
+    def _after_update(self, *_: object) -> None:
+        if self._training is not None and self._step is not None:
+            self._step.end_update()
+
+    # -- in a step --
+
+    def generator(self, name: str, device: torch.device | str = "cpu") -> torch.Generator:
+        """A generator for draws of the loop: the same numbers in the same step, at every number of workers.
+
+        It is seeded from the run's seed, the name and the step: as a step begins, for each microbatch, and after the
+        microbatches. So it needs no state, and goes back with the step. The same object for each name.
+        """
+        found = self._generators.get(name)
+        if found is None:
+            found = self._generators[name] = torch.Generator(device)
+            found.manual_seed(derive_seed(self._job.batch.seed, "session", name, 0, _ENTRY))
+        return found
+
+    def _seed(self, step: int, place: int) -> None:
+        for name, generator in self._generators.items():
+            generator.manual_seed(derive_seed(self._job.batch.seed, "session", name, step, place))
+
+    def log(self, **numbers: float) -> None:
+        """Add numbers to the step's metrics, in the journal and for metrics writers; each step is there once.
+
+        They are the same on every worker. Call it in the `with`, after the microbatches.
+        """
+        step, registered = self._step, self._objects.registered
+        if step is None or registered is None:
+            raise TaskError(f"{line_here()}: session.log() belongs into `with step:`.")
+        step.log(numbers)
+        registered.logged |= {name: float(number) for name, number in numbers.items()}
+
+    def save(self) -> None:
+        """Request a checkpoint: of this step if its microbatches are not computed yet, otherwise of the next."""
+        self._now().engine.request_save()
+
+    # -- the end --
+
+    def serve_after(self, error: BaseException) -> None:
+        """Answer the driver for ever, each training with this error: the function has ended."""
+        while True:
+            self._now().fail(error)
+
+
+def _require_registered(optimizer: torch.optim.Optimizer, things: dict[str, Stateful]) -> None:
+    """Raise InexactError if a scheduler of this optimizer is in none of the registered objects."""
+    known = {id(one) for thing in things.values() for _, one in reachable(thing, without=[optimizer])}
+    for one in gc.get_objects():
+        if issubclass(type(one), LRScheduler) and id(one) not in known and vars(one).get("optimizer") is optimizer:
+            raise InexactError(
+                f"a {type(one).__name__} of the optimizer is not registered: it would not go back with a step. Make it "
+                "ahead of session.shard, and give it there: session.shard(model, optimizer, scheduler=scheduler)."
+            )
+
+
+def _hook(optimizer: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Call `before` ahead of all step hooks that there are, and `after` behind them."""
+    handle = optimizer.register_step_pre_hook(before)
+    hooks = optimizer._optimizer_step_pre_hooks
+    others = {key: hooks.pop(key) for key in list(hooks) if key != handle.id}
+    hooks.update(others)
+    optimizer.register_step_post_hook(after)

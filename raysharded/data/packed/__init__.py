@@ -1,0 +1,1 @@
+"""Documents packed to the length of a sequence."""

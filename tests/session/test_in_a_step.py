@@ -1,0 +1,181 @@
+"""A session inside a step: generators, logged numbers, requested checkpoints, and the checks that a task's step has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+
+import raysharded as rs
+from raysharded.actors.session.user_session import Session
+from raysharded.actors.session.user_step import UserStep
+from raysharded.errors import InexactError, NonFiniteLoss, TaskError
+from raysharded.ids import WorkerId
+from raysharded.testing import Fault
+from tests.session.loops import Loop, by_task, optimizer_of, run
+from tests.training.harness import Gpt, Outcome
+
+pytestmark = pytest.mark.procs
+STEPS = 4
+
+
+class Drawing:
+    """Drops tokens, and adds noise to the loss, by generators of the session's."""
+
+    def __call__(self, session: Session) -> None:
+        model = session.build(Gpt)
+        optimizer = optimizer_of(model)
+        session.shard(model, optimizer)
+        keeps, noise = session.generator("keeps"), session.generator("noise")
+        for step in session.steps():
+            first = torch.rand((), generator=noise).item()
+            with step:
+                for batch in step.microbatches():
+                    kept = torch.rand(batch[:, 1:].shape, generator=keeps) < 0.7
+                    each = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
+                    step.backward((each * kept.flatten()).sum(), weight=int(kept.sum()))
+                optimizer.step()
+                session.log(first=first, noise=torch.rand((), generator=noise).item())
+
+
+@pytest.fixture(scope="module")
+def drawn_alone() -> Outcome:
+    return run(1, Drawing(), steps=STEPS)
+
+
+@pytest.mark.parametrize("kills", [[], [(1, 2, "backward")], [(2, 3, "snapshot")]])
+def test_generators_draw_the_same_at_every_size_and_again_in_a_step_that_is_done_again(
+    kills: list[tuple[int, int, str]], drawn_alone: Outcome
+) -> None:
+    assert run(3, Drawing(), kills=kills, steps=STEPS).bits == drawn_alone.bits
+
+
+def test_generators_have_other_numbers_in_every_step_and_place(drawn_alone: Outcome) -> None:
+    drawn = [numbers["metrics"][name] for numbers in drawn_alone.numbers for name in ("first", "noise")]
+    assert len(set(drawn)) == 2 * STEPS
+    assert all(0 <= number < 1 for number in drawn)
+
+
+class Logging(Loop):
+    def __init__(self, act: Callable[[Session, UserStep], Any]) -> None:
+        super().__init__()
+        self._act = act
+
+    def entered(self, session: Session, step: UserStep) -> None:
+        if getattr(self._act, "enters", False):
+            self._act(session, step)
+
+    def applied(self, session: Session, step: UserStep, *_: object) -> None:
+        if not getattr(self._act, "enters", False):
+            self._act(session, step)
+
+
+def logs_the_step(session: Session, step: UserStep) -> None:
+    session.log(double=2 * step.number, loss_again=step.loss)
+
+
+def test_a_logged_number_is_in_the_journal_once_for_each_step() -> None:
+    outcome = run(2, Logging(logs_the_step), kills=[(1, 3, "backward")], steps=STEPS)
+    for numbers in outcome.numbers:
+        assert numbers["metrics"]["double"] == 2 * numbers["step"]
+        assert numbers["metrics"]["loss_again"] == numbers["loss"]
+    assert outcome.fingerprint == by_task(STEPS).fingerprint
+
+
+def logs_its_rank(session: Session, step: UserStep) -> None:
+    session.log(rank=session.rank)
+
+
+def logs_a_metric(session: Session, step: UserStep) -> None:
+    session.log(accuracy=1.0)
+
+
+def logs_text(session: Session, step: UserStep) -> None:
+    session.log(name="text")  # type: ignore[arg-type]
+
+
+def logs_early(session: Session, step: UserStep) -> None:
+    session.log(early=1.0)
+
+
+logs_early.enters = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "sentence"),
+    [
+        (logs_its_rank, InexactError, r"worker 0 has log\.rank = 0\.0, worker 1 log\.rank = 1\.0"),
+        (logs_a_metric, TaskError, r"session\.log\(accuracy=\.\.\.\): the step has a metric of this name"),
+        (logs_text, TaskError, r"was given a str; give a number"),
+        (logs_early, TaskError, r"step\.metrics is known once all workers have computed"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused(act: Callable[..., Any], error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        run(2, Logging(act), steps=STEPS)
+
+
+def saves_step_2(session: Session, step: UserStep) -> None:
+    if step.number == 2:
+        session.save()
+
+
+saves_step_2.enters = True  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_that_the_loop_requests_is_of_the_step_that_begins() -> None:
+    outcome = run(2, Logging(saves_step_2), steps=STEPS)
+    assert [fields["step"] for fields in outcome.of("checkpoint")] == [2, STEPS]
+    assert outcome.bits == by_task(STEPS).bits
+
+
+# -- the checks of a task's step, which yield more microbatches to the same body --
+
+
+def test_an_audit_names_the_worker_that_computes_wrong_numbers_and_changes_no_bit() -> None:
+    fault = Fault(worker=WorkerId(1), step=2, phase="backward", kind="corrupt")
+    engine = rs.EngineConfig(audit_every_steps=1)
+    outcome = run(3, faults=[fault], engine=engine, steps=STEPS)
+    assert outcome.of("corruption")[0]["culprits"] == [1]
+    assert outcome.bits == by_task(STEPS).bits
+
+
+def test_the_proof_of_a_first_step_names_the_worker_that_computes_wrong_numbers() -> None:
+    fault = Fault(worker=WorkerId(1), step=1, phase="backward", kind="corrupt")
+    with pytest.raises(InexactError, match=r"step 1: when microbatch 1 was computed a second time.*it is worker 1"):
+        run(3, faults=[fault], steps=STEPS)
+
+
+class Diverging:
+    """The gradient of one microbatch of step 2 is not finite."""
+
+    def __call__(self, session: Session) -> None:
+        model = session.build(Gpt)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        session.shard(model, optimizer, scheduler=scheduler)
+        for step in session.steps():
+            with step:
+                for batch in step.microbatches():
+                    loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+                    if step.number == 2 and step.microbatch == 1:
+                        loss = loss + (loss * 0).sqrt()
+                    step.backward(loss)
+                optimizer.step()
+                scheduler.step()
+
+
+def test_a_number_that_is_not_finite_ends_the_run_with_its_microbatch() -> None:
+    with pytest.raises(NonFiniteLoss, match=r"step 2: .*microbatch 1\)"):
+        run(2, Diverging(), steps=STEPS)
+
+
+def test_a_step_that_is_left_out_is_counted_by_the_schedule_and_changes_nothing() -> None:
+    outcome = run(2, Diverging(), steps=STEPS, on_non_finite="skip")
+    assert [numbers.get("skipped", False) for numbers in outcome.numbers] == [False, True, False, False]
+    assert [numbers["lr"] for numbers in outcome.numbers] == [0.01, 0.005, 0.0025, 0.00125]
+    alone = run(1, Diverging(), steps=STEPS, on_non_finite="skip")
+    assert alone.bits == outcome.bits

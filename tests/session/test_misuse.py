@@ -1,0 +1,242 @@
+"""Each mistake in a loop ends with one sentence that names it and the way out, or with equal bits."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import raysharded as rs
+from raysharded.actors.session.user_session import Session
+from raysharded.errors import ConfigError, InexactError, RayshardedError, TaskError
+from raysharded.task import TrainFunction
+from tests.session.loops import Average, by_task, compute, optimizer_of, run, schedule
+from tests.training.harness import Gpt, Tokens
+
+STEPS = 3
+FILE = re.escape(__file__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """The loop of the tests with one mistake in it."""
+
+    kind: str = ""
+
+    def __call__(self, session: Session) -> None:
+        kind = self.kind
+        if kind == "raises early":
+            raise ValueError("no such file")
+        if kind == "returns early":
+            return
+        if kind == "rank before shard":
+            _ = session.rank
+        model = session.build(Gpt)
+        if kind == "builds twice":
+            session.build(Gpt)
+        optimizer = optimizer_of(Gpt() if kind == "another model" else model)
+        if kind == "holds a parameter":
+            first = next(model.parameters())
+            optimizer.register_step_post_hook(lambda *_: first.data.clamp_(-1, 1))  # type: ignore[arg-type]
+        if kind == "part of the model":
+            optimizer = torch.optim.AdamW([next(model.parameters())])
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        average = Average()
+        more: dict[str, Any] = {"parallelize": dict} if kind == "tensor parallel" else {}
+        if kind == "registers a tensor":
+            more["weights"] = nn.Linear(3, 3)
+        if kind == "steps before shard":
+            next(session.steps())
+        session.shard(
+            model, optimizer, scheduler=None if kind == "not registered" else scheduler, average=average, **more
+        )
+        if kind == "schedule behind shard":
+            session.late = torch.optim.lr_scheduler.StepLR(optimizer, 2)  # type: ignore[attr-defined]
+        if kind == "shards twice":
+            session.shard(model, optimizer)
+        for step in session.steps():
+            if kind == "no with":
+                continue
+            if kind == "step outside":
+                optimizer.step()
+            if kind == "microbatches outside":
+                list(step.microbatches())
+            with step:
+                if kind == "step first":
+                    optimizer.step()
+                if kind == "loss first":
+                    _ = step.loss
+                if kind == "clips first":
+                    step.clip_grad_norm_(0.7)
+                if kind == "no microbatches":
+                    continue
+                for batch in step.microbatches():
+                    if kind == "raises":
+                        raise KeyError("tokens")
+                    if kind == "no backward":
+                        continue
+                    if kind == "metrics alone":
+                        step.backward(model(batch[:, :-1]).sum(), metrics={"one": (1, 1)})
+                    if kind == "not a loss":
+                        step.backward(model(batch[:, :-1]))
+                    compute(step, model, batch)
+                    if kind == "two backwards":
+                        compute(step, model, batch)
+                    if kind == "leaves the microbatches":
+                        break
+                if kind == "two loops":
+                    for batch in step.microbatches():
+                        compute(step, model, batch)
+                step.clip_grad_norm_(0.7)
+                if kind == "no step":
+                    continue
+                if kind == "invalid rate":
+                    optimizer.param_groups[1]["lr"] = -0.1
+                optimizer.step()
+                if kind == "two steps":
+                    optimizer.step()
+                if kind == "rank's own schedule" and session.rank == 1:
+                    scheduler.step()
+                scheduler.step()
+                if kind == "rank's own state":
+                    average.add(float(session.rank))
+                if kind == "grows":
+                    average.value = "x" * 70_000  # type: ignore[assignment]
+                if kind == "becomes strange":
+                    average.value = object()  # type: ignore[assignment]
+            if kind == "schedule outside":
+                scheduler.step()
+            if kind == "state outside":
+                average.add(step.loss)
+            if kind == "enters again":
+                with step:
+                    pass
+            if kind == "returns":
+                return
+
+
+MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
+    ("raises early", 1, TaskError, r"Mistake raised ValueError: no such file"),
+    ("returns early", 1, TaskError, r"returned without session\.shard\(model, optimizer\) and a loop over"),
+    ("rank before shard", 1, TaskError, FILE + r":\d+: session\.rank is known after session\.shard"),
+    ("builds twice", 1, TaskError, FILE + r":\d+: session\.build was called twice"),
+    ("another model", 1, TaskError, FILE + r":\d+: the optimizer has a parameter of shape .* model\.parameters\(\)"),
+    (
+        "holds a parameter",
+        1,
+        TaskError,
+        FILE + r":\d+: optimizer\..*first.* refers to the parameter 'embedding\.weight'",
+    ),
+    ("part of the model", 1, TaskError, r"trainable parameters are in no group of the optimizer, first"),
+    ("tensor parallel", 1, TaskError, FILE + r":\d+: session\.shard\(parallelize=\.\.\.\).*Leave the degree at 1"),
+    ("registers a tensor", 1, TaskError, r"a Tensor of shape \[3, 3\] at weights\.weight: it must be plain data"),
+    ("steps before shard", 1, TaskError, FILE + r":\d+: session\.steps\(\) comes after session\.shard"),
+    ("not registered", 1, InexactError, r"a LambdaLR of the optimizer is not registered: .*scheduler=scheduler"),
+    (
+        "schedule behind shard",
+        1,
+        InexactError,
+        r"a StepLR of the optimizer is not registered: .*ahead of session\.shard",
+    ),
+    ("shards twice", 1, TaskError, FILE + r":\d+: session\.shard is called once"),
+    ("no with", 1, TaskError, r"step 1 was not entered: write `with step:` around the body"),
+    ("step outside", 1, TaskError, FILE + r":\d+: optimizer\.step\(\) belongs into `with step:`"),
+    ("microbatches outside", 1, TaskError, FILE + r":\d+: step\.microbatches\(\) belongs into `with step:`"),
+    ("step first", 1, TaskError, FILE + r":\d+: optimizer\.step\(\) belongs behind the loop over step\.microbatches"),
+    ("loss first", 1, TaskError, FILE + r":\d+: step\.loss is known once all workers have computed"),
+    ("clips first", 1, TaskError, FILE + r":\d+: step\.clip_grad_norm_\(\) belongs between"),
+    ("no microbatches", 1, TaskError, r"step 1 ended without a whole loop over step\.microbatches\(\)"),
+    ("raises", 1, TaskError, r"step 1, microbatch 0 raised KeyError: 'tokens'"),
+    ("no backward", 1, TaskError, r"microbatch 0: call step\.backward\(loss\) once for each microbatch"),
+    ("metrics alone", 1, TaskError, FILE + r":\d+: give step\.backward a summed loss with weight="),
+    ("not a loss", 1, TaskError, r"microbatch 0 returned a tensor .*return raysharded\.Loss"),
+    ("two backwards", 1, TaskError, r"step\.backward\(loss\) was called twice; add the losses"),
+    ("leaves the microbatches", 1, TaskError, r"step\.clip_grad_norm_\(\) belongs between"),
+    ("two loops", 1, TaskError, FILE + r":\d+: step\.microbatches\(\) was called twice in step 1"),
+    ("no step", 1, TaskError, r"step 1 ended without optimizer\.step\(\)"),
+    ("invalid rate", 1, TaskError, r"parameter group 1 is -0\.1 in step 1.*give a finite number"),
+    ("two steps", 1, TaskError, FILE + r":\d+: optimizer\.step\(\) belongs .* once in each step"),
+    ("rank's own schedule", 2, InexactError, r"step 1: the optimizer's settings .* worker 0 has .*, worker 1 "),
+    (
+        "rank's own state",
+        2,
+        InexactError,
+        r"step 1: .*worker 0 has average\.value = 0\.0, worker 1 average\.value = 0\.1",
+    ),
+    ("grows", 1, TaskError, r"most of it 'average' .*the limit is 64"),
+    ("becomes strange", 1, TaskError, r"has a object at average\.value: it must be plain data"),
+    ("schedule outside", 1, InexactError, r"changed between step 1 and the next: .*\(it was .*Move what changes it"),
+    ("state outside", 1, InexactError, r"average\.count = 1 \(it was 0\)|average\.value = .*\(it was 0\.0\)"),
+    ("enters again", 1, TaskError, FILE + r":\d+: step 1 is over; take the next one from session\.steps"),
+    ("returns", 1, TaskError, r"returned before the run's last step: iterate over session\.steps\(\)"),
+]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(("kind", "workers", "error", "sentence"), MISTAKES, ids=[kind for kind, *_ in MISTAKES])
+def test_a_mistake_ends_the_run_with_a_sentence_that_names_it(
+    kind: str, workers: int, error: type[RayshardedError], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence) as found:
+        run(workers, Mistake(kind=kind), steps=STEPS)
+    assert "raysharded/actors" not in str(found.value)
+
+
+@pytest.mark.procs
+def test_an_except_that_swallows_the_error_of_a_lost_worker_changes_no_bit() -> None:
+    assert run(2, Swallowing(), kills=[(1, 2, "forward")], steps=STEPS).bits == by_task(STEPS).bits
+
+
+class Swallowing:
+    """Catches all errors of forward and backward."""
+
+    def __call__(self, session: Session) -> None:
+        model = session.build(Gpt)
+        optimizer = optimizer_of(model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        session.shard(model, optimizer, scheduler=scheduler)
+        for step in session.steps():
+            with step:
+                for batch in step.microbatches():
+                    with contextlib.suppress(Exception):
+                        compute(step, model, batch)
+                step.clip_grad_norm_(0.7)
+                optimizer.step()
+                scheduler.step()
+
+
+TRAINER: dict[str, Any] = {
+    "data": Tokens(),
+    "batch": rs.BatchConfig(global_batch_size=8, microbatch_size=2),
+    "scaling": rs.ScalingConfig(num_workers=2),
+    "run": rs.RunConfig(name="a", storage_path="b", max_steps=1),
+}
+HELD_OUT = rs.EvalConfig(data=Tokens(), num_samples=4, every_steps=1)
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: rs.ElasticTrainer(**TRAINER), "give a raysharded.Task, or a function"),
+    (lambda: rs.ElasticTrainer(task=TrainFunction(print), train_fn=print, **TRAINER), "one of both"),
+    (lambda: rs.ElasticTrainer(train_fn=cast(Any, Mistake), **TRAINER), "a function that is called with the session"),
+    (
+        lambda: rs.ElasticTrainer(train_fn=print, evaluation=HELD_OUT, **TRAINER),
+        "evaluation= needs a raysharded.Task",
+    ),
+    (
+        lambda: rs.ElasticTrainer(
+            train_fn=print, **{**TRAINER, "scaling": rs.ScalingConfig(num_workers=2, tensor_parallel_degree=2)}
+        ),
+        "tensor_parallel_degree=2: .* a train_fn has no tensor parallelism",
+    ),
+    (lambda: rs.ElasticTrainer(train_fn=print, **TRAINER).check(), "`raysharded check` needs a raysharded.Task"),
+]
+
+
+@pytest.mark.parametrize(("make", "sentence"), REFUSED)
+def test_a_trainer_refuses_what_a_function_cannot_have(make: Callable[[], Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make()

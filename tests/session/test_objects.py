@@ -1,0 +1,72 @@
+"""A session's objects are the same after every change of the workers, and nothing of an older generation stays."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from raysharded.actors.session.user_session import Session
+from raysharded.actors.session.user_step import UserStep
+from raysharded.actors.step.engine import Engine
+from tests.session.loops import Loop, by_task, run
+
+pytestmark = pytest.mark.procs
+
+
+def older(model: nn.Module) -> int:
+    """The number of objects of generations before the one that the model computes with.
+
+    The next one may be prepared meanwhile: it has no memory, and no engine.
+    """
+    gc.collect()
+    mine = {id(param) for param in model.parameters()} | {id(param.grad) for param in model.parameters()}
+    found = gc.get_objects()
+    engines = sum(isinstance(one, Engine) for one in found)
+    return engines - 1 + sum(isinstance(one, DTensor) and not one.is_meta and id(one) not in mine for one in found)
+
+
+class Counting(Loop):
+    """Writes down the identity of its objects, calls of its hooks, and what is alive of older generations."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder, self._calls, self._forwards = folder, 0, 0
+
+    def built(self, model: nn.Module) -> None:
+        def count(*_: Any) -> None:
+            self._calls += 1
+
+        def forward(*_: Any) -> None:
+            self._forwards += 1
+
+        model.get_submodule("blocks.0").register_forward_hook(count)
+        model.register_forward_hook(forward)
+
+    def computed(self, session: Session, step: UserStep, model: nn.Module) -> None:
+        self._note("older", older(model))
+        self._note("calls", self._calls - self._forwards)
+
+    def left(self, session: Session, step: UserStep, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        ids = [*(id(module) for module in model.modules()), id(optimizer), *map(id, optimizer.param_groups)]
+        self._note(f"ids of {session.first_step}", hash(tuple(ids)))
+
+    def _note(self, name: str, value: object) -> None:
+        with (self._folder / name).open("a") as file:
+            file.write(f"{value}\n")
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "agree", "apply", "snapshot"])
+def test_after_a_loss_all_objects_are_the_same_and_none_of_the_generation_before_is_alive(
+    tmp_path: Path, phase: str
+) -> None:
+    assert run(3, Counting(tmp_path), kills=[(1, 2, phase), (2, 4, phase)]).bits == by_task().bits
+    assert set((tmp_path / "older").read_text().split()) == {"0"}
+    assert set((tmp_path / "calls").read_text().split()) == {"0"}  # a hook is called once for each forward
+    survivors = (tmp_path / "ids of 1").read_text().split()
+    assert len(set(survivors)) == 3  # one set of objects for each of three processes

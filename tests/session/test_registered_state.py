@@ -1,0 +1,147 @@
+"""Registered state: plain data that comes back with its types, of a limited size, and compared between workers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from raysharded.actors.optimizer.registered_state import MOST_BYTES, RegisteredState, are_different, words_of
+from raysharded.errors import TaskError
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+def an_optimizer(lr: float | torch.Tensor = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=lr)
+
+
+PLAIN = [
+    *(None, True, 3, -0.0, 1e300, math.inf, "text", 2**70),
+    *([1, [2]], (1, (2.5,)), {"a": 1, "b": {"c": ()}}, {1: "one", (2, "x"): [None]}, Counter({3: 2, 7: 1})),
+]
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=repr)
+def test_plain_data_comes_back_with_its_types(value: Any) -> None:
+    before = RegisteredState([], {"it": Holder(value)}).text()
+    other = Holder("other")
+    RegisteredState([], {"it": other}).load(before)
+    assert repr(other.value) == repr(value)
+    assert type(other.value) is type(value)
+
+
+def test_a_tensor_of_one_number_comes_back_with_its_type() -> None:
+    other = Holder(None)
+    RegisteredState([], {"it": other}).load(RegisteredState([], {"it": Holder(torch.tensor(0.1))}).text())
+    assert torch.equal(other.value, torch.tensor(0.1))
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (torch.ones(2), r"a Tensor of shape \[2\] at it\.value"),
+        ([1, object()], r"a object at it\.value\[1\]"),
+        ({"x": {"y": lambda: 0}}, r"a function at it\.value\.x\.y"),
+        ({3, 4}, r"a set at it\.value"),
+    ],
+)
+def test_what_is_not_plain_is_refused_by_the_way_to_it(value: Any, named: str) -> None:
+    with pytest.raises(TaskError, match=named):
+        RegisteredState([], {"it": Holder(value)})
+
+
+def test_state_that_grows_is_refused_by_its_name_and_the_limit() -> None:
+    history = Holder([0.0])
+    registered = RegisteredState([], {"history": history})
+    history.value = [0.25] * MOST_BYTES
+    with pytest.raises(TaskError, match=r"most of it 'history'.*limit is 64"):
+        registered.text()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.3, 20),
+        lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 5, 5]),
+        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 9)],
+            [3],
+        ),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda done: 1 / (1 + done)),
+    ],
+    ids=["one cycle", "multi step", "plateau", "sequential", "lambda"],
+)
+def test_torchs_schedulers_continue_as_if_they_had_not_been_interrupted(make: Any) -> None:
+    def step(scheduler: Any, number: int) -> None:
+        scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+
+    optimizer, other = an_optimizer(), an_optimizer()
+    scheduler, of_other = make(optimizer), make(other)
+    optimizer.step()
+    other.step()
+    registered = RegisteredState(optimizer.param_groups, {"scheduler": scheduler})
+    joined = RegisteredState(other.param_groups, {"scheduler": of_other})
+    for number in range(4):
+        step(scheduler, number)
+    joined.load(registered.text())
+    for number in range(4, 9):
+        assert joined.text() == registered.text()
+        step(scheduler, number)
+        step(of_other, number)
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] != 0.1
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_the_same_object() -> None:
+    optimizer = an_optimizer(torch.tensor(0.1))
+    registered = RegisteredState(optimizer.param_groups, {})
+    text, rate = registered.text(), optimizer.param_groups[0]["lr"]
+    rate.fill_(0.5)
+    assert registered.change_since(text) == f"optimizer[0].lr[1] = 0.5 (it was {torch.tensor(0.1).item()})"
+    registered.load(text)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate == torch.tensor(0.1)
+
+
+def test_state_of_other_objects_is_refused() -> None:
+    text = RegisteredState([], {"scheduler": Holder(1)}).text()
+    with pytest.raises(TaskError, match=r"registered \['scheduler'\]; this program .* registers \['average'\]"):
+        RegisteredState([], {"average": Holder(1)}).load(text)
+
+
+def test_the_first_change_is_named() -> None:
+    holder = Holder({"a": 1, "b": 2})
+    registered = RegisteredState([], {"it": holder})
+    text = registered.text()
+    assert registered.change_since(text) is None
+    holder.value["b"] = 3
+    assert registered.change_since(text) == "it.value.b = 3 (it was 2)"
+
+
+@pytest.mark.parametrize("texts", [["a"], ["a"] * 5, ["a", "b"], ["a", "a", "b"], ["a", "b", "c", "a"]])
+def test_sums_of_words_show_whether_all_texts_are_equal(texts: list[str]) -> None:
+    sums = [sum(words) for words in zip(*map(words_of, texts), strict=True)]
+    assert are_different(sums, len(texts)) == (len(set(texts)) > 1)
+
+
+def test_the_text_is_json_in_one_order() -> None:
+    one, other = Holder({"a": 1, "b": 2}), Holder({"b": 2, "a": 1})
+    texts = [RegisteredState([], {"it": holder}).text() for holder in (one, other)]
+    assert texts[0] == texts[1]
+    assert json.loads(texts[0])
