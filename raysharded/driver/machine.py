@@ -37,6 +37,7 @@ from raysharded.driver.state.events import (
     Fingerprinted,
     LeadershipLost,
     LearningRateRequested,
+    MixtureWeightsRequested,
     Overtaken,
     PauseRequested,
     Ready,
@@ -126,6 +127,8 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             return run_changes.ask_reshard(state, event, at)
         case LearningRateRequested():
             return run_changes.ask_rate(state, event, at)
+        case MixtureWeightsRequested():
+            return run_changes.ask_weights(state, event, at)
         case RewindRequested():
             return run_changes.ask_rewind(state, event, at)
         case Recorded():
