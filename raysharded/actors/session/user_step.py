@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from raysharded.actors.session.orders import Training
 from raysharded.actors.task_calls.object_contents import NotFollowed
-from raysharded.actors.task_calls.task_errors import causes, naming
-from raysharded.errors import CollectiveAborted, InexactError, TaskError, text_of, user_traceback
+from raysharded.actors.task_calls.task_errors import naming
+from raysharded.errors import CollectiveAborted, InexactError, TaskError, causes, text_of, user_traceback
 from raysharded.protocol.messages import StopReason
 from raysharded.task import Loss
 

@@ -86,7 +86,8 @@ class Engine:
         )
         self._steps: Steps | None = None
         """None until the generation is prepared."""
-        loader.skip(place.spec.decisions.skips, place.number_of("order"), place.spec.blocks)
+        decisions = place.spec.decisions
+        loader.skip(decisions.skips, place.number_of("order"), place.spec.blocks, decisions.weights)
 
     @property
     def generation(self) -> GenerationId:
