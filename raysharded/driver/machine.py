@@ -168,7 +168,7 @@ def _on_said(state: State, event: WorkerReply, at: float) -> Outcome:
         case Prepared() as prepared:
             return lifecycle.on_prepared(state, event.worker, prepared, at)
         case Stopped() as stopped:
-            return lifecycle.on_stopped(state, event.worker, stopped, at)
+            return leave_notice.on_stopped(state, event.worker, stopped, at)
         case Progress() as progress:
             return _on_progress(state, progress, at)
         case Saved() as saved:

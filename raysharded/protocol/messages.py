@@ -295,6 +295,8 @@ class StopReason(Enum):
     """An audit, or the proof of a first step, found wrong numbers."""
     REFUSED = "refused"
     """Exact mode cannot be kept, or the state does not fit: a retry would not help."""
+    DEVICE = "device"
+    """The worker's GPU does not work in its process any more; its host memory does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -145,10 +145,12 @@ NAMES: Mapping[type, Names] = {
         "rolled_back=undone rewound invalidated_up_to=distrusted invalidated_after=distrusted_after verified_step "
         "corrupted num_samples driver rendezvous result_fingerprint pause stop_requested stop_by arithmetic_unmet "
         "differing numerics proven build_seed save_began_at save_requested_in given_up "
-        "ending failed_at failed_worker deaths links relayed blocks leavers_save_s wanted_weights",
+        "ending failed_at failed_worker deaths links relayed blocks leavers_save_s wanted_weights "
+        "device_failures",
         later={
             "wanted_weights": None,
             "leavers_save_s": None,
+            "device_failures": {},
             "blocks": (1, 1),
             "links": broken_links.Links(),
             "relayed": False,
@@ -277,7 +279,7 @@ NAMES: Mapping[type, Names] = {
 
 ENUMS: Mapping[type[Enum], str] = {
     state.Phase: "GATHERING FORMING TRAINING STOPPING PAUSED CLOSING OVER",
-    messages.StopReason: "FINISHED BOUNDARY ABORTED TASK_ERROR CORRUPT REFUSED",
+    messages.StopReason: "FINISHED BOUNDARY ABORTED TASK_ERROR CORRUPT REFUSED DEVICE",
 }
 """Canonical names of the members, as for fields."""
 

@@ -29,20 +29,12 @@ _TRANSPORT = "GLOO_DEVICE_TRANSPORT"
 _MALLOC_CHOICES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
-def prepare_environment(use_gpu: bool) -> None:
-    """Make settings that must precede the first group: NCCL must report errors, not end the survivors."""
-    if use_gpu:
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
-        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
-
-
 def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> torch.device:
     """Configure a worker's process, once, before anything is computed; returns the device to compute on."""
     exact = config.reduction == "exact"
     raise_limit()
-    if use_gpu and exact:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: reproducible cuBLAS
+    if use_gpu:
+        accelerator().prepare_environment(exact=exact)
     use_threads(num_threads)
     recomputation.install()
     if exact:
@@ -52,7 +44,7 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
     if not use_gpu:
         keep_freed_memory()
         return torch.device("cpu")
-    return accelerator().select()
+    return accelerator().select(assigned_gpus())
 
 
 def gpu_of(device: torch.device) -> str:
@@ -76,8 +68,9 @@ def keep_freed_memory() -> None:
 
 
 def use_threads(num_threads: int) -> None:
-    """Set the number of threads for the calling thread: OpenMP keeps it per thread."""
+    """Set the number of threads for the calling thread: OpenMP keeps it per thread, and CUDA the current device."""
     torch.set_num_threads(num_threads)
+    accelerator().enter_thread()
 
 
 def arithmetic(device: torch.device, num_threads: int) -> dict[str, str]:
@@ -113,6 +106,14 @@ def _refuse_transport() -> None:
             f"{_TRANSPORT}={chosen}: the gloo of torch {torch.__version__} does not have this transport ({error}). "
             "Unset it for every worker: then nothing between workers is encrypted, so use a private network."
         ) from None
+
+
+def assigned_gpus() -> list[str]:
+    """Ids of the GPUs that Ray has assigned to this process; empty outside Ray."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return []
+    return [str(one) for one in ray.get_runtime_context().get_accelerator_ids().get("GPU", ())]
 
 
 def node_id() -> str:
