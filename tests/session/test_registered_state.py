@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -32,6 +33,7 @@ def an_optimizer(lr: float | torch.Tensor = 0.1) -> torch.optim.Optimizer:
 
 PLAIN = [
     *(None, True, 3, -0.0, 1e300, math.inf, "text", 2**70),
+    *(np.float32(0.1), np.float64(0.1), np.float16(-0.0), np.int64(-3), np.bool_(True)),
     *([1, [2]], (1, (2.5,)), {"a": 1, "b": {"c": ()}}, {1: "one", (2, "x"): [None]}, Counter({3: 2, 7: 1})),
 ]
 
@@ -132,6 +134,37 @@ def test_the_first_change_is_named() -> None:
     assert registered.change_since(text) is None
     holder.value["b"] = 3
     assert registered.change_since(text) == "it.value.b = 3 (it was 2)"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"a": False, "lr": 0.01}, "optimizer[0].a = False has appeared"),
+        ({}, "optimizer[0].lr is gone (it was 0.01)"),
+        ({"lr": np.float32(0.01)}, "optimizer[0].lr[0] = 'float32' has appeared"),
+        ({"lr": 0.01, "since": [1]}, "optimizer[0].since[0] = 1 has appeared"),
+    ],
+)
+def test_a_setting_that_appears_or_goes_is_named_as_such(change: dict[str, Any], named: str) -> None:
+    group: dict[str, Any] = {"params": [], "lr": 0.01}
+    registered = RegisteredState([group], {})
+    text = registered.text()
+    group.pop("lr")
+    group.update(change)
+    assert registered.change_since(text) == named
+
+
+def test_settings_of_a_group_are_all_kept_but_functions_and_constants() -> None:
+    left_out = {"rule": math.sqrt, "dtype": torch.float32, "device": torch.device("cpu")}
+    registered = RegisteredState(
+        [{"params": [], "lr": np.float32(0.1), "betas": (0.9, np.float64(0.5)), **left_out}], {}
+    )
+    group: dict[str, Any] = {"params": [], **left_out}
+    RegisteredState([group], {}).load(registered.text())
+    assert repr(group["lr"]) == "np.float32(0.1)"
+    assert repr(group["betas"]) == "(0.9, np.float64(0.5))"
+    with pytest.raises(TaskError, match=r"a Tensor of shape \[1\] at optimizer\[0\]\.betas\[0\]"):
+        RegisteredState([{"params": [], "betas": (torch.tensor([0.9]), 0.5)}], {})
 
 
 @pytest.mark.parametrize("texts", [["a"], ["a"] * 5, ["a", "b"], ["a", "a", "b"], ["a", "b", "c", "a"]])

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from hashlib import blake2b
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from raysharded.actors.comm.host_group import HostGroup
@@ -25,6 +27,9 @@ MOST_BYTES = 1 << 16
 _OF_GROUPS, _LOGGED = "optimizer", "log"
 _NO_SETTINGS = ("params", "param_names", "initial_lr")
 """Keys of a group that are left out: its parameters, and the rate as built, which only new schedulers read."""
+_NUMPY = (np.bool_, np.integer, np.float16, np.float32, np.float64)
+_CONSTANTS = (torch.dtype, torch.device, Enum)
+"""Settings of a group that are left out, as functions are: they do not change."""
 _NUM_WORDS, _WORD_BYTES = 2, 3
 NO_WORDS = (0,) * 2 * _NUM_WORDS
 """As many words as `words_of` has."""
@@ -54,7 +59,8 @@ class RegisteredState:
 
     def text(self) -> str:
         """The present state, the same text for the same values. Raises TaskError if it is not plain, or too large."""
-        values = {_OF_GROUPS: [_settings_of(group) for group in self._groups]}
+        groups = [_settings_of(group, f"{_OF_GROUPS}[{place}]") for place, group in enumerate(self._groups)]
+        values: dict[str, Any] = {_OF_GROUPS: groups}
         for name, thing in self._things.items():
             values[name] = _plain(thing.state_dict(), name)
         if self.logged:
@@ -94,9 +100,13 @@ class RegisteredState:
         now = self.text()
         if now == text:
             return None
-        before = list(_leaves(json.loads(text)))
-        pairs = zip(before, _leaves(json.loads(now)), strict=False)
-        return next((f"{new} (it was {old.partition(' = ')[2]})" for old, new in pairs if old != new), "its length")
+        was, has = (dict(leaf.split(" = ", 1) for leaf in _leaves(json.loads(one))) for one in (text, now))
+        for path, value in has.items():
+            if path not in was:
+                return f"{path} = {value} has appeared"
+            if was[path] != value:
+                return f"{path} = {value} (it was {was[path]})"
+        return next((f"{path} is gone (it was {value})" for path, value in was.items() if path not in has), "its form")
 
 
 def words_of(text: str) -> tuple[int, ...]:
@@ -124,14 +134,11 @@ def differing(text: str, step: int, members: Sequence[WorkerId], group: HostGrou
     )
 
 
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_of(group: Mapping[str, Any], path: str) -> dict[str, Any]:
     found = {}
     for key, value in sorted(group.items()):
-        if key not in _NO_SETTINGS:
-            try:
-                found[key] = _plain(value, key)
-            except TaskError:  # a function, for example: it does not change
-                continue
+        if key not in _NO_SETTINGS and not isinstance(value, _CONSTANTS) and not callable(value):
+            found[key] = _plain(value, f"{path}.{key}")
     return found
 
 
@@ -139,8 +146,8 @@ def _plain(value: Any, path: str) -> Any:
     """A value as JSON that `_restored` brings back with its types. Raises TaskError for what is not plain data."""
     if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
         return value
-    if isinstance(value, float):  # NumPy's float64
-        return float(value)
+    if isinstance(value, _NUMPY):  # its type decides how later products are rounded
+        return {"numpy": [value.dtype.name, value.item()]}
     if isinstance(value, torch.Tensor) and not value.dim():
         return {"tensor": [str(value.dtype).removeprefix("torch."), value.item()]}
     if isinstance(value, (list, tuple)):
@@ -155,7 +162,8 @@ def _plain(value: Any, path: str) -> Any:
     shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
     raise TaskError(
         f"the registered state has a {kind}{shape} at {path}: it must be plain data (numbers, text, None, and lists, "
-        "tuples and dicts of them), as state_dict() returns it. Give what is registered a state_dict() without it."
+        "tuples and dicts of them), as state_dict() returns it. Give what is registered a state_dict() without it, and "
+        "keep tensors of an optimizer in its state, not in its groups."
     )
 
 
@@ -163,6 +171,7 @@ _MAKERS: Mapping[str, Callable[[Any], Any]] = {
     "tuple": lambda items: tuple(_restored(one) for one in items),
     "dict": lambda pairs: {_restored(key): _restored(one) for key, one in pairs},
     "Counter": lambda pairs: Counter({_restored(key): one for key, one in pairs}),
+    "numpy": lambda pair: np.dtype(pair[0]).type(pair[1]),
     "tensor": lambda pair: torch.tensor(pair[1], dtype=getattr(torch, pair[0])),
 }
 

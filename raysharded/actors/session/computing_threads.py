@@ -91,6 +91,7 @@ class FunctionThread:
 
     def _run(self) -> None:
         self._begin()
+        self._session.begin()
         name = getattr(self._function, "__name__", type(self._function).__name__)
         error: BaseException
         try:
@@ -102,7 +103,7 @@ class FunctionThread:
                 else f"{name} returned without session.shard(model, optimizer) and a loop over session.steps()."
             )
         except BaseException as found:  # noqa: BLE001 - the boundary to the user's function
-            error = found
+            error = self._session.blamed(found)
         if not self._is_built.is_set():
             self._error = error
             self._is_built.set()

@@ -20,12 +20,13 @@ from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
 from raysharded.actors.optimizer.held_parameters import ParameterForms
 from raysharded.actors.optimizer.registered_state import RegisteredState, Stateful
 from raysharded.actors.session.orders import Orders, Training
-from raysharded.actors.session.user_step import UserStep, line_here
+from raysharded.actors.session.user_step import UserStep, line_here, line_of
 from raysharded.actors.shards.store import ShardStore
+from raysharded.actors.step.forward_backward import DRAWS
 from raysharded.actors.task_calls.object_contents import NotFollowed, reachable
 from raysharded.actors.task_calls.task_errors import naming
 from raysharded.data.loader import MicrobatchLoader
-from raysharded.errors import CollectiveAborted, InexactError, TaskError
+from raysharded.errors import CollectiveAborted, InexactError, TaskError, text_of, user_traceback
 from raysharded.ids import derive_seed
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import StopReason
@@ -67,8 +68,8 @@ def with_session_task(job: Job) -> Job:
     return replace(job, task=type(name, (SessionTask,), {})(job.task.function))
 
 
-_ENTRY = -3
-"""Place in a step of draws before its microbatches."""
+_ENTRY, _SHARDED = -3, -4
+"""Places of draws before the microbatches of a step, and between `shard` and the loop."""
 
 
 class Session(NotFollowed):
@@ -117,6 +118,10 @@ class Session(NotFollowed):
         return number
 
     # -- before the loop --
+
+    def begin(self) -> None:
+        """Seed the process's generators: the function begins."""
+        self._seed(0, _ENTRY)
 
     def build(
         self, make: Callable[[], nn.Module], *, init_weights: Callable[[nn.Module, torch.Generator], None] | None = None
@@ -168,6 +173,7 @@ class Session(NotFollowed):
         _hook(optimizer, self._before_update, self._after_update)
         self.on_sharded()
         self._now()
+        self._seed(0, _SHARDED)
 
     # -- the loop --
 
@@ -264,6 +270,8 @@ class Session(NotFollowed):
         return found
 
     def _seed(self, step: int, place: int) -> None:
+        if place < -1:  # the engine does so for each microbatch; behind them a draw would depend on the last one
+            DRAWS[2](self._job.batch.seed, "session", step, place)
         for name, generator in self._generators.items():
             generator.manual_seed(derive_seed(self._job.batch.seed, "session", name, step, place))
 
@@ -309,6 +317,19 @@ class Session(NotFollowed):
         self._now().engine.request_save()
 
     # -- the end --
+
+    def blamed(self, error: BaseException) -> BaseException:
+        """The error that has left the function; a TaskError with the way out if it followed from a change of workers."""
+        step, training = self._step, self._training
+        is_aborted = training is not None and not training.is_over and training.engine.is_aborted
+        if step is None or not (step.is_undone or (step.done and is_aborted)):
+            return error
+        return TaskError(
+            f"{line_of(error)}: a line behind `with step:` raised an error, as the workers had just changed, and step "
+            f"{step.number} is done again. Lines there run for such a step, too: read step.loss and what the `with` "
+            f"sets only `if step.done:`, or move them into the `with`. ({text_of(error)})",
+            user_traceback(error),
+        )
 
     def serve_after(self, error: BaseException) -> None:
         """Answer the driver for ever, each training with this error: the function has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -32,10 +33,24 @@ def line_here() -> str:
     """`file.py:12` of the innermost frame of the calling thread that is neither raysharded's nor torch's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("raysharded", "torch", "contextlib"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if _is_users(frame):
+            return _line(frame, frame.f_lineno)
         frame = frame.f_back
     return "the training function"
+
+
+def _is_users(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("raysharded", "torch", "contextlib")
+
+
+def _line(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_filename}:{line}"
+
+
+def line_of(error: BaseException) -> str:
+    """`file.py:12` of the outermost such frame that an error has left: a line of the training function."""
+    walked = ((frame, line) for cause in causes(error) for frame, line in traceback.walk_tb(cause.__traceback__))
+    return next((_line(frame, line) for frame, line in walked if _is_users(frame)), "the training function")
 
 
 def with_line(error: E) -> E:
@@ -57,14 +72,15 @@ def _refuse_scaler(error: BaseException, step: int) -> None:
         ) from error
 
 
-_REST = -2
+_REST, _LEFT, _EVALUATED = -2, -4, -5
+"""Places in a step of draws behind its microbatches, behind it, and behind its evaluations (-5, -6, ...)."""
 
 
 class UserStep(NotFollowed):
     """A step, as `session.steps()` yields it; use it as a context manager. Thread of the function only."""
 
     def __init__(self, training: Training, seed: Callable[[int, int], None], *, is_watched: bool) -> None:
-        """`seed`: called with the step and the microbatch, or -2 for the rest of the step, before each."""
+        """`seed`: called with the step and the microbatch before each, or with a place below -1 for what follows."""
         self._training, self._seed = training, seed
         self._step: Step | None = training.engine.next_step()
         self.number: int = self._step.number
@@ -72,21 +88,32 @@ class UserStep(NotFollowed):
         self._agreed: Agreed | None = None
         self.is_watched = is_watched
         """True if changes at other places are looked for."""
+        self._num_evaluations = 0
         self._gradients: int | None = None
         self.parameters: int | None = None
         """Digest of the parameters at the step's end, if it is watched."""
         self._applying: contextlib.AbstractContextManager[None] | None = None
         self._has_begun = self._is_computed = self._is_applied = False
+        self.done = False
+        """True behind a `with` whose step is complete; False behind one that was undone, and is done again."""
 
     @property
     def loss(self) -> float:
-        """The step's loss, as all workers agreed on it: sum / weight over all microbatches; NaN without any weight."""
-        return self._agreement("loss").loss
+        """The step's loss, as all workers agreed on it: sum / weight over all microbatches.
+
+        NaN without any weight, and behind a `with` that was undone.
+        """
+        return math.nan if self.is_undone else self._agreement("loss").loss
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics given to `backward`, each as sum / weight over all microbatches."""
-        return self._agreement("metrics").averages()
+        """The metrics given to `backward`, each as sum / weight over all microbatches; empty if it was undone."""
+        return {} if self.is_undone else self._agreement("metrics").averages()
+
+    @property
+    def is_undone(self) -> bool:
+        """True behind a `with` that an error has ended, such as the loss of a worker."""
+        return self._has_begun and self._step is None and not self.done
 
     def _agreement(self, name: str) -> Agreed:
         if self._agreed is None:
@@ -124,6 +151,8 @@ class UserStep(NotFollowed):
                 with naming(self._step.where if computes else f"step {self.number}", "loss" if computes else None):
                     raise with_line(error)
             self._commit(self._step)
+            self.done = True
+            self._seed(self.number, _LEFT)
         except BaseException as found:  # noqa: BLE001 - the boundary to the user's function
             self._give_up(found)
             self._training.fail(self._blamed(found))
@@ -203,7 +232,10 @@ class UserStep(NotFollowed):
         step = self._now("session.evaluate()")
         if not self._is_applied:
             raise TaskError(f"{line_here()}: session.evaluate() belongs into `with step:`, behind optimizer.step().")
-        return step.evaluate(data, num_samples, name)
+        found = step.evaluate(data, num_samples, name)
+        self._seed(self.number, _EVALUATED - self._num_evaluations)
+        self._num_evaluations += 1
+        return found
 
     def log(self, numbers: Mapping[str, float]) -> None:
         """Add numbers to the step's metrics."""

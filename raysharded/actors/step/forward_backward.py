@@ -243,6 +243,7 @@ class Computer:
         """A context in which a microbatch's loss is computed; draws, also in backward, depend on (seed, step,
         microbatch)."""
         self._draws(self._seed, purpose, step, microbatch)
+        torch.clear_autocast_cache()  # under an autocast around the step, casts of other weights would be in it
         if purpose not in self._unwatched:
             return nullcontext()
         where = f"{self.name_of(purpose, step)}, {microbatch_name(microbatch)}"
