@@ -19,7 +19,7 @@ from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
 from raysharded.errors import TaskError
 from tests.session import loops
-from tests.session.loops import Average, Loop, by_task, optimizer_of, run
+from tests.session.loops import Loop, by_task, optimizer_of, run
 from tests.session.test_in_a_step import HELD_OUT, Evaluating
 from tests.training.harness import Gpt, Outcome
 
@@ -88,7 +88,7 @@ class Drawing(Evaluating):
     def entered(self, session: Session, step: UserStep) -> None:
         self.early = numbers()
 
-    def applied(self, session: Session, step: UserStep, average: Average) -> None:
+    def applied(self, session: Session, step: UserStep, *_: object) -> None:
         drawn = {"first": self.first, "early": self.early, "rest": numbers()}
         for count in range(2):
             session.evaluate(self.loss, HELD_OUT)

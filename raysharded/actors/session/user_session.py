@@ -319,7 +319,7 @@ class Session(NotFollowed):
     # -- the end --
 
     def blamed(self, error: BaseException) -> BaseException:
-        """The error that has left the function; a TaskError with the way out if it followed from a change of workers."""
+        """The error that has left the function; a TaskError with the way out if a change of workers led to it."""
         step, training = self._step, self._training
         is_aborted = training is not None and not training.is_over and training.engine.is_aborted
         if step is None or not (step.is_undone or (step.done and is_aborted)):
