@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from collections.abc import Iterator
 from typing import ClassVar
 
 from raysharded.display import plain_text, uncaught_errors
@@ -18,6 +19,17 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception as failure:  # noqa: BLE001 - the boundary to the user's classes
         return f"(message unavailable: __str__ raised {type(failure).__name__})"
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and all its causes and contexts: a task may wrap what its model raises."""
+    left, seen = [error], set[int]()
+    while left:
+        found = left.pop()
+        if id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            left += [cause for cause in (found.__context__, found.__cause__) if cause is not None]
 
 
 def is_ctrl_c(error: BaseException) -> bool:
@@ -59,6 +71,10 @@ class ClusterError(RayshardedError):
     """The cluster cannot provide the workers or resources that the run needs."""
 
     exit_status = RETRY_HELPS
+
+
+class DeviceFailed(ClusterError):
+    """A worker's GPU does not work any more in its process, or at all."""
 
 
 class TaskError(RayshardedError):

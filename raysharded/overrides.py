@@ -5,6 +5,9 @@ A step is a function of the previous state and of these decisions. Every computa
 Learning rates: a factor holds from its first step until the first step of the next decision, in every computation of
 those steps.
 
+Weights of a mixture: they hold from their first position on. The source at a position follows from them, also when it
+is read again.
+
 Skipped data: how far the run's positions are ahead of those that the step number gives. A run that returns to step `c`
 because step `s` went wrong continues with the samples after those of `s`. Positions depend only on the step and on
 these decisions, so everything computed later, or again, is determined.
@@ -16,6 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+WEIGHTS = "mixture_weights"
+"""Name of the field, of journal entries and checkpoints, that has the changes of a mixture's weights."""
 Rates: TypeAlias = tuple[tuple[int, float], ...]
 """(first step, factor), ascending by step: from that step on, every learning rate is the task's times the factor."""
 
@@ -84,6 +89,35 @@ def skips_resumed(skips: Skips, *, step: int, samples: int, global_batch_size: i
     return later if later and later[0][0] == step else ((step, ahead), *later)
 
 
+def consumed(skips: Skips, step: int, global_batch_size: int) -> int:
+    """The number of samples read or skipped up to `step`: the position after its last sample."""
+    return step * global_batch_size + skipped_before(skips, step)
+
+
+WeightChanges: TypeAlias = tuple[tuple[int, int, tuple[tuple[str, float], ...]], ...]
+"""(first step, first position, weights by source), ascending: from that position on the mixture has these weights."""
+
+
+def weights_before(changes: WeightChanges, position: int) -> WeightChanges:
+    """The decisions that begin before a position."""
+    return tuple(change for change in changes if change[1] < position)
+
+
+def reweighted(
+    changes: WeightChanges, *, from_step: int, position: int, weights: tuple[tuple[str, float], ...]
+) -> WeightChanges:
+    """The decisions after one more, which replaces those that would begin later."""
+    return (*weights_before(changes, position), (from_step, position, weights))
+
+
+def weights_resumed(changes: WeightChanges, *, position: int, told: WeightChanges) -> WeightChanges:
+    """The decisions of a run that resumes from a checkpoint that had consumed `position` samples, with `told`.
+
+    The checkpoint's decisions hold up to there, as it may come from another run. The run's later decisions remain.
+    """
+    return (*weights_before(told, position), *(change for change in changes if change[1] >= position))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decisions:
     """All decisions, each with the step from which it holds."""
@@ -92,12 +126,15 @@ class Decisions:
     """The data that the run has skipped."""
     rates: Rates = ()
     """The factors of the run's learning rate."""
+    weights: WeightChanges = ()
+    """The weights of its mixture that were set while it trained."""
 
     def fields(self) -> dict[str, Any]:
         """The decisions as fields of a journal entry."""
         return {
             "skips": [list(skip) for skip in self.skips],
             "learning_rate": [list(rate) for rate in self.rates],
+            **own_weights(self.weights),
         }
 
 
@@ -107,10 +144,15 @@ def after(decisions: Decisions, entry: Mapping[str, Any]) -> Decisions:
         case "started" | "rewind":
             skips = skips_of(entry["skips"]) if "skips" in entry else decisions.skips
             rates = rates_of(entry["learning_rate"]) if "learning_rate" in entry else decisions.rates
-            return Decisions(skips=skips, rates=rates)
+            weights = decisions.weights if "learning_rate" not in entry else weights_of(entry.get(WEIGHTS, ()))
+            return Decisions(skips=skips, rates=rates, weights=weights)
         case "learning_rate":
             step, factor = int(entry["from_step"]), float(entry["factor"])
             return replace(decisions, rates=changed(decisions.rates, from_step=step, factor=factor))
+        case "mixture_weights":
+            ((step, position, given),) = weights_of([(entry["from_step"], entry["from_position"], entry["weights"])])
+            then = reweighted(decisions.weights, from_step=step, position=position, weights=given)
+            return replace(decisions, weights=then)
     return decisions
 
 
@@ -127,6 +169,9 @@ def agree(one: Decisions, other: Decisions, step: int) -> bool:
     first = [1, *(skip[0] + 1 for skip in (*one.skips, *other.skips))]
     if any(skipped_before(one.skips, k) != skipped_before(other.skips, k) for k in first if k <= step):
         return False
+    mine, others = (tuple(change for change in of.weights if change[0] <= step) for of in (one, other))
+    if mine != others:
+        return False
     first = [1, *(rate[0] for rate in (*one.rates, *other.rates))]
     return all(factor_at(one.rates, k) == factor_at(other.rates, k) for k in first if k <= step)
 
@@ -139,3 +184,17 @@ def skips_of(told: Iterable[Iterable[Any]]) -> Skips:
 def rates_of(told: Iterable[Iterable[Any]]) -> Rates:
     """Rates from JSON. Raises TypeError or ValueError for invalid values."""
     return tuple((int(step), float(factor)) for step, factor in told)
+
+
+def weights_of(told: Iterable[Iterable[Any]]) -> WeightChanges:
+    """Weights of a mixture from JSON. Raises TypeError, ValueError or AttributeError for invalid values."""
+    return tuple(
+        (int(step), int(position), tuple((str(name), float(weight)) for name, weight in weights.items()))
+        for step, position, weights in told
+    )
+
+
+def own_weights(changes: WeightChanges) -> dict[str, Any]:
+    """Weights of a mixture as a field for JSON; empty if none were set."""
+    told = [[step, position, dict(weights)] for step, position, weights in changes]
+    return {WEIGHTS: told} if told else {}

@@ -9,13 +9,17 @@ from hypothesis import given, strategies as st
 from raysharded.overrides import (
     Decisions,
     Rates,
+    WeightChanges,
     after,
     agree,
     changed,
     decided,
     factor_at,
     rates_resumed,
+    reweighted,
     skipped_before,
+    weights_before,
+    weights_resumed,
 )
 
 RATES = st.lists(st.tuples(st.integers(1, 20), st.floats(0, 4)), unique_by=lambda rate: rate[0], max_size=4).map(
@@ -24,7 +28,12 @@ RATES = st.lists(st.tuples(st.integers(1, 20), st.floats(0, 4)), unique_by=lambd
 SKIPS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), unique_by=lambda skip: skip[0], max_size=4).map(
     lambda them: tuple(sorted(them))
 )
-DECISIONS = st.builds(Decisions, skips=SKIPS, rates=RATES)
+WEIGHTS = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(0, 9), st.sampled_from([(("a", 1.0),), (("a", 0.5), ("b", 2.0))])),
+    unique_by=lambda change: change[0],
+    max_size=4,
+).map(lambda them: tuple((step, 10 * step + more, weights) for step, more, weights in sorted(them)))
+DECISIONS = st.builds(Decisions, skips=SKIPS, rates=RATES, weights=WEIGHTS)
 
 
 @given(RATES, st.integers(1, 25), st.floats(0, 4))
@@ -50,8 +59,9 @@ def test_a_checkpoint_has_what_held_up_to_its_step_and_the_journal_what_was_deci
 def test_decisions_agree_up_to_a_step_if_no_step_until_then_shows_a_difference(
     one: Decisions, other: Decisions, step: int
 ) -> None:
-    def shown(of: Decisions) -> list[tuple[int, float]]:
-        return [(skipped_before(of.skips, k), factor_at(of.rates, k)) for k in range(1, step + 1)]
+    def shown(of: Decisions) -> list[Any]:
+        weights = [change for change in of.weights if change[0] <= step]
+        return [*((skipped_before(of.skips, k), factor_at(of.rates, k)) for k in range(1, step + 1)), weights]
 
     assert agree(one, other, step) == (shown(one) == shown(other))
 
@@ -70,5 +80,19 @@ def test_the_journal_has_all_decisions_in_their_order() -> None:
         {"kind": "learning_rate", "step": 9, "factor": 0.25, "from_step": 10},
     ]
     assert decided(entries) == Decisions(skips=((2, 8),), rates=((4, 0.5), (10, 0.25)))
+    weights = {"kind": "mixture_weights", "step": 9, "weights": {"a": 2.0}, "from_step": 10, "from_position": 44}
+    later = {"kind": "rewind", "skips": [[2, 8], [5, 20]]}  # because a number was not finite: the weights stay
+    assert decided([*entries, weights, later]).weights == ((10, 44, (("a", 2.0),)),)
     undone = {"kind": "rewind", "skips": [[2, 8]], "learning_rate": [[4, 0.5]], "who": "asked"}
-    assert decided([*entries, undone]) == Decisions(skips=((2, 8),), rates=((4, 0.5),))
+    assert decided([*entries, weights, undone]) == Decisions(skips=((2, 8),), rates=((4, 0.5),))
+
+
+@given(WEIGHTS, WEIGHTS, st.integers(0, 250))
+def test_a_checkpoint_has_the_weights_of_what_was_consumed_and_the_journal_the_later_ones(
+    weights: WeightChanges, told: WeightChanges, position: int
+) -> None:
+    then = weights_resumed(weights, position=position, told=told)
+    assert [change for change in then if change[1] < position] == [one for one in told if one[1] < position]
+    assert [change for change in then if change[1] >= position] == [one for one in weights if one[1] >= position]
+    more = reweighted(then, from_step=9, position=position, weights=(("c", 1.0),))
+    assert more == (*weights_before(then, position), (9, position, (("c", 1.0),)))

@@ -19,11 +19,12 @@ from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm import link_check
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.compilation.compiled_blocks import Compilation
+from raysharded.actors.device.device_errors import require_device
 from raysharded.actors.model.build import Wrapped
 from raysharded.actors.preparation import Preparations
 from raysharded.actors.process import environment, preemption_notices
 from raysharded.actors.process.leave_signal import LeaveInbox
-from raysharded.actors.process.stop_reason import UnexpectedErrors, ending_of, travelling
+from raysharded.actors.process.stop_reason import Ends, travelling
 from raysharded.actors.session.computing_threads import computing_thread
 from raysharded.actors.session.user_session import with_session_task
 from raysharded.actors.shards.erasure import erasure_code
@@ -67,7 +68,6 @@ class Worker:
 
     def __init__(self, worker: WorkerId, job: Job, storage: Storage | None = None) -> None:
         """`storage`: the run's; None: that of the job's URL."""
-        environment.prepare_environment(job.use_gpu)
         self._worker, job = worker, with_session_task(job)
         self._device = environment.prepare_torch(job.engine, job.num_threads, use_gpu=job.use_gpu)
         compiles = job.engine.compile and job.engine.reduction == "exact"
@@ -97,7 +97,7 @@ class Worker:
         self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
         self._sampler.start()
         self._notes = Notes()
-        self._unexpected = UnexpectedErrors(worker)
+        self._ends = Ends(worker)
         self._left_s = 0.0
         self._leaving = LeaveInbox(worker, grace_s=job.grace_s)
         self._leaving.listen()
@@ -170,12 +170,14 @@ class Worker:
         with self._changing:
             self._generation, self._decisions = spec.generation, spec.decisions
             self._groups = Groups(self._job.use_gpu) if prepared is None else prepared[0]
-            if self._interrupted >= spec.generation:
-                self._groups.abort()
+            groups, is_interrupted = self._groups, self._interrupted >= spec.generation
+        if is_interrupted:
+            groups.abort()
         return self._guarded(lambda: self._form(spec, prepared and prepared[1]))
 
     def _form(self, spec: GenerationSpec, wrapped: Wrapped | None) -> GenerationReady:
         assert self._groups is not None
+        require_device(self._device)
         parity = parity_of(self._job.engine.redundancy, spec.tensor)
         place = RankPosition(spec=spec, worker=self._worker, mirrors=self._job.engine.mirrors, parity=parity)
         self._share = place.share
@@ -256,9 +258,7 @@ class Worker:
         try:
             return work()
         except BaseException as error:  # noqa: BLE001 - the boundary of the actor: everything becomes a message
-            found = ending_of(error, interrupted=self._groups is not None and self._groups.aborted)
-            if found.is_unexpected:
-                self._unexpected.log(error)
+            found = self._ends.of(error, self._device, interrupted=self._groups is not None and self._groups.aborted)
             return self._broken(found.reason, found.error)
 
     def _broken(self, reason: StopReason, error: RayshardedError) -> Stopped:
@@ -302,9 +302,9 @@ class Worker:
         """Abort every collective of `generation`, or of an older one, that this worker is in or will enter."""
         with self._changing:
             self._interrupted = max(self._interrupted, generation)
-            groups = self._groups  # the thread that computes may release them now
-            if generation >= self._generation and groups is not None:
-                groups.abort()
+            groups = self._groups if generation >= self._generation else None
+        if groups is not None:  # the thread that computes may release them now
+            groups.abort()
 
     def report(self, generation: GenerationId) -> Stopped:
         """The buffers that this worker holds, after a generation that it formed failed before training."""

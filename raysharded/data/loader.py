@@ -16,7 +16,7 @@ from raysharded.data.ledger import Digest, ReadRecorder, digest_of_reads
 from raysharded.data.order import NO_BLOCKS, Blocks, Int64s, positions_of_microbatch, sample_ids
 from raysharded.errors import DataError
 from raysharded.ids import derive_seed
-from raysharded.overrides import Skips, skipped_before
+from raysharded.overrides import Skips, WeightChanges, skipped_before
 
 if TYPE_CHECKING:
     from raysharded.data.dataset import Dataset
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 MicrobatchKey: TypeAlias = tuple[int, int]
 """The pair (step, microbatch): the step from 1 on, the logical microbatch from 0 on."""
 _LEAST_IDS = 4096  # computed at once: for few of them most of the time goes to calls
-_Place: TypeAlias = tuple[int, int, int, int, Blocks]
-"""The tuple (step, microbatch, samples skipped before, number of the rule `order`, the run's blocks)."""
+_Place: TypeAlias = tuple[int, int, int, int, Blocks, WeightChanges]
+"""The tuple (step, microbatch, samples skipped before, number of the rule `order`, blocks, changed weights)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -69,8 +69,8 @@ def _proved(step: int, index: int, samples: list[Any], ids: Int64s, positions: I
 class Loader(Protocol):
     """Loader interface of the engine. `load` must give the same samples for the same key and skips every time."""
 
-    def skip(self, skips: Skips, order: int = 1, blocks: tuple[int, int] = (1, 1)) -> None:
-        """Set the skipped data of the run, the number of its rule `order` and its `Blocks`, from now on.
+    def skip(self, skips: Skips, order: int = 1, blocks: tuple[int, int] = (1, 1), weights: WeightChanges = ()) -> None:
+        """Set the skipped data of the run, the number of its rule `order`, its `Blocks`, and changed weights.
 
         Must not run concurrently with `load`.
         """
@@ -121,6 +121,7 @@ class MicrobatchLoader:
         self._skips: Skips = ()
         self._order = 1
         self._blocks = NO_BLOCKS
+        self._weights: WeightChanges = ()
         self._prefetcher: Prefetcher[_Place, Microbatch] | None = Prefetcher(self._read) if prefetch else None
         self._upcoming = _Upcoming(self._reader, batch.microbatch_size, self._ids_of)
 
@@ -138,16 +139,21 @@ class MicrobatchLoader:
             self._samples_per_block = self._reader.samples_per_block()
         return self._samples_per_block
 
-    def skip(self, skips: Skips, order: int = 1, blocks: tuple[int, int] = (1, 1)) -> None:
+    @property
+    def order_text(self) -> str:
+        """All that the order of a mixture's samples depends on, as JSON; empty for other datasets."""
+        return self._reader.order_text()
+
+    def skip(self, skips: Skips, order: int = 1, blocks: tuple[int, int] = (1, 1), weights: WeightChanges = ()) -> None:
         """Take the samples at the positions that follow from these decisions, in this order, from now on.
 
         Must not run concurrently with `load`.
         """
-        self._skips, self._order, self._blocks = skips, order, Blocks(*blocks)
-        self._upcoming.restart()
+        self._skips, self._order, self._blocks, self._weights = skips, order, Blocks(*blocks), weights
+        self._upcoming.restart(weights)
 
     def _place(self, key: MicrobatchKey) -> _Place:
-        return *key, skipped_before(self._skips, key[0]), self._order, self._blocks
+        return *key, skipped_before(self._skips, key[0]), self._order, self._blocks, self._weights
 
     def load(self, step: int, microbatch: int) -> Microbatch:
         """The microbatch with its samples in order. Raises ValueError for one that no step has.
@@ -197,13 +203,13 @@ class MicrobatchLoader:
         return sample_ids(self._batch.seed, positions, self.num_samples, self._order, self._blocks)
 
     def _read(self, place: _Place) -> Microbatch:
-        step, index, skipped, order, blocks = place
+        step, index, skipped, order, blocks, weights = place
         batch = self._batch
         positions = positions_of_microbatch(step, index, batch.global_batch_size, batch.microbatch_size, skipped)
         known = self._upcoming.ids(step, index) if place == self._place((step, index)) else None
         ids = sample_ids(batch.seed, positions, self.num_samples, order, blocks) if known is None else known
         number = derive_seed(batch.seed, "samples", step, index)
-        reads = self._reader.read_samples(ids.tolist(), f"in step {step}, microbatch {index}", number)
+        reads = self._reader.read_samples(ids.tolist(), f"in step {step}, microbatch {index}", number, weights)
         return _proved(step, index, reads.samples, np.asarray(reads.ids, dtype=np.int64), positions)
 
 
@@ -218,12 +224,13 @@ class _Upcoming:
         """`size`: samples per microbatch."""
         self._reader, self._size, self._ids_of = reader, size, ids_of
         self._num_ahead: int | None = None
+        self._weights: WeightChanges = ()
         self._computed: tuple[list[int], tuple[tuple[range, Int64s], ...]] = ([], ())
         """Microbatches, and for parts of consecutive steps their ids, [steps, microbatches, size]."""
 
-    def restart(self) -> None:
-        """The order is another one from now on."""
-        self._computed = ([], ())
+    def restart(self, weights: WeightChanges) -> None:
+        """The order is another one from now on, and a mixture has these changed weights."""
+        self._computed, self._weights = ([], ()), weights
 
     def plan(self, keys: Sequence[MicrobatchKey]) -> None:
         """These are loaded next, and then the same microbatches of the steps that follow."""
@@ -243,7 +250,7 @@ class _Upcoming:
             steps = range(next_step, step + num_steps)
             ids = self._ids_of(steps, microbatches)
             if self._num_ahead:
-                self._reader.read_ahead(ids, anew=not parts)
+                self._reader.read_ahead(ids, anew=not parts, weights=self._weights)
             parts = (*parts, (steps, ids.reshape(len(steps), len(microbatches), self._size)))
         self._computed = microbatches, parts
 

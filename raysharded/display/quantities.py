@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -68,3 +69,8 @@ def span(seconds: float) -> str:
     if not 0 <= seconds < 0.0995:
         return duration(seconds)
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.0005 else "0 s" if seconds == 0 else "<1 ms"
+
+
+def weights_text(weights: Mapping[str, float]) -> str:
+    """Weights of sources: "web 0.7, code 0.3"."""
+    return ", ".join(f"{name} {weight:g}" for name, weight in weights.items())

@@ -52,6 +52,7 @@ from raysharded.driver.state.events import (
     Fingerprinted,
     LeadershipLost,
     LearningRateRequested,
+    MixtureWeightsRequested,
     PauseRequested,
     Recorded,
     ReshardRequested,
@@ -200,6 +201,10 @@ class Driver:
         `run_changes.rate_refusal` returns the reason for a refusal beforehand; the journal records a later one.
         """
         self._inbox.put(LearningRateRequested(factor=float(factor)))
+
+    def set_mixture_weights(self, weights: Mapping[str, float]) -> None:
+        """As `set_learning_rate`, for weights of the mixture's sources; `run_changes.weights_refusal`. Any thread."""
+        self._inbox.put(MixtureWeightsRequested(weights=tuple((name, float(one)) for name, one in weights.items())))
 
     def rewind(self, step: int, skip_data: bool = False) -> None:
         """Go back to the checkpoint of `step` at the next step boundary, and continue from there. Any thread.

@@ -37,6 +37,7 @@ from raysharded.driver.state.events import (
     Fingerprinted,
     LeadershipLost,
     LearningRateRequested,
+    MixtureWeightsRequested,
     Overtaken,
     PauseRequested,
     Ready,
@@ -126,6 +127,8 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             return run_changes.ask_reshard(state, event, at)
         case LearningRateRequested():
             return run_changes.ask_rate(state, event, at)
+        case MixtureWeightsRequested():
+            return run_changes.ask_weights(state, event, at)
         case RewindRequested():
             return run_changes.ask_rewind(state, event, at)
         case Recorded():
@@ -165,7 +168,7 @@ def _on_said(state: State, event: WorkerReply, at: float) -> Outcome:
         case Prepared() as prepared:
             return lifecycle.on_prepared(state, event.worker, prepared, at)
         case Stopped() as stopped:
-            return lifecycle.on_stopped(state, event.worker, stopped, at)
+            return leave_notice.on_stopped(state, event.worker, stopped, at)
         case Progress() as progress:
             return _on_progress(state, progress, at)
         case Saved() as saved:

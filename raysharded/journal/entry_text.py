@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysharded.display.plain_text import brief
-from raysharded.display.quantities import count, duration, listing, moment, size
+from raysharded.display.quantities import count, duration, listing, moment, size, weights_text
 
 _WARNED = (
     *("checkpoint_late", "checkpoint_failed", "checkpoint_skipped", "waiting_for_owner", "waiting_for_workers"),
     *("storage_back", "taken_over", "arithmetic", "gcs_back", "gcs_limit", "reshard_refused", "rewind_refused"),
-    *("learning_rate_refused", "pause_refused", "resize_refused", "drain_refused"),
+    *("learning_rate_refused", "mixture_weights_refused", "pause_refused", "resize_refused", "drain_refused"),
 )
 LOUD = dict.fromkeys(_WARNED, logging.WARNING)
 LOUD |= dict.fromkeys(("checkpoints_failing", "storage_failing", "gcs_lost"), logging.ERROR)
@@ -142,6 +142,12 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "learning_rate":
             rate = f"{fields['factor']:g} times the task's learning rate"
             return f"step {fields['step']}: {rate} from step {fields['from_step']} on, as was asked for"
+        case "mixture_weights":
+            weights = f"{weights_text(fields['weights'])} as weights of the mixture"
+            first = f"from step {fields['from_step']}, sample {fields['from_position']}, on"
+            return f"step {fields['step']}: {weights} {first}, as was asked for"
+        case "mixture_weights_refused":
+            return f"step {fields['step']}: other weights of the mixture refused: {brief(fields['reason'])}"
         case "learning_rate_refused":
             return f"step {fields['step']}: another learning rate refused: {brief(fields['reason'])}"
         case "rewind_refused":

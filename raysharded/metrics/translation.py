@@ -9,10 +9,11 @@ from typing import Any
 from raysharded.display.plain_text import masked, one_line, printable
 from raysharded.journal.entry_text import incident_text
 from raysharded.metrics_writer import Beginning, RunEvent, StepMetrics
+from raysharded.overrides import WEIGHTS
 from raysharded.report.history.step_table import step_record
 
 _NO_SETTINGS = frozenset(
-    {"driver", "run", "skips", "learning_rate", "resumed_after_step", "source", "after", "because"}
+    {"driver", "run", "skips", "learning_rate", WEIGHTS, "resumed_after_step", "source", "after", "because"}
 )
 """Fields of the entry `started` about the driver; the others are the configuration and the versions."""
 

@@ -144,6 +144,8 @@ class WorkerInfo:
     samples_per_block: int = 1
     """Consecutive samples of the data that are read at once; 1: it has no blocks. Below 0: minus the digest of the
     order that the data have themselves."""
+    mixture: str = ""
+    """All that the order of a mixture's samples depends on, as JSON; empty for other data."""
     open_files: int | None = None
     """Number of files that the process may still open, for connections to its peers; None: unknown."""
 
@@ -293,6 +295,8 @@ class StopReason(Enum):
     """An audit, or the proof of a first step, found wrong numbers."""
     REFUSED = "refused"
     """Exact mode cannot be kept, or the state does not fit: a retry would not help."""
+    DEVICE = "device"
+    """The worker's GPU does not work in its process any more; its host memory does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

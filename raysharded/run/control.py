@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import math
 import threading
@@ -11,13 +12,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysharded.driver.handlers import run_changes, user_requests
-from raysharded.errors import CheckpointError, ConfigError, RunFailed
+from raysharded.errors import CheckpointError, ConfigError, RayshardedError, RunFailed
+from raysharded.overrides import consumed, skipped_before, weights_before
 from raysharded.run.results import WrittenCheckpoint
 from raysharded.task import require_tensor_parallelism
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import SigningKey, Storage
     from raysharded.checkpoint.retention.catalog import CheckpointRef
+    from raysharded.data import Mixture
     from raysharded.driver.driver import Driver
     from raysharded.driver.state.state import State
     from raysharded.run.group_planner import GroupPlanner
@@ -52,6 +55,21 @@ def _chosen(storage: Storage, step: int | None, key: SigningKey | None) -> Check
     steps = ", ".join(map(str, sorted({ref.step for ref in committed}))) or "none; Run.checkpoint() has one written"
     of = "" if step is None else f" of step {step}"
     raise CheckpointError(f"the run at {storage.url} has no committed checkpoint{of}; there are: {steps}.")
+
+
+def _ends_early(data: Mixture, state: State, weights: Mapping[str, float]) -> str:
+    """Reason why the mixture would end before the run with these weights from the next step on; empty if unknown."""
+    if not data.max_epochs:
+        return ""
+    skips, batch = state.decisions.skips, state.limits.global_batch_size
+    done, last = max(state.step, state.reached), state.limits.max_steps
+    position = done * batch + skipped_before(skips, done + 1)
+    earlier = [(start, dict(given)) for _, start, given in weights_before(state.decisions.weights, position)]
+    with contextlib.suppress(RayshardedError, OSError):  # perhaps only the workers' nodes have the data
+        length, needed = len(data.with_changes([*earlier, (position, weights)])), consumed(skips, last, batch)
+        if length < needed:
+            return f"the mixture would end after {length} samples, and the run needs {needed}: raise a max_epochs."
+    return ""
 
 
 class RunControl:
@@ -131,6 +149,22 @@ class RunControl:
     def set_learning_rate(self, factor: float) -> None:
         willing = self._willing("set_learning_rate", lambda state: run_changes.rate_refusal(state, factor))
         willing.set_learning_rate(factor)
+
+    def set_mixture_weights(self, weights: Mapping[str, float]) -> None:
+        from raysharded.data.mixtures.mixture import Mixture, checked_weights
+
+        data = self._spec.data
+        if not isinstance(data, Mixture):
+            raise ConfigError(
+                f"Run.set_mixture_weights: the data of the run are a {type(data).__name__}, and only a "
+                "raysharded.Mixture has weights."
+            )
+        checked = checked_weights(data.sources, "Run.set_mixture_weights", weights)
+
+        def refusal(state: State) -> str:
+            return run_changes.weights_refusal(state, list(checked.items())) or _ends_early(data, state, checked)
+
+        self._willing("set_mixture_weights", refusal).set_mixture_weights(checked)
 
     def rewind(self, step: int, skip_data: bool) -> None:
         willing = self._willing("rewind", lambda state: run_changes.rewind_refusal(state, step))

@@ -26,6 +26,7 @@ Ask = Literal[
     "checkpoint",
     "stop",
     "set_learning_rate",
+    "set_mixture_weights",
     "rewind",
     "reshard",
     "remark",
@@ -285,6 +286,15 @@ class Run(ABC):
         """
         require_number("Run.set_learning_rate", "factor", factor, 0.0)
         self._ask("set_learning_rate", factor=float(factor))
+
+    def set_mixture_weights(self, weights: Mapping[str, float]) -> None:
+        """Read the sources of the run's `Mixture` with these weights, from the next step boundary on.
+
+        Sources that are left out have none. The weights hold until the next position of the mixture's own list, if it
+        has one. They are part of the run: a sample that is read again comes from the same source.
+        """
+        require(isinstance(weights, Mapping), f"Run.set_mixture_weights: weights={weights!r}: give a dict by source.")
+        self._ask("set_mixture_weights", weights=dict(weights))
 
     def rewind(self, step: int, *, skip_data: bool = False) -> None:
         """Go back to the committed checkpoint of this step, and continue from there; newer checkpoints are deleted.

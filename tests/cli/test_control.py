@@ -27,6 +27,7 @@ def test_a_name_means_nothing_without_a_cluster() -> None:
         ["resize", "gpt", "3"],
         ["fork", "gpt", "other"],
         ["learning-rate", "gpt", "0.5"],
+        ["mixture-weights", "gpt", "web=0.5", "code=0.5"],
     ):
         assert "there is no Ray cluster here that could know a run named 'gpt'" in fail(*command)
 

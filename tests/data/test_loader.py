@@ -18,7 +18,7 @@ from raysharded.data.ledger import ReadRecorder, StepReads, check, expected_dige
 from raysharded.data.loader import Loader, Microbatch, MicrobatchLoader
 from raysharded.data.order import positions_of_microbatch, positions_of_step, sample_ids
 from raysharded.errors import ConfigError, DataError, TaskError
-from raysharded.overrides import Skips
+from raysharded.overrides import Skips, WeightChanges
 
 BATCH = BatchConfig(global_batch_size=6, microbatch_size=2, seed=1)
 DEADLINE_S = 20.0
@@ -276,7 +276,7 @@ class ReadsAs:
         samples = [recorder[i] for i in self._fault(_ids(step, microbatch))]
         return Microbatch.from_reads(step, microbatch, samples, recorder=recorder, batch=BATCH)
 
-    def skip(self, skips: Skips, order: int = 1, blocks: tuple[int, int] = (1, 1)) -> None:
+    def skip(self, skips: Skips, order: int = 1, blocks: tuple[int, int] = (1, 1), weights: WeightChanges = ()) -> None:
         pass
 
     def plan(self, upcoming: Sequence[tuple[int, int]]) -> None:

@@ -99,6 +99,7 @@ NAMES: Mapping[type, Names] = {
     events.StopRequested: Names("stop_requested", "checkpoint_within_s"),
     events.ReshardRequested: Names("reshard_requested", "grouping"),
     events.LearningRateRequested: Names("learning_rate_requested", "factor"),
+    events.MixtureWeightsRequested: Names("mixture_weights_requested", "weights"),
     events.RewindRequested: Names("rewind_requested", "step skip_data"),
     events.Recorded: Names("recorded", "generation"),
     events.Deleted: Names("deleted", "prefixes parents"),
@@ -144,9 +145,12 @@ NAMES: Mapping[type, Names] = {
         "rolled_back=undone rewound invalidated_up_to=distrusted invalidated_after=distrusted_after verified_step "
         "corrupted num_samples driver rendezvous result_fingerprint pause stop_requested stop_by arithmetic_unmet "
         "differing numerics proven build_seed save_began_at save_requested_in given_up "
-        "ending failed_at failed_worker deaths links relayed blocks leavers_save_s",
+        "ending failed_at failed_worker deaths links relayed blocks leavers_save_s wanted_weights "
+        "device_failures",
         later={
+            "wanted_weights": None,
             "leavers_save_s": None,
+            "device_failures": {},
             "blocks": (1, 1),
             "links": broken_links.Links(),
             "relayed": False,
@@ -202,7 +206,8 @@ NAMES: Mapping[type, Names] = {
     state.Preparation: Names("preparation", "members mesh prefix since by ready staying grouping awaited failed"),
     state.Rewinding: Names("rewinding", "checkpoint skip_data number"),
     state.WantedRate: Names("wanted_rate", "factor number"),
-    state.PendingOverrides: Names("plan", "decisions answers rate rewind"),
+    state.WantedWeights: Names("wanted_weights", "weights number"),
+    state.PendingOverrides: Names("plan", "decisions answers rate rewind weights", later={"weights": None}),
     state.Pause: Names("pause", "asked_at reached_at tried"),
     step_watch.StepWatch: Names(
         "watch", "durations asked_at again listened seen waited excused_at", later={"waited": frozenset()}
@@ -214,7 +219,7 @@ NAMES: Mapping[type, Names] = {
         later={"failed_at": (), "lost_at": 0.0},
     ),
     mesh_choice.Grouping: Names("grouping", "shards least_shards num_microbatches tensor least_workers step_s fits"),
-    overrides.Decisions: Names("decisions", "skips rates"),
+    overrides.Decisions: Names("decisions", "skips rates weights", later={"weights": ()}),
     messages.GenerationSpec: Names(
         "generation_spec",
         "generation members source host port prefix driver decisions replicas tensor apart nodes prepared attempt "
@@ -233,8 +238,9 @@ NAMES: Mapping[type, Names] = {
     messages.FromStart: Names("from_start", "step"),
     messages.WorkerInfo: Names(
         "facts",
-        "pid node arithmetic num_samples node_id started start_cpu_s device mailbox samples_per_block open_files",
-        later={"device": "", "mailbox": "", "samples_per_block": 1, "open_files": None},
+        "pid node arithmetic num_samples node_id started start_cpu_s device mailbox samples_per_block open_files "
+        "mixture",
+        later={"mixture": "", "device": "", "mailbox": "", "samples_per_block": 1, "open_files": None},
     ),
     messages.GenerationReady: Names("formed", "generation step spec seconds bytes_received bytes_read"),
     messages.Prepared: Names("prepared", "prefix error"),
@@ -273,7 +279,7 @@ NAMES: Mapping[type, Names] = {
 
 ENUMS: Mapping[type[Enum], str] = {
     state.Phase: "GATHERING FORMING TRAINING STOPPING PAUSED CLOSING OVER",
-    messages.StopReason: "FINISHED BOUNDARY ABORTED TASK_ERROR CORRUPT REFUSED",
+    messages.StopReason: "FINISHED BOUNDARY ABORTED TASK_ERROR CORRUPT REFUSED DEVICE",
 }
 """Canonical names of the members, as for fields."""
 

@@ -249,6 +249,11 @@ class Run:
         }
         return replace(self.state, facts=facts)
 
+    def with_devices(self, devices: dict[int, str]) -> State:
+        """The state with some of its workers on these GPUs."""
+        moved = {worker: replace(self.state.facts[WorkerId(worker)], device=gpu) for worker, gpu in devices.items()}
+        return replace(self.state, facts={**self.state.facts, **{WorkerId(one): facts for one, facts in moved.items()}})
+
     def error_or_none(self) -> BaseException | None:
         """As `error`; None, too, if the run continues."""
         return self.error if self.all(End) else None

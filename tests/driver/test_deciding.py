@@ -1,4 +1,4 @@
-"""The driver's promises to people who change the learning rate or rewind: one event after the other."""
+"""The driver's promises to people who change the learning rate or a mixture, or rewind: one event after the other."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from raysharded.driver.state.events import (
     CheckpointRequested,
     Deleted,
     LearningRateRequested,
+    MixtureWeightsRequested,
     PauseRequested,
     Recorded,
     RewindRequested,
@@ -452,3 +453,101 @@ def test_a_step_without_a_checkpoint_is_refused_with_those_that_there_are() -> N
     assert run.state.wanted_rewind is None
     fresh = replace(run.state, checkpoint=None, older_checkpoints=())
     assert "nor of any other yet" in run_changes.rewind_refusal(fresh, 5)
+
+
+# -- the weights of a mixture --
+
+
+def of_a_mixture(run: Run) -> Run:
+    run.state = replace(run.state, blocks=(-7, run.state.limits.global_batch_size))
+    return run
+
+
+A, B = (("a", 1.0),), (("a", 1.0), ("b", 3.0))
+
+
+def test_other_weights_are_in_the_journal_before_a_sample_is_read_with_them() -> None:
+    run = of_a_mixture(training(2, step=2, global_batch_size=4))
+    assert of(run.hear(MixtureWeightsRequested(weights=B)), RequestBoundary)
+    at_a_boundary(run, 3)
+    assert run.newest_form().decisions.weights == ((4, 12, B),)
+    formed = run.formed()
+    assert of(formed, Train) == []
+    fields = {"step": 3, "weights": {"a": 1.0, "b": 3.0}, "from_step": 4, "from_position": 12}
+    assert run.records("mixture_weights") == [fields]
+    (record,) = [one for one in of(formed, Record) if one.kind == "mixture_weights"]
+    assert record.durable
+    assert record.awaited_by == run.state.generation
+    assert len(of(recorded(run), Train)) == 1
+    assert not of(run.trained(4), RequestBoundary)  # nothing is left to decide
+
+
+def test_a_learning_rate_and_weights_are_decided_together() -> None:
+    run = of_a_mixture(training(2, step=2, global_batch_size=4))
+    run.hear(MixtureWeightsRequested(weights=B))
+    run.hear(LearningRateRequested(factor=0.5))
+    at_a_boundary(run, 3)
+    run.formed()
+    kinds = [record.kind for record in run.all(Record) if record.awaited_by is not None]
+    assert kinds == ["mixture_weights"]  # the last one: the journal is written in order
+    assert len(run.records("learning_rate")) == 1
+    assert (run.state.decisions.rates, run.state.decisions.weights) == (((4, 0.5),), ((4, 12, B),))
+
+
+def test_going_back_undoes_weights_of_later_samples_and_keeps_those_of_earlier_ones() -> None:
+    run = of_a_mixture(saved_every_two(2, max_steps=30))
+    for weights, boundary in ((A, 3), (B, 6)):
+        run.hear(MixtureWeightsRequested(weights=weights))
+        at_a_boundary(run, boundary)
+        run.formed()
+        recorded(run)
+        run.trained(boundary + 1, saves=(boundary + 1) % 2 == 0)
+        if (boundary + 1) % 2 == 0:
+            run.all_saved(boundary + 1)
+            run.committed(boundary + 1)
+    assert [change[:2] for change in run.state.decisions.weights] == [(4, 12), (7, 24)]
+    run.hear(RewindRequested(step=4, skip_data=True))
+    at_a_boundary(run, 8)
+    run.formed()
+    (entry,) = run.records("rewind")
+    assert entry["mixture_weights"] == [[4, 12, {"a": 1.0}]]
+    assert run.state.decisions.weights == ((4, 12, A),)
+    recorded(run)
+    run.hear(MixtureWeightsRequested(weights=B))
+    at_a_boundary(run, 5)
+    assert run.newest_form().decisions.weights == ((4, 12, A), (6, 5 * 4 + 4 * 4, B)), "after the skipped samples"
+
+
+def test_weights_that_were_requested_before_going_back_are_undone_with_it() -> None:
+    run = of_a_mixture(saved_every_two(5))
+    run.hear(MixtureWeightsRequested(weights=B))
+    run.hear(RewindRequested(step=4))
+    at_a_boundary(run, 6)
+    run.formed()
+    assert run.state.decisions.weights == ()
+    assert run.records("mixture_weights") == []
+    (entry,) = run.records("mixture_weights_refused")
+    why = "it is undone: going back to step 4 was asked for after it."
+    assert (entry["weights"], entry["reason"]) == ({"a": 1.0, "b": 3.0}, why)
+    assert "mixture_weights" not in run.records("rewind")[0]
+
+
+def test_weights_that_no_mixture_can_have_are_refused_and_also_those_of_other_data() -> None:
+    run = of_a_mixture(training(2, step=2))
+    for weights in ((("a", -1.0),), (("a", math.nan),), (("a", math.inf),), (("a", 0.0),), ()):
+        assert run.hear(MixtureWeightsRequested(weights=weights))[1:] == []
+    assert len(run.records("mixture_weights_refused")) == 5
+    other = training(2, step=2)
+    other.hear(MixtureWeightsRequested(weights=B))
+    (entry,) = other.records("mixture_weights_refused")
+    assert "the data of the run are no raysharded.Mixture" in entry["reason"]
+
+
+def test_weights_that_would_hold_for_no_step_are_refused() -> None:
+    run = of_a_mixture(saved_every_two(9))
+    run.hear(MixtureWeightsRequested(weights=B))
+    run.trained(10)
+    for member in run.state.members:
+        run.stopped(member, StopReason.FINISHED, 10)
+    assert len(run.records("mixture_weights_refused")) == 1
+    assert "last step" in run_changes.weights_refusal(run.state, B)

@@ -405,6 +405,23 @@ def asked_for(stage: Stage) -> None:
     require(found, "learning_rate", "learning_rate_refused", "rewind", "rewind_refused")
 
 
+def weights_asked_for(stage: Stage) -> None:
+    """Other weights of a mixture, a way back that undoes them, and others that come too late."""
+    sources = {"one": Slow(0.02), "two": Slow(0.02)}
+    found = stage.run(
+        2,
+        (after("step", step=2), lambda driver: driver.set_mixture_weights({"two": 1.0})),
+        (after("checkpoint", step=8), lambda driver: driver.rewind(2)),
+        (after("rewind"), lambda driver: driver.set_mixture_weights({"one": 1.0, "two": 2.0})),
+        (after("step", step=14), lambda driver: driver.set_mixture_weights({"one": 1.0})),
+        steps=14,
+        save_every=2,
+        data=rs.Mixture(sources, {"one": 3, "two": 1}),
+        metadata={"batch": {"global_batch_size": 8, "microbatch_size": 2, "seed": 5}, "reduction": "exact"},
+    )
+    require(found, "mixture_weights", "mixture_weights_refused", "rewind")
+
+
 def saves_that_fail(stage: Stage) -> None:
     for step in (1, 2, 3, 4, 12):
         (stage.folder / f"fail{step}").touch()
@@ -870,6 +887,7 @@ RUNS: dict[str, Callable[[Stage], None]] = {
         gone_back_because_of_a_number,
         steps_left_out,
         asked_for,
+        weights_asked_for,
         saves_that_fail,
         storage_that_takes_no_entries,
         storage_that_takes_no_entries_for_too_long,

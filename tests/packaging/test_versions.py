@@ -39,7 +39,7 @@ def test_pages_name_the_versions_that_were_tested() -> None:
     told = re.compile(r"torch (2\.\d+) to (2\.\d+)")
     for name in (
         "docs/exchange.md",
-        "raysharded/actors/comm/gloo.py",
+        "raysharded/actors/comm/torch_groups.py",
         "raysharded/checkpoint/interop/dcp/__init__.py",
     ):
         assert set(told.findall((ROOT / name).read_text())) == {TESTED["torch"]}, name

@@ -45,9 +45,7 @@ def undisturbed() -> Outcome:
     return train(1, steps=STEPS, microbatches=4)
 
 
-def trainer(
-    folder: Path, workers: int | tuple[int, int] = 2, data: Tokens | None = None, **checkpoint: Any
-) -> rs.ElasticTrainer:
+def trainer(folder: Path, workers: int | tuple[int, int] = 2, data: Any = None, **checkpoint: Any) -> rs.ElasticTrainer:
     return rs.ElasticTrainer(
         task=GptTask(),
         data=data or Tokens(),
@@ -229,6 +227,33 @@ def test_a_learning_rate_is_changed_and_a_run_goes_back(tmp_path: Path) -> None:
     run.rewind(2)  # later requests are undone with it
     assert run.wait(WAIT_S).fingerprint == undisturbed().fingerprint
     assert [entry["from_step"] <= STEPS for entry in recorded(run, "learning_rate")] == [True]
+
+
+@pytest.mark.procs
+def test_weights_of_a_mixture_are_changed_and_wrong_ones_are_refused_with_a_reason(tmp_path: Path) -> None:
+    sources = {"one": Paced(), "two": Paced()}
+    data = rs.Mixture(sources, {"one": 1, "two": 1}, max_epochs={"two": 0.12})
+    run = trainer(tmp_path, data=data).start_with(ProcessLauncher)
+    wait_for_step(run, 2)
+    for weights, told in (
+        ({"three": 1.0}, "'three' is none of the sources one, two"),
+        ({"one": -1.0}, "give a finite number of 0 or more"),
+        ({}, "they add up to 0"),
+        ({"two": 1.0}, r"the mixture would end after \d+ samples, and the run needs 64"),
+    ):
+        with pytest.raises(ConfigError, match=rf"Run.set_mixture_weights: .*{told}"):
+            run.set_mixture_weights(weights)
+    run.set_mixture_weights({"one": 1.0})
+    wait_for(run, "mixture_weights")
+    run.wait(WAIT_S)
+    (entry,) = recorded(run, "mixture_weights")
+    assert (entry["weights"], entry["from_position"]) == ({"one": 1.0}, (entry["from_step"] - 1) * 8)
+    other = trainer(tmp_path / "other").start_with(ProcessLauncher)
+    with pytest.raises(
+        ConfigError, match=r"the data of the run are a Tokens, and only a raysharded\.Mixture has weights"
+    ):
+        other.set_mixture_weights({"one": 1.0})
+    assert other.wait(WAIT_S).fingerprint == undisturbed().fingerprint
 
 
 @pytest.mark.procs

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 import raysharded as rs
 from raysharded.actors import preparation
-from raysharded.actors.comm.gloo import ConnectedGroup
+from raysharded.actors.comm.torch_groups import ConnectedGroup
 from raysharded.actors.model.build import Wrapped, wrap
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.ids import WorkerId

@@ -30,16 +30,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from raysharded.actors.comm import gloo, sockets
+from raysharded.actors.comm import sockets
 from raysharded.actors.comm.abortable_wait import T, has_ended, keep_until_ended, run_or_leave
+from raysharded.actors.comm.communicators import Communicators
 from raysharded.actors.comm.device_mesh import DeviceMeshes, forget
 from raysharded.actors.comm.fsdp_collectives import Finish, finish_plainly
-from raysharded.actors.comm.gloo import ConnectedGroup
 from raysharded.actors.comm.host_group import HostGroup, Replicas
 from raysharded.actors.comm.links import CONNECT_TIMEOUT_S, Intruded, Links, arrive, connect_alone
 from raysharded.actors.comm.store_client import StoreClient
+from raysharded.actors.comm.torch_groups import BACKEND, ConnectedGroup, forget_default, hand_over
 from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.device.device_waits import waits_for_peers
+from raysharded.actors.device.hangup_watch import HangupWatch
 from raysharded.errors import ClusterError, CollectiveAborted
 from raysharded.layout import Mesh
 from raysharded.protocol import descriptors
@@ -94,13 +96,13 @@ class Groups:
         self._gloo_data: Any = None
         self._gloo_tensor: Any = None
         self._gloo_everyone: Any = None
+        self._communicators = Communicators()
         self._connected: ConnectedGroup | None = None
-        """The future default group of torch, if these groups were connected in the background."""
+        """The default group of torch on GPUs; also the future one, if connected in the background."""
+        self._watch: HangupWatch | None = None
         self._is_default = False
         """Whether torch's default group belongs to this object."""
         self._meshes: list[DeviceMesh] = []
-        self._subgroups: list[dist.ProcessGroup] = []
-        """Subgroups of torch's default group, which FSDP2 and DTensor use with it or in its place."""
 
     @property
     def world_size(self) -> int:
@@ -122,8 +124,11 @@ class Groups:
         mesh = self.mesh
         size, rank = mesh.data.world_size, mesh.data_rank_of(self.rank)
         if self._everyone is None and size > 1:
-            if self._use_gpu:
-                group = self._nccl(f"everyone/{mesh.tensor_of(self.rank)}", rank, size)
+            if self._use_gpu and (mesh.replicas, mesh.tensor) == (1, 1):
+                group = self._communicators.train
+            elif self._use_gpu:
+                name = f"everyone/{mesh.tensor_of(self.rank)}"
+                group = self._communicator(name, rank, size)
             else:
                 group = self._gloo_everyone
             self._everyone = Replicas(group, size, self._timeout, self._finish_train)
@@ -153,19 +158,9 @@ class Groups:
         assert where.mesh.tensor == 1, where.mesh
         self.rank, self.mesh, self._prefix = where.rank, where.mesh, where.prefix
         self._timeout = datetime.timedelta(seconds=where.collective_timeout_s)
-        mesh, rank = where.mesh, where.rank
-        shard, device = mesh.shard_of(rank), torch.device("cpu")
         try:
             self._connect_or_leave(where)
-            if self._use_gpu:
-                device = accelerator().current()
-                self._gpu_train = self._nccl(f"train/{mesh.replica_of(rank)}", shard, mesh.shards)
-                if mesh.replicas > 1:
-                    self.replicas = self._replicas(
-                        self._nccl(f"replicas/{shard}", mesh.replica_of(rank), mesh.replicas)
-                    )
-            backend = self._gpu_train if self._use_gpu else self._gloo_train
-            self._connected = ConnectedGroup(backend, where.prefix, self._store, shard, mesh.shards, device)
+            self._connected = self._connected_group(where)
         except (RuntimeError, ValueError, AttributeError, TypeError) as error:  # the last two from another torch
             self.abort()
             raise CollectiveAborted(f"preparing {where.prefix} of {where.world_size} workers: {error}") from error
@@ -208,6 +203,11 @@ class Groups:
                     raise
                 _log.warning("%s: a stranger was in a member's place, and is out: %s", where.prefix, error)
         client.set_timeout(self._timeout)
+        if self._use_gpu:
+            made = self._communicators
+            made.connect_mesh(where.mesh, where.rank, self._store, self._timeout)
+            if made.replicas is not None:
+                self.replicas = self._replicas(made.replicas)
 
     def _reach_store(self, where: Rendezvous) -> StoreClient:
         return StoreClient(
@@ -250,34 +250,35 @@ class Groups:
         if dist.is_initialized():
             raise RuntimeError("the groups of the generation before were not closed")
         self._is_default = True
+        if self._use_gpu:
+            self._connected = self._connected_group(where)
+            self._connected.make_default()
+            return
         mesh, rank = where.mesh, where.rank
         replica, shard = mesh.replica_of(rank), mesh.shard_of(rank)
         store = PrefixStore(f"train/{replica}", self._store)
-        if self._use_gpu:
-            dist.init_process_group(
-                accelerator().backend,
-                store=store,
-                rank=shard,
-                world_size=mesh.shards,
-                timeout=self._timeout,
-                device_id=accelerator().current(),  # connects now, not in the first forward
-            )
-            if mesh.replicas > 1:
-                self.replicas = self._replicas(self._nccl(f"replicas/{shard}", replica, mesh.replicas))
-            return
-        gloo.hand_over(self._gloo_train)
-        dist.init_process_group(gloo.BACKEND, store=store, rank=shard, world_size=mesh.shards, timeout=self._timeout)
+        hand_over(self._gloo_train)
+        dist.init_process_group(BACKEND, store=store, rank=shard, world_size=mesh.shards, timeout=self._timeout)
 
-    @waits_for_peers
-    def _nccl(self, name: str, rank: int, size: int) -> Any:
-        """An NCCL group outside torch's default group, connected to all members."""
-        return accelerator().communicator(PrefixStore(name, self._store), rank, size, self._timeout)
+    def _communicator(self, name: str, rank: int, size: int) -> Any:
+        """One more communicator of the accelerator, connected to all members."""
+        connect, store = self._communicators.connect, self._store
+        return self.beside(lambda: connect(name, store, rank, size, self._timeout), name)
+
+    def _connected_group(self, where: Rendezvous) -> ConnectedGroup:
+        """The shard group as a group of torch's that is not its default one."""
+        device = accelerator().current() if self._use_gpu else torch.device("cpu")
+        backend = self._communicators.train if self._use_gpu else self._gloo_train
+        shard = where.mesh.shard_of(where.rank)
+        return ConnectedGroup(backend, where.prefix, self._store, shard, where.mesh.shards, device)
 
     def _keep(self, found: list[socket.socket]) -> None:
         with self._lock:
             self._sockets.extend(found)
             if self.aborted:
                 sockets.shut_down(found)
+            elif self._use_gpu and found:
+                self._watch = HangupWatch(found, self.abort, self._prefix)
 
     def axes(self) -> DeviceMeshes:
         """The meshes for FSDP2 and tensor parallelism: this worker's shard group, in one dimension or two.
@@ -287,7 +288,7 @@ class Groups:
         """
         world, device, mesh = dist.group.WORLD, self._device_type, self.mesh
         names = (f"data of {self._prefix}", f"tensor of {self._prefix}")
-        if self._connected is not None:
+        if self._connected is not None and mesh.tensor == 1:
             return DeviceMeshes(data=self._noted(self._connected.mesh(names[0])), alone=self._mesh_of_one)
         assert world is not None
         if mesh.tensor == 1:
@@ -295,15 +296,20 @@ class Groups:
             return DeviceMeshes(data=data, alone=self._mesh_of_one)
         ranks = torch.arange(mesh.shards).view(-1, mesh.tensor)
         own = dist.get_rank()
-        rows = self._subgroup(ranks[:, own % mesh.tensor].tolist(), self._gloo_data)
-        columns = self._subgroup(ranks[own // mesh.tensor].tolist(), self._gloo_tensor)
+        of_row, of_column = self._communicators.data or self._gloo_data, self._communicators.tensor or self._gloo_tensor
+        rows = self._subgroup("data", ranks[:, own % mesh.tensor].tolist(), of_row)
+        columns = self._subgroup("tensor", ranks[own // mesh.tensor].tolist(), of_column)
         both = self._noted(DeviceMesh.from_group([rows, columns], device, mesh=ranks, mesh_dim_names=names))
         return DeviceMeshes(data=both[names[0]], tensor=both[names[1]], alone=self._mesh_of_one)
 
     def _mesh_of_one(self) -> DeviceMesh:
         """A mesh of this worker alone."""
-        connected = None if self._use_gpu else connect_alone(self._timeout)
-        group, name = self._subgroup([dist.get_rank()], connected), f"alone in {self._prefix}"
+        own, name = dist.get_rank(), f"alone in {self._prefix}"
+        if self._use_gpu:
+            connected = self._communicator(f"alone/{self.rank}", 0, 1)
+        else:
+            connected = connect_alone(self._timeout)
+        group = self._subgroup("alone", [own], connected)
         return self._noted(DeviceMesh.from_group(group, self._device_type, mesh_dim_names=(name,)))
 
     def _noted(self, mesh: DeviceMesh) -> DeviceMesh:
@@ -311,12 +317,16 @@ class Groups:
         self._meshes.append(mesh)
         return mesh
 
-    def _subgroup(self, ranks: list[int], connected: Any) -> dist.ProcessGroup:
-        """A group of these ranks of torch's default group, with this rank; on CPUs around the connected group."""
-        gloo.hand_over(connected)
+    def _subgroup(self, name: str, ranks: list[int], connected: Any) -> dist.ProcessGroup:
+        """A group of these ranks of torch's default group, with this rank, around the connected group."""
+        if self._use_gpu:
+            rank, device = ranks.index(dist.get_rank()), accelerator().current()
+            made = ConnectedGroup(connected, f"{self._prefix}/{name}", self._store, rank, len(ranks), device)
+            made.make_known({member: place for place, member in enumerate(ranks)})
+            return made.group
+        hand_over(connected)
         group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
-        self._subgroups.append(group)
         return group
 
     @property
@@ -350,20 +360,13 @@ class Groups:
             sockets.shut_down(self._sockets)
             if self._client is not None:
                 self._client.close()
-        world = dist.group.WORLD if self._is_default else None  # also None once another thread has closed the groups
-        connected = self._connected
-        if connected is not None:
-            world = connected.group
-        if self._use_gpu and world is not None:
-            for each in (world, *self._subgroups):
-                with contextlib.suppress(RuntimeError):
-                    each._get_backend(accelerator().current()).abort()
-            for group in (self.replicas, self._everyone):
-                if group is not None:
-                    group.abort()
+        self._communicators.abort()
 
     def close(self) -> None:
         """End the groups, so that the next generation can form its own."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         if self._left:
             in_gloo = [self._state, self._gloo_train, self._gloo_data, self._gloo_tensor, self._gloo_everyone]
             keep_until_ended(in_gloo if self._use_gpu else [*in_gloo, self.replicas, self._everyone], self._left)
@@ -371,20 +374,20 @@ class Groups:
         if self.aborted or self.world_size > 1:
             with self._lock:
                 sockets.shut_down(self._sockets)
+        self._communicators.abort()  # with a dead peer they can only be aborted, not destroyed
         if self._connected is not None and not self._is_default:
             self.abort()
             self._connected.forget()
         if self._is_default and dist.is_initialized():
-            if self._use_gpu:  # a communicator with a dead peer can only be aborted, not destroyed
-                self.abort()
             with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
+                (forget_default if self._use_gpu else dist.destroy_process_group)()
         self._state = self._store = self._gloo_train = self._gloo_data = self._gloo_tensor = self._gloo_everyone = None
-        self.replicas = self._everyone = self._connected = self._gpu_train = None
+        self.replicas = self._everyone = self._connected = None
+        self._communicators = Communicators()
         forget(*self._meshes)
         if self._is_default:  # this is then the thread that trained
-            gloo.hand_over(None)
-        self._is_default, self._meshes, self._subgroups = False, [], []
+            hand_over(None)
+        self._is_default, self._meshes = False, []
         with self._lock:
             sockets.close_all(self._sockets)
             self._sockets = []

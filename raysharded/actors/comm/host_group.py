@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 from typing import Any
 
@@ -94,8 +93,3 @@ class Replicas:
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         options.timeout = self._timeout
         self._finish(self._group.allreduce([values], options))
-
-    def abort(self) -> None:
-        """Free the waiting threads of an NCCL group."""
-        with contextlib.suppress(RuntimeError):
-            self._group.abort()

@@ -22,11 +22,12 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from raysharded.actors.comm import gloo, listeners, sockets
+from raysharded.actors.comm import listeners, sockets
 from raysharded.actors.comm.abortable_wait import has_ended, keep_until_ended
 from raysharded.actors.comm.membership_proof import MembershipProof
 from raysharded.actors.comm.socket_admission import Admission
 from raysharded.actors.comm.store_client import StoreClient
+from raysharded.actors.comm.torch_groups import connect_gloo
 from raysharded.actors.device.device_waits import waits_for_peers
 
 _log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class Links:
         if self._strictly:
             announcing.before = lambda announced: self._admit(admission, announced)
         with admission if self._strictly else contextlib.nullcontext():
-            group = gloo.connect(announcing, rank, size, self._client.own_address, CONNECT_TIMEOUT_S, self._timeout)
+            group = connect_gloo(announcing, rank, size, self._client.own_address, CONNECT_TIMEOUT_S, self._timeout)
         self._groups.append(group)
         listening = self._listener_of(announcing.announced)
         if listening is not None:
@@ -220,7 +221,7 @@ class Links:
 def connect_alone(timeout: datetime.timedelta) -> Any:
     """A gloo group of this worker alone."""
     before, announcing = sockets.open_sockets(), _Announcing(None, "", 1)
-    group = gloo.connect(announcing, 0, 1, "127.0.0.1", CONNECT_TIMEOUT_S, timeout)
+    group = connect_gloo(announcing, 0, 1, "127.0.0.1", CONNECT_TIMEOUT_S, timeout)
     found = sockets.listening(sockets.open_sockets() - before)
     listening = listeners.with_port_in(found, announcing.announced)
     if listening is not None:

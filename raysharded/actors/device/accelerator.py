@@ -62,8 +62,19 @@ class Accelerator(Protocol):
         """Version of the communicators' library; empty if torch was built without it."""
         ...
 
-    def select(self) -> torch.device:
-        """Make this worker's device the process's current one; returns it."""
+    def prepare_environment(self, *, exact: bool) -> None:
+        """Make settings that must precede the device's first use, unless the environment has others.
+
+        Raises ConfigError for one that would end survivors. `exact`: for results with the same bits.
+        """
+        ...
+
+    def select(self, assigned: Sequence[str]) -> torch.device:
+        """Make this worker's device the process's; returns it. `assigned`: by the scheduler; empty: the first."""
+        ...
+
+    def enter_thread(self) -> None:
+        """Make the process's device, if it has one, the calling thread's current one."""
         ...
 
     def current(self) -> torch.device:
@@ -106,8 +117,16 @@ class Accelerator(Protocol):
         """Let the calling thread compile no kernel whose order of additions depends on measured times."""
         ...
 
-    def communicator(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-        """A communicator (a `torch.distributed.Backend`), connected to all members. Waits for them."""
+    def communicator(self, name: str, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+        """A communicator that is not connected. `store`: of the generation; `name`: unique in it."""
+        ...
+
+    def connect(self, communicator: Any) -> Any:
+        """Connect a communicator to all members; returns torch's backend for it. Waits for them, until an abort."""
+        ...
+
+    def abort(self, communicators: Sequence[Any]) -> None:
+        """Abort communicators together. May wait for the device; raises nothing."""
         ...
 
     def all_to_all(

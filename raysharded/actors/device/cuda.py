@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -10,8 +12,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from raysharded.actors.device.device_waits import waits_for_peers
+from raysharded.errors import ConfigError
+
+_log = logging.getLogger("raysharded.worker")
+SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "PYTORCH_ALLOC_CONF": ("expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"),
+}
+"""NCCL reports errors and ends no process; its flight recorder keeps the newest collectives. Memory: segments grow, and
+host memory of more than 64 MB is not rounded up to a power of two, and is returned."""
+EXACT_SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Reproducible cuBLAS."""
 
 
 class Cuda:
@@ -20,6 +38,9 @@ class Cuda:
     device_type = "cuda"
     backend = "nccl"
     backend_type = dist.ProcessGroup.BackendType.NCCL
+
+    def __init__(self) -> None:
+        self._index, self._is_selected = 0, False
 
     def is_available(self) -> bool:
         return torch.cuda.is_available()
@@ -38,12 +59,30 @@ class Cuda:
         version = torch.cuda.nccl.version()
         return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
 
-    def select(self) -> torch.device:
-        torch.cuda.set_device(0)  # Ray shows each worker its own GPU as the first
-        return torch.device("cuda", 0)
+    def prepare_environment(self, *, exact: bool) -> None:
+        for name, value in (SETTINGS | EXACT_SETTINGS if exact else SETTINGS).items():
+            if name == "PYTORCH_ALLOC_CONF" and "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
+                continue
+            if os.environ.setdefault(name, value) != value:
+                _log.info("%s=%s is kept; raysharded's own value is %s", name, os.environ[name], value)
+        if os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] != "0":
+            raise ConfigError(
+                f"TORCH_NCCL_ASYNC_ERROR_HANDLING={os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING']}: torch would end "
+                "the survivors of a lost worker. Unset it for every worker: raysharded reports errors itself."
+            )
+
+    def select(self, assigned: Sequence[str]) -> torch.device:
+        self._index = index_of(assigned, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self._is_selected = True
+        self.enter_thread()
+        return self.current()
+
+    def enter_thread(self) -> None:
+        if self._is_selected:
+            torch.cuda.set_device(self._index)
 
     def current(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", self._index)
 
     def has(self, device: torch.device) -> bool:
         return device.type == "cuda"
@@ -86,13 +125,26 @@ class Cuda:
 
         inductor.deterministic = True
 
-    @waits_for_peers
-    def communicator(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    def communicator(self, name: str, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
-        group.eager_connect_single_device(self.current())
-        return group
+        options.config.blocking = 0  # otherwise no other thread can abort it before it is connected
+        return dist.ProcessGroupNCCL(PrefixStore(name, store), rank, size, options)
+
+    @waits_for_peers
+    def connect(self, communicator: Any) -> Any:
+        communicator.eager_connect_single_device(self.current())
+        return communicator
+
+    def abort(self, communicators: Sequence[Any]) -> None:
+        """Between NCCL's group calls, as torch's `_abort_process_group` does: pytorch/pytorch#119797."""
+        with contextlib.suppress(RuntimeError):  # also those of a device that does not work any more
+            communicators[0]._group_start()
+        for each in communicators:
+            with contextlib.suppress(RuntimeError):
+                each.abort()
+        with contextlib.suppress(RuntimeError):
+            communicators[0]._group_end()
 
     def all_to_all(
         self,
@@ -103,3 +155,17 @@ class Cuda:
         group: Any,
     ) -> None:
         dist.all_to_all_single(received, send, out_sizes, in_sizes, group=group)
+
+
+def index_of(assigned: Sequence[str], visible: str | None) -> int:
+    """CUDA's index of the GPU that a scheduler has assigned, by the ids or UUIDs that it uses.
+
+    `visible`: CUDA_VISIBLE_DEVICES. Usually it has the assigned GPU alone. If the scheduler does not set it, it has all
+    GPUs that the node's environment shows, or is not set.
+    """
+    if not assigned:
+        return 0
+    shown = [one.strip() for one in visible.split(",")] if visible else []
+    if shown:
+        return shown.index(assigned[0]) if assigned[0] in shown else 0
+    return int(assigned[0]) if assigned[0].isdigit() else 0

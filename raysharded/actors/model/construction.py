@@ -20,10 +20,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from raysharded.actors.model.meta_watch import MemoryWatch
 from raysharded.actors.model.parameter_marks import share
 from raysharded.actors.task_calls.process_state import Left, put_back
-from raysharded.actors.task_calls.task_errors import causes
 from raysharded.data.access import generators
 from raysharded.display.plain_text import brief
-from raysharded.errors import RayshardedError, TaskError, text_of
+from raysharded.errors import RayshardedError, TaskError, causes, text_of
 from raysharded.ids import derive_seed
 from raysharded.task import Task
 

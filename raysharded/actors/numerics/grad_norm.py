@@ -32,8 +32,14 @@ def square_sum_words(gradients: Iterable[torch.Tensor]) -> tuple[torch.Tensor, b
     Digits lower than the second below a block's own highest are left out: `norm_from_words` never reads them.
     """
     digits = [0] * _NUM_DIGITS
+    on_device: dict[torch.device, _DeviceDigits] = {}
     for block in _gathered(_folded_squares(gradients)):
-        if not _add_block(digits, block):
+        if accelerator().has(block.device):
+            on_device.setdefault(block.device, _DeviceDigits(block.device)).add(block)
+        elif not _add_block(digits, block):
+            return torch.zeros(NORM_WORDS, dtype=torch.int64), False
+    for sums in on_device.values():
+        if not sums.add_to(digits):
             return torch.zeros(NORM_WORDS, dtype=torch.int64), False
     low = [digit & ((1 << _WORD_BITS) - 1) for digit in digits]
     high = [digit >> _WORD_BITS for digit in digits]
@@ -95,7 +101,7 @@ def _block_size(values: torch.Tensor) -> int:
 
 def _add_block(digits: list[int], values: torch.Tensor) -> bool:
     """Add non-negative values; False if one is not finite."""
-    largest = on_host(values.max()).item()
+    largest = values.max().item()
     if not math.isfinite(largest):
         return False
     if largest == 0.0:
@@ -103,11 +109,52 @@ def _add_block(digits: list[int], values: torch.Tensor) -> bool:
     highest = (math.frexp(largest)[1] - 1 - _LOWEST) // _DIGIT_BITS
     rest = _scaled(values, -(_LOWEST + highest * _DIGIT_BITS))
     whole = rest.to(torch.int64)
-    digits[highest] += int(on_host(whole.sum()).item())
+    digits[highest] += int(whole.sum().item())
     if highest > 0:
         rest = rest.sub_(whole).mul_(2.0**_DIGIT_BITS)
-        digits[highest - 1] += int(on_host(rest.to(torch.int64).sum()).item())
+        digits[highest - 1] += int(rest.to(torch.int64).sum().item())
     return True
+
+
+class _DeviceDigits:
+    """Digits of blocks of one device, added there: the same sums as `_add_block`, and one read for all blocks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._place = torch.arange(_NUM_DIGITS, dtype=torch.int64, device=device)
+        self._low, self._high = torch.zeros_like(self._place), torch.zeros_like(self._place)
+        """Low 32 bits of each block's digits, added; and the rest, added."""
+        self._is_finite = torch.ones((), dtype=torch.bool, device=device)
+
+    def add(self, values: torch.Tensor) -> None:
+        """Add non-negative values."""
+        largest = values.max()
+        self._is_finite &= largest.isfinite()
+        highest = (torch.frexp(largest)[1].to(torch.int64) - 1 - _LOWEST) // _DIGIT_BITS
+        rest = self._scaled(values, -(_LOWEST + highest * _DIGIT_BITS))
+        whole = rest.to(torch.int64)
+        self._add(highest, whole.sum())
+        rest = rest.sub_(whole).mul_(2.0**_DIGIT_BITS)
+        self._add(highest - 1, rest.to(torch.int64).sum())
+
+    def _add(self, place: torch.Tensor, total: torch.Tensor) -> None:
+        here = self._place == place  # none for the digit below the lowest
+        self._low += here * (total & ((1 << _WORD_BITS) - 1))
+        self._high += here * (total >> _WORD_BITS)
+
+    @staticmethod
+    def _scaled(values: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+        """As `_scaled`: powers of two are made of their bits, so that they are exact on every device."""
+        half = exponent // 2
+        powers = [((part + 1023) << 52).view(torch.float64) for part in (half, exponent - half)]
+        return (values * powers[0]).mul_(powers[1])
+
+    def add_to(self, digits: list[int]) -> bool:
+        """Add the sums to the digits; False if a value was not finite. Reads the device once."""
+        *sums, is_finite = on_host(torch.cat([self._low, self._high, self._is_finite.view(1).long()])).tolist()
+        if is_finite:
+            for place in range(_NUM_DIGITS):
+                digits[place] += sums[place] + (sums[_NUM_DIGITS + place] << _WORD_BITS)
+        return bool(is_finite)
 
 
 def _scaled(values: torch.Tensor, exponent: int) -> torch.Tensor:

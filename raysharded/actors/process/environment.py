@@ -29,20 +29,12 @@ _TRANSPORT = "GLOO_DEVICE_TRANSPORT"
 _MALLOC_CHOICES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
-def prepare_environment(use_gpu: bool) -> None:
-    """Make settings that must precede the first group: NCCL must report errors, not end the survivors."""
-    if use_gpu:
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
-        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
-
-
 def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> torch.device:
     """Configure a worker's process, once, before anything is computed; returns the device to compute on."""
     exact = config.reduction == "exact"
     raise_limit()
-    if use_gpu and exact:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: reproducible cuBLAS
+    if use_gpu:
+        accelerator().prepare_environment(exact=exact)
     use_threads(num_threads)
     recomputation.install()
     if exact:
@@ -52,7 +44,7 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
     if not use_gpu:
         keep_freed_memory()
         return torch.device("cpu")
-    return accelerator().select()
+    return accelerator().select(assigned_gpus())
 
 
 def gpu_of(device: torch.device) -> str:
@@ -76,8 +68,9 @@ def keep_freed_memory() -> None:
 
 
 def use_threads(num_threads: int) -> None:
-    """Set the number of threads for the calling thread: OpenMP keeps it per thread."""
+    """Set the number of threads for the calling thread: OpenMP keeps it per thread, and CUDA the current device."""
     torch.set_num_threads(num_threads)
+    accelerator().enter_thread()
 
 
 def arithmetic(device: torch.device, num_threads: int) -> dict[str, str]:
@@ -115,6 +108,14 @@ def _refuse_transport() -> None:
         ) from None
 
 
+def assigned_gpus() -> list[str]:
+    """Ids of the GPUs that Ray has assigned to this process; empty outside Ray."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return []
+    return [str(one) for one in ray.get_runtime_context().get_accelerator_ids().get("GPU", ())]
+
+
 def node_id() -> str:
     """Id (hex) of the Ray node that this process runs on; outside Ray the host's name."""
     ray = sys.modules.get("ray")  # where Ray matters it is loaded already; a plain process must not wait for that
@@ -135,6 +136,7 @@ def facts_of(device: torch.device, num_threads: int, data: MicrobatchLoader) -> 
         arithmetic=arithmetic(device, num_threads),
         num_samples=data.num_samples,
         samples_per_block=data.samples_per_block,
+        mixture=data.order_text,
         node_id=node_id(),
         started=start_ticks(os.getpid()) or 0,
         start_cpu_s=time.process_time(),

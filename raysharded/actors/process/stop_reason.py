@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from raysharded.actors.device.device_errors import device_error_in, failure_of
 from raysharded.actors.task_calls.task_errors import is_collective_failure
 from raysharded.errors import (
     CheckpointError,
@@ -13,6 +18,7 @@ from raysharded.errors import (
     CollectiveAborted,
     ConfigError,
     CorruptNumbers,
+    DeviceFailed,
     InexactError,
     RayshardedError,
     TaskError,
@@ -24,6 +30,9 @@ from raysharded.protocol import descriptors
 from raysharded.protocol.messages import StopReason
 
 _log = logging.getLogger("raysharded.worker")
+_HOST = torch.device("cpu")
+_PROBE_S = 1.0
+"""Time that the device gets to fail again: it may be busy with a collective whose peers have exited."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +45,19 @@ class Ending:
     """True for an error of a foreign class: the worker's log gets its traceback."""
 
 
-def ending_of(error: BaseException, *, interrupted: bool) -> Ending:
-    """The end for a raised error. `interrupted`: the worker's collectives were aborted, so the task is not to blame."""
+def ending_of(error: BaseException, *, interrupted: bool, device: torch.device = _HOST) -> Ending:
+    """The end for a raised error. `interrupted`: the worker's collectives were aborted, so the task is not to blame.
+
+    `device`: the worker's, which is used once more after an error of it.
+    """
+    if isinstance(error, DeviceFailed) or device_error_in(error):
+        if failed := failure_of(device, _PROBE_S, must_finish=False):
+            first = text_of(error) if isinstance(error, DeviceFailed) else device_error_in(error)
+            before = "" if first == failed else f" (first: {first})"
+            text = f"the GPU does not work in this process: {failed}{before}"
+            return Ending(reason=StopReason.DEVICE, error=DeviceFailed(text))
+        if isinstance(error, DeviceFailed) and error.__cause__ is not None:  # of one call of the task's
+            error = TaskError(text_of(error), user_traceback(error.__cause__))
     limit = descriptors.exhausted(error)
     if limit:
         return Ending(reason=StopReason.TASK_ERROR, error=ClusterError(limit))  # a retry may help
@@ -83,13 +103,32 @@ def _can_be_pickled(error: RayshardedError) -> bool:
     return True
 
 
-class UnexpectedErrors:
-    """Log of one worker's errors that raysharded did not raise."""
+class Ends:
+    """The ends of one worker's long calls by an error."""
 
-    def __init__(self, worker: WorkerId) -> None:
-        self._worker, self._logged = worker, set[str]()
+    def __init__(self, worker: WorkerId, die: Callable[[], None] = lambda: os._exit(1)) -> None:
+        """`die` does not return in a real worker."""
+        self._worker, self._die = worker, die
+        self._logged = set[str]()
+        self._is_device_reported = False
 
-    def log(self, error: BaseException) -> None:
+    def of(self, error: BaseException, device: torch.device, *, interrupted: bool) -> Ending:
+        """As `ending_of`; logs errors that raysharded did not raise.
+
+        Ends the process if the driver knows already that the device is dead, and still needs this worker as a member:
+        no other worker holds what it holds. A new process, with a checkpoint, is then the way to continue.
+        """
+        found = ending_of(error, interrupted=interrupted, device=device)
+        if found.is_unexpected:
+            self._log(error)
+        if found.reason is StopReason.DEVICE:
+            if self._is_device_reported:
+                _log.error("worker %s is needed, and cannot continue: %s", self._worker, found.error)
+                self._die()
+            self._is_device_reported = True
+        return found
+
+    def _log(self, error: BaseException) -> None:
         """Log an error. Only the first gets a traceback: a retried step would raise the same one."""
         text = f"{type(error).__name__}: {text_of(error)}"
         _log.error(

@@ -86,7 +86,8 @@ class Engine:
         )
         self._steps: Steps | None = None
         """None until the generation is prepared."""
-        loader.skip(place.spec.decisions.skips, place.number_of("order"), place.spec.blocks)
+        decisions = place.spec.decisions
+        loader.skip(decisions.skips, place.number_of("order"), place.spec.blocks, decisions.weights)
 
     @property
     def generation(self) -> GenerationId:
@@ -267,6 +268,10 @@ class Engine:
     def next_step(self) -> Step:
         """The step after the newest one."""
         return Step(self._trained(), self.step + 1)
+
+    def digest_parameters(self) -> int:
+        """Digest of this worker's shards of the parameters."""
+        return self._trained().digest("parameters")
 
     def commit_last(self) -> None:
         """Commit the newest step, which no agreement of a next one does. All workers call this together."""

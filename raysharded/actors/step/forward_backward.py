@@ -134,8 +134,8 @@ class Results:
         values = [loss.total, loss.weight]
         for name in sorted(loss.metrics):
             values.extend(loss.metrics[name])
-        tensors = [self._tensor_of(number_of(value)).detach().double() for value in values]
-        self._tensors.append(torch.stack([one.to(loss.total.device).reshape(()) for one in tensors]))
+        device = loss.total.device
+        self._tensors.append(torch.stack([self._tensor_of(number_of(value), device) for value in values]))
         self._indices.append(index)
 
     def note_half(self, loss: Loss) -> None:
@@ -150,9 +150,13 @@ class Results:
                 if isinstance(value, torch.Tensor) and value.dtype in HALF:
                     self.half[name] = value.dtype
 
-    def _tensor_of(self, number: float | torch.Tensor | None) -> torch.Tensor:
+    def _tensor_of(self, number: float | torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        """A number as a 0-dimensional float64 on the device, without a wait for it: backward is not launched yet."""
         assert number is not None  # checked when it was returned
-        return number if isinstance(number, torch.Tensor) else TENSORS[self.numbers](number)
+        if isinstance(number, torch.Tensor):
+            return number.detach().double().to(device, non_blocking=True).reshape(())
+        value = TENSORS[self.numbers](number).double()
+        return torch.full((), value.item(), dtype=value.dtype, device=device) if value.device != device else value
 
     def pairs(self) -> tuple[dict[int, Pair], dict[int, list[Pair]]]:
         """(microbatch -> (loss sum, weight), microbatch -> metrics). Raises TaskError for a negative weight."""

@@ -10,27 +10,19 @@ from contextlib import contextmanager
 
 import torch
 
+from raysharded.actors.device.device_errors import device_error_in
 from raysharded.actors.task_calls.explanations import During, explanation, shortened, without_tables
 from raysharded.errors import (
     CollectiveAborted,
+    DeviceFailed,
     InexactError,
     RayshardedError,
     TaskError,
+    causes,
     is_ctrl_c,
     text_of,
     user_traceback,
 )
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and all its causes and contexts: a task may wrap what its model raises."""
-    left, seen = [error], set[int]()
-    while left:
-        found = left.pop()
-        if id(found) not in seen:
-            seen.add(id(found))
-            yield found
-            left += [cause for cause in (found.__context__, found.__cause__) if cause is not None]
 
 
 def is_collective_failure(error: BaseException) -> bool:
@@ -49,8 +41,8 @@ def _is_of_a_collective(error: BaseException) -> bool:
 def naming(where: str, during: During | None = None) -> Iterator[None]:
     """A context for a call of the task, which errors name `where`.
 
-    Errors of raysharded and Ctrl-C pass through. Failures of collectives and InexactErrors are raised as such, however
-    the task wrapped them. Any other error becomes a TaskError.
+    Errors of raysharded and Ctrl-C pass through. Failures of collectives and of the device, and InexactErrors, are
+    raised as such, however the task wrapped them. Any other error becomes a TaskError.
     """
     try:
         yield
@@ -61,6 +53,8 @@ def naming(where: str, during: During | None = None) -> Iterator[None]:
             raise
         if is_collective_failure(error):
             raise CollectiveAborted(text_of(error)) from error
+        if failed := device_error_in(error):
+            raise DeviceFailed(f"{where}: {failed}") from error
         refused = next((cause for cause in causes(error) if isinstance(cause, InexactError)), None)
         if refused is not None:
             raise refused from None

@@ -12,7 +12,8 @@ from raysharded.cli.checkpoint.target import BestOne, choice, find_run
 from raysharded.cli.errors import AsJson, print_json
 from raysharded.cli.output import echo
 from raysharded.cli.runs.status import Address, RunName
-from raysharded.display.quantities import count
+from raysharded.display.quantities import count, weights_text
+from raysharded.errors import ConfigError
 
 if TYPE_CHECKING:
     from raysharded.run import Run
@@ -71,6 +72,31 @@ def learning_rate(
     found = _attached(run, address)
     found.set_learning_rate(factor)
     _say(found, f"continues with the learning rate times {factor:g}", as_json)
+
+
+def mixture_weights(
+    run: RunName,
+    weights: Annotated[
+        list[str], typer.Argument(metavar="SOURCE=WEIGHT...", help="Weights of sources; one that is left out has none.")
+    ],
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read the sources of a run's mixture with other weights from the next step on."""
+    found = _attached(run, address)
+    given = dict(map(_weight, weights))
+    if len(given) < len(weights):
+        raise ConfigError("a source has two weights: give it one.")
+    found.set_mixture_weights(given)
+    _say(found, f"continues with {weights_text(given)} as weights of its mixture", as_json)
+
+
+def _weight(text: str) -> tuple[str, float]:
+    name, _, number = text.rpartition("=")
+    try:
+        return name, float(number)
+    except ValueError:
+        raise ConfigError(f"{text!r} is no weight of a source: give SOURCE=WEIGHT, such as web=0.7.") from None
 
 
 def rewind(
@@ -177,6 +203,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "resize": resize,
     "drain": drain,
     "learning-rate": learning_rate,
+    "mixture-weights": mixture_weights,
     "rewind": rewind,
     "save": save,
     "stop": stop,

@@ -23,6 +23,7 @@ from typing import Any
 from raysharded.data.access.sample_reader import DatasetReader, Draws, Reads, task_error
 from raysharded.data.access.transport import Sender, load
 from raysharded.errors import RayshardedError
+from raysharded.overrides import WeightChanges
 
 SHOW_STACKS = signal.SIGRTMAX - 4
 """Signal that makes the process write its threads' stacks: from C, also while an extension holds the GIL."""
@@ -61,8 +62,13 @@ class _Served:
     def samples_per_block(self, which: int) -> int:
         return self._reader(which).samples_per_block()
 
-    def read_samples(self, which: int, ids: Sequence[int], where: str, number: int) -> Reads:
-        return self._reader(which).read_samples(ids, where, number)
+    def order_text(self, which: int) -> str:
+        return self._reader(which).order_text()
+
+    def read_samples(
+        self, which: int, ids: Sequence[int], where: str, number: int, weights: WeightChanges = ()
+    ) -> Reads:
+        return self._reader(which).read_samples(ids, where, number, weights)
 
     def check(self, which: int, ids: Sequence[int]) -> None:
         self._reader(which).check(ids)

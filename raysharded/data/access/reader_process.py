@@ -30,6 +30,7 @@ from raysharded.data.access.sample_reader import Reads
 from raysharded.data.access.transport import Receiver, dump, offsets_of, shared_file
 from raysharded.data.order import Int64s
 from raysharded.errors import TaskError, text_of, user_traceback
+from raysharded.overrides import WeightChanges
 
 _log = logging.getLogger("raysharded.data")
 _FRESH = (
@@ -220,8 +221,12 @@ class ProcessReader:
     def samples_per_block(self) -> int:
         return int(self._process.ask("samples_per_block", self._which))
 
-    def read_samples(self, ids: Sequence[int], where: str, number: int) -> Reads:
-        reads: Reads = self._process.ask("read_samples", self._which, ids, where, number)
+    def order_text(self) -> str:
+        return str(self._process.ask("order_text", self._which))
+
+    def read_samples(self, ids: Sequence[int], where: str, number: int, weights: WeightChanges = ()) -> Reads:
+        more = (weights,) if weights else ()
+        reads: Reads = self._process.ask("read_samples", self._which, ids, where, number, *more)
         return reads
 
     def check(self, ids: Sequence[int]) -> None:
@@ -233,7 +238,7 @@ class ProcessReader:
     def num_read_ahead(self) -> int:
         return 0
 
-    def read_ahead(self, ids: Int64s, *, anew: bool) -> None:
+    def read_ahead(self, ids: Int64s, *, anew: bool, weights: WeightChanges) -> None:
         """Nothing: the process reads one sample after the other."""
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ from raysharded.errors import (
     user_traceback,
 )
 from raysharded.ids import derive_seed
+from raysharded.overrides import WeightChanges
 
 if TYPE_CHECKING:
     from raysharded.data.dataset import Dataset
@@ -79,6 +80,15 @@ class ReadsAhead(Protocol):
 
 
 @runtime_checkable
+class HasWeights(Protocol):
+    """A mixture."""
+
+    def with_changes(self, changes: Sequence[tuple[int, Mapping[str, float]]]) -> Dataset:
+        """The mixture of the same sources with other weights from these positions on."""
+        ...
+
+
+@runtime_checkable
 class Reader(Protocol):
     """Reader of one dataset, here or in another process. One call at a time reads."""
 
@@ -96,10 +106,15 @@ class Reader(Protocol):
         """
         ...
 
-    def read_samples(self, ids: Sequence[int], where: str, number: int) -> Reads:
+    def order_text(self) -> str:
+        """A mixture's `order_text`; empty for other datasets. Raises TaskError as `num_samples`."""
+        ...
+
+    def read_samples(self, ids: Sequence[int], where: str, number: int, weights: WeightChanges = ()) -> Reads:
         """The samples with these ids.
 
-        `where`: the time of the read, for errors. `number`: seed for the generators, if they are seeded.
+        `where`: the time of the read, for errors. `number`: seed for the generators, if they are seeded. `weights`: of
+        a mixture, as they were changed while the run trained.
 
         Raises TaskError with the user's traceback if the dataset fails, DataError for damaged files, InexactError for a
         sample that shows a draw, RuntimeError after `close`.
@@ -121,7 +136,7 @@ class Reader(Protocol):
         """Number of samples whose ids `read_ahead` takes in advance; 0: the dataset reads nothing ahead."""
         ...
 
-    def read_ahead(self, ids: Int64s, *, anew: bool) -> None:
+    def read_ahead(self, ids: Int64s, *, anew: bool, weights: WeightChanges) -> None:
         """Announce that these samples are read next. Does not wait. `anew`: what was announced before is void."""
         ...
 
@@ -147,6 +162,9 @@ class DatasetReader:
         """Held by the thread that reads the dataset."""
         self._dataset, self._draws = dataset, draws
         self._closing = threading.Event()
+        self._weighing = threading.Lock()
+        self._changed: tuple[WeightChanges, Dataset] | None = None
+        """Changed weights, and the mixture with them."""
         self._moves = 0
         """Number of samples that moved a generator. After the first, the generators are seeded for each sample."""
 
@@ -166,6 +184,11 @@ class DatasetReader:
             raise ConfigError(f"{self.name}.samples_per_block={found!r}: give a power of two, or leave it out.")
         return found
 
+    def order_text(self) -> str:
+        with self.lock, self._explaining("order_text"):
+            found = getattr(self._dataset, "order_text", "")
+        return found if isinstance(found, str) else ""
+
     @contextlib.contextmanager
     def _explaining(self, what: str) -> Iterator[None]:
         try:
@@ -177,12 +200,23 @@ class DatasetReader:
                 raise
             raise task_error(f"{self.name}.{what}", "at the start", error) from error
 
-    def read_samples(self, ids: Sequence[int], where: str, number: int) -> Reads:
+    def read_samples(self, ids: Sequence[int], where: str, number: int, weights: WeightChanges = ()) -> Reads:
+        dataset = self._weighted(weights)
         with self.lock:
             if self._draws is None:
-                return self._read(ids, where)
+                return self._read(dataset, ids, where)
             with self._kept():
-                return self._read_settled(ids, where, number, self._draws)
+                return self._read_settled(dataset, ids, where, number, self._draws)
+
+    def _weighted(self, weights: WeightChanges) -> Dataset:
+        """The dataset; a mixture with changed weights."""
+        if not weights or not isinstance(self._dataset, HasWeights):
+            return self._dataset
+        with self._weighing:
+            if self._changed is None or self._changed[0] != weights:
+                changes = [(position, dict(given)) for _, position, given in weights]
+                self._changed = weights, self._dataset.with_changes(changes)
+            return self._changed[1]
 
     def check(self, ids: Sequence[int]) -> None:
         with self.lock, self._kept():
@@ -204,9 +238,10 @@ class DatasetReader:
     def num_read_ahead(self) -> int:
         return self._dataset.num_read_ahead if isinstance(self._dataset, ReadsAhead) else 0
 
-    def read_ahead(self, ids: Int64s, *, anew: bool) -> None:
-        if isinstance(self._dataset, ReadsAhead) and not self._closing.is_set():
-            self._dataset.read_ahead(ids, anew=anew)
+    def read_ahead(self, ids: Int64s, *, anew: bool, weights: WeightChanges) -> None:
+        dataset = self._weighted(weights)
+        if isinstance(dataset, ReadsAhead) and not self._closing.is_set():
+            dataset.read_ahead(ids, anew=anew)
 
     def close(self) -> None:
         self._closing.set()
@@ -216,26 +251,26 @@ class DatasetReader:
     def _kept(self) -> contextlib.AbstractContextManager[None]:
         return generators.kept() if self._draws is not None and self._draws.puts_back else contextlib.nullcontext()
 
-    def _read(self, ids: Sequence[int], where: str) -> Reads:
-        recorder = ReadRecorder(self._dataset)
+    def _read(self, dataset: Dataset, ids: Sequence[int], where: str) -> Reads:
+        recorder = ReadRecorder(dataset)
         return Reads([self._sample(recorder, index, where) for index in ids], recorder.ids.tolist())
 
-    def _read_settled(self, ids: Sequence[int], where: str, number: int, draws: Draws) -> Reads:
+    def _read_settled(self, dataset: Dataset, ids: Sequence[int], where: str, number: int, draws: Draws) -> Reads:
         if not self._moves:
             before = _settle(number)
-            reads = self._read(ids, where)
+            reads = self._read(dataset, ids, where)
             if not draws.refuses or not generators.moved(before, generators.marks()):
                 return reads
-        recorder = ReadRecorder(self._dataset)
+        recorder = ReadRecorder(dataset)
         return Reads(
             [
-                self._settled_sample(recorder, index, where, derive_seed(number, place))
+                self._settled_sample(dataset, recorder, index, where, derive_seed(number, place))
                 for place, index in enumerate(ids)
             ],
             recorder.ids.tolist(),
         )
 
-    def _settled_sample(self, recorder: ReadRecorder, index: int, where: str, number: int) -> Any:
+    def _settled_sample(self, dataset: Dataset, recorder: ReadRecorder, index: int, where: str, number: int) -> Any:
         before = _settle(number)
         sample = self._sample(recorder, index, where)
         moved = generators.moved(before, generators.marks())
@@ -243,7 +278,7 @@ class DatasetReader:
             self._moves += 1
             if self._moves <= _LOOKED_AT or self._moves & (self._moves - 1) == 0:
                 _settle(derive_seed(number, "again"))
-                if differ(sample, self._sample(self._dataset, index, where)):
+                if differ(sample, self._sample(dataset, index, where)):
                     raise self._drawn(moved[0], index, where)
         return sample
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -58,13 +59,13 @@ class Mixture:
         if not sources or not all(isinstance(name, str) and name for name in sources):
             raise ConfigError("Mixture.sources: give a dict of names and datasets, with at least one.")
         self.sources = dict(sources)
-        self.weights = self._checked(weights)
+        self.weights = self._own_weights = self._checked(weights)
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise ConfigError(f"Mixture.seed={seed!r}: give a whole number.")
         if at_limit not in ("stop", "reweight"):
             raise ConfigError(f"Mixture.at_limit={at_limit!r}: give 'stop' or 'reweight'.")
         self.seed, self.at_limit, self.max_epochs = seed, at_limit, dict(max_epochs or {})
-        self._known("max_epochs", self.max_epochs)
+        _require_known(self.sources, "Mixture.max_epochs", self.max_epochs)
         for name, limit in self.max_epochs.items():
             if not _is_number(limit) or limit <= 0:
                 raise ConfigError(f"Mixture.max_epochs[{name!r}]={limit!r}: give a number above 0, or leave it out.")
@@ -86,30 +87,22 @@ class Mixture:
                     f"Mixture.weights: {start!r} is no position after {max(before, 0)}: begin at 0, and ascend."
                 )
             before = start
-            self._known(f"weights from position {start} on", given)
-            for name, weight in given.items():
-                if not _is_number(weight) or weight < 0:
-                    raise ConfigError(f"Mixture.weights: {weight!r} for {name!r}: give a finite number of 0 or more.")
-            if not 0 < sum(given.values()) < math.inf:
-                raise ConfigError(
-                    f"Mixture.weights: those from position {start} on add up to {sum(given.values())}: give a source a "
-                    "weight above 0."
-                )
-            for name, part in zip(given, in_parts(list(given.values())), strict=True):
-                if given[name] and not part:
-                    raise ConfigError(
-                        f"Mixture.weights: {name!r} has less than a {PARTS:,}th of the samples from position {start} "
-                        "on: give it more, or 0."
-                    )
-            found.append((start, {name: float(weight) for name, weight in given.items()}))
+            found.append((start, checked_weights(self.sources, f"Mixture.weights from position {start} on", given)))
         if not found:
             raise ConfigError("Mixture.weights is empty: give each source a weight.")
         return tuple(found)
 
-    def _known(self, what: str, names: Mapping[str, Any]) -> None:
-        for name in names:
-            if name not in self.sources:
-                raise ConfigError(f"Mixture.{what}: {name!r} is none of the sources {', '.join(self.sources)}.")
+    def with_changes(self, changes: Sequence[tuple[int, Weights]]) -> Mixture:
+        """This mixture, with the same sources, as a run reads it whose weights were changed while it trained.
+
+        `changes`: (first position, weights), ascending. They hold from their position on, until the next of them, or of
+        this mixture's own list. Raises ConfigError as the constructor.
+        """
+        checked = {start: checked_weights(self.sources, "Mixture.with_changes", given) for start, given in changes}
+        other = copy.copy(self)
+        other.weights = tuple(sorted({**dict(self._own_weights), **checked}.items(), key=lambda change: change[0]))
+        other._schedule = None
+        return other
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.sources)})"
@@ -120,16 +113,21 @@ class Mixture:
         return tuple(self._opened().ended)
 
     @property
-    def order_digest(self) -> int:
-        """Digest of all that the order of samples depends on; above 1."""
+    def order_text(self) -> str:
+        """All that the order of samples depends on, without later changes, as JSON."""
         schedule = self._opened()
         about = {
             "parts": [[part.name, part.num_samples, part.samples_per_block, part.limit] for part in schedule.parts],
-            "weights": [[start, sorted(given.items())] for start, given in self.weights],
+            "weights": [[start, sorted(given.items())] for start, given in self._own_weights],
             "at_limit": self.at_limit,
             "seed": self.seed,
         }
-        return 2 + derive_seed("mixture", json.dumps(about)) // 4
+        return json.dumps(about)
+
+    @property
+    def order_digest(self) -> int:
+        """Digest of all that the order of samples depends on, without later changes; above 1."""
+        return 2 + derive_seed("mixture", self.order_text) // 4
 
     def __len__(self) -> int:
         """Number of positions; 2^60 without an end."""
@@ -253,6 +251,26 @@ class Mixture:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _announced=[], _run={}, _lock=threading.Lock())
+
+
+def checked_weights(sources: Collection[str], what: str, given: Weights) -> dict[str, float]:
+    """The weights as floats. Raises ConfigError, which begins with `what`, if a mixture of these cannot have them."""
+    _require_known(sources, what, given)
+    for name, weight in given.items():
+        if not _is_number(weight) or weight < 0:
+            raise ConfigError(f"{what}: {weight!r} for {name!r}: give a finite number of 0 or more.")
+    if not 0 < sum(given.values()) < math.inf:
+        raise ConfigError(f"{what}: they add up to {sum(given.values())}: give a source a weight above 0.")
+    for name, part in zip(given, in_parts(list(given.values())), strict=True):
+        if given[name] and not part:
+            raise ConfigError(f"{what}: {name!r} has less than a {PARTS:,}th of the samples: give it more, or 0.")
+    return {name: float(weight) for name, weight in given.items()}
+
+
+def _require_known(sources: Collection[str], what: str, names: Iterable[str]) -> None:
+    for name in names:
+        if name not in sources:
+            raise ConfigError(f"{what}: {name!r} is none of the sources {', '.join(sources)}.")
 
 
 def _places(positions: Int64s, numbers: Int64s, indexes: Int64s) -> dict[int, tuple[int, int]]:

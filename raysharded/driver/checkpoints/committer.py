@@ -26,7 +26,7 @@ from raysharded.errors import RayshardedError, RunOwnedElsewhere, StaleGeneratio
 from raysharded.journal.backlog import MOST_BYTES
 from raysharded.journal.verified import JournalReader
 from raysharded.layout import combine, digest
-from raysharded.overrides import Decisions, Skips, rates_before, skipped_before
+from raysharded.overrides import Decisions, Skips, consumed, own_weights, rates_before, skipped_before, weights_before
 from raysharded.protocol.messages import REGISTERED_STATE, Saved, save_id, save_prefix
 
 _log = logging.getLogger("raysharded.driver")
@@ -227,6 +227,7 @@ def manifest_of(
     spec = command.parts[0].spec
     assert spec is not None
     rates = rates_before(known.decisions.rates, command.step + 1)
+    position = consumed(known.decisions.skips, command.step, files.global_batch_size)
     registered = next((part.registered for part in command.parts if part.registered), "")
     return Manifest(
         run=files.name,
@@ -247,6 +248,7 @@ def manifest_of(
             **own_blocks(known.blocks),
             "metrics": dict(command.measured),
             **({"learning_rate": [list(rate) for rate in rates]} if rates else {}),
+            **own_weights(weights_before(known.decisions.weights, position)),
             **own_build_seed(known.build_seed, files.metadata),
             **({REGISTERED_STATE: registered} if registered else {}),
         },

@@ -39,7 +39,7 @@ from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint, NonFinite
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.messages import Corruption, GenerationReady, GenerationSpec, Prepared, Stopped, StopReason
 
-_BROKEN = (StopReason.ABORTED, StopReason.TASK_ERROR, StopReason.REFUSED, StopReason.CORRUPT)
+_BROKEN = (StopReason.ABORTED, StopReason.TASK_ERROR, StopReason.REFUSED, StopReason.CORRUPT, StopReason.DEVICE)
 
 
 def maybe_request_change(state: State, at: float) -> Outcome:

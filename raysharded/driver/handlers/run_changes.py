@@ -1,9 +1,9 @@
-"""Requested changes at the next step boundary: learning rate, rewind, mesh. Handlers of the machine."""
+"""Requested changes at the next step boundary: learning rate, mixture, rewind, mesh. Handlers of the machine."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,16 @@ from raysharded.driver.generation import lifecycle
 from raysharded.driver.rollback import pending_overrides, rewind
 from raysharded.driver.startup import persisted_requests
 from raysharded.driver.state.commands import Command, DeleteCheckpoints, Outcome, Record, prepend
-from raysharded.driver.state.events import Deleted, LearningRateRequested, Recorded, ReshardRequested, RewindRequested
+from raysharded.driver.state.events import (
+    Deleted,
+    LearningRateRequested,
+    MixtureWeightsRequested,
+    Recorded,
+    ReshardRequested,
+    RewindRequested,
+)
 from raysharded.driver.state.mesh_choice import Grouping
-from raysharded.driver.state.state import Phase, State, WantedRate
+from raysharded.driver.state.state import Phase, State, WantedRate, WantedWeights
 from raysharded.layout import possible_degree
 
 
@@ -21,6 +28,19 @@ def rate_refusal(state: State, factor: float) -> str:
     """Reason why the learning rate cannot be the task's times `factor`, in one sentence; empty if it can."""
     if not math.isfinite(factor) or factor < 0:
         return f"the learning rate cannot be the task's times {factor}: give a finite factor of 0 or more."
+    return (
+        pending_overrides.last_step_is_done(state)
+        if pending_overrides.first_step(state) > state.limits.max_steps
+        else ""
+    )
+
+
+def weights_refusal(state: State, weights: Sequence[tuple[str, float]]) -> str:
+    """Reason why the mixture cannot have these weights, in one sentence; empty if it can, as its sources decide."""
+    if not all(math.isfinite(weight) and weight >= 0 for _, weight in weights) or not sum(w for _, w in weights) > 0:
+        return "the weights of a mixture are finite numbers of 0 or more, and one of them is above 0."
+    if state.blocks[0] >= 0:
+        return "the data of the run are no raysharded.Mixture: there is nothing that has weights."
     return (
         pending_overrides.last_step_is_done(state)
         if pending_overrides.first_step(state) > state.limits.max_steps
@@ -39,6 +59,16 @@ def ask_rate(state: State, event: LearningRateRequested, at: float) -> Outcome:
     number = state.changes_asked + 1
     wanted = WantedRate(factor=event.factor, number=number)
     return _soon(replace(state, wanted_rate=wanted, changes_asked=number), at)
+
+
+def ask_weights(state: State, event: MixtureWeightsRequested, at: float) -> Outcome:
+    """Read the sources with other weights from the next boundary on."""
+    why = weights_refusal(state, event.weights)
+    if why:
+        return state, [pending_overrides.refused_weights(state, event.weights, why)]
+    number = state.changes_asked + 1
+    wanted = WantedWeights(weights=event.weights, number=number)
+    return _soon(replace(state, wanted_weights=wanted, changes_asked=number), at)
 
 
 def ask_rewind(state: State, event: RewindRequested, at: float) -> Outcome:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from raysharded.display.plain_text import brief
-from raysharded.display.quantities import count, duration
+from raysharded.display.quantities import count, duration, weights_text
 from raysharded.driver.membership.state_source import describe_source
 from raysharded.driver.state.commands import (
     Answer,
@@ -44,6 +44,7 @@ from raysharded.driver.state.events import (
     Fingerprinted,
     LeadershipLost,
     LearningRateRequested,
+    MixtureWeightsRequested,
     Overtaken,
     PauseRequested,
     Ready,
@@ -107,6 +108,8 @@ def _of_event(event: Event) -> str:
             return _of_grouping(grouping)
         case LearningRateRequested(factor=factor):
             return f"{factor:g} times the task's learning rate is asked for"
+        case MixtureWeightsRequested(weights=weights):
+            return f"weights of the mixture are asked for: {weights_text(dict(weights))}"
         case RewindRequested(step=step, skip_data=skip_data):
             return f"somebody wants to go back to step {step}{', and on past the data read since' if skip_data else ''}"
         case Recorded(generation=generation):

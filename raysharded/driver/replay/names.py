@@ -37,6 +37,7 @@ NAMES: Mapping[type, tuple[str, str]] = {
     events.StopRequested: ("StopRequested", "stop_requested"),
     events.ReshardRequested: ("ReshardRequested", "reshard_requested"),
     events.LearningRateRequested: ("LearningRateRequested", "learning_rate_requested"),
+    events.MixtureWeightsRequested: ("MixtureWeightsRequested", "mixture_weights_requested"),
     events.RewindRequested: ("RewindRequested", "rewind_requested"),
     events.Recorded: ("Recorded", "overrides_recorded"),
     events.Deleted: ("Deleted", "checkpoints_deleted"),

@@ -11,18 +11,18 @@ from dataclasses import replace
 
 from raysharded.driver.rollback import rewind
 from raysharded.driver.state.commands import Command, Outcome, Record
-from raysharded.driver.state.state import PendingOverrides, State, WantedRate
-from raysharded.overrides import changed
+from raysharded.driver.state.state import PendingOverrides, State, WantedRate, WantedWeights
+from raysharded.overrides import changed, reweighted, skipped_before
 from raysharded.protocol.messages import Source
 
 
 def is_wanted(state: State) -> bool:
     """Whether a request is not decided yet."""
-    return state.wanted_rate is not None or state.wanted_rewind is not None
+    return (state.wanted_rate, state.wanted_weights, state.wanted_rewind) != (None, None, None)
 
 
 def first_step(state: State) -> int:
-    """First step to which a learning rate would apply that is decided at the next boundary."""
+    """First step to which a learning rate, or weights, would apply that are decided at the next boundary."""
     if state.wanted_rewind is not None:
         return state.wanted_rewind.checkpoint.step + 1
     return max(state.step, state.reached) + 1
@@ -44,6 +44,9 @@ def without_impossible(state: State) -> Outcome:
     if state.wanted_rate is not None and first_step(state) > state.limits.max_steps:
         commands.append(refused_rate(state, state.wanted_rate.factor, last_step_is_done(state)))
         state = replace(state, wanted_rate=None)
+    if state.wanted_weights is not None and first_step(state) > state.limits.max_steps:
+        commands.append(refused_weights(state, state.wanted_weights.weights, last_step_is_done(state)))
+        state = replace(state, wanted_weights=None)
     return state, commands
 
 
@@ -53,6 +56,8 @@ def at_the_end(state: State) -> list[Command]:
     commands: list[Command] = []
     if state.wanted_rate is not None:
         commands.append(refused_rate(state, state.wanted_rate.factor, why))
+    if state.wanted_weights is not None:
+        commands.append(refused_weights(state, state.wanted_weights.weights, why))
     if state.wanted_rewind is not None:
         commands.append(refused_rewind(state, state.wanted_rewind.checkpoint.step, why))
     return commands
@@ -96,11 +101,19 @@ def plan(state: State, source: Source) -> PendingOverrides | None:
     rate = None if wanted is None or _is_undone(state, wanted) else (done + 1, wanted.factor)
     if rate is not None:
         decisions = replace(decisions, rates=changed(decisions.rates, from_step=rate[0], factor=rate[1]))
-    return PendingOverrides(decisions=decisions, answers=state.changes_asked, rate=rate, rewind=state.wanted_rewind)
+    asked, weights = state.wanted_weights, None
+    if asked is not None and not _is_undone(state, asked):
+        position = done * state.limits.global_batch_size + skipped_before(decisions.skips, done + 1)
+        weights = (done + 1, position, asked.weights)
+        then = reweighted(decisions.weights, from_step=done + 1, position=position, weights=asked.weights)
+        decisions = replace(decisions, weights=then)
+    return PendingOverrides(
+        decisions=decisions, answers=state.changes_asked, rate=rate, rewind=state.wanted_rewind, weights=weights
+    )
 
 
-def _is_undone(state: State, wanted: WantedRate) -> bool:
-    """Whether a later rewind request undoes this learning rate."""
+def _is_undone(state: State, wanted: WantedRate | WantedWeights) -> bool:
+    """Whether a later rewind request undoes this request."""
     return state.wanted_rewind is not None and wanted.number < state.wanted_rewind.number
 
 
@@ -121,13 +134,31 @@ def decide(state: State) -> Outcome:
     elif wanted is not None and wanted.number <= made.answers:
         why = f"it is undone: going back to step {step} was asked for after it."
         records.append(refused_rate(state, wanted.factor, why))
-    assert records, "a plan has a rate or a way back"
+    state, of_weights = _decide_weights(state, made)
+    records += of_weights
+    assert records, "a plan has a rate, weights or a way back"
     records[-1] = replace(records[-1], awaited_by=state.generation)  # the journal is written in order
     if wanted is not None and wanted.number <= made.answers:
         state = replace(state, wanted_rate=None)
     if state.wanted_rewind is not None and state.wanted_rewind.number <= made.answers:
         state = replace(state, wanted_rewind=None)
     return replace(state, decisions=made.decisions, plan=None, unrecorded=state.generation), [*records]
+
+
+def _decide_weights(state: State, made: PendingOverrides) -> tuple[State, list[Record]]:
+    """The state without a request for weights that the plan answers, and its entry."""
+    records: list[Record] = []
+    step, asked = state.reached, state.wanted_weights
+    if made.weights is not None:
+        first, position, weights = made.weights
+        fields = {"step": step, "weights": dict(weights), "from_step": first, "from_position": position}
+        records.append(Record(kind="mixture_weights", fields=fields, durable=True))
+    if asked is None or asked.number > made.answers:
+        return state, records
+    if made.weights is None:
+        why = f"it is undone: going back to step {step} was asked for after it."
+        records.append(refused_weights(state, asked.weights, why))
+    return replace(state, wanted_weights=None), records
 
 
 # -- refused --
@@ -142,6 +173,12 @@ def refused_rate(state: State, factor: float, why: str) -> Record:
     """Journal entry that refuses a learning rate."""
     fields = {"step": state.step, "factor": factor, "reason": why}
     return Record(kind="learning_rate_refused", fields=fields, durable=True)
+
+
+def refused_weights(state: State, weights: tuple[tuple[str, float], ...], why: str) -> Record:
+    """Journal entry that refuses weights of the mixture."""
+    fields = {"step": state.step, "weights": dict(weights), "reason": why}
+    return Record(kind="mixture_weights_refused", fields=fields, durable=True)
 
 
 def refused_rewind(state: State, to_step: int, why: str) -> Record:

@@ -13,7 +13,7 @@ from raysharded.driver.membership.state_source import clamp_leave_steps, trusted
 from raysharded.driver.state.events import ASKED
 from raysharded.driver.state.state import Checkpointed, PendingOverrides, Rewinding, State
 from raysharded.ids import GenerationId
-from raysharded.overrides import Decisions, passed_over, rates_before, skipped_before
+from raysharded.overrides import Decisions, consumed, passed_over, rates_before, skipped_before, weights_before
 from raysharded.protocol.messages import save_prefix
 
 _NAMED = 12
@@ -51,7 +51,9 @@ def decisions_after(state: State, rewinding: Rewinding) -> Decisions:
     if rewinding.skip_data and state.reached > to_step:
         batch = state.limits.global_batch_size
         skips = passed_over(before.skips, to_step=to_step, done_step=state.reached, global_batch_size=batch)
-    return Decisions(skips=skips, rates=rates_before(before.rates, to_step + 1))
+    position = consumed(before.skips, to_step, state.limits.global_batch_size)
+    weights = weights_before(before.weights, position)
+    return Decisions(skips=skips, rates=rates_before(before.rates, to_step + 1), weights=weights)
 
 
 def undo(state: State, plan: PendingOverrides, rewinding: Rewinding) -> tuple[State, dict[str, Any]]:

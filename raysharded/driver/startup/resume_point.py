@@ -17,7 +17,17 @@ from raysharded.driver.state.events import ASKED
 from raysharded.driver.state.state import Checkpointed, State
 from raysharded.errors import CheckpointError, CorruptCheckpoint, RefusedCheckpoint
 from raysharded.journal.signed_segments import ACCEPT
-from raysharded.overrides import Decisions, after, rates_of, rates_resumed, skips_resumed
+from raysharded.overrides import (
+    WEIGHTS,
+    Decisions,
+    after,
+    consumed,
+    rates_of,
+    rates_resumed,
+    skips_resumed,
+    weights_of,
+    weights_resumed,
+)
 
 _log = logging.getLogger("raysharded.driver")
 _OLDER_OPENED = 4
@@ -219,7 +229,20 @@ def _decisions_at(decisions: Decisions, checkpoint: Checkpoint, global_batch_siz
             f"the manifest of step {step} under {checkpoint.storage.url} has no pairs of a step and a factor as "
             f"metadata['learning_rate']: {error}. Restore it."
         ) from error
-    return Decisions(skips=skips, rates=rates_resumed(decisions.rates, step=step, told=told))
+    try:
+        told_weights = weights_of(checkpoint.manifest.metadata.get(WEIGHTS, ()))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CorruptCheckpoint(
+            f"the manifest of step {step} under {checkpoint.storage.url} has no steps, positions and weights as "
+            f"metadata['{WEIGHTS}']: {error}. Restore it."
+        ) from error
+    return Decisions(
+        skips=skips,
+        rates=rates_resumed(decisions.rates, step=step, told=told),
+        weights=weights_resumed(
+            decisions.weights, position=consumed(skips, step, global_batch_size), told=told_weights
+        ),
+    )
 
 
 def _arithmetic_at(checkpoint: Checkpoint, entries: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str] | None, str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from raysharded.checkpoint.retention.catalog import CheckpointRef
+from raysharded.display.quantities import weights_text
 from raysharded.driver.checkpoints.committer import RunFiles
 from raysharded.driver.startup.resume_point import ResumePoint, distrusted
 from raysharded.driver.state.arithmetic import accepted
@@ -48,6 +49,9 @@ def unconfirmed(entries: Entries, found: ResumePoint, refs: Sequence[CheckpointR
     for step, factor in decisions.rates:
         if step > found.step:
             yield f"{factor:g} times the learning rate from step {step} on"
+    for step, _, weights in decisions.weights:
+        if step > found.step:
+            yield f"{weights_text(dict(weights))} as weights of the mixture from step {step} on"
     for step, samples in decisions.skips:
         if step >= found.step and samples != skipped_before(decisions.skips, step):
             yield f"{samples} samples skipped after step {step}"

@@ -116,6 +116,13 @@ class LearningRateRequested:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureWeightsRequested:
+    """A user requests other weights of the run's mixture, from the next step boundary on."""
+
+    weights: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RewindRequested:
     """A user requests that the run goes back to its checkpoint of a step, and continues from there."""
 
@@ -196,6 +203,7 @@ Event = (
     | StopRequested
     | ReshardRequested
     | LearningRateRequested
+    | MixtureWeightsRequested
     | RewindRequested
     | Recorded
     | Deleted

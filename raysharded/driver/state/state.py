@@ -160,11 +160,16 @@ class Rewinding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WantedRate:
-    """A requested learning rate."""
+    """A requested learning rate; `number` as in `Rewinding`."""
 
     factor: float
     number: int
-    """Number of the request, among all requested changes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WantedWeights:  # `number` as in `Rewinding`
+    weights: tuple[tuple[str, float], ...]
+    number: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +183,7 @@ class PendingOverrides:
     rate: tuple[int, float] | None = None
     """(first step, factor)"""
     rewind: Rewinding | None = None
+    weights: tuple[int, int, tuple[tuple[str, float], ...]] | None = None  # (first step, first position, weights)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,6 +225,7 @@ class State:
     """Node id -> announced time at which its machine will be taken away."""
     preemptions: int = 0
     """Workers that got a leave notice so far; they are not losses."""
+    device_failures: Mapping[str, int] = field(default_factory=dict)  # GPU, by number and UUID -> failures
     last_ready_at: float = 0.0
     next_worker: WorkerId = _FIRST_WORKER
     awaited: frozenset[WorkerId] = frozenset()
@@ -328,7 +335,8 @@ class State:
     changes_asked: int = 0
     """Number of requested changes of the computation that were not refused at once; they are numbered from 1."""
     wanted_rate: WantedRate | None = None
-    """Requested learning rate, until it is decided."""
+    """Requested learning rate, and weights of the mixture, until they are decided."""
+    wanted_weights: WantedWeights | None = None
     wanted_rewind: Rewinding | None = None
     """Requested rewind, until it is decided. It undoes earlier requests."""
     plan: PendingOverrides | None = None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from raysharded import numerics
+from raysharded.display.quantities import count
 from raysharded.driver.state import arithmetic, broken_links, node_health
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, StartWorker, finish, prepend
 from raysharded.driver.state.events import Ready
@@ -17,17 +18,20 @@ from raysharded.ids import WorkerId
 from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.worker_launcher import WorkerLost
 
+_MOST_DEVICE_FAILURES = 2
+"""Failures of one GPU after which no worker on it is admitted: the first may be a bug of the task."""
 
-def start_workers(state: State, count: int, at: float) -> Outcome:
+
+def start_workers(state: State, number: int, at: float) -> Outcome:
     """Request more workers."""
     commands: list[Command] = []
     starting = dict(state.starting)
     avoid = node_verdicts.to_avoid(state, at)
-    for offset in range(count):
+    for offset in range(number):
         worker = WorkerId(state.next_worker + offset)
         starting[worker] = at
         commands.append(StartWorker(worker=worker, avoid=avoid))
-    return replace(state, starting=starting, next_worker=WorkerId(state.next_worker + count)), commands
+    return replace(state, starting=starting, next_worker=WorkerId(state.next_worker + number)), commands
 
 
 def replace_missing(state: State, at: float) -> Outcome:
@@ -49,6 +53,11 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         fields = {"worker": event.worker, "node": event.facts.node, "reason": reason}
         refused = Record(kind="worker_refused", fields=fields)
         return replace(state, starting=starting), [KillWorker(worker=event.worker, at_once=False), refused]
+    failures = state.device_failures.get(event.facts.device, 0)
+    if failures >= _MOST_DEVICE_FAILURES:
+        reason = f"{event.facts.device} failed {count(failures, 'time')} in this run"
+        lost = WorkerLost(worker=event.worker, reason=reason, node_id=event.facts.node_id)
+        return prepend(failed_to_start(state, lost, at), [KillWorker(worker=event.worker, at_once=False)])
     if state.num_samples not in (None, event.facts.num_samples):
         return finish(state, _other_data(state, event))
     if arithmetic.has_other_blocks(state, event.facts):

@@ -75,6 +75,8 @@ class Chronicle:
                 self._because(f"to go back to step {entry['to_step']}, as was asked for")
             case "learning_rate":
                 self._because("for another learning rate")
+            case "mixture_weights":
+                self._because("for other weights of the mixture")
             case "paused":
                 self.paused = True
                 self.sessions[-1].note(kind, self.now)

@@ -59,6 +59,7 @@ KINDS = {
     "corruption": "numbers",
     "proof_failed": "numbers",
     "learning_rate": "asked",
+    "mixture_weights": "asked",
     "arithmetic": "asked",
     "checkpoint_late": "checkpoint",
     "checkpoint_failed": "checkpoint",

@@ -19,7 +19,7 @@ _WINDOW_STEPS = 64
 _POINTS = 256
 """Number of loss values kept, for any number of steps."""
 _HAPPENED = 8
-_ASKED = ("pause", "resume", "resize", "drain", "learning_rate", "reshard", "rewind", "stop")
+_ASKED = ("pause", "resume", "resize", "drain", "learning_rate", "mixture_weights", "reshard", "rewind", "stop")
 """Kinds of entries for requests; with `_refused`, for requests that were rejected."""
 _NO_INCIDENTS = ("step", "started", "finished", "stopped")
 

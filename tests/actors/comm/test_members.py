@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from raysharded.actors.comm import gloo, links, listeners, sockets
+from raysharded.actors.comm import links, listeners, sockets
 from raysharded.actors.comm.groups import Groups, Rendezvous
 from raysharded.actors.comm.membership_proof import MembershipProof, digest
+from raysharded.actors.comm.torch_groups import connect_gloo
 from raysharded.errors import CollectiveAborted
 from raysharded.layout import Mesh
 from raysharded.rendezvous.server import RendezvousStore
@@ -185,7 +186,7 @@ def test_only_the_socket_that_gloo_announces_is_taken_for_its_listener() -> None
         store = links._Announcing(None, "", 1)
         store.before = announced.append
         before = sockets.open_sockets()
-        group = gloo.connect(store, 0, 1, "127.0.0.1", 5.0, _TIMEOUT)
+        group = connect_gloo(store, 0, 1, "127.0.0.1", 5.0, _TIMEOUT)
         found = sockets.listening(sockets.open_sockets() - before)
         assert announced == [store.announced]
         listening = listeners.with_port_in([one, *found, other], store.announced)
@@ -202,7 +203,7 @@ def test_the_proof_shows_who_lacks_the_secret(
     store = HashStore()
 
     def prove(rank: int) -> list[int]:
-        group = gloo.connect(store, rank, 2, "127.0.0.1", 5.0, _TIMEOUT)
+        group = connect_gloo(store, rank, 2, "127.0.0.1", 5.0, _TIMEOUT)
         proof = MembershipProof(group, secrets[rank], "g1/state", _TIMEOUT)
         proof.work.wait()
         return proof.strangers()

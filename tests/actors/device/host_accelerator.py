@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -29,18 +28,21 @@ class HostEvent:
 
 
 class HostStream:
+    """A stream whose work is done when it is launched."""
+
     def wait_stream(self, stream: Any) -> None:
         pass
 
 
-class HostAccelerator:
-    """One device in host memory. All tensors on the CPU count as the device's."""
+class HostAccelerator(Cuda):
+    """One device in host memory. All tensors on the CPU count as the device's; communicators are still NCCL's."""
 
     device_type = "cpu"
     backend = "gloo"
     backend_type = dist.ProcessGroup.BackendType.GLOO
 
     def __init__(self) -> None:
+        super().__init__()
         self.reached = threading.Event()
         """Clear it, and no event is reached."""
         self.reached.set()
@@ -59,7 +61,10 @@ class HostAccelerator:
     def library_version(self) -> str:
         return "0"
 
-    def select(self) -> torch.device:
+    def enter_thread(self) -> None:
+        pass
+
+    def select(self, assigned: Sequence[str]) -> torch.device:
         return torch.device("cpu")
 
     def current(self) -> torch.device:
@@ -71,40 +76,24 @@ class HostAccelerator:
     def identity(self, device: torch.device) -> str:
         return "GPU 0"
 
-    def facts(self, device: torch.device) -> Mapping[str, str]:
+    def facts(self, device: torch.device) -> Mapping[str, str]:  # type: ignore[override]
         return {"gpu": "host memory"}
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         self.pinned_bytes.append(size_bytes)
         return torch.empty(size_bytes, dtype=torch.uint8)
 
-    def new_stream(self, device: torch.device) -> HostStream:
+    def new_stream(self, device: torch.device) -> Any:
         return HostStream()
 
-    def current_stream(self, device: torch.device) -> HostStream:
+    def current_stream(self, device: torch.device) -> Any:
         return self._stream
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def record(self, stream: Any) -> HostEvent:
+    def record(self, stream: Any) -> Any:
         return HostEvent(self.reached)
 
     def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
         pass
-
-    def make_compilation_exact(self) -> None:
-        Cuda().make_compilation_exact()
-
-    def communicator(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-        raise NotImplementedError("see `communicator_double`")
-
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        send: torch.Tensor,
-        out_sizes: Sequence[int] | None,
-        in_sizes: Sequence[int] | None,
-        group: Any,
-    ) -> None:
-        dist.all_to_all_single(received, send, out_sizes, in_sizes, group=group)

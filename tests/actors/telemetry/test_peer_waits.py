@@ -40,6 +40,7 @@ INSIDE = "a function with the mark, which it calls"
 TORCH = "torch's own frame, which is known by its folder"
 LAUNCHER = "the thread that computes: a launcher calls it in another one"
 WITHOUT_THE_MARK = {
+    "Communicators.abort": LOCAL,
     "Cuda.all_to_all": TORCH,
     "Engine._calling_the_task": LOCAL,
     "Engine._prepare": INSIDE,
@@ -47,6 +48,7 @@ WITHOUT_THE_MARK = {
     "FunctionThread.build": "the user's function, in another thread",
     "FunctionThread.train": LAUNCHER,
     "Groups._register": TORCH,
+    "HangupWatch.close": LOCAL,
     "RayPeers.ask": "other orphans, in a thread that does not compute",
     "Saver._is_begun": LOCAL,
     "Saver._written": LOCAL,

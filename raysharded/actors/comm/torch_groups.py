@@ -1,8 +1,12 @@
-"""gloo groups that are connected when made, and their use as torch's default group or as one of its other groups.
+"""Connected backends as torch's process groups: as its default group, or beside it.
+
+gloo's backends are connected when made. Torch makes a group with its backend: the backend of this module returns the
+one that the calling thread has handed over.
 
 Torch has one default group at a time, made by `init_process_group`. A model is wrapped for a mesh, which needs a group.
 Wrapping the next generation's model in the background needs that generation's group before the current one is
-destroyed. So the group is made first and known only to the mesh. It becomes the default group later.
+destroyed. So the group is made first and known only to the mesh. It becomes the default group later. On an accelerator
+every generation does so, as its communicators are connected in a thread that may be abandoned.
 
 `ConnectedGroup` does in two steps what torch 2.13 to 2.15 do in `_new_process_group_helper` and `init_process_group`
 (torch/distributed/distributed_c10d.py). Torch has no public API for this.
@@ -13,11 +17,16 @@ from __future__ import annotations
 import contextlib
 import datetime
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch._C._distributed_c10d import (
+    _register_process_group,
+    _unregister_all_process_groups,
+    _unregister_process_group,
+)
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -45,7 +54,7 @@ def hand_over(group: Any) -> None:
 
 
 @waits_for_peers
-def connect(
+def connect_gloo(
     store: Any, rank: int, size: int, address: str, connect_timeout_s: float, timeout: datetime.timedelta
 ) -> Any:
     """A gloo group, connected to all members. `address`: this machine's address; `timeout`: applies once connected."""
@@ -61,13 +70,13 @@ class ConnectedGroup:
     """A torch process group around a connected backend of this worker's shard group."""
 
     def __init__(self, backend: Any, name: str, store: Any, rank: int, size: int, device: torch.device) -> None:
-        """`device`: cpu, or the GPU that NCCL was connected on. `name`: unique among this process's groups."""
+        """`device`: cpu, or the accelerator's. `name`: unique among this process's groups."""
         self._name, self._store, self._rank, self._device = c10d.GroupName(name), store, rank, device
         self._on_gpu = accelerator().has(device)
         kind = accelerator().backend_type if self._on_gpu else dist.ProcessGroup.BackendType.GLOO
         self.group = dist.ProcessGroup(store, rank, size)
         self.group._set_default_backend(kind)
-        if self._on_gpu:
+        if self._on_gpu and device.index is not None:
             self.group.bound_device_id = device
         self.group._register_backend(torch.device(device.type), kind, backend)
         self.group._set_group_name(self._name)
@@ -91,18 +100,39 @@ class ConnectedGroup:
         """Make the group torch's default group. Raises RuntimeError if torch has one already."""
         if dist.is_initialized():
             raise RuntimeError("the groups of the generation before were not closed")
+        self.make_known({rank: rank for rank in range(self.group.size())})
+        self.forget()
+        _register_process_group(
+            self._name, self.group
+        )  # again: destroying the previous default group, if there was one, has dropped all names
+        c10d._update_default_pg(self.group)
+
+    def make_known(self, ranks: Mapping[int, int]) -> None:
+        """Let torch find the group. `ranks`: rank in the default group -> rank in this one."""
         backend = accelerator().backend if self._on_gpu else "gloo"
         world, group = c10d._world, self.group
         world.pg_map[group] = (backend, self._store)
         world.pg_names[group] = self._name
         world.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend(backend)))
-        world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+        world.pg_group_ranks[group] = dict(ranks)
         tag: Any = f"ptd:{self._name}"
         world.pg_to_tag[group] = tag
         for each in ("", tag):
             world.tags_to_pg.setdefault(each, []).append(group)
-        self.forget()
-        _register_process_group(
-            self._name, group
-        )  # again: destroying the previous default group, if there was one, has dropped all names
-        c10d._update_default_pg(group)
+
+
+def forget_default() -> None:
+    """Let torch have no group any more, without a call to a backend: those that were aborted may not answer."""
+    world = c10d._world
+    c10d._update_default_pg(None)
+    for known in (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.tags_to_pg,
+        world.pg_coalesce_state,
+    ):
+        known.clear()
+    _unregister_all_process_groups()

@@ -1,0 +1,62 @@
+"""Errors of a device, and the test whether this process can still use it.
+
+After an illegal access, a failed assertion in a kernel, or an uncorrectable memory error, every later call of the
+process to CUDA fails: its context is dead, and only a new process helps. Its host memory stays readable, also pinned
+memory. A wrong argument or a lack of memory is an error of one call. Both may have the same text, so the
+device is used once more: a dead context fails again.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from raysharded.actors.device.accelerator import accelerator
+from raysharded.errors import DeviceFailed, causes, text_of
+
+_TEXTS = ("CUDA error", "CUDA driver error", "HIP error")
+"""Beginnings of a RuntimeError of the device, as torch raises it where it does not raise an AcceleratorError."""
+PATIENCE_S = 10.0
+"""Time in which a device has to do a trifle. It may still end an aborted collective."""
+_PAUSE_S = 0.002
+
+
+def device_error_in(error: BaseException) -> str:
+    """Text of the device's error among an error and its causes; empty if there is none, or only a lack of memory."""
+    for found in causes(error):
+        if isinstance(found, torch.OutOfMemoryError):
+            continue
+        if isinstance(found, torch.AcceleratorError) or (
+            isinstance(found, RuntimeError) and text_of(found).startswith(_TEXTS)
+        ):
+            return text_of(found).partition("\n")[0]
+    return ""
+
+
+def failure_of(device: torch.device, patience_s: float = PATIENCE_S, *, must_finish: bool = True) -> str:
+    """The error with which the device fails now, or that it does not finish; empty if it works.
+
+    Launches one small kernel. Without `must_finish`, a device that only takes longer than `patience_s` counts as
+    working: it may be in a collective. Returns at once for a device without streams.
+    """
+    here = accelerator()
+    if not here.has(device):
+        return ""
+    try:
+        torch.zeros(1, device=device).add_(1)
+        done, until = here.record(here.current_stream(device)), time.monotonic() + patience_s
+        while not done.query():
+            if time.monotonic() > until:
+                return f"a trifle takes more than {patience_s:g} s" if must_finish else ""
+            time.sleep(_PAUSE_S)
+    except RuntimeError as error:  # AcceleratorError is one
+        return text_of(error).partition("\n")[0]
+    return ""
+
+
+def require_device(device: torch.device) -> None:
+    """Raise DeviceFailed unless the device works."""
+    failed = failure_of(device)
+    if failed:
+        raise DeviceFailed(f"the GPU does not work in this process: {failed}")

@@ -1,0 +1,204 @@
+"""The accelerator's communicators of a generation: aborted at any time, together, and in a limited time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raysharded.actors.comm import communicators
+from raysharded.actors.comm.groups import Groups, Rendezvous
+from raysharded.actors.device import accelerator
+from raysharded.errors import CollectiveAborted
+from raysharded.layout import Mesh
+from raysharded.rendezvous.server import RendezvousStore
+from tests.actors.device.communicator_double import DoubleAccelerator
+from tests.forked import in_a_fork
+
+pytestmark = pytest.mark.procs
+
+
+@pytest.fixture
+def store() -> Iterator[RendezvousStore]:
+    found = RendezvousStore("127.0.0.1")
+    yield found
+    found.close()
+
+
+def place(store: RendezvousStore, prefix: str, rank: int = 0, mesh: Mesh | None = None) -> Rendezvous:
+    return Rendezvous(
+        host="127.0.0.1",
+        port=store.port,
+        prefix=prefix,
+        secret=store.secret(prefix),
+        rank=rank,
+        mesh=mesh or Mesh(shards=1),
+        arrival_timeout_s=30.0,
+        collective_timeout_s=30.0,
+    )
+
+
+def eventually(condition: Any) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def _two_generations(first: Rendezvous, second: Rendezvous, beside: bool) -> tuple[list[str], list[float]]:
+    """In a process: both generations formed, used, and closed; the calls of NCCL, and the sums."""
+    device = DoubleAccelerator()
+    accelerator.use(device)
+    torch.set_num_threads(1)
+    sums = []
+    before: Groups | None = None
+    for where in (first, second):
+        groups = Groups(use_gpu=True)
+        if before is not None and beside:
+            groups.connect_beside(where)
+            before.close()
+            groups.take_over()
+        else:
+            if before is not None:
+                before.close()
+            groups.form(where)
+        values = torch.tensor([1.0 + where.rank])
+        dist.all_reduce(values)
+        sums.append(values.item())
+        if groups.replicas is not None:
+            groups.replicas.all_reduce(values)
+            sums.append(values.item())
+        everyone = groups.everyone
+        if everyone is not None:
+            everyone.all_reduce(values)
+            sums.append(values.item())
+        assert groups.axes().data.device_type == "cpu"
+        before = groups
+    assert before is not None
+    before.close()
+    assert not dist.is_initialized()
+    return device.calls, sums
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["formed", "prepared"])
+@pytest.mark.parametrize(
+    ("mesh", "names", "sums"),
+    [
+        (Mesh(shards=2), ["train/0"], [3.0, 6.0]),
+        (Mesh(replicas=2, shards=1), ["train", "replicas/0", "everyone/0"], [1.0, 3.0, 6.0]),
+    ],
+    ids=["shards", "replicas"],
+)
+def test_generations_in_real_processes_abort_all_their_communicators_in_one_group(
+    store: RendezvousStore, mesh: Mesh, names: list[str], sums: list[float], beside: bool
+) -> None:
+    places = [[place(store, prefix, rank, mesh) for prefix in ("g1", "g2")] for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda two: in_a_fork(_two_generations, *two, beside), places))
+    calls, seen = found[0]
+    assert seen == [*sums, *sums]
+    groups = [index for index, call in enumerate(calls) if call == "group start"]
+    assert len(groups) == 2
+    for start in groups:
+        aborted = calls[start + 1 : start + 1 + len(names)]
+        assert [call.partition(" ")[0] for call in aborted] == ["abort"] * len(names)
+        assert all(name in call for name, call in zip(names, aborted, strict=True))
+        assert calls[start + 1 + len(names)] == "group end"
+    assert sum(call.startswith("abort") for call in calls) == 2 * len(names)
+
+
+def _with(device: DoubleAccelerator, groups: Groups, where: Rendezvous) -> tuple[threading.Thread, list[BaseException]]:
+    errors: list[BaseException] = []
+
+    def form() -> None:
+        try:
+            groups.form(where)
+        except CollectiveAborted as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=form)
+    thread.start()
+    eventually(lambda: any(call.startswith("connect") for call in device.calls))
+    return thread, errors
+
+
+@pytest.fixture
+def device() -> Iterator[DoubleAccelerator]:
+    found = DoubleAccelerator()
+    undo = accelerator.use(found)
+    yield found
+    undo()
+
+
+@pytest.mark.parametrize("how", ["connect", "connect for good"])
+def test_an_abort_frees_a_worker_that_waits_for_a_communicator(
+    store: RendezvousStore, device: DoubleAccelerator, how: str
+) -> None:
+    device.blocking = {how}
+    groups = Groups(use_gpu=True)
+    thread, errors = _with(device, groups, place(store, "g1"))
+    groups.abort()
+    thread.join(30.0)
+    assert not thread.is_alive()
+    assert len(errors) == 1
+    assert "abort train/0" in device.calls
+    groups.close()
+    assert not dist.is_initialized()
+
+
+def test_an_abort_that_blocks_keeps_nobody_waiting_for_long(
+    store: RendezvousStore, device: DoubleAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(communicators, "ABORT_TIMEOUT_S", 0.2)
+    groups = Groups(use_gpu=True)
+    groups.form(place(store, "g1"))
+    device.blocking = {"abort"}
+    threads = [threading.Thread(target=groups.abort) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    groups.close()
+    assert not dist.is_initialized()
+    assert device.calls.count("abort train/0") == 1
+    device.blocking = set()
+    after = Groups(use_gpu=True)
+    after.form(place(store, "g2"))
+    after.close()
+
+
+def test_a_communicator_that_is_made_after_the_abort_is_aborted_too(device: DoubleAccelerator) -> None:
+    made = communicators.Communicators()
+    assert made.abort()
+    with pytest.raises(CollectiveAborted, match="before"):
+        made.connect("train/0", None, 0, 1, None)  # type: ignore[arg-type]
+    assert not any(call.startswith("connect") for call in device.calls)
+
+
+def _until_aborted(where: Rendezvous, seconds: float) -> float:
+    """In a process: the seconds after which a member learns that the other one is dead, without a driver."""
+    accelerator.use(DoubleAccelerator())
+    groups = Groups(use_gpu=True)
+    groups.form(where)
+    groups.state.barrier()
+    if where.rank == 1:
+        return 0.0  # this process ends
+    began = time.monotonic()
+    while not groups.aborted and time.monotonic() < began + seconds:
+        time.sleep(0.005)
+    took = time.monotonic() - began
+    groups.close()
+    return took
+
+
+def test_a_peers_death_aborts_the_generation_without_the_driver(store: RendezvousStore) -> None:
+    places = [place(store, "g1", rank, Mesh(shards=2)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        took, _ = pool.map(lambda where: in_a_fork(_until_aborted, where, 60.0), places)
+    assert took < 60.0

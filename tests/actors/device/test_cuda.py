@@ -1,0 +1,53 @@
+"""Choices of the CUDA seam that need no GPU: which one is mine, and which settings of the environment hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from raysharded.actors.device.cuda import Cuda, index_of
+from raysharded.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("assigned", "visible", "index"),
+    [
+        ([], None, 0),
+        (["3"], "3", 0),  # Ray shows it alone
+        (["3"], None, 3),  # Ray does not set the variable
+        (["3"], "1,3", 1),  # nor here, where the node has it
+        (["GPU-b"], "GPU-a, GPU-b", 1),
+        (["GPU-b"], None, 0),
+    ],
+)
+def test_a_worker_takes_the_gpu_that_it_was_assigned(assigned: list[str], visible: str | None, index: int) -> None:
+    assert index_of(assigned, visible) == index
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    found: dict[str, str] = {}
+    monkeypatch.setattr("os.environ", found)
+    return found
+
+
+def test_settings_are_made_and_those_of_the_user_are_kept(environment: dict[str, str]) -> None:
+    environment["TORCH_FR_BUFFER_SIZE"] = "7"
+    Cuda().prepare_environment(exact=False)
+    assert environment["TORCH_FR_BUFFER_SIZE"] == "7"
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert "pinned_max_round_threshold_mb:64" in environment["PYTORCH_ALLOC_CONF"]
+    assert "CUBLAS_WORKSPACE_CONFIG" not in environment
+    Cuda().prepare_environment(exact=True)
+    assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_an_allocator_that_is_configured_by_its_older_name_keeps_its_settings(environment: dict[str, str]) -> None:
+    environment["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:512"
+    Cuda().prepare_environment(exact=True)
+    assert "PYTORCH_ALLOC_CONF" not in environment
+
+
+def test_a_setting_that_would_end_survivors_is_refused(environment: dict[str, str]) -> None:
+    environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
+    with pytest.raises(ConfigError, match="end the survivors"):
+        Cuda().prepare_environment(exact=True)

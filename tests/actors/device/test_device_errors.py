@@ -1,0 +1,114 @@
+"""Errors of a device: those of a dead context, those of one call, and those of the task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from raysharded.actors.device import accelerator
+from raysharded.actors.device.device_errors import device_error_in, failure_of, require_device
+from raysharded.actors.process.stop_reason import Ends, ending_of
+from raysharded.actors.task_calls.task_errors import naming
+from raysharded.errors import CollectiveAborted, DeviceFailed, TaskError
+from raysharded.ids import WorkerId
+from raysharded.protocol.messages import StopReason
+from tests.actors.device.communicator_double import DoubleAccelerator
+
+CPU = torch.device("cpu")
+TEXT = "CUDA error: device-side assert triggered\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1"
+
+
+class Dying(DoubleAccelerator):
+    """A device whose context may be dead: then each call fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_dead = False
+        self.on_call = self._fail
+
+    def _fail(self, call: str) -> None:
+        if self.is_dead:
+            raise torch.AcceleratorError(TEXT)
+
+
+@pytest.fixture
+def device() -> Iterator[Dying]:
+    found = Dying()
+    undo = accelerator.use(found)
+    yield found
+    undo()
+
+
+def raised_in_the_task(error: BaseException) -> BaseException:
+    """The error as the boundary to the task's code raises it."""
+
+    def loss() -> None:
+        try:
+            raise error
+        except RuntimeError as cause:
+            raise ValueError("wrapped by the task") from cause
+
+    try:
+        with naming("Task.loss in step 3", "loss"):
+            loss()
+    except (TaskError, DeviceFailed) as found:
+        return found
+    raise AssertionError("the boundary raises it")
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_dead_context_is_a_reason_that_blames_neither_the_task_nor_the_peers(
+    device: Dying, wrapped: bool, interrupted: bool
+) -> None:
+    device.is_dead = True
+    error: BaseException = torch.AcceleratorError(TEXT)
+    found = ending_of(raised_in_the_task(error) if wrapped else error, interrupted=interrupted, device=CPU)
+    assert found.reason is StopReason.DEVICE
+    assert isinstance(found.error, DeviceFailed)
+    assert "CUDA error: device-side assert triggered" in str(found.error)
+    assert "CUDA_LAUNCH_BLOCKING" not in str(found.error)
+
+
+def test_a_communicator_that_fails_because_the_context_is_dead_is_the_devices_failure(device: Dying) -> None:
+    device.is_dead = True
+    error = CollectiveAborted("forming g1 of 2 workers")
+    error.__cause__ = RuntimeError(TEXT)
+    assert ending_of(error, interrupted=False, device=CPU).reason is StopReason.DEVICE
+
+
+def test_an_error_of_one_call_is_the_tasks_where_the_device_still_works(device: Dying) -> None:
+    found = ending_of(raised_in_the_task(torch.AcceleratorError(TEXT)), interrupted=False, device=CPU)
+    assert found.reason is StopReason.TASK_ERROR
+    assert isinstance(found.error, TaskError)
+    assert "Task.loss in step 3" in str(found.error)
+    assert "wrapped by the task" in found.error.user_traceback
+
+
+def test_a_lack_of_memory_is_no_failure_of_the_device() -> None:
+    assert device_error_in(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")) == ""
+
+
+def test_a_device_that_never_finishes_fails_where_it_must_finish(device: Dying) -> None:
+    device.reached.clear()
+    assert failure_of(CPU, 0.01, must_finish=False) == ""
+    assert "more than 0.01 s" in failure_of(CPU, 0.01)
+
+
+def test_a_device_is_required_before_a_generation_is_formed(device: Dying) -> None:
+    require_device(CPU)
+    device.is_dead = True
+    with pytest.raises(DeviceFailed, match="does not work in this process: CUDA error"):
+        require_device(CPU)
+
+
+def test_a_worker_that_is_needed_although_its_device_is_dead_ends_itself(device: Dying) -> None:
+    device.is_dead = True
+    deaths: list[int] = []
+    ends = Ends(WorkerId(3), die=lambda: deaths.append(1))
+    assert ends.of(torch.AcceleratorError(TEXT), CPU, interrupted=False).reason is StopReason.DEVICE
+    assert not deaths, "the driver may do without it, and read its memory"
+    ends.of(torch.AcceleratorError(TEXT), CPU, interrupted=False)
+    assert deaths

@@ -1,0 +1,136 @@
+"""The device is read at most twice in a step, and never between a forward and its backward."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from raysharded.actors.device import accelerator
+from raysharded.actors.numerics.grad_norm import norm_from_words, square_sum_words
+from raysharded.actors.step.forward_backward import Results
+from raysharded.task import Loss
+from tests.actors.device.communicator_double import DoubleAccelerator
+from tests.actors.device.host_accelerator import HostAccelerator
+from tests.training.harness import train
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[HostAccelerator]:
+    found = HostAccelerator()
+    undo = accelerator.use(found)
+    yield found
+    undo()
+
+
+def words_on(gradients: list[torch.Tensor], *, device: bool) -> tuple[list[int], bool]:
+    """The words of a norm, as an accelerator or as a host adds them."""
+    undo = accelerator.use(HostAccelerator()) if device else accelerator.use(type(accelerator.accelerator())())
+    try:
+        words, finite = square_sum_words(gradients)
+    finally:
+        undo()
+    return words.tolist(), finite
+
+
+@given(
+    seed=st.integers(0, 1 << 30),
+    sizes=st.lists(st.integers(1, 2000), min_size=1, max_size=4),
+    spread=st.integers(0, 300),
+    scale=st.integers(-160, 150),
+)
+@settings(deadline=None)
+def test_a_device_adds_the_same_words_as_a_host(seed: int, sizes: list[int], spread: int, scale: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    gradients = [
+        torch.randn(size, generator=generator, dtype=torch.float64)
+        * 10.0 ** (scale - torch.rand(size, generator=generator, dtype=torch.float64) * spread)
+        for size in sizes
+    ]
+    assert words_on(gradients, device=True) == words_on(gradients, device=False)
+
+
+@pytest.mark.parametrize("value", [0.0, 5e-324, 2.0**-538, 1.0, 1e154, math.inf, math.nan])
+def test_extreme_values_give_the_same_words_on_a_device(value: float) -> None:
+    gradients = [torch.tensor([value, 0.0, value / 3], dtype=torch.float64), torch.ones(3)]
+    assert words_on(gradients, device=True) == words_on(gradients, device=False)
+
+
+def test_many_blocks_do_not_overflow(device: HostAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their digits have 40 bits and more each."""
+    gradient = torch.full((1 << 18,), 0.999, dtype=torch.float64)
+    monkeypatch.setattr("raysharded.actors.numerics.grad_norm.BLOCK", {True: 1 << 10, False: 1 << 10})
+    words, finite = square_sum_words([gradient] * 8)
+    assert finite
+    assert norm_from_words(words.tolist()) == pytest.approx(0.999 * math.sqrt(8 << 18), rel=1e-11)
+
+
+@pytest.mark.parametrize("number", [1, 300])
+def test_a_norm_reads_the_device_once_for_any_number_of_tensors(device: HostAccelerator, number: int) -> None:
+    device.pinned_bytes.clear()
+    square_sum_words([torch.randn(5000) for _ in range(number)])
+    assert len(device.pinned_bytes) == 1
+
+
+class Copies(TorchDispatchMode):
+    """The copies between kinds of devices for which the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "copy" in str(func) and isinstance(result, torch.Tensor):
+            devices = {one.device.type for one in (*args, result) if isinstance(one, torch.Tensor)}
+            if len(devices) > 1 and not (kwargs or {}).get("non_blocking"):
+                self.found.append(str(func))
+        if "_local_scalar_dense" in str(func) and args[0].device.type == "meta":
+            self.found.append(str(func))
+        return result
+
+
+def test_a_microbatchs_results_are_noted_without_a_wait_for_its_forward() -> None:
+    results, loss = Results("Task.loss"), Loss(torch.empty((), device="meta"), 4096, {"a": (1.0, torch.tensor(2.0))})
+    with Copies() as copies:
+        results.note_names(loss)
+        results.add(0, loss)
+    assert copies.found == []
+
+
+class Counting(DoubleAccelerator):
+    """Writes a byte for each read of the device."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self._file = file
+        self.on_call = self._note
+
+    def _note(self, call: str) -> None:
+        with open(self._file, "a", encoding="utf-8") as file:
+            file.write(f"{call}\n")
+
+
+def counting(file: str) -> None:
+    """In a worker's process: count the reads."""
+    accelerator.use(Counting(file))
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("microbatches", [2, 16])
+def test_a_step_reads_the_device_at_most_twice(tmp_path: Path, microbatches: int) -> None:
+    """Between two steps in which buffers and hooks are compared, as they are at intervals."""
+    counts = []
+    for steps in (5, 7):
+        file = tmp_path / f"{steps}"
+        train(1, use_gpu=True, steps=steps, microbatches=microbatches, prepare=partial(counting, str(file)))
+        counts.append(Counter(file.read_text().split()))
+    assert counts[1]["pinned"] - counts[0]["pinned"] == 2 * (7 - 5), counts

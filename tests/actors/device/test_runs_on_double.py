@@ -1,0 +1,100 @@
+"""Runs with the accelerator's code in real processes: bits, losses, and errors of the device at any call."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import raysharded as rs
+from raysharded.actors.device import accelerator
+from tests.actors.device.communicator_double import DoubleAccelerator
+from tests.cases import tried_each_time
+from tests.training.harness import Outcome, train
+
+pytestmark = pytest.mark.procs
+SETTINGS: dict[str, Any] = {"steps": 4, "microbatches": 4}
+
+
+def on_double() -> None:
+    """In a worker's process: compute on the double of an accelerator."""
+    accelerator.use(DoubleAccelerator())
+
+
+@cache
+def on_cpu() -> Outcome:
+    return train(1, **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"shards": 2},
+        {"engine": rs.EngineConfig(accumulation="local")},
+        {"engine": rs.EngineConfig(audit_every_steps=2)},
+    ],
+    ids=["shards", "replicas", "local", "audited"],
+)
+def test_a_worker_that_dies_changes_no_bit(how: dict[str, Any]) -> None:
+    workers = 4 if "shards" in how else 3
+    disturbed = train(workers, use_gpu=True, prepare=on_double, kills=[(1, 3, "backward")], **how, **SETTINGS)
+    assert disturbed.bits == on_cpu().bits
+    assert len(disturbed.of("worker_lost")) == 1
+
+
+class Breaking(DoubleAccelerator):
+    """Its context dies at the n-th call of one kind, in the first process that comes so far: every later call fails."""
+
+    def __init__(self, call: str, number: int, marker: str) -> None:
+        super().__init__()
+        self._call, self._left, self._marker, self._is_dead = call, number, marker, False
+        self.on_call = self._strike
+
+    def _strike(self, call: str) -> None:
+        if call == self._call and not self._is_dead:
+            self._left -= 1
+            if self._left <= 0:
+                with contextlib.suppress(FileExistsError):
+                    os.close(os.open(self._marker, os.O_CREAT | os.O_EXCL))
+                    self._is_dead = True
+        if self._is_dead:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for it.")
+
+
+def on_breaking(call: str, number: int, marker: str) -> None:
+    """In a worker's process: compute on a device that may break."""
+    accelerator.use(Breaking(call, number, marker))
+
+
+LOCAL = {"engine": rs.EngineConfig(accumulation="local")}
+CALLS: dict[str, tuple[int, dict[str, Any]]] = {
+    "make": (1, {}),
+    "connect": (1, {}),
+    "pinned": (3, {}),
+    "new_stream": (1, {}),
+    "current_stream": (5, {}),
+    "record": (9, {}),
+    "all_to_all": (4, {}),
+    "keep_for_current_stream": (3, LOCAL),
+    "abort": (1, {"kills": [(2, 3, "backward")]}),
+}
+
+
+@pytest.mark.parametrize("call", tried_each_time(["all_to_all", "connect", "record"], CALLS))
+def test_a_device_that_fails_in_any_call_costs_its_worker_and_changes_no_bit(call: str, tmp_path: Path) -> None:
+    number, how = CALLS[call]
+    marker = tmp_path / "struck"
+    prepare = partial(on_breaking, call, number, str(marker))
+    outcome = train(3, use_gpu=True, prepare=prepare, losses=4, **how, **SETTINGS)
+    assert marker.exists()
+    assert outcome.bits == on_cpu().bits
+    (leaving,) = outcome.of("worker_leaving")
+    assert "CUDA error: an illegal memory access" in leaving["reason"]
+    lost, kills = outcome.of("worker_lost"), how.get("kills", ())
+    assert len(lost) in ((1, 2) if kills else (0,))  # with a killed one, the state may need the broken one too

@@ -1,0 +1,236 @@
+"""Weights of a mixture that are changed while real workers train: each microbatch follows from the journal alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+import raysharded as rs
+from examples.train_packed import NextToken
+from raysharded.checkpoint import open_storage
+from raysharded.checkpoint.retention.catalog import list_checkpoints
+from raysharded.checkpoint.retention.forks.fork import fork
+from raysharded.checkpoint.retention.policy import Keep
+from raysharded.clock import SystemClock
+from raysharded.data.packed.arrange import arrange
+from raysharded.data.store.layout import Kind
+from raysharded.data.store.writer import StoreWriter
+from raysharded.ids import WorkerId
+from raysharded.journal.log import Journal
+from raysharded.report import load
+from raysharded.report.data_audit import audit
+from raysharded.testing import Fault, FaultPlan
+from tests.cli.test_commands import invoke
+from tests.training.harness import Collector, make_driver, make_job, make_limits
+from tests.training.test_overrides import Listening, at_checkpoint, at_step, decided, held
+
+pytestmark = pytest.mark.procs
+MICROBATCHES, SEQ_LEN = 7, 16
+BATCH = 2 * MICROBATCHES
+NAMES = ("web", "books", "code")
+PLANNED = [(0, {"web": 7.0, "books": 2.0, "code": 1.0}), (9 * BATCH + 5, {"web": 1.0, "books": 1.0})]
+BY_HAND = {"books": 1.0, "code": 3.0}
+
+
+class Telling(NextToken):
+    """Writes a digest of each microbatch that it collates. Waits in some steps until each has its file."""
+
+    def __init__(self, folder: Path, hold: Collection[int] = ()) -> None:
+        super().__init__(vocab_size=257, seq_len=SEQ_LEN, width=16, layers=1)
+        self.folder, self.hold = folder, tuple(hold)
+
+    def collate(self, samples: list[dict[str, Any]]) -> Any:
+        digest = hashlib.sha256(b"".join(sample[key].tobytes() for sample in samples for key in sorted(sample)))
+        with (self.folder / f"{os.getpid()}.digests").open("a") as file:
+            file.write(f"{digest.hexdigest()}\n")
+        return default_collate([{key: torch.from_numpy(value) for key, value in one.items()} for one in samples])
+
+    def lr_scale(self, step: int) -> float:
+        deadline = time.monotonic() + 60.0
+        while step in self.hold and not held(self.folder, step).exists():
+            time.sleep(0.01)
+            assert time.monotonic() < deadline
+        return 1.0
+
+
+def digests(folder: Path) -> set[str]:
+    return {line for path in folder.glob("*.digests") for line in path.read_text().split()}
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three stores of documents with their plans."""
+    folder = tmp_path_factory.mktemp("stores")
+    for seed, name in enumerate(NAMES):
+        rng = np.random.default_rng(seed)
+        with StoreWriter(str(folder / name), Kind(tokenizer="bytes", vocab_size=257), 9000) as store:
+            for length in rng.integers(1, 40, 1500):
+                store.write(np.append(rng.integers(0, 256, length), 256).astype(np.uint32))
+        arrange(folder / name, seq_len=SEQ_LEN)
+    return folder
+
+
+def mixture(stores: Path) -> rs.Mixture:
+    return rs.Mixture({name: rs.PackedDataset(stores / name, seq_len=SEQ_LEN) for name in NAMES}, PLANNED, seed=3)
+
+
+def run(
+    url: Path,
+    stores: Path,
+    steps: int,
+    workers: int,
+    *,
+    hold: Collection[int] = (),
+    listener: Collector | None = None,
+    faults: Sequence[Fault] = (),
+    least: int = 1,
+) -> tuple[str | None, Collector]:
+    """The fingerprint that the run ends with; it resumes from the folder's contents."""
+    told = url.with_name(f"{url.name} tells")
+    told.mkdir(exist_ok=True)
+    plan = FaultPlan(faults=tuple(faults), folder=str(told)) if faults else None
+    job = make_job(
+        str(url),
+        task=Telling(told, hold),
+        data=mixture(stores),
+        microbatches=MICROBATCHES,
+        steps=steps,
+        save_every=2,
+        faults=plan,
+    )
+    losses = {"max_worker_losses": 2 * len(faults), "join_wait_s": 60.0} if faults else {}
+    limits = replace(
+        make_limits(job, workers, prepare_within_s=0.0, **losses), min_workers=least if faults else workers
+    )
+    listener = listener or Collector()
+    driver = make_driver(job, limits, listener, keep=Keep(last=99), metadata={"batch": asdict(job.batch)})
+    if isinstance(listener, Listening):
+        listener.driver = driver
+    driver.restore()
+    fingerprint = driver.run().result_fingerprint
+    assert plan is None or all(plan.fired(fault) for fault in faults)
+    return fingerprint, listener
+
+
+def decided_before(url: Path, other: Path) -> None:
+    """A journal that has the changes of weights of another run before the run begins, and its rules."""
+    rules, changes = decided(other, "started")[0]["numerics"], decided(other, "mixture_weights")
+    journal = Journal(open_storage(str(url)), SystemClock(), "before")
+    journal.append("started", {"resumed_after_step": 0, "skips": [], "numerics": rules})
+    for change in changes:
+        fields = {key: change[key] for key in ("step", "weights", "from_step", "from_position")}
+        journal.append("mixture_weights", fields, durable=True)
+    journal.flush()
+
+
+def test_changed_weights_give_the_same_microbatches_after_a_loss_when_resumed_and_in_a_fork(
+    tmp_path: Path, stores: Path
+) -> None:
+    url, steps = tmp_path / "run", 9
+    told = tmp_path / "run tells"
+    listener = Listening(at_step(2), lambda driver: driver.set_mixture_weights(BY_HAND), before=held(told, 4))
+    kill = Fault(worker=WorkerId(1), step=7, phase="backward")
+    fingerprint, _ = run(url, stores, steps, 2, hold=[4], listener=listener, faults=[kill])
+    (decision,) = decided(url, "mixture_weights")
+    first = decision["from_step"]
+    assert 4 <= first <= 7
+    assert decision["from_position"] == (first - 1) * BATCH
+    assert load(str(url)).ok
+
+    alone, plain = tmp_path / "alone", tmp_path / "plain"
+    decided_before(alone, url)
+    found, _ = run(alone, stores, steps, 1)
+    assert digests(told) == digests(tmp_path / "alone tells")
+    assert found == fingerprint
+    assert digests(told) == digests(tmp_path / "alone tells")
+    assert run(plain, stores, steps, 1)[0] != fingerprint
+    by_hand = mixture(stores).with_changes([(decision["from_position"], BY_HAND)])
+    samples = [by_hand.origin(position)[0] for position in range(decision["from_position"], 9 * BATCH)]
+    assert "web" not in samples
+    read = audit(str(url))
+    assert read.ok
+    assert {one.name: one.read for one in read.sources} == by_hand.counts(steps * BATCH)
+    assert all(abs(one.read - one.wanted) < 1 + len(PLANNED) for one in read.sources)
+    told_there = invoke("data", "audit", url)
+    assert told_there.exit_code == 0
+    assert f"{steps * BATCH} samples in {steps} steps: 0 missing, 0 repeated" in told_there.stdout
+
+    later, _ = run(alone, stores, steps + 2, 1)
+    refs = [ref for ref in list_checkpoints(open_storage(str(url))) if ref.complete]
+    before, forked = tmp_path / "before", tmp_path / "forked"
+    shutil.copytree(url, before)
+    for ref in [ref for ref in refs if ref.step >= first]:
+        shutil.rmtree(before / ref.prefix)
+    fork(open_storage(str(url)), next(ref for ref in refs if ref.step >= first), open_storage(str(forked)))
+    for copy in (before, forked):
+        assert run(copy, stores, steps + 2, 2)[0] == later
+        assert digests(copy.with_name(f"{copy.name} tells")) <= digests(tmp_path / "alone tells")
+    assert decided(forked, "mixture_weights") == []  # the checkpoint has it
+
+
+def test_going_back_to_before_the_change_undoes_it(tmp_path: Path, stores: Path) -> None:
+    url, told = tmp_path / "run", tmp_path / "run tells"
+    first = Listening(at_step(2), lambda driver: driver.set_mixture_weights(BY_HAND), before=held(told, 4))
+    then = Listening(at_checkpoint(6), lambda driver: driver.rewind(2), before=held(told, 9))
+
+    class Two(Listening):
+        def __init__(self) -> None:
+            Collector.__init__(self)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "driver":
+                first.driver = then.driver = value
+            else:
+                super().__setattr__(name, value)
+
+        def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+            first(kind, fields)
+            then(kind, fields)
+
+    fingerprint, _ = run(url, stores, 11, 2, hold=[4, 9], listener=Two())
+    (rewind,) = decided(url, "rewind")
+    assert (rewind["to_step"], len(decided(url, "mixture_weights"))) == (2, 1)
+    assert run(tmp_path / "plain", stores, 11, 1)[0] == fingerprint
+    assert load(str(url)).ok
+
+
+@pytest.mark.long  # fifty losses, each with a replacement that is waited for
+def test_four_three_seven_and_one_workers_with_fifty_kills_read_the_microbatches_of_one(
+    tmp_path: Path, stores: Path
+) -> None:
+    url, told = tmp_path / "run", tmp_path / "run tells"
+    phases: tuple[str, ...] = ("data", "forward", "backward", "agree", "apply")
+    fingerprint, kills, begins = None, 0, 0
+    for workers, last, number in ((4, 24, 16), (3, 44, 16), (7, 60, 12), (1, 68, 6)):
+        first = last - number - 1  # in the first part after the change of the weights: no step is begun with others
+        faults = [
+            Fault(worker=WorkerId(worker), step=first + worker, phase=phases[(kills + worker) % len(phases)])
+            for worker in range(number)  # those who replace the lost ones have the next numbers
+        ]
+        listener = Listening(at_step(2), lambda driver: driver.set_mixture_weights(BY_HAND), before=held(told, 4))
+        hold, listening = ([4], listener) if not begins else ([], None)
+        fingerprint, _ = run(url, stores, last, workers, hold=hold, listener=listening, faults=faults, least=workers)
+        kills, begins = kills + number, last
+    assert kills == 50
+    (decision,) = decided(url, "mixture_weights")
+    assert decision["from_step"] < 7
+    decided_before(tmp_path / "alone", url)
+    assert run(tmp_path / "alone", stores, begins, 1)[0] == fingerprint
+    assert digests(told) == digests(tmp_path / "alone tells")
+    assert len(digests(told)) == begins * MICROBATCHES
+    report = load(str(url))
+    assert report.ok, report.as_dict()
+    assert report.ledger is not None
+    assert report.ledger.steps_checked == begins
+    assert len(decided(url, "worker_lost")) >= kills
