@@ -65,7 +65,7 @@ def trainer(folder: Path, workers: tuple[int, int], data: Tokens | None = None, 
 
 @cache
 def _continued(name: str) -> tempfile.TemporaryDirectory[str]:
-    """The folder of an undisturbed run that is continued: it yields the states, or numbers, of later and later steps."""
+    """The folder of an undisturbed run that is continued: of states, or of numbers, at later and later steps."""
     return tempfile.TemporaryDirectory(prefix=f"lab-undisturbed-{name}")
 
 
