@@ -68,7 +68,9 @@ class OwnEvaluation(Loop):
 
 @pytest.mark.parametrize("loop", [Unbound(), OwnEvaluation()], ids=["unbound", "evaluates"])
 def test_an_error_behind_a_step_that_was_undone_names_the_line_and_the_way_out(loop: Loop) -> None:
-    sentence = LOOP + r":\d+: a line behind `with step:` raised an error.*step [23] is done again.*if step\.done:"
+    sentence = (
+        LOOP + r":\d+: a line behind the step's `with`.* raised an error.*step [23] is done again.*if step\.done:"
+    )
     with pytest.raises(TaskError, match=sentence):
         run(3, loop, kills=[(1, 3, "forward")], steps=STEPS)
 

@@ -5,28 +5,24 @@ The user's objects stay the same for the whole run. A generation gives them othe
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.model.build import build_on_meta
-from raysharded.actors.model.sharded_model import clean_name
-from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
-from raysharded.actors.optimizer.held_parameters import ParameterForms
 from raysharded.actors.optimizer.registered_state import RegisteredState, Stateful
+from raysharded.actors.session.loop_checks import built_optimizer, hook, require_registered, require_unchanged
 from raysharded.actors.session.orders import Orders, Training
 from raysharded.actors.session.user_step import UserStep, line_here, line_of
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.forward_backward import DRAWS
-from raysharded.actors.task_calls.object_contents import NotFollowed, reachable
+from raysharded.actors.task_calls.object_contents import NotFollowed
 from raysharded.actors.task_calls.task_errors import naming
 from raysharded.data.loader import MicrobatchLoader
-from raysharded.errors import CollectiveAborted, InexactError, TaskError, text_of, user_traceback
+from raysharded.errors import CollectiveAborted, TaskError, text_of, user_traceback
 from raysharded.ids import derive_seed
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import StopReason
@@ -166,11 +162,11 @@ class Session(NotFollowed):
             )
         self._task.units, self._task.collate = wrap, collate
         things = {name: thing for name, thing in registered.items() if thing is not None}
-        own = _built_optimizer(model, optimizer, things)
+        own = built_optimizer(model, optimizer, things)
         self._objects.adopt(built, own, RegisteredState(own.parts.groups, things), self._job.batch.seed)
         self._optimizer, self._things = optimizer, things
-        _require_registered(optimizer, things)
-        _hook(optimizer, self._before_update, self._after_update)
+        require_registered(optimizer, things)
+        hook(optimizer, self._before_update, self._after_update)
         self.on_sharded()
         self._now()
         self._seed(0, _SHARDED)
@@ -195,45 +191,42 @@ class Session(NotFollowed):
                     )
                 del step
 
+    def gradient(self, loss_of: Callable[[Any], Loss | torch.Tensor]) -> UserStep:
+        """Compute the next step's gradient, as often as it takes: for loops whose body cannot be put in a `with`.
+
+        `loss_of(batch)` returns a microbatch's loss as `Task.loss` does. `optimizer.step()`, the scheduler and changes
+        of registered state come behind this call. The step ends when the next one is requested, or when the function
+        returns. After the loss of a worker the same step may be returned again, with registered state as of then.
+        """
+        if self._optimizer is None:
+            raise TaskError(f"{line_here()}: session.gradient() comes after session.shard(model, optimizer).")
+        self.end()
+        while True:
+            self._step = self._next_step()
+            if self._step is not None and self._step.compute(loss_of):
+                return self._step
+
     def _next_step(self) -> UserStep | None:
         """None if the training ended instead."""
         training = self._now()
         with training.failing():
             if training.engine.is_aborted:
                 raise CollectiveAborted("the generation was aborted between two steps")
-            if training.engine.step >= self._job.max_steps:
+            if training.engine.is_last:
                 training.engine.commit_last()
                 training.stop(StopReason.FINISHED)
                 return None
-            self._require_unchanged(training)
-            if self._objects.registered is not None:
-                self._objects.registered.logged = {}
+            if self._num_steps == 1 and self._optimizer is not None:  # one may have been made behind `shard`
+                require_registered(self._optimizer, self._things)
+            assert self._objects.registered is not None
+            before = None if self._step is None else self._step.parameters
+            require_unchanged(training.engine, self._objects.registered, self._store, before)
+            self._objects.registered.logged = {}
             self._seed(training.engine.step + 1, _ENTRY)
             is_watched = self._num_steps & (self._num_steps - 1) == 0
             self._num_steps += 1
             return UserStep(training, self._seed, is_watched=is_watched)
         return None
-
-    def _require_unchanged(self, training: Training) -> None:
-        registered, step = self._objects.registered, training.engine.step
-        if self._num_steps == 1 and self._optimizer is not None:  # one may have been made behind `shard`
-            _require_registered(self._optimizer, self._things)
-        before = None if self._step is None else self._step.parameters
-        if before is not None and before != training.engine.digest_parameters():
-            raise InexactError(
-                f"parameters changed between step {step} and the next: a checkpoint and a worker that joins would not "
-                "have the change. Move what changes them into `with step:`, behind optimizer.step()."
-            )
-        kept = self._store.registered(step)
-        assert registered is not None
-        assert kept is not None
-        change = registered.change_since(kept)
-        if change is not None:
-            raise InexactError(
-                f"registered state, or a setting of the optimizer's groups, changed between step {step} and the next: "
-                f"{change}. Move what changes it, such as scheduler.step(), into `with step:`, behind "
-                "optimizer.step(). Outside it would be lost with a worker."
-            )
 
     def _now(self) -> Training:
         """The present training; waits for one, and serves the driver meanwhile."""
@@ -322,57 +315,27 @@ class Session(NotFollowed):
         """The error that has left the function; a TaskError with the way out if a change of workers led to it."""
         step, training = self._step, self._training
         is_aborted = training is not None and not training.is_over and training.engine.is_aborted
-        if step is None or not (step.is_undone or (step.done and is_aborted)):
+        if step is None or not (step.is_undone or is_aborted):
             return error
         return TaskError(
-            f"{line_of(error)}: a line behind `with step:` raised an error, as the workers had just changed, and step "
-            f"{step.number} is done again. Lines there run for such a step, too: read step.loss and what the `with` "
-            f"sets only `if step.done:`, or move them into the `with`. ({text_of(error)})",
+            f"{line_of(error)}: a line behind the step's `with`, or behind session.gradient(), raised an error as the "
+            f"workers had just changed, and step {step.number} is done again. Lines there run for such a step, too: "
+            "read step.loss and what the `with` sets only `if step.done:`, or move them into the `with`. "
+            f"({text_of(error)})",
             user_traceback(error),
         )
 
+    def end(self) -> None:
+        """Commit the step that `gradient` has left open: the function has returned."""
+        if self._step is not None:
+            self._step.end()
+
     def serve_after(self, error: BaseException) -> None:
-        """Answer the driver for ever, each training with this error: the function has ended."""
+        """Answer the driver for ever: the function has ended. A training that has a step to do ends with this error."""
         while True:
-            self._now().fail(error)
-
-
-def _built_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, things: dict[str, Stateful]) -> BuiltOptimizer:
-    """The optimizer, as built; refuses parameters that a later generation could not exchange."""
-    names = {id(param): clean_name(name) for name, param in model.named_parameters()}
-    own = BuiltOptimizer(optimizer)
-    strange = next((param for held in own.parts.lists for param in held if id(param) not in names), None)
-    if strange is not None:
-        raise TaskError(
-            f"{line_here()}: the optimizer has a parameter of shape {tuple(strange.shape)} that is not in the "
-            "model that session.build returned: build it of model.parameters(), or a part of them."
-        )
-    forms, around = ParameterForms(model), [*model.modules(), *own.parts.lists, *(p.state for p in own.parts.all)]
-    for name, one in {"optimizer": optimizer, **things}.items():
-        for path, param in forms.ways_from(one, around):
-            raise TaskError(
-                f"{line_here()}: {name}{path} refers to the parameter {param!r}, and each generation of workers "
-                "has others. Let it take parameters from optimizer.param_groups or the model when it needs them."
-            )
-    own.note(names)
-    return own
-
-
-def _require_registered(optimizer: torch.optim.Optimizer, things: dict[str, Stateful]) -> None:
-    """Raise InexactError if a scheduler of this optimizer is in none of the registered objects."""
-    known = {id(one) for thing in things.values() for _, one in reachable(thing, without=[optimizer])}
-    for one in gc.get_objects():
-        if issubclass(type(one), LRScheduler) and id(one) not in known and vars(one).get("optimizer") is optimizer:
-            raise InexactError(
-                f"a {type(one).__name__} of the optimizer is not registered: it would not go back with a step. Make it "
-                "ahead of session.shard, and give it there: session.shard(model, optimizer, scheduler=scheduler)."
-            )
-
-
-def _hook(optimizer: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Call `before` ahead of all step hooks that there are, and `after` behind them."""
-    handle = optimizer.register_step_pre_hook(before)
-    hooks = optimizer._optimizer_step_pre_hooks
-    others = {key: hooks.pop(key) for key in list(hooks) if key != handle.id}
-    hooks.update(others)
-    optimizer.register_step_post_hook(after)
+            training = self._now()
+            with training.failing():
+                if not training.engine.is_last:
+                    raise error
+                training.engine.commit_last()
+                training.stop(StopReason.FINISHED)

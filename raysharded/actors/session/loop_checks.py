@@ -1,0 +1,84 @@
+"""Checks of what a user's loop gives to a session, and leaves behind a step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from raysharded.actors.model.sharded_model import clean_name
+from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
+from raysharded.actors.optimizer.held_parameters import ParameterForms
+from raysharded.actors.optimizer.registered_state import RegisteredState, Stateful
+from raysharded.actors.session.user_step import line_here
+from raysharded.actors.shards.store import ShardStore
+from raysharded.actors.task_calls.object_contents import reachable
+from raysharded.errors import InexactError, TaskError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from raysharded.actors.step.engine import Engine
+
+
+def built_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, things: dict[str, Stateful]) -> BuiltOptimizer:
+    """The optimizer, as built; refuses parameters that a later generation could not exchange."""
+    names = {id(param): clean_name(name) for name, param in model.named_parameters()}
+    own = BuiltOptimizer(optimizer)
+    strange = next((param for held in own.parts.lists for param in held if id(param) not in names), None)
+    if strange is not None:
+        raise TaskError(
+            f"{line_here()}: the optimizer has a parameter of shape {tuple(strange.shape)} that is not in the "
+            "model that session.build returned: build it of model.parameters(), or a part of them."
+        )
+    forms, around = ParameterForms(model), [*model.modules(), *own.parts.lists, *(p.state for p in own.parts.all)]
+    for name, one in {"optimizer": optimizer, **things}.items():
+        for path, param in forms.ways_from(one, around):
+            raise TaskError(
+                f"{line_here()}: {name}{path} refers to the parameter {param!r}, and each generation of workers "
+                "has others. Let it take parameters from optimizer.param_groups or the model when it needs them."
+            )
+    own.note(names)
+    return own
+
+
+def require_unchanged(engine: Engine, registered: RegisteredState, store: ShardStore, parameters: int | None) -> None:
+    """Raise InexactError if state has changed since the end of the newest step. `parameters`: their digest then."""
+    step = engine.step
+    if parameters is not None and parameters != engine.digest_parameters():
+        raise InexactError(
+            f"parameters changed between step {step} and the next: a checkpoint and a worker that joins would not have "
+            "the change. Move what changes them into `with step:`, behind optimizer.step()."
+        )
+    kept = store.registered(step)
+    assert kept is not None
+    change = registered.change_since(kept)
+    if change is not None:
+        raise InexactError(
+            f"registered state, or a setting of the optimizer's groups, changed between step {step} and the next: "
+            f"{change}. Move what changes it, such as scheduler.step(), into `with step:`, behind optimizer.step(). "
+            "Outside it would be lost with a worker."
+        )
+
+
+def require_registered(optimizer: torch.optim.Optimizer, things: dict[str, Stateful]) -> None:
+    """Raise InexactError if a scheduler of this optimizer is in none of the registered objects."""
+    known = {id(one) for thing in things.values() for _, one in reachable(thing, without=[optimizer])}
+    for one in gc.get_objects():
+        if issubclass(type(one), LRScheduler) and id(one) not in known and vars(one).get("optimizer") is optimizer:
+            raise InexactError(
+                f"a {type(one).__name__} of the optimizer is not registered: it would not go back with a step. Make it "
+                "ahead of session.shard, and give it there: session.shard(model, optimizer, scheduler=scheduler)."
+            )
+
+
+def hook(optimizer: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Call `before` ahead of all step hooks that there are, and `after` behind them."""
+    handle = optimizer.register_step_pre_hook(before)
+    hooks = optimizer._optimizer_step_pre_hooks
+    others = {key: hooks.pop(key) for key in list(hooks) if key != handle.id}
+    hooks.update(others)
+    optimizer.register_step_post_hook(after)
