@@ -14,6 +14,7 @@ from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.model.construction import construct
 from raysharded.actors.session.orders import Orders
 from raysharded.actors.session.user_session import Session, SessionTask
+from raysharded.actors.session.user_step import ENTRY
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.engine import Engine
 from raysharded.actors.task_calls.task_errors import naming
@@ -91,7 +92,7 @@ class FunctionThread:
 
     def _run(self) -> None:
         self._begin()
-        self._session.begin()
+        self._session.draws.seed(0, ENTRY)
         name = getattr(self._function, "__name__", type(self._function).__name__)
         error: BaseException
         try:

@@ -13,7 +13,7 @@ from raysharded.actors.model.sharded_model import clean_name
 from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
 from raysharded.actors.optimizer.held_parameters import ParameterForms
 from raysharded.actors.optimizer.registered_state import RegisteredState, Stateful
-from raysharded.actors.session.user_step import line_here
+from raysharded.actors.session.loop_errors import line_here
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.task_calls.object_contents import reachable
 from raysharded.errors import InexactError, TaskError

@@ -54,6 +54,11 @@ class Training:
         """True once the driver has its answer."""
         return self._result.done()
 
+    @property
+    def is_aborted(self) -> bool:
+        """True if the generation is trained, and was aborted."""
+        return self._engine is not None and self._engine.is_aborted
+
     def begin(self) -> None:
         """Begin; `is_over` if that failed."""
         try:

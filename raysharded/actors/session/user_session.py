@@ -15,15 +15,14 @@ from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.model.build import build_on_meta
 from raysharded.actors.optimizer.registered_state import RegisteredState, Stateful
 from raysharded.actors.session.loop_checks import built_optimizer, hook, require_registered, require_unchanged
+from raysharded.actors.session.loop_errors import blamed_behind, line_here
 from raysharded.actors.session.orders import Orders, Training
-from raysharded.actors.session.user_step import UserStep, line_here, line_of
+from raysharded.actors.session.user_step import ENTRY, LEFT, Draws, UserStep
 from raysharded.actors.shards.store import ShardStore
-from raysharded.actors.step.forward_backward import DRAWS
 from raysharded.actors.task_calls.object_contents import NotFollowed
 from raysharded.actors.task_calls.task_errors import naming
 from raysharded.data.loader import MicrobatchLoader
-from raysharded.errors import CollectiveAborted, TaskError, text_of, user_traceback
-from raysharded.ids import derive_seed
+from raysharded.errors import CollectiveAborted, TaskError
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import StopReason
 from raysharded.task import Loss, Task, TrainFunction
@@ -64,10 +63,6 @@ def with_session_task(job: Job) -> Job:
     return replace(job, task=type(name, (SessionTask,), {})(job.task.function))
 
 
-_ENTRY, _SHARDED = -3, -4
-"""Places of draws before the microbatches of a step, and between `shard` and the loop."""
-
-
 class Session(NotFollowed):
     """A run, seen from a worker's training function. Thread of the function only."""
 
@@ -90,7 +85,8 @@ class Session(NotFollowed):
         self._training: Training | None = None
         self._step: UserStep | None = None
         self._things: dict[str, Stateful] = {}
-        self._generators: dict[str, torch.Generator] = {}
+        self.draws = Draws(job.batch.seed)
+        """Seeds of its draws."""
         self._held_out: list[tuple[Any, MicrobatchLoader]] = []
         self._num_steps = 1
         self._rank: int | None = None
@@ -114,10 +110,6 @@ class Session(NotFollowed):
         return number
 
     # -- before the loop --
-
-    def begin(self) -> None:
-        """Seed the process's generators: the function begins."""
-        self._seed(0, _ENTRY)
 
     def build(
         self, make: Callable[[], nn.Module], *, init_weights: Callable[[nn.Module, torch.Generator], None] | None = None
@@ -169,7 +161,7 @@ class Session(NotFollowed):
         hook(optimizer, self._before_update, self._after_update)
         self.on_sharded()
         self._now()
-        self._seed(0, _SHARDED)
+        self.draws.seed(0, LEFT)
 
     # -- the loop --
 
@@ -222,10 +214,10 @@ class Session(NotFollowed):
             before = None if self._step is None else self._step.parameters
             require_unchanged(training.engine, self._objects.registered, self._store, before)
             self._objects.registered.logged = {}
-            self._seed(training.engine.step + 1, _ENTRY)
+            self.draws.seed(training.engine.step + 1, ENTRY)
             is_watched = self._num_steps & (self._num_steps - 1) == 0
             self._num_steps += 1
-            return UserStep(training, self._seed, is_watched=is_watched)
+            return UserStep(training, self.draws, is_watched=is_watched)
         return None
 
     def _now(self) -> Training:
@@ -256,17 +248,7 @@ class Session(NotFollowed):
         It is seeded from the run's seed, the name and the step: as a step begins, for each microbatch, and after the
         microbatches. So it needs no state, and goes back with the step. The same object for each name.
         """
-        found = self._generators.get(name)
-        if found is None:
-            found = self._generators[name] = torch.Generator(device)
-            found.manual_seed(derive_seed(self._job.batch.seed, "session", name, 0, _ENTRY))
-        return found
-
-    def _seed(self, step: int, place: int) -> None:
-        if place < -1:  # the engine does so for each microbatch; behind them a draw would depend on the last one
-            DRAWS[2](self._job.batch.seed, "session", step, place)
-        for name, generator in self._generators.items():
-            generator.manual_seed(derive_seed(self._job.batch.seed, "session", name, step, place))
+        return self.draws.generator(name, device)
 
     def log(self, **numbers: float) -> None:
         """Add numbers to the step's metrics, in the journal and for metrics writers; each step is there once.
@@ -309,21 +291,12 @@ class Session(NotFollowed):
         """Request a checkpoint: of this step if its microbatches are not computed yet, otherwise of the next."""
         self._now().engine.request_save()
 
-    # -- the end --
-
     def blamed(self, error: BaseException) -> BaseException:
         """The error that has left the function; a TaskError with the way out if a change of workers led to it."""
         step, training = self._step, self._training
-        is_aborted = training is not None and not training.is_over and training.engine.is_aborted
-        if step is None or not (step.is_undone or is_aborted):
+        if step is None or training is None:
             return error
-        return TaskError(
-            f"{line_of(error)}: a line behind the step's `with`, or behind session.gradient(), raised an error as the "
-            f"workers had just changed, and step {step.number} is done again. Lines there run for such a step, too: "
-            "read step.loss and what the `with` sets only `if step.done:`, or move them into the `with`. "
-            f"({text_of(error)})",
-            user_traceback(error),
-        )
+        return blamed_behind(step.number, error, is_undone=step.is_undone, is_aborted=training.is_aborted)
 
     def end(self) -> None:
         """Commit the step that `gradient` has left open: the function has returned."""

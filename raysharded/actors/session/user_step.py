@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
+from raysharded.actors.session.loop_errors import (
+    as_one,
+    changed_gradients,
+    line_here,
+    refuse_scaler,
+    require_number,
+    with_line,
+)
 from raysharded.actors.session.orders import Training
+from raysharded.actors.step.forward_backward import DRAWS
 from raysharded.actors.task_calls.object_contents import NotFollowed
 from raysharded.actors.task_calls.task_errors import naming
-from raysharded.errors import CollectiveAborted, InexactError, TaskError, causes, text_of, user_traceback
+from raysharded.errors import CollectiveAborted, TaskError, causes
+from raysharded.ids import derive_seed
 from raysharded.protocol.messages import StopReason
 from raysharded.task import Loss
 
@@ -26,69 +36,54 @@ if TYPE_CHECKING:
     from raysharded.data import Loader
 
 
-E = TypeVar("E", bound=BaseException)
+REST, ENTRY, LEFT, EVALUATED = -2, -3, -4, -5
+"""Places in a step, beside the microbatches: behind them, as the step begins, as it has ended, and behind evaluations
+(-5, -6, ...). Step 0 is ahead of the loop, and has ENTRY, and LEFT as `shard` returns."""
+_RULE = 2
+"""Number of the rule `draws` that seeds all generators of the process."""
 
 
-def line_here() -> str:
-    """`file.py:12` of the innermost frame of the calling thread that is neither raysharded's nor torch's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _is_users(frame):
-            return _line(frame, frame.f_lineno)
-        frame = frame.f_back
-    return "the training function"
+class Draws:
+    """Generators of one worker's loop: the same numbers in the same step, at every number of workers.
 
+    The engine seeds the process's generators for each microbatch, of which each worker has others. So they are seeded
+    again behind the microbatches, and behind an evaluation. Thread of the function only.
+    """
 
-def _is_users(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("raysharded", "torch", "contextlib")
+    def __init__(self, seed: int) -> None:
+        """`seed`: the run's."""
+        self._seed = seed
+        self._generators: dict[str, torch.Generator] = {}
 
+    def generator(self, name: str, device: torch.device | str) -> torch.Generator:
+        """The generator of a name, always the same object."""
+        found = self._generators.get(name)
+        if found is None:
+            found = self._generators[name] = torch.Generator(device)
+            found.manual_seed(derive_seed(self._seed, "session", name, 0, ENTRY))
+        return found
 
-def _line(frame: FrameType, line: int) -> str:
-    return f"{frame.f_code.co_filename}:{line}"
-
-
-def line_of(error: BaseException) -> str:
-    """`file.py:12` of the outermost such frame that an error has left: a line of the training function."""
-    walked = ((frame, line) for cause in causes(error) for frame, line in traceback.walk_tb(cause.__traceback__))
-    return next((_line(frame, line) for frame, line in walked if _is_users(frame)), "the training function")
-
-
-def with_line(error: E) -> E:
-    """The error; a TaskError of raysharded's gets the user's part of its traceback."""
-    if isinstance(error, TaskError) and not error.user_traceback:
-        error.user_traceback = user_traceback(error)
-        error.args = (error.args[0], error.user_traceback)
-    return error
-
-
-def _refuse_scaler(error: BaseException, step: int) -> None:
-    """Raise a TaskError in place of that of a GradScaler, which looks for gradients of the optimizer's own."""
-    if isinstance(error, AssertionError) and "No inf checks" in text_of(error):
-        raise TaskError(
-            f"step {step}: a GradScaler cannot see the gradients, which belong to the step. Leave it out: bfloat16 "
-            '(EngineConfig.param_dtype) needs none, and FailureConfig(on_non_finite="skip") leaves out steps whose '
-            "numbers are not finite.",
-            user_traceback(error),
-        ) from error
-
-
-_REST, _LEFT, _EVALUATED = -2, -4, -5
-"""Places in a step of draws behind its microbatches, behind it, and behind its evaluations (-5, -6, ...)."""
+    def seed(self, step: int, place: int) -> None:
+        """Seed the named generators; and those of the process, if the place is no microbatch, nor padding (-1)."""
+        if place < -1:
+            DRAWS[_RULE](self._seed, "session", step, place)
+        for name, generator in self._generators.items():
+            generator.manual_seed(derive_seed(self._seed, "session", name, step, place))
 
 
 class UserStep(NotFollowed):
     """A step, as `session.steps()` yields it; use it as a context manager. Thread of the function only."""
 
-    def __init__(self, training: Training, seed: Callable[[int, int], None], *, is_watched: bool) -> None:
-        """`seed`: called with the step and the microbatch before each, or with a place below -1 for what follows."""
-        self._training, self._seed = training, seed
+    def __init__(self, training: Training, draws: Draws, *, is_watched: bool) -> None:
+        """`draws`: the session's."""
+        self._training, self._draws = training, draws
         self._step: Step | None = training.engine.next_step()
         self.number: int = self._step.number
         """Number of the step, from 1 on."""
         self._agreed: Agreed | None = None
         self.is_watched = is_watched
         """True if changes at other places are looked for."""
-        self._num_evaluations = 0
+        self._evaluations = itertools.count()
         self._gradients: int | None = None
         self.parameters: int | None = None
         """Digest of the parameters at the step's end, if it is watched."""
@@ -99,10 +94,7 @@ class UserStep(NotFollowed):
 
     @property
     def loss(self) -> float:
-        """The step's loss, as all workers agreed on it: sum / weight over all microbatches.
-
-        NaN without any weight, and behind a `with` that was undone.
-        """
+        """The loss, as all workers agreed on it: sum / weight; NaN without any weight, and if the step was undone."""
         return math.nan if self.is_undone else self._agreement("loss").loss
 
     @property
@@ -154,13 +146,13 @@ class UserStep(NotFollowed):
             return False
         try:
             if error is not None:
-                _refuse_scaler(error, self.number)
+                refuse_scaler(error, self.number)
                 computes = self._agreed is None and self._step.where
                 with naming(self._step.where if computes else f"step {self.number}", "loss" if computes else None):
                     raise with_line(error)
             self._commit(self._step)
             self.done = True
-            self._seed(self.number, _LEFT)
+            self._draws.seed(self.number, LEFT)
         except BaseException as found:  # noqa: BLE001 - the boundary to the user's function
             self._give_up(found)
             self._training.fail(self._blamed(found))
@@ -227,10 +219,10 @@ class UserStep(NotFollowed):
 
     def _computed(self, step: Step) -> Iterator[Any]:
         for batch in step.microbatches():
-            self._seed(self.number, step.microbatch)
+            self._draws.seed(self.number, step.microbatch)
             yield batch
             del batch
-        self._seed(self.number, _REST)
+        self._draws.seed(self.number, REST)
         self._agreed = step.agreed
         if self.is_watched and not step.skipped:
             self._gradients = step.digest("gradients")
@@ -241,8 +233,7 @@ class UserStep(NotFollowed):
         if not self._is_applied:
             raise TaskError(f"{line_here()}: session.evaluate() belongs into `with step:`, behind optimizer.step().")
         found = step.evaluate(data, num_samples, name)
-        self._seed(self.number, _EVALUATED - self._num_evaluations)
-        self._num_evaluations += 1
+        self._draws.seed(self.number, EVALUATED - next(self._evaluations))
         return found
 
     def log(self, numbers: Mapping[str, float]) -> None:
@@ -250,13 +241,7 @@ class UserStep(NotFollowed):
         self._now("session.log()")
         agreed = self._agreement("metrics")
         for name, number in numbers.items():
-            if name in agreed.metrics:
-                raise TaskError(f"{line_here()}: session.log({name}=...): the step has a metric of this name.")
-            if not isinstance(number, (int, float)):
-                raise TaskError(
-                    f"{line_here()}: session.log({name}=...) was given a {type(number).__name__}; give a number, "
-                    "the same one on every worker."
-                )
+            require_number(name, number, agreed)
         assert self._step is not None
         metrics = agreed.metrics | {name: (float(number), 1.0) for name, number in numbers.items()}
         self._agreed = self._step.agreed = replace(agreed, metrics=metrics)
@@ -284,16 +269,7 @@ class UserStep(NotFollowed):
         `raysharded.Loss`.
         """
         step = self._now("step.backward(loss)")
-        if weight is None and metrics is None:
-            value: torch.Tensor | Loss = loss
-        elif weight is None or isinstance(loss, Loss):
-            raise TaskError(
-                f"{line_here()}: give step.backward a summed loss with weight=, and metrics= beside them; or a "
-                "raysharded.Loss alone."
-            )
-        else:
-            value = Loss(loss, weight, metrics or {})
-        step.backward(value)
+        step.backward(as_one(loss, weight, metrics))
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the mean gradient's global 2-norm to `max_norm` in `optimizer.step()`; returns the exact norm.
@@ -327,13 +303,14 @@ class UserStep(NotFollowed):
                 f"{line_here()}: optimizer.step() belongs behind the loop over step.microbatches(), once in each step."
             )
         if self._gradients is not None and step.digest("gradients") != self._gradients:
-            raise InexactError(
-                f"{line_here()}: gradients changed between step.microbatches() and optimizer.step(). Each worker has a "
-                "part of them, so that torch's clip_grad_norm_ depends on the number of workers: clip with "
-                "step.clip_grad_norm_, and change gradients element by element in a hook of the optimizer's step."
-            )
-        applying = step.applying()
-        applying.__enter__()
+            raise changed_gradients()
+        applying: contextlib.AbstractContextManager[None] = step.applying()
+        try:
+            applying.__enter__()
+        except CollectiveAborted:
+            if not self._stays_open:
+                raise
+            applying = contextlib.nullcontext()  # what the optimizer changes now is undone: the end raises this again
         self._applying = applying
 
     def end_update(self) -> None:

@@ -1,0 +1,114 @@
+"""Errors of a user's loop, each with the loop's line and the way out."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, TypeVar
+
+from raysharded.errors import InexactError, TaskError, causes, text_of, user_traceback
+from raysharded.task import Loss
+
+if TYPE_CHECKING:
+    import torch
+
+    from raysharded.actors.numerics.step_consensus import Agreed
+
+E = TypeVar("E", bound=BaseException)
+
+
+def line_here() -> str:
+    """`file.py:12` of the innermost frame of the calling thread that is neither raysharded's nor torch's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_users(frame):
+            return _line(frame, frame.f_lineno)
+        frame = frame.f_back
+    return "the training function"
+
+
+def _is_users(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("raysharded", "torch", "contextlib")
+
+
+def _line(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_filename}:{line}"
+
+
+def line_of(error: BaseException) -> str:
+    """`file.py:12` of the outermost such frame that an error has left: a line of the training function."""
+    walked = ((frame, line) for cause in causes(error) for frame, line in traceback.walk_tb(cause.__traceback__))
+    return next((_line(frame, line) for frame, line in walked if _is_users(frame)), "the training function")
+
+
+def with_line(error: E) -> E:
+    """The error; a TaskError of raysharded's gets the user's part of its traceback."""
+    if isinstance(error, TaskError) and not error.user_traceback:
+        error.user_traceback = user_traceback(error)
+        error.args = (error.args[0], error.user_traceback)
+    return error
+
+
+def refuse_scaler(error: BaseException, step: int) -> None:
+    """Raise a TaskError in place of that of a GradScaler, which looks for gradients of the optimizer's own."""
+    if isinstance(error, AssertionError) and "No inf checks" in text_of(error):
+        raise TaskError(
+            f"step {step}: a GradScaler cannot see the gradients, which belong to the step. Leave it out: bfloat16 "
+            '(EngineConfig.param_dtype) needs none, and FailureConfig(on_non_finite="skip") leaves out steps whose '
+            "numbers are not finite.",
+            user_traceback(error),
+        ) from error
+
+
+def require_number(name: str, number: object, agreed: Agreed) -> None:
+    """Raise TaskError for what cannot be logged beside the step's metrics."""
+    if name in agreed.metrics:
+        raise TaskError(f"{line_here()}: session.log({name}=...): the step has a metric of this name.")
+    if not isinstance(number, (int, float)):
+        raise TaskError(
+            f"{line_here()}: session.log({name}=...) was given a {type(number).__name__}; give a number, the same one "
+            "on every worker."
+        )
+
+
+def as_one(
+    loss: torch.Tensor | Loss,
+    weight: float | torch.Tensor | None,
+    metrics: Mapping[str, tuple[float | torch.Tensor, float | torch.Tensor]] | None,
+) -> torch.Tensor | Loss:
+    """Arguments of `UserStep.backward` as a result of `Task.loss`. Raises TaskError."""
+    if weight is None and metrics is None:
+        return loss
+    if weight is None or isinstance(loss, Loss):
+        raise TaskError(
+            f"{line_here()}: give step.backward a summed loss with weight=, and metrics= beside them; or a "
+            "raysharded.Loss alone."
+        )
+    return Loss(loss, weight, metrics or {})
+
+
+def changed_gradients() -> InexactError:
+    """The error for gradients that are not those of the backward when the optimizer's step begins."""
+    return InexactError(
+        f"{line_here()}: gradients changed between step.microbatches() and optimizer.step(). Each worker has a part of "
+        "them, so that torch's clip_grad_norm_ depends on the number of workers: clip with step.clip_grad_norm_, and "
+        "change gradients element by element in a hook of the optimizer's step."
+    )
+
+
+def blamed_behind(number: int, error: BaseException, *, is_undone: bool, is_aborted: bool) -> BaseException:
+    """The error of a line behind a step, by which the function ended; a TaskError if a change of workers led to it.
+
+    `number`: the step's. `is_undone`: it was undone. `is_aborted`: the workers change now.
+    """
+    if not (is_undone or is_aborted):
+        return error
+    return TaskError(
+        f"{line_of(error)}: a line behind the step's `with`, or behind session.gradient(), raised an error as the "
+        f"workers had just changed, and step {number} is done again. Lines there run for such a step, too: read "
+        "step.loss and what the `with` sets only `if step.done:`, or move them into the `with`. "
+        f"({text_of(error)})",
+        user_traceback(error),
+    )
