@@ -11,6 +11,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
 from raysharded.actors.session.loop_errors import (
     as_one,
     changed_gradients,
@@ -29,8 +31,6 @@ from raysharded.protocol.messages import StopReason
 from raysharded.task import Loss
 
 if TYPE_CHECKING:
-    import torch
-
     from raysharded.actors.numerics.step_consensus import Agreed
     from raysharded.actors.step.step import Step
     from raysharded.data import Loader
