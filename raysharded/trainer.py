@@ -301,7 +301,10 @@ def _check_methods(task: Task) -> None:
 
 def _check_function(scaling: ScalingConfig, evaluation: EvalConfig | None) -> None:
     if evaluation is not None:
-        raise ConfigError("ElasticTrainer: evaluation= needs a raysharded.Task, whose evaluate it calls: leave it out.")
+        raise ConfigError(
+            "ElasticTrainer: evaluation= needs a raysharded.Task, whose evaluate it calls. Leave it out, and call "
+            "session.evaluate(loss_of, data) in the loop."
+        )
     if scaling.tensor_parallel_degree > 1:
         raise ConfigError(
             f"ScalingConfig.tensor_parallel_degree={scaling.tensor_parallel_degree}: torch's parallel styles cannot be "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from raysharded.cli.errors import AsJson, print_json
 from raysharded.cli.output import console, echo
 from raysharded.cli.usage import App
+
+if TYPE_CHECKING:
+    from raysharded.report.data_audit import DataAudit
 
 app = App(help="Create token stores from text, and inspect them.")
 
@@ -133,6 +136,58 @@ def arrange(
         f"{store}: {count(facts.num_documents, 'document')} in {count(facts.num_samples, 'sample')} of {seq_len} "
         f"tokens, with {count(facts.num_cuts, 'cut')}; {100 * facts.padding:.2f} % of the places are padding"
     )
+
+
+@app.command()
+def audit(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder or URL.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show what a run has read of each source, beside what its weights want, and what it has skipped.
+
+    Exits with 1 if the journal does not prove that every sample was read once.
+    """
+    from dataclasses import asdict
+
+    from raysharded.report.data_audit import audit as audit_run
+
+    found = audit_run(run)
+    if as_json:
+        print_json({"run": run, "ok": found.ok, **asdict(found)})
+    else:
+        _print_audit(found)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _print_audit(found: DataAudit) -> None:
+    from raysharded.display.quantities import count
+    from raysharded.report.history.row_table import RowTable
+
+    table = RowTable()
+    table.add_column("source", long="shorten")
+    for name, rank in (("read", 0), ("wanted", 1), ("skipped", 4), ("epochs", 2), ("of samples", 3)):
+        table.add_column(name, right=True, rank=rank)
+    for one in found.sources:
+        epochs = (one.read + one.skipped) / one.num_samples
+        numbers = (str(one.read), f"{one.wanted:.1f}", str(one.skipped), f"{epochs:.2f}", str(one.num_samples))
+        table.add_row(one.name, *numbers)
+    with console() as out:
+        out.print(table)
+    for source in found.sources:
+        for epoch in source.epochs:
+            read = f"{count(epoch.samples, 'sample')} in steps {epoch.first_step} to {epoch.last_step}"
+            echo(f"{source.name}, epoch {epoch.number}: {read}")
+    for passed in found.skipped:
+        echo(f"skipped after step {passed.after_step}: {count(passed.samples, 'sample')} ({passed.reason})")
+    ledger = found.ledger
+    if ledger is None:
+        echo("the journal does not have the expected samples")
+    else:
+        echo(
+            f"{count(found.read, 'sample')} in {count(found.last_step, 'step')}: {ledger.samples_lost} missing, "
+            f"{ledger.samples_repeated} repeated"
+        )
 
 
 @app.command()

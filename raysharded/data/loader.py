@@ -139,6 +139,11 @@ class MicrobatchLoader:
             self._samples_per_block = self._reader.samples_per_block()
         return self._samples_per_block
 
+    @property
+    def order_text(self) -> str:
+        """All that the order of a mixture's samples depends on, as JSON; empty for other datasets."""
+        return self._reader.order_text()
+
     def skip(self, skips: Skips, order: int = 1, blocks: tuple[int, int] = (1, 1), weights: WeightChanges = ()) -> None:
         """Take the samples at the positions that follow from these decisions, in this order, from now on.
 

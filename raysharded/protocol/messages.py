@@ -144,6 +144,8 @@ class WorkerInfo:
     samples_per_block: int = 1
     """Consecutive samples of the data that are read at once; 1: it has no blocks. Below 0: minus the digest of the
     order that the data have themselves."""
+    mixture: str = ""
+    """All that the order of a mixture's samples depends on, as JSON; empty for other data."""
     open_files: int | None = None
     """Number of files that the process may still open, for connections to its peers; None: unknown."""
 

@@ -238,8 +238,9 @@ NAMES: Mapping[type, Names] = {
     messages.FromStart: Names("from_start", "step"),
     messages.WorkerInfo: Names(
         "facts",
-        "pid node arithmetic num_samples node_id started start_cpu_s device mailbox samples_per_block open_files",
-        later={"device": "", "mailbox": "", "samples_per_block": 1, "open_files": None},
+        "pid node arithmetic num_samples node_id started start_cpu_s device mailbox samples_per_block open_files "
+        "mixture",
+        later={"mixture": "", "device": "", "mailbox": "", "samples_per_block": 1, "open_files": None},
     ),
     messages.GenerationReady: Names("formed", "generation step spec seconds bytes_received bytes_read"),
     messages.Prepared: Names("prepared", "prefix error"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
 
 import raysharded as rs
 from raysharded.actors.session.user_session import Session
@@ -15,8 +17,8 @@ from raysharded.actors.session.user_step import UserStep
 from raysharded.errors import InexactError, NonFiniteLoss, TaskError
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault
-from tests.session.loops import Loop, by_task, optimizer_of, run
-from tests.training.harness import Gpt, Outcome
+from tests.session.loops import MICROBATCHES, Loop, by_task, optimizer_of, run
+from tests.training.harness import Gpt, GptTask, Outcome, samples, train
 
 pytestmark = pytest.mark.procs
 STEPS = 4
@@ -130,6 +132,69 @@ def test_a_checkpoint_that_the_loop_requests_is_of_the_step_that_begins() -> Non
     outcome = run(2, Logging(saves_step_2), steps=STEPS)
     assert [fields["step"] for fields in outcome.of("checkpoint")] == [2, STEPS]
     assert outcome.bits == by_task(STEPS).bits
+
+
+# -- evaluation --
+
+HELD_OUT = samples()[:11]
+
+
+class Evaluating(Loop):
+    """Evaluates after every second step, as the trainer of a task does."""
+
+    def applied(self, session: Session, step: UserStep, *_: object) -> None:
+        if step.number % 2 == 0:
+            found = session.evaluate(self.loss, HELD_OUT)
+            assert found["loss"] > 0
+
+    def built(self, model: nn.Module) -> None:
+        self._model = model
+
+    def loss(self, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        return GptTask().loss(self._model, batch)
+
+
+@cache
+def evaluated_by_task() -> Outcome:
+    evaluation = rs.EvalConfig(data=HELD_OUT, every_steps=2, num_samples=len(HELD_OUT))
+    return train(1, microbatches=MICROBATCHES, steps=STEPS, evaluation=evaluation)
+
+
+@pytest.mark.parametrize(("workers", "kills"), [(1, []), (3, [(1, 2, "agree")]), (2, [(1, 2, "snapshot")])])
+def test_an_evaluation_in_the_loop_has_the_bits_of_a_tasks(workers: int, kills: list[tuple[int, int, str]]) -> None:
+    assert all("evaluation" in numbers for numbers in evaluated_by_task().numbers[1::2])
+    assert run(workers, Evaluating(), kills=kills, steps=STEPS).bits == evaluated_by_task().bits
+
+
+class Rarely(Evaluating):
+    """Only one worker evaluates."""
+
+    def applied(self, session: Session, step: UserStep, *_: object) -> None:
+        if session.rank == 1:
+            session.evaluate(self.loss, HELD_OUT)
+
+
+class Early(Evaluating):
+    def computed(self, session: Session, *_: object) -> None:
+        session.evaluate(self.loss, HELD_OUT)
+
+
+class Outside(Evaluating):
+    def left(self, session: Session, *_: object) -> None:
+        session.evaluate(self.loss, HELD_OUT)
+
+
+@pytest.mark.parametrize(
+    ("loop", "error", "sentence"),
+    [
+        (Rarely(), InexactError, r"step 1: 1 of 2 workers evaluate, and the others do not"),
+        (Early(), TaskError, r"session\.evaluate\(\) belongs into `with step:`, behind optimizer\.step"),
+        (Outside(), TaskError, r"session\.evaluate\(\) belongs into `with step:`"),
+    ],
+)
+def test_an_evaluation_at_another_place_is_refused(loop: Loop, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        run(2, loop, steps=STEPS)
 
 
 # -- the checks of a task's step, which yield more microbatches to the same body --

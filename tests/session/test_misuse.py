@@ -60,6 +60,7 @@ class Mistake:
             session.late = torch.optim.lr_scheduler.StepLR(optimizer, 2)  # type: ignore[attr-defined]
         if kind == "shards twice":
             session.shard(model, optimizer)
+        scaler = torch.amp.GradScaler("cpu")
         for step in session.steps():
             if kind == "no with":
                 continue
@@ -85,11 +86,26 @@ class Mistake:
                         step.backward(model(batch[:, :-1]).sum(), metrics={"one": (1, 1)})
                     if kind == "not a loss":
                         step.backward(model(batch[:, :-1]))
+                    if kind == "depends on the rank":
+                        step.backward(model(batch[:, :-1]).sum() * (1 + session.rank))
+                        continue
+                    if kind == "calls backward itself":
+                        model(batch[:, :-1]).sum().backward()
+                        continue
+                    if kind == "scales the loss":
+                        step.backward(scaler.scale(model(batch[:, :-1]).mean()))
+                        continue
                     compute(step, model, batch)
                     if kind == "two backwards":
                         compute(step, model, batch)
                     if kind == "leaves the microbatches":
                         break
+                if kind == "clips with torch":
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                if kind == "changes a gradient":
+                    next(model.parameters()).grad.mul_(0.5)  # type: ignore[union-attr]
+                if kind == "scales the loss":
+                    scaler.step(optimizer)
                 if kind == "two loops":
                     for batch in step.microbatches():
                         compute(step, model, batch)
@@ -110,6 +126,9 @@ class Mistake:
                     average.value = "x" * 70_000  # type: ignore[assignment]
                 if kind == "becomes strange":
                     average.value = object()  # type: ignore[assignment]
+            if kind == "parameter outside":
+                with torch.no_grad():
+                    next(model.parameters()).clamp_(-0.01, 0.01)
             if kind == "schedule outside":
                 scheduler.step()
             if kind == "state outside":
@@ -173,6 +192,12 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
     ("becomes strange", 1, TaskError, r"has a object at average\.value: it must be plain data"),
     ("schedule outside", 1, InexactError, r"changed between step 1 and the next: .*\(it was .*Move what changes it"),
     ("state outside", 1, InexactError, r"average\.count = 1 \(it was 0\)|average\.value = .*\(it was 0\.0\)"),
+    ("parameter outside", 1, InexactError, r"parameters changed between step 1 and the next: .*behind optimizer\.step"),
+    ("clips with torch", 2, InexactError, FILE + r":\d+: gradients changed between .*clip with step\.clip_grad_norm_"),
+    ("changes a gradient", 2, InexactError, FILE + r":\d+: gradients changed between .* in a hook of the optimizer"),
+    ("depends on the rank", 2, InexactError, r"step 1: when microbatch \d was computed a second time, to prove"),
+    ("calls backward itself", 1, InexactError, r"came while the loss was computed.*do not call backward\(\) in it"),
+    ("scales the loss", 1, TaskError, r"step 1: a GradScaler cannot see the gradients.*Leave it out"),
     ("enters again", 1, TaskError, FILE + r":\d+: step 1 is over; take the next one from session\.steps"),
     ("returns", 1, TaskError, r"returned before the run's last step: iterate over session\.steps\(\)"),
 ]

@@ -29,7 +29,9 @@ from raysharded.data.store.writer import StoreWriter
 from raysharded.ids import WorkerId
 from raysharded.journal.log import Journal
 from raysharded.report import load
+from raysharded.report.data_audit import audit
 from raysharded.testing import Fault, FaultPlan
+from tests.cli.test_commands import invoke
 from tests.training.harness import Collector, make_driver, make_job, make_limits
 from tests.training.test_overrides import Listening, at_checkpoint, at_step, decided, held
 
@@ -156,6 +158,13 @@ def test_changed_weights_give_the_same_microbatches_after_a_loss_when_resumed_an
     by_hand = mixture(stores).with_changes([(decision["from_position"], BY_HAND)])
     samples = [by_hand.origin(position)[0] for position in range(decision["from_position"], 9 * BATCH)]
     assert "web" not in samples
+    read = audit(str(url))
+    assert read.ok
+    assert {one.name: one.read for one in read.sources} == by_hand.counts(steps * BATCH)
+    assert all(abs(one.read - one.wanted) < 1 + len(PLANNED) for one in read.sources)
+    told_there = invoke("data", "audit", url)
+    assert told_there.exit_code == 0
+    assert f"{steps * BATCH} samples in {steps} steps: 0 missing, 0 repeated" in told_there.stdout
 
     later, _ = run(alone, stores, steps + 2, 1)
     refs = [ref for ref in list_checkpoints(open_storage(str(url))) if ref.complete]

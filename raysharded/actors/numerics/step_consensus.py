@@ -60,8 +60,6 @@ class Contribution:
     flags: Flags
     uses: Sequence[int] = ()
     """For each parameter of the model: 1 if this worker's microbatches used it, else 0."""
-    words: Sequence[int] = ()
-    """Other numbers that are added up over the workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +78,6 @@ class Agreed:
     """The microbatches whose loss is NaN or infinite."""
     uses: tuple[int, ...] = ()
     """For each parameter of the model, the number of workers on which a microbatch used it."""
-    words: tuple[int, ...] = ()
-    """The sums of the other numbers."""
 
     @property
     def loss(self) -> float:
@@ -99,16 +95,15 @@ _HEAD = _NUM_FLAGS + NORM_WORDS + 3
 def agree(own: Contribution, num_microbatches: int, sum_over_workers: Callable[[torch.Tensor], torch.Tensor]) -> Agreed:
     """Combine the workers' contributions; every worker of the generation must call it."""
     pairs_per_slot = 1 + len(own.metric_names)
-    pairs = _HEAD + len(own.uses) + len(own.words)
+    pairs = _HEAD + len(own.uses)
     values = torch.zeros(pairs + num_microbatches * pairs_per_slot * 2, dtype=torch.int64)
     head = [*own.flags.as_ints(), *own.norm_words.tolist(), _signed(own.read_digest[0]), _signed(own.read_digest[1])]
-    values[:pairs] = torch.tensor([*head, own.num_reads, *own.uses, *own.words], dtype=torch.int64)
+    values[:pairs] = torch.tensor([*head, own.num_reads, *own.uses], dtype=torch.int64)
     for index, pair in own.losses.items():
         start = pairs + index * pairs_per_slot * 2
         floats = [value for each in (pair, *own.metrics[index]) for value in each]
         values[start : start + len(floats)] = torch.tensor([_bits(value) for value in floats], dtype=torch.int64)
-    summed = sum_over_workers(values).tolist()
-    return _decode(summed, num_microbatches, own.metric_names, len(own.uses), len(own.words))
+    return _decode(sum_over_workers(values).tolist(), num_microbatches, own.metric_names, len(own.uses))
 
 
 def non_finite(agreed: Agreed) -> NonFinite | None:
@@ -129,14 +124,11 @@ def require_weight(step: int, agreed: Agreed) -> None:
         )
 
 
-def _decode(
-    values: list[int], num_microbatches: int, metric_names: tuple[str, ...], num_parameters: int, num_words: int
-) -> Agreed:
+def _decode(values: list[int], num_microbatches: int, metric_names: tuple[str, ...], num_parameters: int) -> Agreed:
     digits = values[_NUM_FLAGS : _NUM_FLAGS + NORM_WORDS]
     first, second, num_reads = values[_NUM_FLAGS + NORM_WORDS : _HEAD]
     columns = 2 * (1 + len(metric_names))
-    words = _HEAD + num_parameters
-    pairs = words + num_words
+    pairs = _HEAD + num_parameters
     floats = [_float(bits) for bits in values[pairs:]]
     sums = [tree_sum(floats[column::columns][:num_microbatches]) for column in range(columns)]
     return Agreed(
@@ -150,8 +142,7 @@ def _decode(
         bad_losses=tuple(
             index for index, total in enumerate(floats[0::columns][:num_microbatches]) if not math.isfinite(total)
         ),
-        uses=tuple(values[_HEAD:words]),
-        words=tuple(values[words:pairs]),
+        uses=tuple(values[_HEAD:pairs]),
     )
 
 

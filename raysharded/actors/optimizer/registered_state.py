@@ -26,6 +26,8 @@ _OF_GROUPS, _LOGGED = "optimizer", "log"
 _NO_SETTINGS = ("params", "param_names", "initial_lr")
 """Keys of a group that are left out: its parameters, and the rate as built, which only new schedulers read."""
 _NUM_WORDS, _WORD_BYTES = 2, 3
+NO_WORDS = (0,) * 2 * _NUM_WORDS
+"""As many words as `words_of` has."""
 
 
 class Stateful(Protocol):

@@ -24,11 +24,12 @@ from raysharded.actors.session.user_step import UserStep, line_here
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.task_calls.object_contents import NotFollowed, reachable
 from raysharded.actors.task_calls.task_errors import naming
+from raysharded.data.loader import MicrobatchLoader
 from raysharded.errors import CollectiveAborted, InexactError, TaskError
 from raysharded.ids import derive_seed
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import StopReason
-from raysharded.task import Task, TrainFunction
+from raysharded.task import Loss, Task, TrainFunction
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,11 +43,16 @@ class SessionTask(Task):
     def __init__(self, function: Callable[[Session], None]) -> None:
         self.function = function
         self.make: Callable[[], nn.Module] | None = None
+        self.held_out_loss: Callable[[Any], Loss | torch.Tensor] | None = None
         self.units: Callable[[nn.Module], Sequence[nn.Module] | None] | None = None
 
     def build_model(self) -> nn.Module:
         assert self.make is not None, "session.build comes first"
         return self.make()
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Loss | torch.Tensor:
+        assert self.held_out_loss is not None, "session.evaluate comes first"
+        return self.held_out_loss(batch)
 
     def wrap(self, model: nn.Module) -> list[nn.Module] | None:
         found = None if self.units is None else self.units(model)
@@ -88,7 +94,8 @@ class Session(NotFollowed):
         self._step: UserStep | None = None
         self._things: dict[str, Stateful] = {}
         self._generators: dict[str, torch.Generator] = {}
-        self._looked_again = False
+        self._held_out: list[tuple[Any, MicrobatchLoader]] = []
+        self._num_steps = 1
         self._rank: int | None = None
         self._first_step: int | None = None
         self.on_sharded: Callable[[], None] = lambda: None
@@ -154,35 +161,13 @@ class Session(NotFollowed):
             )
         self._task.units, self._task.collate = wrap, collate
         things = {name: thing for name, thing in registered.items() if thing is not None}
-        own = self._adopted(model, optimizer, things)
+        own = _built_optimizer(model, optimizer, things)
         self._objects.adopt(built, own, RegisteredState(own.parts.groups, things), self._job.batch.seed)
         self._optimizer, self._things = optimizer, things
         _require_registered(optimizer, things)
         _hook(optimizer, self._before_update, self._after_update)
         self.on_sharded()
         self._now()
-
-    def _adopted(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, things: dict[str, Stateful]
-    ) -> BuiltOptimizer:
-        """The optimizer, as built; refuses parameters that a later generation could not exchange."""
-        names = {id(param): clean_name(name) for name, param in model.named_parameters()}
-        own = BuiltOptimizer(optimizer)
-        strange = next((param for held in own.parts.lists for param in held if id(param) not in names), None)
-        if strange is not None:
-            raise TaskError(
-                f"{line_here()}: the optimizer has a parameter of shape {tuple(strange.shape)} that is not in the "
-                "model that session.build returned: build it of model.parameters(), or a part of them."
-            )
-        forms, around = ParameterForms(model), [*model.modules(), *own.parts.lists, *(p.state for p in own.parts.all)]
-        for name, one in {"optimizer": optimizer, **things}.items():
-            for path, param in forms.ways_from(one, around):
-                raise TaskError(
-                    f"{line_here()}: {name}{path} refers to the parameter {param!r}, and each generation of workers "
-                    "has others. Let it take parameters from optimizer.param_groups or the model when it needs them."
-                )
-        own.note(names)
-        return own
 
     # -- the loop --
 
@@ -218,14 +203,21 @@ class Session(NotFollowed):
             if self._objects.registered is not None:
                 self._objects.registered.logged = {}
             self._seed(training.engine.step + 1, _ENTRY)
-            return UserStep(training, self._seed)
+            is_watched = self._num_steps & (self._num_steps - 1) == 0
+            self._num_steps += 1
+            return UserStep(training, self._seed, is_watched=is_watched)
         return None
 
     def _require_unchanged(self, training: Training) -> None:
         registered, step = self._objects.registered, training.engine.step
-        if not self._looked_again and self._optimizer is not None:  # one may have been made behind `shard`
+        if self._num_steps == 1 and self._optimizer is not None:  # one may have been made behind `shard`
             _require_registered(self._optimizer, self._things)
-            self._looked_again = True
+        before = None if self._step is None else self._step.parameters
+        if before is not None and before != training.engine.digest_parameters():
+            raise InexactError(
+                f"parameters changed between step {step} and the next: a checkpoint and a worker that joins would not "
+                "have the change. Move what changes them into `with step:`, behind optimizer.step()."
+            )
         kept = self._store.registered(step)
         assert registered is not None
         assert kept is not None
@@ -286,6 +278,32 @@ class Session(NotFollowed):
         step.log(numbers)
         registered.logged |= {name: float(number) for name, number in numbers.items()}
 
+    def evaluate(
+        self,
+        loss_of: Callable[[Any], Loss | torch.Tensor],
+        data: Any,
+        *,
+        num_samples: int | None = None,
+        name: str = "",
+    ) -> dict[str, float]:
+        """The loss of held-out data and its metrics, the same bits at every number of workers; the journal has them.
+
+        Call it in the `with`, behind `optimizer.step()`, equally often on every worker. `loss_of(batch)` returns the
+        loss as `Task.loss` does; it is called in eval mode, without gradients. `data`: a map-style dataset, of which
+        the first `num_samples` count; None: all. `name`: prefix in the journal, for several evaluations in a step.
+        """
+        if self._step is None:
+            raise TaskError(f"{line_here()}: session.evaluate() belongs into `with step:`, behind optimizer.step().")
+        loader = next((loader for known, loader in self._held_out if known is data), None)
+        if loader is None:
+            loader = MicrobatchLoader(data, self._job.batch)
+            self._held_out.append((data, loader))
+        count = loader.num_samples if num_samples is None else num_samples
+        if count < 1:
+            raise TaskError(f"{line_here()}: session.evaluate(num_samples={num_samples}): give 1 or more.")
+        self._task.held_out_loss = loss_of
+        return self._step.evaluate(loader, count, name)
+
     def save(self) -> None:
         """Request a checkpoint: of this step if its microbatches are not computed yet, otherwise of the next."""
         self._now().engine.request_save()
@@ -296,6 +314,27 @@ class Session(NotFollowed):
         """Answer the driver for ever, each training with this error: the function has ended."""
         while True:
             self._now().fail(error)
+
+
+def _built_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, things: dict[str, Stateful]) -> BuiltOptimizer:
+    """The optimizer, as built; refuses parameters that a later generation could not exchange."""
+    names = {id(param): clean_name(name) for name, param in model.named_parameters()}
+    own = BuiltOptimizer(optimizer)
+    strange = next((param for held in own.parts.lists for param in held if id(param) not in names), None)
+    if strange is not None:
+        raise TaskError(
+            f"{line_here()}: the optimizer has a parameter of shape {tuple(strange.shape)} that is not in the "
+            "model that session.build returned: build it of model.parameters(), or a part of them."
+        )
+    forms, around = ParameterForms(model), [*model.modules(), *own.parts.lists, *(p.state for p in own.parts.all)]
+    for name, one in {"optimizer": optimizer, **things}.items():
+        for path, param in forms.ways_from(one, around):
+            raise TaskError(
+                f"{line_here()}: {name}{path} refers to the parameter {param!r}, and each generation of workers "
+                "has others. Let it take parameters from optimizer.param_groups or the model when it needs them."
+            )
+    own.note(names)
+    return own
 
 
 def _require_registered(optimizer: torch.optim.Optimizer, things: dict[str, Stateful]) -> None:

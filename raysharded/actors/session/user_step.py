@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from raysharded.actors.session.orders import Training
 from raysharded.actors.task_calls.object_contents import NotFollowed
 from raysharded.actors.task_calls.task_errors import naming
-from raysharded.errors import CollectiveAborted, TaskError, causes, user_traceback
+from raysharded.errors import CollectiveAborted, InexactError, TaskError, causes, text_of, user_traceback
 from raysharded.protocol.messages import StopReason
 from raysharded.task import Loss
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from raysharded.actors.numerics.step_consensus import Agreed
     from raysharded.actors.step.step import Step
+    from raysharded.data import Loader
 
 
 E = TypeVar("E", bound=BaseException)
@@ -45,19 +46,35 @@ def with_line(error: E) -> E:
     return error
 
 
+def _refuse_scaler(error: BaseException, step: int) -> None:
+    """Raise a TaskError in place of that of a GradScaler, which looks for gradients of the optimizer's own."""
+    if isinstance(error, AssertionError) and "No inf checks" in text_of(error):
+        raise TaskError(
+            f"step {step}: a GradScaler cannot see the gradients, which belong to the step. Leave it out: bfloat16 "
+            '(EngineConfig.param_dtype) needs none, and FailureConfig(on_non_finite="skip") leaves out steps whose '
+            "numbers are not finite.",
+            user_traceback(error),
+        ) from error
+
+
 _REST = -2
 
 
 class UserStep(NotFollowed):
     """A step, as `session.steps()` yields it; use it as a context manager. Thread of the function only."""
 
-    def __init__(self, training: Training, seed: Callable[[int, int], None]) -> None:
+    def __init__(self, training: Training, seed: Callable[[int, int], None], *, is_watched: bool) -> None:
         """`seed`: called with the step and the microbatch, or -2 for the rest of the step, before each."""
         self._training, self._seed = training, seed
         self._step: Step | None = training.engine.next_step()
         self.number: int = self._step.number
         """Number of the step, from 1 on."""
         self._agreed: Agreed | None = None
+        self.is_watched = is_watched
+        """True if changes at other places are looked for."""
+        self._gradients: int | None = None
+        self.parameters: int | None = None
+        """Digest of the parameters at the step's end, if it is watched."""
         self._applying: contextlib.AbstractContextManager[None] | None = None
         self._has_begun = self._is_computed = self._is_applied = False
 
@@ -102,6 +119,7 @@ class UserStep(NotFollowed):
         assert self._step is not None
         try:
             if error is not None:
+                _refuse_scaler(error, self.number)
                 computes = self._agreed is None and self._step.where
                 with naming(self._step.where if computes else f"step {self.number}", "loss" if computes else None):
                     raise with_line(error)
@@ -117,6 +135,8 @@ class UserStep(NotFollowed):
         engine = self._training.engine
         if engine.is_aborted:
             raise CollectiveAborted("the generation was aborted")
+        if self.is_watched and self._is_applied:
+            self.parameters = step.digest("parameters")
         if not self._is_applied:
             missing = "optimizer.step()" if self._is_computed else "a whole loop over step.microbatches()"
             raise TaskError(
@@ -175,6 +195,15 @@ class UserStep(NotFollowed):
             del batch
         self._seed(self.number, _REST)
         self._agreed = step.agreed
+        if self.is_watched and not step.skipped:
+            self._gradients = step.digest("gradients")
+
+    def evaluate(self, data: Loader, num_samples: int, name: str) -> dict[str, float]:
+        """As `Step.evaluate`."""
+        step = self._now("session.evaluate()")
+        if not self._is_applied:
+            raise TaskError(f"{line_here()}: session.evaluate() belongs into `with step:`, behind optimizer.step().")
+        return step.evaluate(data, num_samples, name)
 
     def log(self, numbers: Mapping[str, float]) -> None:
         """Add numbers to the step's metrics."""
@@ -247,6 +276,12 @@ class UserStep(NotFollowed):
         if self._agreed is None or self._is_applied or self._applying is not None:
             raise TaskError(
                 f"{line_here()}: optimizer.step() belongs behind the loop over step.microbatches(), once in each step."
+            )
+        if self._gradients is not None and step.digest("gradients") != self._gradients:
+            raise InexactError(
+                f"{line_here()}: gradients changed between step.microbatches() and optimizer.step(). Each worker has a "
+                "part of them, so that torch's clip_grad_norm_ depends on the number of workers: clip with "
+                "step.clip_grad_norm_, and change gradients element by element in a hook of the optimizer's step."
             )
         applying = step.applying()
         applying.__enter__()

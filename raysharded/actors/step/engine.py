@@ -269,6 +269,10 @@ class Engine:
         """The step after the newest one."""
         return Step(self._trained(), self.step + 1)
 
+    def digest_parameters(self) -> int:
+        """Digest of this worker's shards of the parameters."""
+        return self._trained().digest("parameters")
+
     def commit_last(self) -> None:
         """Commit the newest step, which no agreement of a next one does. All workers call this together."""
         self._trained().commit_last()

@@ -91,12 +91,15 @@ class Evaluator:
         """True if the model is to be evaluated after this step."""
         return self._job.evaluation is not None and step % self._job.evaluation.every_steps == 0
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate_due(self, step: int) -> dict[str, float]:
         """The loss and the task's metrics on the held-out data, the same on every worker."""
-        groups, size, loader = self._groups, self._job.batch.microbatch_size, self._loader
         assert self._job.evaluation is not None
-        assert loader is not None
-        num_samples = self._job.evaluation.num_samples
+        assert self._loader is not None
+        return self.evaluate(step, self._loader, self._job.evaluation.num_samples)
+
+    def evaluate(self, step: int, loader: Loader, num_samples: int) -> dict[str, float]:
+        """As `evaluate_due`, on the first samples of other data."""
+        groups, size = self._groups, self._job.batch.microbatch_size
         results = Results(self._computer.name_of("evaluate", step), self._names.of("evaluate"), self._numbers)
         mesh = groups.mesh
         rank, world_size = mesh.data_rank_of(groups.rank), mesh.data.world_size

@@ -15,20 +15,22 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
 from raysharded.actors.model.param_layout import Replication
-from raysharded.actors.numerics.bit_digest import flip_bit
+from raysharded.actors.model.sharded_model import local_of
+from raysharded.actors.numerics.bit_digest import flip_bit, tensor_digest
 from raysharded.actors.numerics.grad_norm import NORM_WORDS, square_sum_words
 from raysharded.actors.numerics.step_consensus import Agreed, Contribution, Flags, agree
-from raysharded.actors.optimizer.registered_state import RegisteredState, are_different, differing, words_of
+from raysharded.actors.optimizer.registered_state import NO_WORDS, RegisteredState, are_different, differing, words_of
 from raysharded.actors.shards.saver import decide
 from raysharded.actors.shards.store import ShardBuffer
 from raysharded.actors.step.assembly import Parts, Surroundings
 from raysharded.actors.step.gradient import Batches, Computed
-from raysharded.errors import CollectiveAborted
+from raysharded.data import Loader
+from raysharded.errors import CollectiveAborted, InexactError
 from raysharded.layout import StateSpec
 from raysharded.protocol.messages import NonFinite
 
@@ -89,12 +91,7 @@ class Steps:
                 save_now=self.around.save_asked.is_set(),
             ),
             uses=computed.uses,
-            words=self._words(),
         )
-
-    def _words(self) -> tuple[int, ...]:
-        """Digest of the registered state as of the newest step, which all workers have alike."""
-        return words_of(self.around.store.registered(self.done) or "") if self.registered is not None else ()
 
     def _norm_words(self) -> tuple[torch.Tensor, bool]:
         """Norm words of the gradients that this worker reports, and whether all of its gradients are finite."""
@@ -108,8 +105,6 @@ class Steps:
         """Begin to copy the state as of this step, and to send it to those that hold it for this worker."""
         self._settle_spec()
         assert self._spec is not None
-        if self.registered is not None:
-            self.around.store.register(step, self.registered.text())
         own = self.around.place.begin_snapshot(self.around.store, step, self._spec)
         self.parts.live.copy_to(own)
         self.own = own
@@ -139,6 +134,13 @@ class Steps:
         self._spec = self._spec if names == {tensor.name for tensor in spec.tensors} else spec
         self._spec_is_final = applying.has_applied
 
+    def digest(self, what: Literal["gradients", "parameters"]) -> int:
+        """Digest of this worker's shards, to find changes of them in places where nothing may change them."""
+        optimizer = self.parts.optimizer
+        found = optimizer.gradients() if what == "gradients" else list(optimizer.written.values())
+        words = [tensor_digest(local_of(tensor)) for tensor in found]
+        return hash(tuple(torch.stack(words).tolist())) if words else 0
+
     def save(self, own: ShardBuffer) -> None:
         """Begin to write this worker's part of a checkpoint."""
         around, spec = self.around, self.around.place.spec
@@ -151,17 +153,32 @@ class Steps:
         """Commit the newest step, which no agreement of a next one does."""
         with self.around.in_phase("commit"):
             self.join_copies()
-            if self.registered is None:
-                self.around.groups.state.barrier()
-            else:
-                words = torch.tensor(self._words(), dtype=torch.int64)
-                self.require_alike(self.around.groups.state.sum_int64(words).tolist())
+            self.around.groups.state.barrier()
 
-    def require_alike(self, words: Sequence[int]) -> None:
-        """Raise InexactError if registered state differs between workers. `words`: sums of `words_of`."""
-        if self.registered is not None and are_different(words, self.around.place.spec.world_size):
-            kept = self.around.store.registered(self.done) or ""
-            raise differing(kept, self.done, self.around.place.spec.members, self.around.groups.state)
+    def register(self, step: int) -> None:
+        """Keep the registered state of a step that ends, which all workers have alike. Raises InexactError, TaskError.
+
+        All workers call it together, as they end the same step with the same evaluations.
+        """
+        if self.registered is not None:
+            text, members = self.registered.text(), self.around.place.spec.members
+            if are_different(self.meet(step, 0, words_of(text)), len(members)):
+                raise differing(text, step, members, self.around.groups.state)
+            self.around.store.register(step, text)
+
+    def meet(self, step: int, place: int, words: Sequence[int] = NO_WORDS) -> list[int]:
+        """The sums of the workers' words. Raises InexactError if they are at different places of a step.
+
+        `place`: 0 at its end, 1 before an evaluation.
+        """
+        values = torch.tensor([place, *words], dtype=torch.int64)
+        at, *sums = self.around.groups.state.sum_int64(values).tolist()
+        if at not in (0, self.around.place.spec.world_size):
+            raise InexactError(
+                f"step {step}: {at} of {self.around.place.spec.world_size} workers evaluate, and the others do not: "
+                "let all call session.evaluate equally often, by what is the same on every worker, as step.number."
+            )
+        return sums
 
 
 class Step:
@@ -179,6 +196,7 @@ class Step:
         self._asked_for_a_save = False
         self._max_norm: float | None = None
         self._lr = 0.0
+        self._evaluation: dict[str, float] = {}
 
     @property
     def where(self) -> str:
@@ -239,7 +257,6 @@ class Step:
         around.probe("agree", step)
         with around.in_phase("agree"):
             agreed = agree(contribution, around.job.batch.num_microbatches, around.groups.state.sum_int64)
-        steps.require_alike(agreed.words)
         with around.calling_the_task():
             self.skipped = yield from parts.applying.why_not(step, agreed)
         self.agreed = agreed
@@ -247,6 +264,10 @@ class Step:
     def backward(self, loss: Any) -> None:
         """Add the gradient of the newest batch's loss to the step's. `loss`: as the result of `Task.loss`."""
         self._parts.gradient.backward(loss)
+
+    def digest(self, what: Literal["gradients", "parameters"]) -> int:
+        """As `Steps.digest`."""
+        return self._steps.digest(what)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the mean gradient's global 2-norm to `max_norm` in the optimizer's step; returns the norm."""
@@ -279,15 +300,29 @@ class Step:
                 with applying.applying(self.number, agreed, self._max_norm) as self._lr:
                     yield
 
+    def evaluate(self, data: Loader, num_samples: int, name: str) -> dict[str, float]:
+        """The task's loss and metrics on the first samples of these data. `name`: prefix of their names in the report.
+
+        All workers call it together, after the optimizer's step.
+        """
+        steps, around, parts, step = self._steps, self._around, self._parts, self.number
+        steps.meet(step, 1)
+        with around.calling_the_task(), around.in_phase("evaluate"):
+            found = parts.evaluator.evaluate(step, data, num_samples)
+            parts.gradient.check_buffers("evaluation", step)
+        self._evaluation |= {f"{name}.{key}" if name else key: value for key, value in found.items()}
+        return found
+
     def commit(self) -> None:
         """Evaluate if that is due; begin the snapshot, and a checkpoint if one is due; report the step."""
         steps, around, parts, step, agreed = self._steps, self._around, self._parts, self.number, self.agreed
         assert agreed is not None, "the workers have not agreed"
+        steps.register(step)
         steps.done = step
-        evaluation: dict[str, float] = {}
+        evaluation = self._evaluation
         if parts.evaluator.is_due(step):
             with around.calling_the_task(), around.in_phase("evaluate"):
-                evaluation = parts.evaluator.evaluate(step)
+                evaluation = parts.evaluator.evaluate_due(step)
                 parts.gradient.check_buffers("evaluation", step)
         with around.in_phase("snapshot"):
             own = steps.snapshot(step)

@@ -62,6 +62,9 @@ class _Served:
     def samples_per_block(self, which: int) -> int:
         return self._reader(which).samples_per_block()
 
+    def order_text(self, which: int) -> str:
+        return self._reader(which).order_text()
+
     def read_samples(
         self, which: int, ids: Sequence[int], where: str, number: int, weights: WeightChanges = ()
     ) -> Reads:

@@ -221,6 +221,9 @@ class ProcessReader:
     def samples_per_block(self) -> int:
         return int(self._process.ask("samples_per_block", self._which))
 
+    def order_text(self) -> str:
+        return str(self._process.ask("order_text", self._which))
+
     def read_samples(self, ids: Sequence[int], where: str, number: int, weights: WeightChanges = ()) -> Reads:
         more = (weights,) if weights else ()
         reads: Reads = self._process.ask("read_samples", self._which, ids, where, number, *more)

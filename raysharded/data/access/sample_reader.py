@@ -106,6 +106,10 @@ class Reader(Protocol):
         """
         ...
 
+    def order_text(self) -> str:
+        """A mixture's `order_text`; empty for other datasets. Raises TaskError as `num_samples`."""
+        ...
+
     def read_samples(self, ids: Sequence[int], where: str, number: int, weights: WeightChanges = ()) -> Reads:
         """The samples with these ids.
 
@@ -179,6 +183,11 @@ class DatasetReader:
         if not isinstance(found, int) or isinstance(found, bool) or found < 1 or found & (found - 1):
             raise ConfigError(f"{self.name}.samples_per_block={found!r}: give a power of two, or leave it out.")
         return found
+
+    def order_text(self) -> str:
+        with self.lock, self._explaining("order_text"):
+            found = getattr(self._dataset, "order_text", "")
+        return found if isinstance(found, str) else ""
 
     @contextlib.contextmanager
     def _explaining(self, what: str) -> Iterator[None]:

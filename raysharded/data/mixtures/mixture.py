@@ -113,8 +113,8 @@ class Mixture:
         return tuple(self._opened().ended)
 
     @property
-    def order_digest(self) -> int:
-        """Digest of all that the order of samples depends on, without later changes; above 1."""
+    def order_text(self) -> str:
+        """All that the order of samples depends on, without later changes, as JSON."""
         schedule = self._opened()
         about = {
             "parts": [[part.name, part.num_samples, part.samples_per_block, part.limit] for part in schedule.parts],
@@ -122,7 +122,12 @@ class Mixture:
             "at_limit": self.at_limit,
             "seed": self.seed,
         }
-        return 2 + derive_seed("mixture", json.dumps(about)) // 4
+        return json.dumps(about)
+
+    @property
+    def order_digest(self) -> int:
+        """Digest of all that the order of samples depends on, without later changes; above 1."""
+        return 2 + derive_seed("mixture", self.order_text) // 4
 
     def __len__(self) -> int:
         """Number of positions; 2^60 without an end."""

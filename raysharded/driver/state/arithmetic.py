@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -176,10 +177,11 @@ def begun_blocks(recorded: tuple[int, int], facts: WorkerInfo, global_batch_size
     return facts.samples_per_block, global_batch_size
 
 
-def data_entry(facts: WorkerInfo) -> dict[str, int]:
+def data_entry(facts: WorkerInfo) -> dict[str, Any]:
     """Fields of the journal's entry about a run's data."""
     blocks = {"samples_per_block": facts.samples_per_block} if facts.samples_per_block != 1 else {}
-    return {"num_samples": facts.num_samples, **blocks}
+    mixture = {"mixture": json.loads(facts.mixture)} if facts.mixture else {}
+    return {"num_samples": facts.num_samples, **blocks, **mixture}
 
 
 def _lacking(limits: DriverConfig, run: str, there: str) -> Differing:

@@ -1,0 +1,95 @@
+"""The audit of a run's data counts what each step read, with skipped samples and changed weights."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from raysharded.data import Mixture
+from raysharded.errors import StorageError
+from raysharded.overrides import Decisions, decided, skipped_before
+from raysharded.report.data_audit import ALONE, audit, reasons, skipped_ranges, sources_read
+from tests.report.entries import started, write_run
+
+SOURCES = {"web": list(range(40)), "books": list(range(9)), "code": list(range(5))}
+BATCH = 6
+
+
+def _mixture() -> Mixture:
+    return Mixture(SOURCES, [(0, {"web": 7, "books": 2, "code": 1}), (50, {"web": 1, "books": 1})], seed=3)
+
+
+@given(
+    last=st.integers(1, 30),
+    skips=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), unique_by=lambda skip: skip[0], max_size=3),
+    change=st.none() | st.integers(0, 200),
+)
+@settings(deadline=None)
+def test_sources_are_counted_as_if_each_position_were_looked_up(
+    last: int, skips: list[tuple[int, int]], change: int | None
+) -> None:
+    totals, told = 0, []
+    for step, more in sorted(skips):
+        totals += more
+        told.append((step, totals))
+    weights = () if change is None else ((change // BATCH + 1, change, (("books", 1.0), ("code", 3.0))),)
+    decisions = Decisions(skips=tuple(told), weights=weights)
+    mixture = _mixture()
+    data = {"num_samples": len(mixture), "mixture": json.loads(mixture.order_text)}
+    passed = skipped_ranges(decisions, last, BATCH, {})
+    found = sources_read(data, decisions, last, BATCH, passed)
+    as_read = mixture.with_changes([] if change is None else [(change, {"books": 1.0, "code": 3.0})])
+    positions = [
+        ((step - 1) * BATCH + skipped_before(decisions.skips, step) + place, step)
+        for step in range(1, last + 1)
+        for place in range(BATCH)
+    ]
+    counts = Counter(as_read.origin(position)[0] for position, _ in positions)
+    assert {one.name: one.read for one in found} == {name: counts[name] for name in SOURCES}
+    read = {position for position, _ in positions}
+    left_out = set(range(max(read) + 1)) - read
+    assert sum(one.samples for one in passed) == len(left_out)
+    skipped = Counter(as_read.origin(position)[0] for position in left_out)
+    assert {one.name: one.skipped for one in found} == {name: skipped[name] for name in SOURCES}
+    assert sum(one.wanted for one in found) == pytest.approx(len(positions))
+    assert sum(one.read for one in found) == len(positions)
+    if not told:
+        assert all(abs(one.read - one.wanted) <= 3 for one in found), "within 1 under each set of weights"
+        steps = dict(positions)
+        for one in found:
+            places = [position for position, _ in positions if as_read.origin(position)[0] == one.name]
+            for epoch in one.epochs:
+                first = (epoch.number - 1) * one.num_samples
+                assert epoch.first_step == steps[places[first]]
+                assert epoch.last_step == steps[places[first + epoch.samples - 1]]
+
+
+def test_data_that_are_no_mixture_are_one_source_with_epochs() -> None:
+    (found,) = sources_read({"num_samples": 10}, Decisions(), 4, BATCH, ())
+    assert (found.name, found.read, found.wanted, found.skipped) == (ALONE, 24, 24.0, 0)
+    epochs = [(one.number, one.samples, one.first_step, one.last_step) for one in found.epochs]
+    assert epochs == [(1, 10, 1, 2), (2, 10, 2, 4), (3, 4, 4, 4)]
+
+
+def test_skipped_samples_have_the_reason_for_which_they_were_skipped() -> None:
+    entries: list[dict[str, Any]] = [
+        {"kind": "started", "skips": [], "learning_rate": []},
+        {"kind": "rewind", "to_step": 2, "skips": [[2, 12]]},
+        {"kind": "rewind", "to_step": 5, "who": "asked", "skips": [[2, 12], [5, 18]], "learning_rate": []},
+    ]
+    found = skipped_ranges(decided(entries), 9, BATCH, reasons(entries))
+    told = [(one.after_step, one.first_position, one.samples, one.reason) for one in found]
+    assert told == [(2, 12, 12, "not finite"), (5, 42, 6, "asked")]
+
+
+def test_a_run_without_a_step_has_nothing_to_audit(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", [started()])
+    with pytest.raises(StorageError, match="has not read any data yet"):
+        audit(str(tmp_path / "run"))
+    with pytest.raises(StorageError):
+        audit(str(tmp_path / "none"))
