@@ -19,8 +19,8 @@ def test_names_that_need_no_cuda_are_found() -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        (Name("torch.cuda.Strem"), "has no Strem"),
-        (Name("torch.cuda.Event", ("bloking",)), "no argument bloking"),
+        (Name("torch.cuda.Streamlet"), "has no Streamlet"),
+        (Name("torch.cuda.Event", ("blocking_wait",)), "no argument blocking_wait"),
         (Name("torsh.cuda"), "no such module"),
     ],
 )
@@ -33,5 +33,5 @@ def test_options_of_the_allocator_are_searched_in_the_libraries(monkeypatch: pyt
     if torch.version.cuda is None:
         assert "TORCH_NCCL_RETHROW_CUDA_ERRORS" in missing_options()
     assert not {"expandable_segments", "pinned_max_round_threshold_mb"} & set(missing_options())
-    monkeypatch.setitem(SETTINGS, "PYTORCH_ALLOC_CONF", "expandable_segmnts:True")
-    assert "expandable_segmnts" in missing_options()
+    monkeypatch.setitem(SETTINGS, "PYTORCH_ALLOC_CONF", "expandable_parts:True")
+    assert "expandable_parts" in missing_options()
