@@ -30,6 +30,7 @@ NAVIGATION = {
         "saving",
         "resuming",
         "kubernetes",
+        "gpus",
         "cli",
         "limits",
         "security",

@@ -127,8 +127,10 @@ def wrong(folder: Path) -> list[str]:
     report = load(url)
     if not report.ok:
         found.append("the report does not hold")
-    ends = [entry for entry in entries if entry["kind"] == "stopped"]
-    if not ends or ends[-1]["fingerprint"] != undisturbed(int(ends[-1]["step"])):
+    last = next((entry for entry in reversed(entries) if entry["kind"] == "checkpoint"), None)
+    if entries[-1]["kind"] != "stopped" or last is None or last["step"] != entries[-1]["step"]:
+        found.append("the run was not stopped with a checkpoint of its last step")
+    elif last["fingerprint"] != undisturbed(int(last["step"])):
         found.append("the last state is not that of an undisturbed run")
     counted = {record.step for record in report.summary.steps}
     if counted != set(range(1, max(counted, default=0) + 1)):

@@ -64,9 +64,9 @@ def trainer(folder: Path, workers: tuple[int, int], data: Tokens | None = None, 
 
 
 @cache
-def _continued() -> tempfile.TemporaryDirectory[str]:
-    """The folder of an undisturbed run that is continued: it yields the states of later and later steps."""
-    return tempfile.TemporaryDirectory(prefix="lab-undisturbed")
+def _continued(name: str) -> tempfile.TemporaryDirectory[str]:
+    """The folder of an undisturbed run that is continued: of states, or of numbers, at later and later steps."""
+    return tempfile.TemporaryDirectory(prefix=f"lab-undisturbed-{name}")
 
 
 _fingerprints: dict[int, str] = {}
@@ -77,15 +77,15 @@ def undisturbed(steps: int) -> str:
     if steps in _fingerprints:
         return _fingerprints[steps]
     if steps > max(_fingerprints, default=0):
-        found = processes.fit(trainer(Path(_continued().name), (1, 1), Tokens(), max_steps=steps))
+        found = processes.fit(trainer(Path(_continued("states").name), (1, 1), Tokens(), max_steps=steps))
     else:
         with tempfile.TemporaryDirectory() as folder:
             found = processes.fit(trainer(Path(folder), (1, 1), Tokens(), max_steps=steps))
     return _fingerprints.setdefault(steps, str(found.fingerprint))
 
 
-_AT_LEAST = 400
-"""Steps of the first undisturbed run whose numbers are kept."""
+_AT_ONCE = 400
+"""Steps that an undisturbed run does at least when its numbers are wanted."""
 _IN_ANY_RUN = frozenset({"generation", "workers", "seconds", "remarks"})
 """Fields of a step's entry that depend on the run, and not on what was computed."""
 _known: list[dict[str, Any]] = []
@@ -94,17 +94,15 @@ _known: list[dict[str, Any]] = []
 def undisturbed_steps(count: int) -> Sequence[dict[str, Any]]:
     """The numbers of at least so many steps from the first one: as in their entries, read from JSON."""
     if count > len(_known):
-        found: list[dict[str, Any]] = []
 
         def listen(kind: str, fields: dict[str, Any]) -> None:
             if kind == "step":
                 numbers = {name: value for name, value in fields.items() if name not in _IN_ANY_RUN}
-                found.append(json.loads(json.dumps(numbers, default=str)))
+                _known.append(json.loads(json.dumps(numbers, default=str)))
 
-        with tempfile.TemporaryDirectory() as folder:
-            most = max(_AT_LEAST, 2 * count)
-            processes.fit(trainer(Path(folder), (1, 1), Tokens(), max_steps=most), listen=listen)
-        _known[:] = found
+        folder = Path(_continued("numbers").name)
+        processes.fit(trainer(folder, (1, 1), Tokens(), max_steps=count + _AT_ONCE), listen=listen)
+        assert [numbers["step"] for numbers in _known] == list(range(1, count + _AT_ONCE + 1))
     return _known
 
 

@@ -96,6 +96,7 @@ class FunctionThread:
         try:
             with naming(name):
                 self._function(self._session)
+            self._session.end()
             error = TaskError(
                 f"{name} returned before the run's last step: iterate over session.steps() without break or return."
                 if self._is_built.is_set()

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from raysharded.actors.model.construction import Construction
+    from raysharded.actors.step.engine import Engine
 
 
 class SessionTask(Task):
@@ -189,45 +190,42 @@ class Session(NotFollowed):
                     )
                 del step
 
+    def gradient(self, loss_of: Callable[[Any], Loss | torch.Tensor]) -> UserStep:
+        """Compute the next step's gradient, as often as it takes: for loops whose body cannot be put in a `with`.
+
+        `loss_of(batch)` returns a microbatch's loss as `Task.loss` does. `optimizer.step()`, the scheduler and changes
+        of registered state come behind this call. The step ends when the next one is requested, or when the function
+        returns. After the loss of a worker the same step may be returned again, with registered state as of then.
+        """
+        if self._optimizer is None:
+            raise TaskError(f"{line_here()}: session.gradient() comes after session.shard(model, optimizer).")
+        self.end()
+        while True:
+            self._step = self._next_step()
+            if self._step is not None and self._step.compute(loss_of):
+                return self._step
+
     def _next_step(self) -> UserStep | None:
         """None if the training ended instead."""
         training = self._now()
         with training.failing():
             if training.engine.is_aborted:
                 raise CollectiveAborted("the generation was aborted between two steps")
-            if training.engine.step >= self._job.max_steps:
+            if training.engine.is_last:
                 training.engine.commit_last()
                 training.stop(StopReason.FINISHED)
                 return None
-            self._require_unchanged(training)
-            if self._objects.registered is not None:
-                self._objects.registered.logged = {}
+            if self._num_steps == 1 and self._optimizer is not None:  # one may have been made behind `shard`
+                _require_registered(self._optimizer, self._things)
+            assert self._objects.registered is not None
+            before = None if self._step is None else self._step.parameters
+            _require_unchanged(training.engine, self._objects.registered, self._store, before)
+            self._objects.registered.logged = {}
             self._seed(training.engine.step + 1, _ENTRY)
             is_watched = self._num_steps & (self._num_steps - 1) == 0
             self._num_steps += 1
             return UserStep(training, self._seed, is_watched=is_watched)
         return None
-
-    def _require_unchanged(self, training: Training) -> None:
-        registered, step = self._objects.registered, training.engine.step
-        if self._num_steps == 1 and self._optimizer is not None:  # one may have been made behind `shard`
-            _require_registered(self._optimizer, self._things)
-        before = None if self._step is None else self._step.parameters
-        if before is not None and before != training.engine.digest_parameters():
-            raise InexactError(
-                f"parameters changed between step {step} and the next: a checkpoint and a worker that joins would not "
-                "have the change. Move what changes them into `with step:`, behind optimizer.step()."
-            )
-        kept = self._store.registered(step)
-        assert registered is not None
-        assert kept is not None
-        change = registered.change_since(kept)
-        if change is not None:
-            raise InexactError(
-                f"registered state, or a setting of the optimizer's groups, changed between step {step} and the next: "
-                f"{change}. Move what changes it, such as scheduler.step(), into `with step:`, behind "
-                "optimizer.step(). Outside it would be lost with a worker."
-            )
 
     def _now(self) -> Training:
         """The present training; waits for one, and serves the driver meanwhile."""
@@ -310,10 +308,20 @@ class Session(NotFollowed):
 
     # -- the end --
 
+    def end(self) -> None:
+        """Commit the step that `gradient` has left open: the function has returned."""
+        if self._step is not None:
+            self._step.end()
+
     def serve_after(self, error: BaseException) -> None:
-        """Answer the driver for ever, each training with this error: the function has ended."""
+        """Answer the driver for ever: the function has ended. A training that has a step to do ends with this error."""
         while True:
-            self._now().fail(error)
+            training = self._now()
+            with training.failing():
+                if not training.engine.is_last:
+                    raise error
+                training.engine.commit_last()
+                training.stop(StopReason.FINISHED)
 
 
 def _built_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, things: dict[str, Stateful]) -> BuiltOptimizer:
@@ -335,6 +343,25 @@ def _built_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, things:
             )
     own.note(names)
     return own
+
+
+def _require_unchanged(engine: Engine, registered: RegisteredState, store: ShardStore, parameters: int | None) -> None:
+    """Raise InexactError if state has changed since the end of the newest step. `parameters`: their digest then."""
+    step = engine.step
+    if parameters is not None and parameters != engine.digest_parameters():
+        raise InexactError(
+            f"parameters changed between step {step} and the next: a checkpoint and a worker that joins would not have "
+            "the change. Move what changes them into `with step:`, behind optimizer.step()."
+        )
+    kept = store.registered(step)
+    assert kept is not None
+    change = registered.change_since(kept)
+    if change is not None:
+        raise InexactError(
+            f"registered state, or a setting of the optimizer's groups, changed between step {step} and the next: "
+            f"{change}. Move what changes it, such as scheduler.step(), into `with step:`, behind optimizer.step(). "
+            "Outside it would be lost with a worker."
+        )
 
 
 def _require_registered(optimizer: torch.optim.Optimizer, things: dict[str, Stateful]) -> None:

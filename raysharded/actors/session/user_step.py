@@ -76,7 +76,7 @@ class UserStep(NotFollowed):
         self.parameters: int | None = None
         """Digest of the parameters at the step's end, if it is watched."""
         self._applying: contextlib.AbstractContextManager[None] | None = None
-        self._has_begun = self._is_computed = self._is_applied = False
+        self._has_begun = self._is_computed = self._is_applied = self._stays_open = False
 
     @property
     def loss(self) -> float:
@@ -106,6 +106,12 @@ class UserStep(NotFollowed):
         """True once its `with` was entered."""
         return self._has_begun
 
+    def end(self) -> None:
+        """Commit a step that `compute` has left open, if it is open. An error is the driver's."""
+        if self._stays_open:
+            self._stays_open = False
+            self.__exit__(None, None, None)
+
     def __enter__(self) -> Self:
         if self._has_begun:
             raise TaskError(f"{line_here()}: step {self.number} is over; take the next one from session.steps().")
@@ -117,6 +123,8 @@ class UserStep(NotFollowed):
     ) -> bool:
         """Commit the step. Any error ends it, and becomes the driver's: the next step may be this one again."""
         assert self._step is not None
+        if error is None and self._stays_open:
+            return False
         try:
             if error is not None:
                 _refuse_scaler(error, self.number)
@@ -220,6 +228,15 @@ class UserStep(NotFollowed):
         assert self._step is not None
         metrics = agreed.metrics | {name: (float(number), 1.0) for name, number in numbers.items()}
         self._agreed = self._step.agreed = replace(agreed, metrics=metrics)
+
+    def compute(self, loss_of: Callable[[Any], Loss | torch.Tensor]) -> bool:
+        """Enter the step, and compute all microbatches; False if an error ended it, which is the driver's then."""
+        with self:
+            for batch in self.microbatches():
+                self.backward(loss_of(batch))
+                del batch
+            self._stays_open = True
+        return self._stays_open
 
     def backward(
         self,

@@ -1,0 +1,87 @@
+"""The call form, for loops that cannot be opened: a step ends when the next one is requested."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import raysharded as rs
+from raysharded.actors.session.user_session import Session
+from raysharded.errors import InexactError, TaskError
+from raysharded.task import TrainFunction
+from tests.session.loops import STEPS, Average, by_task, optimizer_of, run, schedule
+from tests.training.harness import Gpt, GptTask, make_driver, make_limits
+from tests.training.test_checkpoints import Listening, fingerprint, resume, small_job
+
+pytestmark = pytest.mark.procs
+
+
+class Trainer:
+    """A loop as a framework has it: it counts its steps, stops by itself, and knows no session in its body."""
+
+    def __init__(self, notes: Path | None = None, mistake: str = "", steps: int = STEPS) -> None:
+        self._notes, self._mistake, self._steps = notes, mistake, steps
+
+    def __call__(self, session: Session) -> None:
+        model = session.build(Gpt)
+        optimizer = optimizer_of(model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        average = Average()
+        session.shard(model, optimizer, scheduler=scheduler, average=average)
+        task = GptTask()
+
+        def loss_of(batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+            return task.loss(model, batch)
+
+        while average.count < self._steps:
+            if self._mistake == "counts first":
+                average.count += 1
+            step = session.gradient(loss_of)
+            step.clip_grad_norm_(0.7)
+            if self._mistake != "no step":
+                optimizer.step()
+            scheduler.step()
+            average.add(step.loss)
+            if self._notes is not None:
+                with (self._notes / f"step {step.number}").open("a") as file:
+                    file.write(f"{average.count} {average.value!r}\n")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_loop_that_stops_by_itself_commits_its_last_step_and_has_the_bits_of_a_task(workers: int) -> None:
+    assert run(workers, Trainer()).bits == by_task().bits
+
+
+@pytest.mark.parametrize("phase", ["forward", "agree", "apply", "snapshot"])
+def test_a_loss_is_not_seen_by_the_loop_and_changes_no_bit(tmp_path: Path, phase: str) -> None:
+    assert run(3, Trainer(tmp_path), kills=[(1, 3, phase)]).bits == by_task().bits
+    for number in range(1, STEPS + 1):
+        lines = (tmp_path / f"step {number}").read_text().splitlines()
+        assert len(set(lines)) == 1
+        assert lines[0].split()[0] == str(number)
+
+
+def test_the_call_form_is_resumed_with_its_registered_state(tmp_path: Path) -> None:
+    job = small_job(f"{tmp_path}/run", task=TrainFunction(Trainer(steps=3)), steps=3)
+    make_driver(job, make_limits(job, 2), Listening()).run()
+    state, _ = resume(job.run_url, 1, steps=STEPS, task=TrainFunction(Trainer()))
+    assert fingerprint(state) == by_task().fingerprint
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "sentence"),
+    [
+        ("counts first", InexactError, r"changed between step 0 and the next: average\.count = 1 \(it was 0\)"),
+        ("no step", TaskError, r"step 1 ended without optimizer\.step\(\)"),
+    ],
+)
+def test_a_mistake_in_the_call_form_ends_with_a_sentence(mistake: str, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        run(1, Trainer(mistake=mistake))
+
+
+def test_a_loop_that_stops_too_early_ends_with_a_sentence() -> None:
+    with pytest.raises(TaskError, match="returned before the run's last step"):
+        run(1, Trainer(steps=2))
