@@ -9,6 +9,8 @@
 #                 pyproject.toml allows, each in a separate environment; COMPAT=lowest:demo,engine does a part
 #   make mutants  before a release: 60 changes of single places of the engine's code, drawn by a seed, each against the
 #                 engine's tests, for four minutes at most: 95 of 100 should be found; resumes where interrupted
+#   make cuda-names   before a release: whether torch for CUDA has all names and options that the code for GPUs uses; needs
+#                 no GPU, and some 3 GB of downloads into .venv-cuda
 #   make test-s3  the tests on a real S3 server (Ceph's, from Debian's packages, unpacked into a cache: 70 MB once)
 #   make check    format, lint, types, import layers, and the quick tests, on two cores: a minute or two
 #   make docs     the documentation as a site, build/site/index.html, which needs no network
@@ -21,7 +23,7 @@
 # Settings: PYTHON (3.11 or later), TORCH (what to give `pip install` for torch: a machine without a GPU saves gigabytes
 # with PyTorch's CPU wheels, from a file or from their own index), DEMO_ARGS, PYTEST_ARGS, BENCH (`recovery`, `stops`,
 # `nodes`, `resizes`, `steps`, `steps-large`, `goodput`, `checkpoints`, `scale`, `report`, `gpu`, or `all`), COMPAT
-# (`lowest`, `newest`, or parts of them), NEWEST_TORCH (as TORCH, for `make compat`; default: what pip finds), CLOCK
+# (`lowest`, `newest`, or parts of them), CUDA_TORCH (as TORCH, for `make cuda-names`), NEWEST_TORCH (as TORCH, for `make compat`; default: what pip finds), CLOCK
 # (what to put before each part of the tests to take its time, as `.ci/run` does), MUTANTS (`--count N --seed K`).
 
 PYTHON ?= python3
@@ -38,7 +40,7 @@ SHELL := /bin/sh
 # The tests start hundreds of processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-clusters test-long compat mutants test-s3 check lint docs bench bench-quick bench-full peers lock clean
+.PHONY: help install demo test test-clusters test-long compat mutants cuda-names test-s3 check lint docs bench bench-quick bench-full peers lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -102,6 +104,16 @@ compat: $(COMPILER)
 
 mutants: $(DEV) $(COMPILER)
 	@$(BIN)/python -m tests.mutation $(MUTANTS)
+
+# Not PyTorch's CPU wheels, which TORCH may name.
+CUDA_TORCH ?= torch==2.13.0
+.venv-cuda/.installed:
+	@$(PYTHON) -m venv .venv-cuda
+	@.venv-cuda/bin/python -m pip --disable-pip-version-check --quiet install '$(CUDA_TORCH)' numpy
+	@touch $@
+
+cuda-names: .venv-cuda/.installed
+	@.venv-cuda/bin/python -m tools.cuda_names
 
 test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'

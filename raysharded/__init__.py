@@ -25,6 +25,7 @@ _EXPORTS = {
     "Task": "raysharded.task",
     "warmup_cosine": "raysharded.task",
     "Mixture": "raysharded.data",
+    "Bucketed": "raysharded.data",
     "PackedDataset": "raysharded.data",
     "TokenDataset": "raysharded.data",
     "ElasticTrainer": "raysharded.trainer",
@@ -47,7 +48,12 @@ if TYPE_CHECKING:
         RunConfig as RunConfig,
         ScalingConfig as ScalingConfig,
     )
-    from raysharded.data import Mixture as Mixture, PackedDataset as PackedDataset, TokenDataset as TokenDataset
+    from raysharded.data import (
+        Bucketed as Bucketed,
+        Mixture as Mixture,
+        PackedDataset as PackedDataset,
+        TokenDataset as TokenDataset,
+    )
     from raysharded.run.attach import attach as attach
     from raysharded.run.handle import Run as Run
     from raysharded.run.removal.execution import remove_run as remove_run

@@ -293,7 +293,7 @@ class Worker:
         if self._groups is not None:
             self._groups.close()
             self._groups = None
-        environment.collect_garbage(twice=aborted)
+        environment.free_memory(self._device, twice=aborted)
 
     # -- short calls, from other threads --
     check_links = staticmethod(link_check.check_links)

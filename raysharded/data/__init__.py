@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 # `pack` is not exported: the name would be the function before `raysharded.data.pack` is imported, and the module
 # after.
 _EXPORTS = {
+    "Bucketed": "raysharded.data.bucketed",
     "Dataset": "raysharded.data.dataset",
+    "padded": "raysharded.data.bucketed",
     "TokenDataset": "raysharded.data.dataset",
     "LedgerReport": "raysharded.data.ledger",
     "ReadRecorder": "raysharded.data.ledger",
@@ -29,6 +31,7 @@ _EXPORTS = {
 }
 
 if TYPE_CHECKING:
+    from raysharded.data.bucketed import Bucketed as Bucketed, padded as padded
     from raysharded.data.dataset import Dataset as Dataset, TokenDataset as TokenDataset
     from raysharded.data.ledger import (
         LedgerReport as LedgerReport,
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from raysharded.data.packed.packed_dataset import PackedDataset as PackedDataset
 
 __all__ = [
+    "Bucketed",
     "Dataset",
     "LedgerReport",
     "Loader",
@@ -55,6 +59,7 @@ __all__ = [
     "ReadRecorder",
     "StepReads",
     "TokenDataset",
+    "padded",
     "positions_of_microbatch",
     "positions_of_step",
     "sample_ids",

@@ -118,6 +118,38 @@ def test_a_document_does_not_see_another_in_the_packed_example() -> None:
 
 
 @pytest.mark.procs
+@pytest.mark.parametrize("preferences", [False, True], ids=["conversations", "preferences"])
+def test_samples_of_any_length_train_with_the_same_bits_at_one_worker_and_two(
+    tmp_path: Path, preferences: bool
+) -> None:
+    from examples.finetune_chat import trainer
+
+    def made(workers: int) -> Any:
+        trained = trainer(str(tmp_path / str(workers)), preferences=preferences, steps=2, width=16)
+        trained.scaling = ScalingConfig(num_workers=workers)
+        return trained
+
+    assert fit(made(1)).fingerprint == fit(made(2)).fingerprint
+
+
+def test_only_the_assistants_tokens_count_in_a_conversation() -> None:
+    from examples.finetune_chat import Chat, collated, encoded
+
+    torch = pytest.importorskip("torch")
+    one = encoded([("user", "ab"), ("assistant", "cd")])
+    assert one["input_ids"].tolist() == [256, *b"ab", 256, *b"cd"]
+    assert one["labels"].tolist() == [-100, -100, -100, *b"cd", 256]
+    torch.manual_seed(0)
+    task = Chat(16)
+    model = task.build_model().eval()
+    longer = encoded([("user", "a longer question, with more words"), ("assistant", "yes")])
+    alone, both = task.loss(model, collated([one])), task.loss(model, collated([one, longer]))
+    rest = task.loss(model, collated([longer]))
+    assert (int(alone.weight), int(both.weight)) == (3, 3 + 4)
+    assert torch.allclose(both.total, alone.total + rest.total, atol=1e-4)
+
+
+@pytest.mark.procs
 def test_the_llama_trains_in_tensor_parallel_pairs(corpus: str, tmp_path: Path) -> None:
     from examples.train_llama import NextToken
     from raysharded.cli.settings import apply, read_settings

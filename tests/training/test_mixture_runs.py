@@ -79,7 +79,7 @@ def test_four_three_seven_and_one_workers_with_losses_read_the_same_samples_as_o
     assert newest is not None
     assert newest.manifest.metadata["blocks"] == [-_mixture().order_digest, BATCH]
 
-    with pytest.raises(ConfigError, match="finds another mixture than the run began with"):
+    with pytest.raises(ConfigError, match="finds another order of samples than the run began with"):
         _trained(url, 9, workers=1, data=_mixture([(0, {"web": 1})]))
 
 

@@ -28,6 +28,7 @@ SETTINGS = {
 }
 """NCCL reports errors and ends no process; its flight recorder keeps the newest collectives. Memory: segments grow, and
 host memory of more than 64 MB is not rounded up to a power of two, and is returned."""
+_OF_THE_ENVIRONMENT = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT")
 EXACT_SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Reproducible cuBLAS."""
 
@@ -98,10 +99,19 @@ class Cuda:
             "cuda": str(torch.version.cuda),
             "cudnn": str(torch.backends.cudnn.version()),
             "nccl": self.library_version(),
-        }
+            "driver": str(torch._C._cuda_getDriverVersion()),  # type: ignore[attr-defined]
+            "multiprocessors": str(torch.cuda.get_device_properties(device).multi_processor_count),
+        } | arithmetic_settings()
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    @waits_for_peers
+    def drain(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+
+    def release_freed_memory(self) -> None:
+        torch.cuda.empty_cache()
 
     def new_stream(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.Stream(device)
@@ -155,6 +165,18 @@ class Cuda:
         group: Any,
     ) -> None:
         dist.all_to_all_single(received, send, out_sizes, in_sizes, group=group)
+
+
+def arithmetic_settings() -> dict[str, str]:
+    """Settings of this process that change the bits of products on a GPU; those of the environment if they are set."""
+    matmul = torch.backends.cuda.matmul
+    found = {
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_tf32": str(torch.backends.cudnn.allow_tf32),
+        "reduced_precision": f"{matmul.allow_fp16_reduced_precision_reduction}, "
+        f"{matmul.allow_bf16_reduced_precision_reduction}",
+    }
+    return found | {name: os.environ[name] for name in _OF_THE_ENVIRONMENT if name in os.environ}
 
 
 def index_of(assigned: Sequence[str], visible: str | None) -> int:

@@ -8,6 +8,8 @@ device is used once more: a dead context fails again.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 
 import torch
@@ -53,6 +55,29 @@ def failure_of(device: torch.device, patience_s: float = PATIENCE_S, *, must_fin
     except RuntimeError as error:  # AcceleratorError is one
         return text_of(error).partition("\n")[0]
     return ""
+
+
+def drain(device: torch.device, patience_s: float = PATIENCE_S) -> bool:
+    """Wait until the device has done all work, also aborted work; True if it has.
+
+    Memory that an aborted collective still reads on another stream must not be given to other tensors before. A device
+    that fails, or takes longer than `patience_s`, is found by `require_device`, before anything is allocated on it.
+    """
+    here = accelerator()
+    if not here.has(device):
+        return True
+    done = threading.Event()
+
+    def wait() -> None:
+        with contextlib.suppress(RuntimeError):
+            here.drain(device)
+            done.set()
+        ended.set()
+
+    ended = threading.Event()
+    threading.Thread(target=wait, daemon=True, name="drain").start()
+    ended.wait(patience_s)
+    return done.is_set()
 
 
 def require_device(device: torch.device) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from raysharded import numerics
 from raysharded.actors.device.accelerator import accelerator
+from raysharded.actors.device.device_errors import drain
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.actors.step import recomputation
 from raysharded.config import EngineConfig
@@ -145,11 +146,15 @@ def facts_of(device: torch.device, num_threads: int, data: MicrobatchLoader) -> 
     )
 
 
-def collect_garbage(*, twice: bool) -> None:
-    """Free what cycles of references keep alive. `twice`: after an aborted forward or backward.
+def free_memory(device: torch.device, *, twice: bool) -> None:
+    """Free what cycles of references keep alive, and what the device has cached, once the device has done all work.
 
-    Its autograd graph refers to older parameters in ways that Python's collector does not follow: the first pass frees
-    the graph alone.
+    Call it after communicators were aborted, and before anything is allocated for the next generation. `twice`: after
+    an aborted forward or backward. Its autograd graph refers to older parameters in ways that Python's collector does
+    not follow: the first pass frees the graph alone.
     """
+    is_drained = drain(device)
     for _ in range(1 + twice):
         gc.collect()
+    if is_drained and accelerator().has(device):
+        accelerator().release_freed_memory()

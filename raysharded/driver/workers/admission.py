@@ -110,9 +110,9 @@ def _other_data(state: State, event: Ready) -> ConfigError:
 def _other_blocks(state: State, event: Ready) -> ConfigError:
     if min(event.facts.samples_per_block, state.blocks[0]) < 0:
         return ConfigError(
-            f"worker {event.worker} on {event.facts.node} finds another mixture than the run began with: the order of "
-            "samples depends on its sources and weights. Give the one that the run began with, or give the run another "
-            "name."
+            f"worker {event.worker} on {event.facts.node} finds another order of samples than the run "
+            "began with: it depends on a mixture's sources and weights, or on the lengths of bucketed samples. Give "
+            "the data that the run began with, or give the run another name."
         )
     return ConfigError(
         f"worker {event.worker} on {event.facts.node} finds data whose blocks have {event.facts.samples_per_block} "

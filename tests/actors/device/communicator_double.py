@@ -122,6 +122,13 @@ class DoubleAccelerator(HostAccelerator):
         self.on_call("pinned")
         return super().pinned(size_bytes)
 
+    def drain(self, device: torch.device) -> None:
+        self.on_call("drain")
+        super().drain(device)
+
+    def release_freed_memory(self) -> None:
+        self.on_call("release_freed_memory")
+
     def new_stream(self, device: torch.device) -> Any:
         self.on_call("new_stream")
         return super().new_stream(device)

@@ -83,6 +83,12 @@ class HostAccelerator(Cuda):
         self.pinned_bytes.append(size_bytes)
         return torch.empty(size_bytes, dtype=torch.uint8)
 
+    def drain(self, device: torch.device) -> None:
+        self.reached.wait()
+
+    def release_freed_memory(self) -> None:
+        pass
+
     def new_stream(self, device: torch.device) -> Any:
         return HostStream()
 

@@ -164,6 +164,7 @@ def test_an_abort_that_blocks_keeps_nobody_waiting_for_long(
         thread.start()
     for thread in threads:
         thread.join(30.0)
+        assert not thread.is_alive()
     groups.close()
     assert not dist.is_initialized()
     assert device.calls.count("abort train/0") == 1

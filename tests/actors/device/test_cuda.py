@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from raysharded.actors.device.cuda import Cuda, index_of
+from raysharded.actors.device.cuda import Cuda, arithmetic_settings, index_of
 from raysharded.errors import ConfigError
 
 
@@ -51,3 +52,16 @@ def test_a_setting_that_would_end_survivors_is_refused(environment: dict[str, st
     environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
     with pytest.raises(ConfigError, match="end the survivors"):
         Cuda().prepare_environment(exact=True)
+
+
+def test_settings_that_change_a_products_bits_are_compared_between_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = arithmetic_settings()
+    assert "NVIDIA_TF32_OVERRIDE" not in before
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert arithmetic_settings()["NVIDIA_TF32_OVERRIDE"] == "0"
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert arithmetic_settings()["matmul_precision"] != before["matmul_precision"]
+    finally:
+        torch.set_float32_matmul_precision(precision)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from raysharded.actors.device import accelerator
-from raysharded.actors.device.device_errors import device_error_in, failure_of, require_device
+from raysharded.actors.device.device_errors import device_error_in, drain, failure_of, require_device
+from raysharded.actors.process import environment
 from raysharded.actors.process.stop_reason import Ends, ending_of
 from raysharded.actors.task_calls.task_errors import naming
 from raysharded.errors import CollectiveAborted, DeviceFailed, TaskError
@@ -112,3 +114,30 @@ def test_a_worker_that_is_needed_although_its_device_is_dead_ends_itself(device:
     assert not deaths, "the driver may do without it, and read its memory"
     ends.of(torch.AcceleratorError(TEXT), CPU, interrupted=False)
     assert deaths
+
+
+def test_memory_is_given_back_only_after_the_device_has_done_all_work(device: Dying) -> None:
+    calls: list[str] = []
+    device.on_call = calls.append
+    device.reached.clear()
+    freeing = threading.Thread(target=lambda: environment.free_memory(CPU, twice=False))
+    freeing.start()
+    while "drain" not in calls:
+        assert freeing.is_alive()
+    assert "release_freed_memory" not in calls
+    device.reached.set()
+    freeing.join()
+    assert calls == ["drain", "release_freed_memory"]
+
+
+def test_memory_of_a_device_that_never_finishes_is_not_given_back(
+    device: Dying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    device.on_call = calls.append
+    device.reached.clear()
+    assert not drain(CPU, 0.01)
+    monkeypatch.setattr(environment, "drain", lambda _: drain(CPU, 0.01))
+    environment.free_memory(CPU, twice=False)
+    device.reached.set()
+    assert "release_freed_memory" not in calls

@@ -98,3 +98,34 @@ def test_a_device_that_fails_in_any_call_costs_its_worker_and_changes_no_bit(cal
     assert "CUDA error: an illegal memory access" in leaving["reason"]
     lost, kills = outcome.of("worker_lost"), how.get("kills", ())
     assert len(lost) in ((1, 2) if kills else (0,))  # with a killed one, the state may need the broken one too
+
+
+class Logging(DoubleAccelerator):
+    """Writes its calls to a file of its process."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._file = Path(folder) / str(os.getpid())
+        self.on_call = self._note
+
+    def _note(self, call: str) -> None:
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(f"{call}\n")
+
+
+def on_logging(folder: str) -> None:
+    """In a worker's process: compute on a device that logs its calls."""
+    accelerator.use(Logging(folder))
+
+
+def test_survivors_drain_their_devices_after_the_abort_and_before_they_allocate_again(tmp_path: Path) -> None:
+    kills = [(2, 3, "backward")]
+    train(3, use_gpu=True, prepare=partial(on_logging, str(tmp_path)), kills=kills, **SETTINGS)
+    logs = [file.read_text().split() for file in tmp_path.iterdir()]
+    survivors = [calls for calls in logs if calls.count("make") == 2]
+    assert len(survivors) == 2
+    for calls in survivors:
+        second = len(calls) - 1 - calls[::-1].index("make")
+        drained = second - 1 - calls[:second][::-1].index("drain")
+        assert "abort" in calls[:drained]
+        assert not {"pinned", "new_stream", "all_to_all"} & set(calls[drained:second])

@@ -74,6 +74,7 @@ WITHOUT_THE_MARK = {
     "_Transfer._run": INSIDE,
     "_mesh_of_one": TORCH,
     "_pass_on": INSIDE,
+    "drain": LOCAL,
     "restore": INSIDE,
     "write_orphan_checkpoint": LOCAL,
 }
