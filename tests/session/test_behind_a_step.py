@@ -59,7 +59,7 @@ class Unbound(Loop):
 
 
 class OwnEvaluation(Loop):
-    """A forward of its own behind the `with`, of a model whose collectives a lost worker breaks."""
+    """A forward behind the `with`, of a model whose collectives a lost worker breaks."""
 
     def left(self, session: Session, step: UserStep, model: nn.Module, *_: object) -> None:
         with torch.no_grad():

@@ -140,7 +140,7 @@ def test_the_first_change_is_named() -> None:
     ("change", "named"),
     [
         ({"a": False, "lr": 0.01}, "optimizer[0].a = False has appeared"),
-        ({}, "optimizer[0].lr is gone (it was 0.01)"),
+        ({}, "optimizer[0].lr was removed (it was 0.01)"),
         ({"lr": np.float32(0.01)}, "optimizer[0].lr[0] = 'float32' has appeared"),
         ({"lr": 0.01, "since": [1]}, "optimizer[0].since[0] = 1 has appeared"),
     ],
