@@ -106,7 +106,9 @@ class RegisteredState:
                 return f"{path} = {value} has appeared"
             if was[path] != value:
                 return f"{path} = {value} (it was {was[path]})"
-        return next((f"{path} was removed (it was {value})" for path, value in was.items() if path not in has), "its form")
+        return next(
+            (f"{path} was removed (it was {value})" for path, value in was.items() if path not in has), "its form"
+        )
 
 
 def words_of(text: str) -> tuple[int, ...]:
