@@ -75,8 +75,6 @@ NAMES = (
     Name("torch.distributed.ProcessGroupNCCL.NCCLConfig.blocking"),
     Name("torch.distributed.ProcessGroupNCCL.eager_connect_single_device"),
     Name("torch.distributed.ProcessGroupNCCL.abort"),
-    Name("torch.distributed.ProcessGroupNCCL._group_start"),
-    Name("torch.distributed.ProcessGroupNCCL._group_end"),
     Name("torch.distributed.ProcessGroupNCCL.alltoall_base"),
     Name("torch.distributed.ProcessGroupNCCL.allreduce"),
     Name("torch.distributed.ProcessGroupNCCL._allgather_base"),

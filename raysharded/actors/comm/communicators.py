@@ -1,8 +1,9 @@
 """The accelerator's communicators of one generation, which can be aborted at any time, all together.
 
 A communicator is registered before it connects, so that `abort` finds it while it waits for a lost peer. Aborting one
-may wait for its kernels on the device, and these for the kernels of another communicator. So all are aborted in one
-group, in a separate thread: the caller waits for it for a limited time.
+may wait for its kernels on the device, and these for the kernels of another communicator. So all are aborted at once,
+each in a separate thread: the caller waits for them for a limited time. NCCL's group calls do not help: their depth is
+kept per thread, and torch aborts each communicator in a new one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import datetime
 import logging
 import threading
+import time
+from functools import partial
 from typing import Any
 
 from raysharded.actors.comm.lasting_threads import Transfer, begin
@@ -30,7 +33,7 @@ class Communicators:
         self._lock = threading.Lock()
         self._made: list[Any] = []
         self._is_aborted = False
-        self._aborting: Transfer | None = None
+        self._aborting: list[Transfer] = []
         self.train: Any = None
         """Torch's backend of this worker's shard group, once it is connected."""
         self.data: Any = None
@@ -66,7 +69,7 @@ class Communicators:
         with self._lock:
             aborted = self._is_aborted
         if aborted:
-            accelerator().abort([made])  # the abort may have come before there was anything to abort
+            accelerator().abort(made)  # the abort may have come before there was anything to abort
             raise CollectiveAborted(f"aborted while {name} was connected")
         return backend
 
@@ -77,11 +80,15 @@ class Communicators:
         """
         with self._lock:
             self._is_aborted = True
-            if self._aborting is None and self._made:
-                made, self._made = self._made, []
-                self._aborting = begin(lambda: accelerator().abort(made), "abort communicators")
-            aborting = self._aborting
-        if aborting is None or aborting.ended.wait(ABORT_TIMEOUT_S):
+            made, self._made = self._made, []
+            self._aborting += [begin(partial(accelerator().abort, each), "abort communicators") for each in made]
+            aborting = list(self._aborting)
+        until = time.monotonic() + ABORT_TIMEOUT_S
+        if all(each.ended.wait(max(0.0, until - time.monotonic())) for each in aborting):
             return True
         _log.warning("the communicators of a generation are still being aborted after %.0f s", ABORT_TIMEOUT_S)
         return False
+
+    def release(self) -> None:
+        """Refer to no backend any more. After `abort`."""
+        self.train = self.data = self.tensor = self.replicas = None

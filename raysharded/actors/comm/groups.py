@@ -152,8 +152,8 @@ class Groups:
         torch's default group.
 
         On GPUs this makes NCCL's communicators on a device that others use, and not in the training thread. NCCL allows
-        this if kernels of two communicators never wait for each other. Making a communicator launches no kernel that
-        waits for training, and its collectives run only after `take_over`.
+        this if kernels of two communicators never wait for each other. Making a communicator launches one kernel, on a
+        separate stream that does not wait for training; all other collectives run only after `take_over`.
         """
         assert where.mesh.tensor == 1, where.mesh
         self.rank, self.mesh, self._prefix = where.rank, where.mesh, where.prefix
@@ -383,7 +383,7 @@ class Groups:
                 (forget_default if self._use_gpu else dist.destroy_process_group)()
         self._state = self._store = self._gloo_train = self._gloo_data = self._gloo_tensor = self._gloo_everyone = None
         self.replicas = self._everyone = self._connected = None
-        self._communicators = Communicators()
+        self._communicators.release()  # it stays aborted, for a thread that still connects one
         forget(*self._meshes)
         if self._is_default:  # this is then the thread that trained
             hand_over(None)

@@ -130,11 +130,14 @@ class Accelerator(Protocol):
         ...
 
     def connect(self, communicator: Any) -> Any:
-        """Connect a communicator to all members; returns torch's backend for it. Waits for them, until an abort."""
+        """Connect a communicator to all members; returns torch's backend for it. Waits for them, until an abort.
+
+        The backend is ready: a collective launches at once.
+        """
         ...
 
-    def abort(self, communicators: Sequence[Any]) -> None:
-        """Abort communicators together. May wait for the device; raises nothing."""
+    def abort(self, communicator: Any) -> None:
+        """Abort a communicator. May wait for the device, and for the abort of another one; raises nothing."""
         ...
 
     def all_to_all(

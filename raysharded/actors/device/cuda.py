@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from raysharded.actors.device.device_waits import waits_for_peers
+from raysharded.actors.device.device_waits import wait_for, waits_for_peers
 from raysharded.errors import ConfigError
 
 _log = logging.getLogger("raysharded.worker")
@@ -23,11 +23,12 @@ SETTINGS = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",
     "TORCH_FR_BUFFER_SIZE": "2000",
     "PYTORCH_ALLOC_CONF": ("expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"),
 }
-"""NCCL reports errors and ends no process; its flight recorder keeps the newest collectives. Memory: segments grow, and
-host memory of more than 64 MB is not rounded up to a power of two, and is returned."""
+"""NCCL reports errors and ends no process, and connects within 30 s; its flight recorder keeps the newest collectives.
+Memory: segments grow, and host memory of more than 64 MB is not rounded up to a power of two, and is returned."""
 _OF_THE_ENVIRONMENT = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT")
 EXACT_SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Reproducible cuBLAS."""
@@ -89,7 +90,7 @@ class Cuda:
         return device.type == "cuda"
 
     def identity(self, device: torch.device) -> str:
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+        shown = entry_of(device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES"))
         uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
         return " ".join(["GPU", *([shown] if shown.isdigit() else []), *([f"GPU-{uuid}"] if uuid else [])])
 
@@ -143,18 +144,23 @@ class Cuda:
 
     @waits_for_peers
     def connect(self, communicator: Any) -> Any:
-        communicator.eager_connect_single_device(self.current())
+        """Also sums one element, and waits for it.
+
+        A communicator that does not block returns before it is connected. The first collective then waits for that,
+        under a mutex that an abort needs, too. The sum is on a separate stream, and so waits for no other work.
+        """
+        device = self.current()
+        communicator.eager_connect_single_device(device)
+        stream = self.new_stream(device)
+        with self.on(stream):
+            element = torch.zeros(1, device=device)
+            communicator.allreduce([element]).wait()
+            wait_for(self.record(stream))
         return communicator
 
-    def abort(self, communicators: Sequence[Any]) -> None:
-        """Between NCCL's group calls, as torch's `_abort_process_group` does: pytorch/pytorch#119797."""
+    def abort(self, communicator: Any) -> None:
         with contextlib.suppress(RuntimeError):  # also those of a device that does not work any more
-            communicators[0]._group_start()
-        for each in communicators:
-            with contextlib.suppress(RuntimeError):
-                each.abort()
-        with contextlib.suppress(RuntimeError):
-            communicators[0]._group_end()
+            communicator.abort()
 
     def all_to_all(
         self,
@@ -179,15 +185,26 @@ def arithmetic_settings() -> dict[str, str]:
     return found | {name: os.environ[name] for name in _OF_THE_ENVIRONMENT if name in os.environ}
 
 
+def entry_of(index: int, visible: str | None) -> str:
+    """The entry of CUDA_VISIBLE_DEVICES for CUDA's index; empty if there is none."""
+    shown = [one.strip() for one in visible.split(",")] if visible else []
+    return shown[index] if index < len(shown) else ""
+
+
 def index_of(assigned: Sequence[str], visible: str | None) -> int:
     """CUDA's index of the GPU that a scheduler has assigned, by the ids or UUIDs that it uses.
 
     `visible`: CUDA_VISIBLE_DEVICES. Usually it has the assigned GPU alone. If the scheduler does not set it, it has all
-    GPUs that the node's environment shows, or is not set.
+    GPUs that the node's environment shows, or is not set. Raises ConfigError if it lacks the assigned one.
     """
     if not assigned:
         return 0
     shown = [one.strip() for one in visible.split(",")] if visible else []
-    if shown:
-        return shown.index(assigned[0]) if assigned[0] in shown else 0
-    return int(assigned[0]) if assigned[0].isdigit() else 0
+    if assigned[0] in shown:
+        return shown.index(assigned[0])
+    if not shown and assigned[0].isdigit():
+        return int(assigned[0])
+    raise ConfigError(
+        f"the scheduler has assigned GPU {assigned[0]}, and CUDA_VISIBLE_DEVICES is {visible!r}. Set it to a list with "
+        "this GPU for all workers of the node, or leave it to the scheduler."
+    )

@@ -52,6 +52,8 @@ def failure_of(device: torch.device, patience_s: float = PATIENCE_S, *, must_fin
             if time.monotonic() > until:
                 return f"a trifle takes more than {patience_s:g} s" if must_finish else ""
             time.sleep(_PAUSE_S)
+    except torch.OutOfMemoryError:  # the device works: others have its memory
+        return ""
     except RuntimeError as error:  # AcceleratorError is one
         return text_of(error).partition("\n")[0]
     return ""
@@ -81,7 +83,9 @@ def drain(device: torch.device, patience_s: float = PATIENCE_S) -> bool:
 
 
 def require_device(device: torch.device) -> None:
-    """Raise DeviceFailed unless the device works."""
+    """Raise DeviceFailed unless the device works, and has done all earlier work on all its streams."""
     failed = failure_of(device)
+    if not failed and not drain(device):
+        failed = f"earlier work takes more than {PATIENCE_S:g} s, or fails"
     if failed:
         raise DeviceFailed(f"the GPU does not work in this process: {failed}")

@@ -58,13 +58,18 @@ def leave_when(is_aborted: Callable[[], bool] | None) -> None:
 
 @waits_for_peers
 def wait_for(event: Event) -> None:
-    """Return when the device has reached the event. Raises CollectiveAborted as `leave_when` specifies."""
+    """Return when the device has reached the event. Raises CollectiveAborted as `leave_when` specifies.
+
+    An abort ends a collective's kernel before its results are there, and the event is reached then, too.
+    """
     is_aborted, pause_s = _leaving.is_aborted, _SHORTEST_S
     while not event.query():
         if is_aborted is not None and is_aborted():
             raise CollectiveAborted("aborted while the device had not finished")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_S)
+    if is_aborted is not None and is_aborted():
+        raise CollectiveAborted("aborted while the device finished")
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,8 +86,13 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def numbers_of(scalars: Iterable[torch.Tensor]) -> list[Any]:
-    """Values of 0-dimensional tensors, in one read per device. Dtypes are promoted to a common one."""
+    """Values of 0-dimensional tensors, in one read per device. Dtypes are promoted to a common one.
+
+    Raises TypeError for integers among floats, which would round them.
+    """
     found = list(scalars)
+    if len({scalar.is_floating_point() for scalar in found}) > 1:
+        raise TypeError(f"integers among floats: {sorted({str(scalar.dtype) for scalar in found})}")
     values: list[Any] = [None] * len(found)
     for device in dict.fromkeys(scalar.device for scalar in found):
         places = [place for place, scalar in enumerate(found) if scalar.device == device]

@@ -50,13 +50,15 @@ def ending_of(error: BaseException, *, interrupted: bool, device: torch.device =
 
     `device`: the worker's, which is used once more after an error of it.
     """
+    if isinstance(error, DeviceFailed) and error.__cause__ is None:  # from `require_device`, which has tried it
+        return Ending(reason=StopReason.DEVICE, error=travelling(error))
     if isinstance(error, DeviceFailed) or device_error_in(error):
         if failed := failure_of(device, _PROBE_S, must_finish=False):
             first = text_of(error) if isinstance(error, DeviceFailed) else device_error_in(error)
             before = "" if first == failed else f" (first: {first})"
             text = f"the GPU does not work in this process: {failed}{before}"
             return Ending(reason=StopReason.DEVICE, error=DeviceFailed(text))
-        if isinstance(error, DeviceFailed) and error.__cause__ is not None:  # of one call of the task's
+        if isinstance(error, DeviceFailed):  # of one call of the task's
             error = TaskError(text_of(error), user_traceback(error.__cause__))
     limit = descriptors.exhausted(error)
     if limit:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from raysharded.actors.device.accelerator import seed_torch
+from raysharded.actors.device.accelerator import accelerator, seed_torch
 from raysharded.actors.device.device_waits import on_host
 from raysharded.actors.guards.outputs import OutputWatch
 from raysharded.actors.model.meta_watch import MemoryWatch
@@ -154,7 +154,8 @@ class Results:
         """A number as a 0-dimensional float64 on the device, without a wait for it: backward is not launched yet."""
         assert number is not None  # checked when it was returned
         if isinstance(number, torch.Tensor):
-            return number.detach().double().to(device, non_blocking=True).reshape(())
+            # never to the host: that copy may end after the host has read the place
+            return number.detach().double().to(device, non_blocking=accelerator().has(device)).reshape(())
         value = TENSORS[self.numbers](number).double()
         return torch.full((), value.item(), dtype=value.dtype, device=device) if value.device != device else value
 

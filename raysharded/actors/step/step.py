@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from raysharded.actors.device.device_waits import numbers_of
 from raysharded.actors.model.param_layout import Replication
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.numerics.bit_digest import flip_bit, tensor_digest
@@ -138,8 +139,8 @@ class Steps:
         """Digest of this worker's shards, to find changes of them in places where nothing may change them."""
         optimizer = self.parts.optimizer
         found = optimizer.gradients() if what == "gradients" else list(optimizer.written.values())
-        words = [tensor_digest(local_of(tensor)) for tensor in found]
-        return hash(tuple(torch.stack(words).tolist())) if words else 0
+        words = numbers_of(tensor_digest(local_of(tensor)) for tensor in found)
+        return hash(tuple(words)) if words else 0
 
     def save(self, own: ShardBuffer) -> None:
         """Begin to write this worker's part of a checkpoint."""

@@ -1,8 +1,8 @@
 """A double of NCCL's communicators in real processes: made without a peer, connected later, aborted from any thread.
 
-gloo carries the bytes. The rest is NCCL's behaviour, as a run relies on it. A communicator that is being connected
-waits until an abort. An abort waits for kernels of other communicators, unless all are aborted in one group. After an
-abort every call fails.
+gloo carries the bytes. The rest is behaviour that a run has to stand. A communicator that is being connected waits
+until an abort. An abort waits for kernels of the generation's other communicators: it returns only when the aborts of
+all have begun. After an abort every call fails.
 """
 
 from __future__ import annotations
@@ -55,15 +55,9 @@ class CommunicatorDouble:
                 sockets.shut_down(self._sockets)
         self._owner.live.append(self)
 
-    def _group_start(self) -> None:
-        self._owner.note("group start")
-        self._owner.grouped = []
-
-    def _group_end(self) -> None:
-        self._owner.note("group end")
-        grouped, self._owner.grouped = self._owner.grouped or [], None
-        for each in grouped:
-            each.end()
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        self._owner.note(f"allreduce {self.name}")
+        return self.backend.allreduce(tensors)
 
     @waits_for_peers
     def abort(self) -> None:
@@ -71,12 +65,11 @@ class CommunicatorDouble:
         self.is_aborted.set()
         if self._owner.blocks("abort"):
             threading.Event().wait(NEVER_S)
-        if self._owner.grouped is not None:
-            self._owner.grouped.append(self)
-            return
-        if [each for each in self._owner.live if each is not self]:  # this one's kernel waits for another's
-            threading.Event().wait(NEVER_S)
+        for each in tuple(self._owner.live):
+            if each._store is self._store:  # this one's kernel waits for that one's
+                each.is_aborted.wait(NEVER_S)
         self.end()
+        self._owner.note(f"end {self.name}")
 
     def end(self) -> None:
         """Free all who wait in the communicator."""
@@ -98,7 +91,6 @@ class DoubleAccelerator(HostAccelerator):
         self.calls: list[str] = []
         self.live: list[CommunicatorDouble] = []
         """Communicators that are connected and not aborted."""
-        self.grouped: list[CommunicatorDouble] | None = None
         self.blocking: set[str] = set()
         """`connect`, until an abort; `connect for good`; `abort`."""
         self.on_call: Callable[[str], None] = _does_nothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
@@ -51,7 +52,9 @@ def eventually(condition: Any) -> None:
         time.sleep(0.005)
 
 
-def _two_generations(first: Rendezvous, second: Rendezvous, beside: bool) -> tuple[list[str], list[float]]:
+def _two_generations(
+    first: Rendezvous, second: Rendezvous, beside: bool, meeting: Any
+) -> tuple[list[str], list[float]]:
     """In a process: both generations formed, used, and closed; the calls of NCCL, and the sums."""
     device = DoubleAccelerator()
     accelerator.use(device)
@@ -62,10 +65,12 @@ def _two_generations(first: Rendezvous, second: Rendezvous, beside: bool) -> tup
         groups = Groups(use_gpu=True)
         if before is not None and beside:
             groups.connect_beside(where)
+            meeting.wait(60.0)  # a closed connection aborts the peer's generation
             before.close()
             groups.take_over()
         else:
             if before is not None:
+                meeting.wait(60.0)
                 before.close()
             groups.form(where)
         values = torch.tensor([1.0 + where.rank])
@@ -81,8 +86,10 @@ def _two_generations(first: Rendezvous, second: Rendezvous, beside: bool) -> tup
         assert groups.axes().data.device_type == "cpu"
         before = groups
     assert before is not None
+    meeting.wait(60.0)
     before.close()
     assert not dist.is_initialized()
+    eventually(lambda: not device.live)
     return device.calls, sums
 
 
@@ -91,26 +98,23 @@ def _two_generations(first: Rendezvous, second: Rendezvous, beside: bool) -> tup
     ("mesh", "names", "sums"),
     [
         (Mesh(shards=2), ["train/0"], [3.0, 6.0]),
-        (Mesh(replicas=2, shards=1), ["train", "replicas/0", "everyone/0"], [1.0, 3.0, 6.0]),
+        (Mesh(replicas=2, shards=1), ["train/0", "replicas/0", "everyone/0"], [1.0, 3.0, 6.0]),
     ],
     ids=["shards", "replicas"],
 )
-def test_generations_in_real_processes_abort_all_their_communicators_in_one_group(
+def test_generations_in_real_processes_abort_all_their_communicators_at_once(
     store: RendezvousStore, mesh: Mesh, names: list[str], sums: list[float], beside: bool
 ) -> None:
     places = [[place(store, prefix, rank, mesh) for prefix in ("g1", "g2")] for rank in range(2)]
+    meeting = multiprocessing.get_context("forkserver").Barrier(2)
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda two: in_a_fork(_two_generations, *two, beside), places))
+        found = list(pool.map(lambda two: in_a_fork(_two_generations, *two, beside, meeting), places))
     calls, seen = found[0]
     assert seen == [*sums, *sums]
-    groups = [index for index, call in enumerate(calls) if call == "group start"]
-    assert len(groups) == 2
-    for start in groups:
-        aborted = calls[start + 1 : start + 1 + len(names)]
-        assert [call.partition(" ")[0] for call in aborted] == ["abort"] * len(names)
-        assert all(name in call for name, call in zip(names, aborted, strict=True))
-        assert calls[start + 1 + len(names)] == "group end"
-    assert sum(call.startswith("abort") for call in calls) == 2 * len(names)
+    for kind in ("abort", "end"):
+        of_kind = [call.partition(" ")[2] for call in calls if call.startswith(f"{kind} ")]
+        assert [set(of_kind[: len(names)]), set(of_kind[len(names) :])] == [set(names)] * 2
+        assert len(of_kind) == 2 * len(names)
 
 
 def _with(device: DoubleAccelerator, groups: Groups, where: Rendezvous) -> tuple[threading.Thread, list[BaseException]]:
@@ -203,3 +207,36 @@ def test_a_peers_death_aborts_the_generation_without_the_driver(store: Rendezvou
     with ThreadPoolExecutor(2) as pool:
         took, _ = pool.map(lambda where: in_a_fork(_until_aborted, where, 60.0), places)
     assert took < 60.0
+
+
+def test_a_communicator_of_closed_groups_is_not_connected(store: RendezvousStore, device: DoubleAccelerator) -> None:
+    groups = Groups(use_gpu=True)
+    groups.form(place(store, "g1"))
+    groups.close()
+    connects = sum(call.startswith("connect") for call in device.calls)
+    with pytest.raises(CollectiveAborted, match="before"):
+        groups._communicators.connect("late", None, 0, 1, None)  # type: ignore[arg-type]
+    assert sum(call.startswith("connect") for call in device.calls) == connects
+
+
+def test_a_communicator_has_summed_before_it_is_used(store: RendezvousStore, device: DoubleAccelerator) -> None:
+    groups = Groups(use_gpu=True)
+    device.reached.clear()
+    errors: list[BaseException] = []
+
+    def form() -> None:
+        try:
+            groups.form(place(store, "g1"))
+        except CollectiveAborted as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=form)
+    thread.start()
+    eventually(lambda: "allreduce train/0" in device.calls)
+    assert not dist.is_initialized(), "its sum is not done"
+    groups.abort()
+    thread.join(30.0)
+    assert not thread.is_alive()
+    assert errors
+    device.reached.set()
+    groups.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from raysharded.actors.device.cuda import Cuda, arithmetic_settings, index_of
+from raysharded.actors.device.cuda import Cuda, arithmetic_settings, entry_of, index_of
 from raysharded.errors import ConfigError
 
 
@@ -17,11 +19,24 @@ from raysharded.errors import ConfigError
         (["3"], None, 3),  # Ray does not set the variable
         (["3"], "1,3", 1),  # nor here, where the node has it
         (["GPU-b"], "GPU-a, GPU-b", 1),
-        (["GPU-b"], None, 0),
     ],
 )
 def test_a_worker_takes_the_gpu_that_it_was_assigned(assigned: list[str], visible: str | None, index: int) -> None:
     assert index_of(assigned, visible) == index
+
+
+@pytest.mark.parametrize(("assigned", "visible"), [("3", "0,1"), ("GPU-b", "GPU-a"), ("GPU-b", None)])
+def test_a_gpu_that_is_assigned_and_not_visible_is_refused(assigned: str, visible: str | None) -> None:
+    with pytest.raises(ConfigError, match=f"assigned GPU {assigned}, and CUDA_VISIBLE_DEVICES is"):
+        index_of([assigned], visible)
+
+
+def test_a_gpu_is_named_by_its_own_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [entry_of(index, "5, 7") for index in range(3)] == ["5", "7", ""]
+    assert entry_of(0, None) == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(uuid="b"))
+    assert Cuda().identity(torch.device("cuda", 1)) == "GPU 7 GPU-b"
 
 
 @pytest.fixture

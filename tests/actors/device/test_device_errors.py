@@ -106,6 +106,29 @@ def test_a_device_is_required_before_a_generation_is_formed(device: Dying) -> No
         require_device(CPU)
 
 
+def test_a_device_whose_earlier_work_never_ends_is_the_reason_of_the_failure(
+    device: Dying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its current stream is free: the aborted work is on another one. No second try finds it."""
+    release = threading.Event()
+    monkeypatch.setattr(device, "drain", lambda _: release.wait())
+    monkeypatch.setattr("raysharded.actors.device.device_errors.drain", lambda where: drain(where, 0.01))
+    with pytest.raises(DeviceFailed, match="earlier work takes more than") as raised:
+        require_device(CPU)
+    release.set()
+    found = ending_of(raised.value, interrupted=True, device=CPU)
+    assert found.reason is StopReason.DEVICE
+    assert "earlier work" in str(found.error)
+
+
+def test_a_device_whose_memory_others_have_works(device: Dying) -> None:
+    def fail(_: str) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+
+    device.on_call = fail
+    assert failure_of(CPU) == ""
+
+
 def test_a_worker_that_is_needed_although_its_device_is_dead_ends_itself(device: Dying) -> None:
     device.is_dead = True
     deaths: list[int] = []

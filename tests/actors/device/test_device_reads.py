@@ -80,24 +80,59 @@ def test_a_norm_reads_the_device_once_for_any_number_of_tensors(device: HostAcce
     assert len(device.pinned_bytes) == 1
 
 
+CPU = torch.device("cpu")
+
+
+class OnMeta(HostAccelerator):
+    """Tensors without contents count as the device's."""
+
+    def has(self, device: torch.device) -> bool:
+        return device.type == "meta"
+
+
+@pytest.fixture
+def on_meta() -> Iterator[None]:
+    undo = accelerator.use(OnMeta())
+    yield
+    undo()
+
+
 class Copies(TorchDispatchMode):
-    """The copies between kinds of devices for which the host waits."""
+    """Copies between kinds of devices: those to a device for which the host waits, those to the host for which not.
+
+    "meta" stands for the device. A copy from there gives zeros.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if str(func) == "aten._to_copy.default" and args[0].device.type == "meta" and kwargs.get("device") == CPU:
+            if kwargs.get("non_blocking"):
+                self.found.append(f"{func} to the host")
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        result = func(*args, **kwargs)
         if "copy" in str(func) and isinstance(result, torch.Tensor):
             devices = {one.device.type for one in (*args, result) if isinstance(one, torch.Tensor)}
-            if len(devices) > 1 and not (kwargs or {}).get("non_blocking"):
+            if len(devices) > 1 and not kwargs.get("non_blocking"):
                 self.found.append(str(func))
         if "_local_scalar_dense" in str(func) and args[0].device.type == "meta":
             self.found.append(str(func))
         return result
 
 
+@pytest.mark.usefixtures("on_meta")
+def test_a_number_of_the_device_beside_a_loss_on_the_host_is_copied_before_it_is_read() -> None:
+    results = Results("Task.loss")
+    with Copies() as copies:
+        results.add(0, Loss(torch.tensor(1.0), 2, {"a": (torch.empty((), device="meta"), 1.0)}))
+    assert copies.found == []
+    assert results.pairs() == ({0: (1.0, 2.0)}, {0: [(0.0, 1.0)]})
+
+
+@pytest.mark.usefixtures("on_meta")
 def test_a_microbatchs_results_are_noted_without_a_wait_for_its_forward() -> None:
     results, loss = Results("Task.loss"), Loss(torch.empty((), device="meta"), 4096, {"a": (1.0, torch.tensor(2.0))})
     with Copies() as copies:

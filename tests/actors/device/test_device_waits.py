@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from raysharded.actors.device import accelerator
 from raysharded.actors.device.device_waits import leave_when, numbers_of, on_host
+from raysharded.actors.numerics.bit_digest import tensor_digest
 from raysharded.actors.numerics.grad_norm import NORM_WORDS, square_sum_words
+from raysharded.actors.step.step import Steps
 from raysharded.actors.telemetry.stack_probe import look_at
 from raysharded.errors import CollectiveAborted
 from tests.actors.device.host_accelerator import HostAccelerator
@@ -43,6 +47,29 @@ def test_numbers_of_several_tensors_are_one_read(device: HostAccelerator) -> Non
     assert numbers_of([torch.tensor(3), torch.tensor(-1), torch.tensor(7)]) == [3, -1, 7]
     assert numbers_of([]) == []
     assert len(device.pinned_bytes) == 1
+
+
+def test_integers_among_floats_are_refused() -> None:
+    with pytest.raises(TypeError, match="float32"):
+        numbers_of([torch.tensor(2**53 + 1), torch.tensor(1.0)])
+    assert numbers_of([torch.tensor(2**53 + 1), torch.tensor(True)]) == [2**53 + 1, 1]
+
+
+def test_values_that_an_abort_let_the_device_reach_are_not_read(device: HostAccelerator) -> None:
+    leave_when(lambda: True)
+    with pytest.raises(CollectiveAborted, match="while the device finished"):
+        on_host(torch.ones(3))
+
+
+def test_a_digest_of_shards_leaves_on_abort(device: HostAccelerator) -> None:
+    values = {"a": torch.arange(5.0), "b": torch.ones(2)}
+    steps = cast(Steps, SimpleNamespace(parts=SimpleNamespace(optimizer=SimpleNamespace(written=values))))
+    words = [tensor_digest(value).item() for value in values.values()]
+    assert Steps.digest(steps, "parameters") == hash(tuple(words))
+    device.reached.clear()
+    leave_when(lambda: True)
+    with pytest.raises(CollectiveAborted):
+        Steps.digest(steps, "parameters")
 
 
 def test_a_norm_that_waits_for_the_device_counts_as_a_wait_for_others(device: HostAccelerator) -> None:

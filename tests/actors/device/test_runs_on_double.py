@@ -77,7 +77,7 @@ CALLS: dict[str, tuple[int, dict[str, Any]]] = {
     "make": (1, {}),
     "connect": (1, {}),
     "pinned": (3, {}),
-    "new_stream": (1, {}),
+    "new_stream": (2, {}),
     "current_stream": (5, {}),
     "record": (9, {}),
     "all_to_all": (4, {}),
