@@ -58,7 +58,7 @@ def ending_of(error: BaseException, *, interrupted: bool, device: torch.device =
             before = "" if first == failed else f" (first: {first})"
             text = f"the GPU does not work in this process: {failed}{before}"
             return Ending(reason=StopReason.DEVICE, error=DeviceFailed(text))
-        if isinstance(error, DeviceFailed):  # of one call of the task's
+        if isinstance(error, DeviceFailed) and error.__cause__ is not None:  # of one call of the task's
             error = TaskError(text_of(error), user_traceback(error.__cause__))
     limit = descriptors.exhausted(error)
     if limit:
