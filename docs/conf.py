@@ -46,6 +46,7 @@ NAVIGATION = {
         "dev/long-runs",
         "dev/laboratory",
         "dev/session",
+        "dev/open-findings",
         "/CONTRIBUTING",
         "Changelog </CHANGELOG>",
     ],

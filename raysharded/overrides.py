@@ -187,9 +187,9 @@ def rates_of(told: Iterable[Iterable[Any]]) -> Rates:
 
 
 def weights_of(told: Iterable[Iterable[Any]]) -> WeightChanges:
-    """Weights of a mixture from JSON. Raises TypeError, ValueError or AttributeError for invalid values."""
+    """Weights of a mixture from JSON, by name. Raises TypeError, ValueError or AttributeError for invalid values."""
     return tuple(
-        (int(step), int(position), tuple((str(name), float(weight)) for name, weight in weights.items()))
+        (int(step), int(position), tuple(sorted((str(name), float(weight)) for name, weight in weights.items())))
         for step, position, weights in told
     )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from hypothesis import given, strategies as st
 
 from raysharded.overrides import (
+    WEIGHTS as FIELD,
     Decisions,
     Rates,
     WeightChanges,
@@ -15,10 +17,12 @@ from raysharded.overrides import (
     changed,
     decided,
     factor_at,
+    own_weights,
     rates_resumed,
     reweighted,
     skipped_before,
     weights_before,
+    weights_of,
     weights_resumed,
 )
 
@@ -96,3 +100,10 @@ def test_a_checkpoint_has_the_weights_of_what_was_consumed_and_the_journal_the_l
     assert [change for change in then if change[1] >= position] == [one for one in weights if one[1] >= position]
     more = reweighted(then, from_step=9, position=position, weights=(("c", 1.0),))
     assert more == (*weights_before(then, position), (9, position, (("c", 1.0),)))
+
+
+def test_weights_agree_with_those_that_a_manifest_returns_in_the_order_of_their_names() -> None:
+    entry = {"kind": "mixture_weights", "step": 3, "weights": {"web": 1.0, "books": 2.0}, "from_step": 4}
+    live = after(Decisions(), {**entry, "from_position": 12})
+    told = json.loads(json.dumps(own_weights(live.weights), sort_keys=True))[FIELD]
+    assert agree(live, Decisions(weights=weights_of(told)), 9)

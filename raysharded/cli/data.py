@@ -184,8 +184,12 @@ def _print_audit(found: DataAudit) -> None:
     if ledger is None:
         echo("the journal does not have the expected samples")
     else:
+        checked = ledger.steps_checked
+        first = found.last_step - checked + 1  # a fork's journal begins after its parent's steps
+        where = f", from step {first} on" if first > 1 else ""
+        samples = found.read // found.last_step * checked
         echo(
-            f"{count(found.read, 'sample')} in {count(found.last_step, 'step')}: {ledger.samples_lost} missing, "
+            f"{count(samples, 'sample')} in {count(checked, 'step')}{where}: {ledger.samples_lost} missing, "
             f"{ledger.samples_repeated} repeated"
         )
 

@@ -27,11 +27,12 @@ _WINDOWS = 4
 class Bucketed:
     """A dataset whose item p is the sample at position p of a run, with samples of similar lengths in a microbatch.
 
-    Every epoch is a permutation of the samples. It is cut into windows of `window` microbatches. The samples of a
+    Every epoch is a permutation of the samples. The samples before its first whole microbatch complete the one that the
+    previous epoch has begun. The others are cut into windows of `window` microbatches. The samples of a
     window are sorted by their lengths and cut into microbatches, which are then permuted. So a microbatch has
     neighbours in length among `window * microbatch_size` random samples. The sample at a position is a function of the
-    lengths and of the arguments: it does not depend on the number of workers. A microbatch may have the end of an
-    epoch and the beginning of the next one, with other lengths.
+    lengths and of the arguments: it does not depend on the number of workers. A microbatch with the end of an epoch
+    and the beginning of the next one has samples of any lengths.
 
     Memory: 4 bytes for the length of each sample. Any thread may read it, if that holds for the dataset.
     """
@@ -65,7 +66,11 @@ class Bucketed:
     def order_digest(self) -> int:
         """Digest of all that the order of samples depends on; above 1."""
         lengths = blake3(self._lengths.tobytes()).hexdigest()
-        return 2 + derive_seed("bucketed", lengths, self.microbatch_size, self.window, self.seed) // 4
+        return (
+            2
+            + derive_seed("bucketed from whole microbatches", lengths, self.microbatch_size, self.window, self.seed)
+            // 4
+        )
 
     def __len__(self) -> int:
         """2^60: the dataset is repeated."""
@@ -80,7 +85,10 @@ class Bucketed:
         if position < 0:
             raise IndexError(f"position {position} is negative: positions count from 0")
         epoch, offset = divmod(position, len(self._lengths))
-        number, place = divmod(offset, self.window * self.microbatch_size)
+        head = self._head(epoch)
+        number, place = divmod(offset - head, self.window * self.microbatch_size)
+        if offset < head:
+            number, place = -1, offset
         with self._lock:
             ids = self._windows.get((epoch, number))
             if ids is None:
@@ -89,12 +97,19 @@ class Bucketed:
                     self._windows.popitem(last=False)
         return int(ids[place])
 
+    def _head(self, epoch: int) -> int:
+        """The number of an epoch's samples before its first whole microbatch."""
+        total = len(self._lengths)
+        return min(-epoch * total % self.microbatch_size, total)
+
     def _arranged(self, epoch: int, number: int) -> Int64s:
-        """The samples of a window of an epoch, in order."""
-        total, size = len(self._lengths), self.microbatch_size
-        first = number * self.window * size
-        offsets = np.arange(first, min(first + self.window * size, total))
+        """The samples of a window of an epoch, in order; window -1 has those before the first whole microbatch."""
+        total, size, head = len(self._lengths), self.microbatch_size, self._head(epoch)
+        first = head + number * self.window * size
+        offsets = np.arange(first, min(first + self.window * size, total)) if number >= 0 else np.arange(head)
         drawn = sample_ids(derive_seed("bucketed samples", self.seed), epoch * total + offsets, total, _ORDER)
+        if number < 0:
+            return drawn
         by_length = drawn[np.argsort(self._lengths[drawn], kind="stable")]
         whole = len(by_length) // size  # a rest of the epoch comes last
         if not whole:
@@ -134,5 +149,9 @@ def padded(
     found_all = {key: np.full((len(rows), length), value, dtype=np.int64) for key, value in values.items()}
     for key, whole in found_all.items():
         for number, row in enumerate(rows):
+            if row[key].size and row[key].dtype.kind not in "iub":
+                raise ConfigError(
+                    f"padded: {key} of sample {number} of the microbatch has dtype {row[key].dtype}: give integers."
+                )
             whole[number, : len(row[key])] = row[key]
     return found_all

@@ -204,7 +204,7 @@ class Driver:
 
     def set_mixture_weights(self, weights: Mapping[str, float]) -> None:
         """As `set_learning_rate`, for weights of the mixture's sources; `run_changes.weights_refusal`. Any thread."""
-        self._inbox.put(MixtureWeightsRequested(weights=tuple((name, float(one)) for name, one in weights.items())))
+        self._inbox.put(MixtureWeightsRequested(weights=tuple(sorted((k, float(one)) for k, one in weights.items()))))
 
     def rewind(self, step: int, skip_data: bool = False) -> None:
         """Go back to the checkpoint of `step` at the next step boundary, and continue from there. Any thread.

@@ -20,6 +20,8 @@ from raysharded.report.loader import load, open_run
 
 _EPOCHS = 8
 """Newest epochs of a source that are listed."""
+_KINDS = ("data", "started", "rewind", "learning_rate", "mixture_weights")
+"""Kinds of entries that decide what is read."""
 ALONE = "data"
 """Name of data that are no mixture."""
 
@@ -97,7 +99,7 @@ class _Alone:
 def audit(run_url: str) -> DataAudit:
     """The data of the run in a folder or under a URL. Raises StorageError as `load`, and if nothing was read."""
     storage, report = open_run(run_url), load(run_url)
-    entries = list(read(storage))
+    entries = [entry for entry in read(storage) if entry["kind"] in _KINDS]  # few: steps are left out
     data = next((entry for entry in reversed(entries) if entry["kind"] == "data"), None)
     batch = next((span.batch for span in report.summary.spans if span.batch is not None), None)
     last = report.summary.last_step
@@ -119,7 +121,7 @@ def reasons(entries: Iterable[Mapping[str, Any]]) -> dict[int, str]:
     """Total number of skipped samples -> the reason for which they became so many."""
     found: dict[int, str] = {}
     for entry in entries:
-        if entry["kind"] == "rewind" and entry.get("skips"):
+        if entry["kind"] == "rewind" and entry.get("skips") and entry.get("skip_samples"):
             found[int(entry["skips"][-1][1])] = "asked" if entry.get("who") == "asked" else "not finite"
     return found
 

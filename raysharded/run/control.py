@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysharded.driver.handlers import run_changes, user_requests
-from raysharded.errors import CheckpointError, ConfigError, RayshardedError, RunFailed
+from raysharded.errors import CheckpointError, ConfigError, RunFailed
 from raysharded.overrides import consumed, skipped_before, weights_before
 from raysharded.run.results import WrittenCheckpoint
 from raysharded.task import require_tensor_parallelism
@@ -65,7 +65,7 @@ def _ends_early(data: Mixture, state: State, weights: Mapping[str, float]) -> st
     done, last = max(state.step, state.reached), state.limits.max_steps
     position = done * batch + skipped_before(skips, done + 1)
     earlier = [(start, dict(given)) for _, start, given in weights_before(state.decisions.weights, position)]
-    with contextlib.suppress(RayshardedError, OSError):  # perhaps only the workers' nodes have the data
+    with contextlib.suppress(Exception):  # perhaps only the workers' nodes have the data; a user's may raise anything
         length, needed = len(data.with_changes([*earlier, (position, weights)])), consumed(skips, last, batch)
         if length < needed:
             return f"the mixture would end after {length} samples, and the run needs {needed}: raise a max_epochs."

@@ -48,6 +48,15 @@ def test_a_microbatch_has_samples_of_similar_lengths() -> None:
     assert abs(float(np.corrcoef(means[:-1], means[1:])[0, 1])) < 0.15, "neighbours of all lengths"
 
 
+def test_later_epochs_keep_their_buckets_with_any_number_of_samples() -> None:
+    number = 128 * SIZE * 4 + 1
+    lengths = np.asarray(_lengths(number))
+    data = rs.Bucketed(range(number), lengths.tolist(), microbatch_size=SIZE)
+    first = -(-number // SIZE) * SIZE
+    found = lengths[[data[position] for position in range(first, first + number // SIZE * SIZE)]].reshape(-1, SIZE)
+    assert 1 - found.sum() / (found.max(1) * SIZE).sum() < 0.02
+
+
 def test_the_order_depends_on_all_that_its_digest_covers() -> None:
     lengths = _lengths(30)
     settings: list[dict[str, Any]] = [{}, {"seed": 1}, {"window": 3}, {"microbatch_size": 2}]
@@ -83,3 +92,7 @@ def test_rows_are_padded_to_the_longest_and_to_a_multiple() -> None:
     for wrong in ({"a": [1]}, {"a": [1], "b": [1, 2]}, {"a": [[1]], "b": [[1]]}):
         with pytest.raises(ConfigError, match="padded: sample 2 of the microbatch has"):
             padded([*samples, wrong], {"a": 0, "b": -100})
+    for no_integers in ([0.5], ["1"]):
+        with pytest.raises(ConfigError, match=r"padded: a of sample 2 .* dtype .*: give integers"):
+            padded([*samples, {"a": no_integers, "b": [1]}], {"a": 0, "b": -100})
+    assert padded([{"a": [], "b": []}], {"a": 7, "b": 8})["a"].tolist() == [[7]]

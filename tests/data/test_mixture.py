@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from raysharded.config import BatchConfig, EngineConfig
-from raysharded.data import MicrobatchLoader, Mixture, TokenDataset
+from raysharded.data import Bucketed, MicrobatchLoader, Mixture, TokenDataset
 from raysharded.data.mixtures.pattern import PARTS, PERIOD, Pattern, in_parts
 from raysharded.data.mixtures.schedule import ENDLESS, Part, Schedule
 from raysharded.data.pack import pack
@@ -175,6 +175,8 @@ def test_wrong_input_is_one_sentence_before_training() -> None:
     _wrong("give 'stop' or 'reweight'", at_limit="repeat")
     _wrong("source 'b' has no samples", DataError, sources={"a": [1], "b": []})
     _wrong("less than one of them", DataError, max_epochs={"b": 0.5})
+    bucketed = Bucketed([1, 2], [1, 2], microbatch_size=1)
+    _wrong("is a Bucketed, which decides the order of its samples", sources={"a": bucketed, "b": [1]})
     _wrong("is a mixture itself", sources={"a": Mixture({"x": [1]}, {"x": 1}), "b": [1]})
 
 

@@ -214,7 +214,11 @@ def test_missing_and_damaged_plans_are_refused_with_the_command_that_makes_them(
     _store(other, _lengths(40, 41))
     arrange(other, seq_len=8)
     plan.write_bytes((other / "packed-8.plan").read_bytes())
-    _refused(DataError, "made for other tokens than the store has now", store)
+    _refused(DataError, "made for other tokens than the store has now. Delete it, and make it again with", store)
+    arrange(store, seq_len=9)
+    plan.write_bytes((store / "packed-9.plan").read_bytes())
+    _refused(DataError, "made for sequences of 9 tokens instead of 8: it was renamed. Delete it", store)
+    plan.write_bytes((other / "packed-8.plan").read_bytes())
     with pytest.raises(ConfigError, match="was made for other tokens, or another end_of_document"):
         arrange(store, seq_len=8)
     plan.write_bytes(data)
@@ -236,6 +240,12 @@ def test_wrong_input_is_refused_in_a_sentence(tmp_path: Path) -> None:
     _store(unnamed, _lengths(40, 40), kind=Kind(tokenizer="sha256:1", vocab_size=300))
     _refused(ConfigError, "does not name the token that ends documents", unnamed, packing="concatenate")
     _refused(ConfigError, "end_of_document=300 is no token", unnamed, packing="concatenate", end_of_document=300)
+    ends = [tmp_path / "ends 7", tmp_path / "ends 9"]
+    for folder, end in zip(ends, (7, 9), strict=True):
+        _store(folder, _lengths(40, 40), kind=Kind(tokenizer="sha256:1", vocab_size=300, end_of_document=end))
+    with pytest.raises(ConfigError, match="documents end with token 7 or 9, by the store"):
+        PackedDataset(ends, seq_len=8, packing="concatenate").validate()
+    PackedDataset(ends, seq_len=8, packing="concatenate", end_of_document=7).validate()
     _refused(DataError, "no file in the folder ends with '.parquet'", tmp_path)
     with pytest.raises(ConfigError, match="does not name the token that ends documents"):
         arrange(unnamed, seq_len=8)

@@ -543,6 +543,22 @@ def test_weights_that_no_mixture_can_have_are_refused_and_also_those_of_other_da
     assert "the data of the run are no raysharded.Mixture" in entry["reason"]
 
 
+@pytest.mark.parametrize("mixed", [True, False])
+def test_weights_that_are_wanted_before_the_first_worker_are_decided_once_the_data_are_known(mixed: bool) -> None:
+    run = Run(max_workers=2)
+    assert run.state.num_samples is None
+    run.hear(MixtureWeightsRequested(weights=B))
+    assert run.records("mixture_weights_refused") == []
+    if mixed:
+        run.state = replace(run.state, blocks=(-7, run.state.limits.global_batch_size))
+    run.ready(0, 1)
+    refused = [entry["reason"] for entry in run.records("mixture_weights_refused")]
+    assert run.newest_form().decisions.weights == (((1, 0, B),) if mixed else ())
+    assert refused == (
+        [] if mixed else ["the data of the run are no raysharded.Mixture: there is nothing that has weights."]
+    )
+
+
 def test_weights_that_would_hold_for_no_step_are_refused() -> None:
     run = of_a_mixture(saved_every_two(9))
     run.hear(MixtureWeightsRequested(weights=B))

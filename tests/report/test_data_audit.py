@@ -14,6 +14,8 @@ from raysharded.data import Mixture
 from raysharded.errors import StorageError
 from raysharded.overrides import Decisions, decided, skipped_before
 from raysharded.report.data_audit import ALONE, audit, reasons, skipped_ranges, sources_read
+from tests.cli.test_commands import invoke
+from tests.report import entries
 from tests.report.entries import started, write_run
 
 SOURCES = {"web": list(range(40)), "books": list(range(9)), "code": list(range(5))}
@@ -77,12 +79,13 @@ def test_data_that_are_no_mixture_are_one_source_with_epochs() -> None:
 
 
 def test_skipped_samples_have_the_reason_for_which_they_were_skipped() -> None:
-    entries: list[dict[str, Any]] = [
+    told_entries: list[dict[str, Any]] = [
         {"kind": "started", "skips": [], "learning_rate": []},
-        {"kind": "rewind", "to_step": 2, "skips": [[2, 12]]},
-        {"kind": "rewind", "to_step": 5, "who": "asked", "skips": [[2, 12], [5, 18]], "learning_rate": []},
+        {"kind": "rewind", "to_step": 2, "skip_samples": 12, "skips": [[2, 12]]},
+        {"kind": "rewind", "to_step": 4, "who": "asked", "skip_samples": 0, "skips": [[2, 12]], "learning_rate": []},
+        {"kind": "rewind", "to_step": 5, "who": "asked", "skip_samples": 6, "skips": [[2, 12], [5, 18]]},
     ]
-    found = skipped_ranges(decided(entries), 9, BATCH, reasons(entries))
+    found = skipped_ranges(decided(told_entries), 9, BATCH, reasons(told_entries))
     told = [(one.after_step, one.first_position, one.samples, one.reason) for one in found]
     assert told == [(2, 12, 12, "not finite"), (5, 42, 6, "asked")]
 
@@ -93,3 +96,11 @@ def test_a_run_without_a_step_has_nothing_to_audit(tmp_path: Path) -> None:
         audit(str(tmp_path / "run"))
     with pytest.raises(StorageError):
         audit(str(tmp_path / "none"))
+
+
+def test_the_audit_of_a_fork_counts_the_steps_that_its_own_journal_proves(tmp_path: Path) -> None:
+    steps = [entries.step(number) for number in (4, 5, 6)]
+    write_run(tmp_path / "fork", [started(3), entries.data(), *entries.generation(1, [0, 1], 3), *steps])
+    told = invoke("data", "audit", tmp_path / "fork")
+    assert told.exit_code == 0, told.output
+    assert "12 samples in 3 steps, from step 4 on: 0 missing, 0 repeated" in told.stdout

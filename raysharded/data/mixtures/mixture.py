@@ -231,7 +231,12 @@ class Mixture:
             return self._schedule
 
     def _part(self, name: str, source: Dataset) -> Part:
-        if hasattr(source, "order_digest"):
+        if hasattr(source, "order_digest") and not isinstance(source, Mixture):
+            raise ConfigError(
+                f"source {name!r} is a {type(source).__name__}, which decides the order of its samples, as the mixture "
+                "does. Give the dataset that it reads."
+            )
+        if isinstance(source, Mixture):
             raise ConfigError(
                 f"source {name!r} is a mixture itself. Give its sources, with the product of the weights."
             )

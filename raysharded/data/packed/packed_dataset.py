@@ -15,6 +15,7 @@ from raysharded.data.dataset import TokenDataset, caches_of, require_whole
 from raysharded.data.packed.arrange import end_of_documents, one_store, open_plan
 from raysharded.data.packed.arrangement import Pieces, placed
 from raysharded.data.packed.plan_file import Plan
+from raysharded.data.store.find import find_stores
 from raysharded.data.store.layout import Bytes, Kind, from_bytes
 from raysharded.data.store.store_source import READ_AHEAD_BLOCKS, StoreSource
 from raysharded.data.text.files import PathLike
@@ -153,6 +154,14 @@ class PackedDataset:
 
     def _concatenated(self) -> _Concatenated:
         tokens = self._tokens
+        if self._end_of_document is None and tokens.tokenizer != "bytes" and len(tokens.paths) > 1:
+            named = [store.index.kind.end_of_document for store in find_stores(tokens.paths)]
+            ends = sorted({end for end in named if end is not None})
+            if len(ends) > 1:
+                raise ConfigError(
+                    f"{self!r}: documents end with token {' or '.join(map(str, ends))}, by the store. Pack all data "
+                    "with one end_of_document, or give the one that holds for all stores."
+                )
         kind = Kind(tokenizer=tokens.tokenizer, vocab_size=tokens.vocab_size, end_of_document=tokens.end_of_document)
         return _Concatenated(tokens, end_of_documents(kind, self._end_of_document, repr(self)))
 

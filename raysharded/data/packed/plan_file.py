@@ -128,7 +128,7 @@ def to_bytes(facts: Facts, groups: Sequence[Group]) -> bytes:
 def read_plan(storage: Storage, index: Index, seq_len: int) -> Plan:
     """The plan beside a store for sequences of this length.
 
-    Raises DataError if there is none, if it is damaged, or if it is for other tokens.
+    Raises DataError if there is none, if it is damaged, or if it is for other tokens or other sequences.
     """
     url, name = storage.url, name_of_plan(seq_len)
     where = masked(join_url(url, name))
@@ -144,7 +144,14 @@ def read_plan(storage: Storage, index: Index, seq_len: int) -> Plan:
         raise StorageError(f"{where}: cannot be read: {masked(str(error))}") from error
     plan = parse_plan(data, where, command)
     if plan.facts.store != store_digest(index):
-        raise DataError(f"{where}: made for other tokens than the store has now. Make it again with {command}.")
+        raise DataError(
+            f"{where}: made for other tokens than the store has now. Delete it, and make it again with {command}."
+        )
+    if plan.facts.seq_len != seq_len:
+        raise DataError(
+            f"{where}: made for sequences of {plan.facts.seq_len} tokens instead of {seq_len}: it was renamed. Delete "
+            f"it, and make it again with {command}."
+        )
     return plan
 
 

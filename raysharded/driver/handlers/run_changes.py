@@ -39,9 +39,7 @@ def weights_refusal(state: State, weights: Sequence[tuple[str, float]]) -> str:
     """Reason why the mixture cannot have these weights, in one sentence; empty if it can, as its sources decide."""
     if not all(math.isfinite(weight) and weight >= 0 for _, weight in weights) or not sum(w for _, w in weights) > 0:
         return "the weights of a mixture are finite numbers of 0 or more, and one of them is above 0."
-    if state.blocks[0] >= 0:
-        return "the data of the run are no raysharded.Mixture: there is nothing that has weights."
-    return (
+    return pending_overrides.has_no_weights(state) or (
         pending_overrides.last_step_is_done(state)
         if pending_overrides.first_step(state) > state.limits.max_steps
         else ""

@@ -44,9 +44,11 @@ def without_impossible(state: State) -> Outcome:
     if state.wanted_rate is not None and first_step(state) > state.limits.max_steps:
         commands.append(refused_rate(state, state.wanted_rate.factor, last_step_is_done(state)))
         state = replace(state, wanted_rate=None)
-    if state.wanted_weights is not None and first_step(state) > state.limits.max_steps:
-        commands.append(refused_weights(state, state.wanted_weights.weights, last_step_is_done(state)))
-        state = replace(state, wanted_weights=None)
+    if state.wanted_weights is not None:
+        why = has_no_weights(state) or (last_step_is_done(state) if first_step(state) > state.limits.max_steps else "")
+        if why:
+            commands.append(refused_weights(state, state.wanted_weights.weights, why))
+            state = replace(state, wanted_weights=None)
     return state, commands
 
 
@@ -167,6 +169,13 @@ def _decide_weights(state: State, made: PendingOverrides) -> tuple[State, list[R
 def last_step_is_done(state: State) -> str:
     """Reason why nothing can be changed after the last step."""
     return f"the run has done its last step, {state.step}: nothing is computed any more."
+
+
+def has_no_weights(state: State) -> str:
+    """Reason why the run's data can have no weights; empty if they can, or before the first worker has found them."""
+    if state.num_samples is None or state.blocks[0] < 0:
+        return ""
+    return "the data of the run are no raysharded.Mixture: there is nothing that has weights."
 
 
 def refused_rate(state: State, factor: float, why: str) -> Record:

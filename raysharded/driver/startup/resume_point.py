@@ -219,8 +219,9 @@ def _with_decisions(state: State, entries: Iterable[Mapping[str, Any]]) -> State
 def _decisions_at(decisions: Decisions, checkpoint: Checkpoint, global_batch_size: int) -> Decisions:
     """Decisions of a run that resumes from a checkpoint, which records those that it was computed with."""
     step, samples = checkpoint.step, checkpoint.manifest.data.get("samples")
-    skips = decisions.skips
+    skips, position = decisions.skips, consumed(decisions.skips, step, global_batch_size)
     if isinstance(samples, int):
+        position = samples
         skips = skips_resumed(skips, step=step, samples=samples, global_batch_size=global_batch_size)
     try:
         told = rates_of(checkpoint.manifest.metadata.get("learning_rate", ()))
@@ -239,9 +240,7 @@ def _decisions_at(decisions: Decisions, checkpoint: Checkpoint, global_batch_siz
     return Decisions(
         skips=skips,
         rates=rates_resumed(decisions.rates, step=step, told=told),
-        weights=weights_resumed(
-            decisions.weights, position=consumed(skips, step, global_batch_size), told=told_weights
-        ),
+        weights=weights_resumed(decisions.weights, position=position, told=told_weights),
     )
 
 

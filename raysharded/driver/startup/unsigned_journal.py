@@ -49,12 +49,14 @@ def unconfirmed(entries: Entries, found: ResumePoint, refs: Sequence[CheckpointR
     for step, factor in decisions.rates:
         if step > found.step:
             yield f"{factor:g} times the learning rate from step {step} on"
-    for step, _, weights in decisions.weights:
-        if step > found.step:
+    samples = newest.manifest.data.get("samples") if newest is not None else None
+    confirmed = samples if isinstance(samples, int) else 0
+    for step, position, weights in decisions.weights:
+        if position >= confirmed:
             yield f"{weights_text(dict(weights))} as weights of the mixture from step {step} on"
-    for step, samples in decisions.skips:
-        if step >= found.step and samples != skipped_before(decisions.skips, step):
-            yield f"{samples} samples skipped after step {step}"
+    for step, skipped in decisions.skips:
+        if step >= found.step and skipped != skipped_before(decisions.skips, step):
+            yield f"{skipped} samples skipped after step {step}"
     told = accepted(entries)
     if told is not None and (newest is None or told != newest.manifest.metadata.get("arithmetic")):
         yield "other bits, as a user accepted"
