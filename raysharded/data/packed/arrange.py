@@ -51,13 +51,14 @@ def arrange(path: PathLike, *, seq_len: int, end_of_document: int | None = None)
             "may use it: delete it, if none does."
         )
     stream = TokenStream([store])
-    pieces = _Documents(stream, end, seq_len)
     samples = samples_per_block(seq_len)
     found: list[Group] = []
     last_sample = 0
-    for group, where in groups(pieces, seq_len=seq_len, samples=samples):
-        found.append(group)
-        last_sample = max(where)
+    with ThreadPoolExecutor(stream.num_readers, "raysharded-arrange") as threads:
+        pieces = _Documents(stream, end, seq_len, threads)
+        for group, where in groups(pieces, seq_len=seq_len, samples=samples):
+            found.append(group)
+            last_sample = max(where)
     if not found:
         raise DataError(f"{masked(folder)}: no document in it has two tokens. Nothing to arrange.")
     facts = Facts(
@@ -108,8 +109,9 @@ def end_of_documents(kind: Kind, given: int | None, what: str) -> int:
 class _Documents:
     """The pieces of a stream's documents, read once."""
 
-    def __init__(self, stream: TokenStream, end_of_document: int, seq_len: int) -> None:
-        self._stream, self._end, self._seq_len = stream, end_of_document, seq_len
+    def __init__(self, stream: TokenStream, end_of_document: int, seq_len: int, threads: ThreadPoolExecutor) -> None:
+        """`threads`: read ahead of the iteration."""
+        self._stream, self._end, self._seq_len, self._threads = stream, end_of_document, seq_len, threads
         self.num_documents = self.num_cuts = self.num_targets = 0
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -142,17 +144,16 @@ class _Documents:
         """(end, positions of the tokens that end documents) of each chunk."""
         total, ahead = self._stream.num_tokens, self._stream.num_readers
         firsts = iter(range(0, total, _CHUNK_TOKENS))
-        with ThreadPoolExecutor(ahead, "raysharded-arrange") as threads:
-            waiting: deque[tuple[int, Future[Int64s]]] = deque()
-            while True:
-                for first in firsts:
-                    waiting.append((first, threads.submit(self._ends_in, first)))
-                    if len(waiting) > ahead:
-                        break
-                if not waiting:
-                    return
-                first, found = waiting.popleft()
-                yield min(first + _CHUNK_TOKENS, total), found.result()
+        waiting: deque[tuple[int, Future[Int64s]]] = deque()
+        while True:
+            for first in firsts:
+                waiting.append((first, self._threads.submit(self._ends_in, first)))
+                if len(waiting) > ahead:
+                    break
+            if not waiting:
+                return
+            first, found = waiting.popleft()
+            yield min(first + _CHUNK_TOKENS, total), found.result()
 
     def _ends_in(self, first: int) -> Int64s:
         stop = min(first + _CHUNK_TOKENS, self._stream.num_tokens)
