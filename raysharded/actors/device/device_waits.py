@@ -85,6 +85,11 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on a device. The host waits for copies to itself alone: it may read their values at once."""
+    return tensor.to(device, non_blocking=accelerator().has(device))
+
+
 def numbers_of(scalars: Iterable[torch.Tensor]) -> list[Any]:
     """Values of 0-dimensional tensors, in one read per device. Dtypes are promoted to a common one.
 

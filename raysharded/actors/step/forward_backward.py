@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from raysharded.actors.device.accelerator import accelerator, seed_torch
-from raysharded.actors.device.device_waits import on_host
+from raysharded.actors.device.accelerator import seed_torch
+from raysharded.actors.device.device_waits import on_device, on_host
 from raysharded.actors.guards.outputs import OutputWatch
 from raysharded.actors.model.meta_watch import MemoryWatch
 from raysharded.actors.model.sharded_model import clean_name
@@ -154,8 +154,7 @@ class Results:
         """A number as a 0-dimensional float64 on the device, without a wait for it: backward is not launched yet."""
         assert number is not None  # checked when it was returned
         if isinstance(number, torch.Tensor):
-            # never to the host: that copy may end after the host has read the place
-            return number.detach().double().to(device, non_blocking=accelerator().has(device)).reshape(())
+            return on_device(number.detach().double(), device).reshape(())
         value = TENSORS[self.numbers](number).double()
         return torch.full((), value.item(), dtype=value.dtype, device=device) if value.device != device else value
 
@@ -330,7 +329,7 @@ def _is_pair(value: Any) -> bool:
 
 def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return on_device(value, device)
     if isinstance(value, dict):
         return {key: _to_device(item, device) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):

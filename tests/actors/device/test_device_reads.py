@@ -15,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raysharded.actors.device import accelerator
+from raysharded.actors.device.device_waits import on_device
 from raysharded.actors.numerics.grad_norm import norm_from_words, square_sum_words
 from raysharded.actors.step.forward_backward import Results
 from raysharded.task import Loss
@@ -130,6 +131,14 @@ def test_a_number_of_the_device_beside_a_loss_on_the_host_is_copied_before_it_is
         results.add(0, Loss(torch.tensor(1.0), 2, {"a": (torch.empty((), device="meta"), 1.0)}))
     assert copies.found == []
     assert results.pairs() == ({0: (1.0, 2.0)}, {0: [(0.0, 1.0)]})
+
+
+@pytest.mark.usefixtures("on_meta")
+@pytest.mark.parametrize(("source", "target"), [("meta", "cpu"), ("cpu", "meta")])
+def test_the_host_waits_for_copies_of_a_batch_to_itself_alone(source: str, target: str) -> None:
+    with Copies() as copies:
+        found = on_device(torch.zeros(3, device=source), torch.device(target))
+    assert (found.device.type, copies.found) == (target, [])
 
 
 @pytest.mark.usefixtures("on_meta")
