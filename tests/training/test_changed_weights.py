@@ -153,7 +153,6 @@ def test_changed_weights_give_the_same_microbatches_after_a_loss_when_resumed_an
     found, _ = run(alone, stores, steps, 1)
     assert digests(told) == digests(tmp_path / "alone tells")
     assert found == fingerprint
-    assert digests(told) == digests(tmp_path / "alone tells")
     assert run(plain, stores, steps, 1)[0] != fingerprint
     by_hand = mixture(stores).with_changes([(decision["from_position"], BY_HAND)])
     samples = [by_hand.origin(position)[0] for position in range(decision["from_position"], 9 * BATCH)]
