@@ -124,7 +124,7 @@ def _in_settings(message: str) -> str:
 
 
 def _example(told: str) -> str:
-    """A tuple as one types it, behind a message that asks for one."""
+    """A tuple as one types it, behind a message that needs one."""
     name, _, advice = told.partition(": ")
     name = name.partition("=")[0]
     return (
