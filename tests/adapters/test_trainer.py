@@ -1,4 +1,4 @@
-"""Hugging Face's `Trainer` in a session: bits of one worker after losses in every phase, losses of the plain Trainer."""
+"""Hugging Face's `Trainer` in a session: the bits of one worker after losses, and losses of the plain Trainer."""
 
 from __future__ import annotations
 
