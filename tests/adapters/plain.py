@@ -1,4 +1,4 @@
-"""The same scripts with the plain `Trainer`, in one process without raysharded: the run's samples, in its order."""
+"""Scripts with the plain `Trainer`, in one process without raysharded: the samples of a run, in its order."""
 
 from __future__ import annotations
 
