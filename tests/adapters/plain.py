@@ -27,9 +27,9 @@ def plain_trainer(
     batches = {"per_device_train_batch_size": SIZE * MICROBATCHES, "gradient_accumulation_steps": 1}
     wanted = {"train_sampling_strategy": "sequential"} | batches | changed
     trainer = Trainer(
-        model=make(),  # type: ignore[arg-type]
+        model=make(),
         args=arguments(folder, **wanted),
-        train_dataset=ordered,  # type: ignore[arg-type]
+        train_dataset=ordered,
         data_collator=padded,
         **given,
     )
