@@ -18,28 +18,26 @@ LOUD = dict.fromkeys(_WARNED, logging.WARNING)
 LOUD |= dict.fromkeys(("checkpoints_failing", "storage_failing", "gcs_lost"), logging.ERROR)
 """Level of the log at which a driver also writes these kinds of entries: a person should not miss them."""
 
-_BROKEN_STEP = ("worker_lost", "stuck")
-"""Kinds of entries about the step in progress. The field `step` of a loss is the newest finished one, that of `stuck`
-the one in progress."""
-
 
 _SILENT = "stopped or cut off"
 """End of the reason for a worker that did not answer."""
 _OR_NATIVE = ", or native code holds Python's lock (the GIL)"
 
 
-def step_of(kind: str, step: int, last: int | None = None) -> int:
-    """The step that an event of this kind hits, with `step` the newest finished one: for a loss the one in progress.
+def step_of(kind: str, fields: Mapping[str, Any], step: int, last: int | None = None) -> int:
+    """The step that an entry hits, with `step` the newest finished one before it: for a loss the one in progress.
 
-    `last`: the run's last step, in which events after it are counted; None: unknown.
+    The field `step` of a loss is the newest finished one that the driver knew; those of `stuck` and `worker_died` are the
+    worker's own. `last`: the run's last step, in which events after it are counted; None: unknown.
     """
-    hit = step + (kind in _BROKEN_STEP)
+    match kind:
+        case "worker_lost":
+            hit = int(fields.get("step", step)) + 1
+        case "stuck" | "worker_died":
+            hit = int(fields.get("step", step + 1))
+        case _:
+            hit = step
     return hit if last is None else min(hit, last)
-
-
-def _broken_step(kind: str, fields: Mapping[str, Any]) -> int:
-    """The step in progress at an entry of this kind about a loss."""
-    return int(fields["step"]) + (kind == "worker_lost")
 
 
 def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
@@ -49,7 +47,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "started" if get("resumed_after_step") and get("source") != "memory":
             return f"step {fields['resumed_after_step']}: resuming from its checkpoint"
         case "worker_lost":
-            return f"{_step(kind, fields)}: worker {fields['worker']} lost: {brief(fields['reason'])}"
+            return f"worker {fields['worker']} lost: {brief(fields['reason'])}"  # its step is not known yet
         case "task_error":
             who = f"step {fields['step']}: worker {fields['worker']} on {get('node') or '?'}"
             next_ = "the step is tried again" if fields["retried"] else f"attempt {fields['attempt']} was the last"
@@ -63,10 +61,10 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "straggler":
             return f"step {fields['step']}: worker {fields['worker']} on {get('node', '?')} is slow: {slowness(fields)}"
         case "stuck" if "worker" in fields:
-            who = f"{_step(kind, fields)}: worker {fields['worker']} on {get('node', '?')}"
+            who = f"step {fields['step']}: worker {fields['worker']} on {get('node', '?')}"
             return f"{who}: {brief(fields['reason'])}{_OR_NATIVE if fields['reason'].endswith(_SILENT) else ''}"
         case "stuck":
-            return f"{_step(kind, fields)}: {brief(fields['reason'])}"
+            return f"step {fields['step']}: {brief(fields['reason'])}"
         case "worker_leaving":
             who, notice = f"step {fields['step']}: worker {fields['worker']}", duration(fields["notice_s"])
             return f"{who} must leave within {notice}: {brief(fields['reason'])}"
@@ -205,10 +203,6 @@ def _dropped_text(fields: Mapping[str, Any]) -> str:
     return (
         f"{count(fields['entries'], 'entry', 'entries')} of the journal dropped{steps}: storage took none for too long"
     )
-
-
-def _step(kind: str, fields: Mapping[str, Any]) -> str:
-    return f"step {_broken_step(kind, fields)}"
 
 
 def _changes_text(fields: Mapping[str, Any]) -> str:
