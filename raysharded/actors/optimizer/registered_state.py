@@ -24,7 +24,7 @@ from raysharded.ids import WorkerId
 
 MOST_BYTES = 1 << 16
 """Largest size of the state as JSON, in bytes."""
-_OF_GROUPS, _LOGGED = "optimizer", "log"
+_OF_GROUPS, _LOGGED, _IS_LAST = "optimizer", "log", "last"
 _NO_SETTINGS = ("params", "param_names", "initial_lr")
 """Keys of a group that are left out: its parameters, and the rate as built, which only new schedulers read."""
 _NUMPY = (np.bool_, np.integer, np.float16, np.float32, np.float64)
@@ -48,12 +48,14 @@ class RegisteredState:
 
     def __init__(self, groups: Sequence[dict[str, Any]], things: Mapping[str, Stateful]) -> None:
         """`groups`: the optimizer's. `things`: registered objects by name. Raises TaskError if one is not plain."""
-        taken = sorted(things.keys() & {_OF_GROUPS, _LOGGED})
+        taken = sorted(things.keys() & {_OF_GROUPS, _LOGGED, _IS_LAST})
         if taken:
             raise TaskError(f"session.shard({taken[0]}=...): the name is taken; register the object by another one.")
         self._groups, self._things = groups, things
         self.logged: dict[str, float] = {}
         """Numbers that the newest step has logged."""
+        self.is_last = False
+        """True if the loop has made the newest step the run's last one."""
         self.first = self.text()
         """The state with which a run begins."""
 
@@ -65,6 +67,8 @@ class RegisteredState:
             values[name] = _plain(thing.state_dict(), name)
         if self.logged:
             values[_LOGGED] = _plain(self.logged, _LOGGED)
+        if self.is_last:
+            values[_IS_LAST] = True
         text = json.dumps(values, separators=(",", ":"))
         if len(text) > MOST_BYTES:
             sizes = {name: len(json.dumps(value)) for name, value in values.items()}
@@ -80,6 +84,7 @@ class RegisteredState:
         """Bring the groups and the registered objects to this state. Raises TaskError if it has other objects."""
         values = json.loads(text)
         self.logged = _restored(values.pop(_LOGGED, {"dict": []}))
+        self.is_last = values.pop(_IS_LAST, False)
         if values.keys() != {_OF_GROUPS, *self._things} or len(values[_OF_GROUPS]) != len(self._groups):
             raise TaskError(
                 f"the state that is to be loaded has {len(values[_OF_GROUPS])} parameter groups and registered "

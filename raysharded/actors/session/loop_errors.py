@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -71,6 +72,13 @@ def require_number(name: str, number: object, agreed: Agreed) -> None:
             f"{line_here()}: session.log({name}=...) was given a {type(number).__name__}; give a number, the same one "
             "on every worker."
         )
+
+
+def with_numbers(agreed: Agreed, numbers: Mapping[str, float]) -> Agreed:
+    """The agreement with logged numbers beside the step's metrics. Raises TaskError."""
+    for name, number in numbers.items():
+        require_number(name, number, agreed)
+    return replace(agreed, metrics=agreed.metrics | {name: (float(one), 1.0) for name, one in numbers.items()})
 
 
 def as_one(

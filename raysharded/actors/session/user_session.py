@@ -14,17 +14,16 @@ import torch
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.model.build import build_on_meta
 from raysharded.actors.optimizer.registered_state import RegisteredState, Stateful
+from raysharded.actors.session.held_out import HeldOut
 from raysharded.actors.session.loop_checks import built_optimizer, hook, require_registered, require_unchanged
-from raysharded.actors.session.loop_errors import blamed_behind, line_here
+from raysharded.actors.session.loop_errors import line_here
 from raysharded.actors.session.orders import Orders, Training
 from raysharded.actors.session.user_step import ENTRY, LEFT, Draws, UserStep
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.task_calls.object_contents import NotFollowed
 from raysharded.actors.task_calls.task_errors import naming
-from raysharded.data.loader import MicrobatchLoader
 from raysharded.errors import CollectiveAborted, TaskError
 from raysharded.protocol.job import Job
-from raysharded.protocol.messages import StopReason
 from raysharded.task import Loss, Task, TrainFunction
 
 if TYPE_CHECKING:
@@ -80,6 +79,8 @@ class Session(NotFollowed):
         """The worker's device."""
         self.max_steps: int = job.max_steps
         """Number of the run's last step."""
+        self.batch = job.batch
+        """The run's batch."""
         self._built: Construction | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._training: Training | None = None
@@ -87,7 +88,7 @@ class Session(NotFollowed):
         self._things: dict[str, Stateful] = {}
         self.draws = Draws(job.batch.seed)
         """Seeds of its draws."""
-        self._held_out: list[tuple[Any, MicrobatchLoader]] = []
+        self._held_out = HeldOut(job.batch)
         self._num_steps = 1
         self._rank: int | None = None
         self._first_step: int | None = None
@@ -204,10 +205,6 @@ class Session(NotFollowed):
         with training.failing():
             if training.engine.is_aborted:
                 raise CollectiveAborted("the generation was aborted between two steps")
-            if training.engine.is_last:
-                training.engine.commit_last()
-                training.stop(StopReason.FINISHED)
-                return None
             if self._num_steps == 1 and self._optimizer is not None:  # one may have been made behind `shard`
                 require_registered(self._optimizer, self._things)
             assert self._objects.registered is not None
@@ -221,10 +218,12 @@ class Session(NotFollowed):
         return None
 
     def _now(self) -> Training:
-        """The present training; waits for one, and serves the driver meanwhile."""
-        if self._training is None or self._training.is_over:
+        """The present training, which has a step to do; waits for one, and serves the driver meanwhile."""
+        while self._training is None or self._training.is_over:
             self._step = self._training = None
             self._training = self._orders.next_training()
+            if self._training.ends_if_done():
+                continue
             self._rank = self._training.engine.rank
             if self._first_step is None:
                 self._first_step = self._training.engine.step + 1
@@ -275,40 +274,37 @@ class Session(NotFollowed):
         loss as `Task.loss` does; it is called in eval mode, without gradients. `data`: a map-style dataset, of which
         the first `num_samples` count; None: all. `name`: prefix in the journal, for several evaluations in a step.
         """
-        if self._step is None:
-            raise TaskError(f"{line_here()}: session.evaluate() belongs into `with step:`, behind optimizer.step().")
-        loader = next((loader for known, loader in self._held_out if known is data), None)
-        if loader is None:
-            loader = MicrobatchLoader(data, self._job.batch)
-            self._held_out.append((data, loader))
-        count = loader.num_samples if num_samples is None else num_samples
-        if count < 1:
-            raise TaskError(f"{line_here()}: session.evaluate(num_samples={num_samples}): give 1 or more.")
         self._task.held_out_loss = loss_of
-        return self._step.evaluate(loader, count, name)
+        return self._held_out.evaluate(self._step, data, num_samples, name)
 
     def save(self) -> None:
         """Request a checkpoint: of this step if its microbatches are not computed yet, otherwise of the next."""
         self._now().engine.request_save()
 
-    def blamed(self, error: BaseException) -> BaseException:
-        """The error that has left the function; a TaskError with the way out if a change of workers led to it."""
-        step, training = self._step, self._training
-        if step is None or training is None:
-            return error
-        return blamed_behind(step.number, error, is_undone=step.is_undone, is_aborted=training.is_aborted)
+    def stop(self) -> None:
+        """Make the present step the run's last one. Call it in the `with`, on every worker.
 
-    def end(self) -> None:
-        """Commit the step that `gradient` has left open: the function has returned."""
-        if self._step is not None:
-            self._step.end()
+        The step gets the last checkpoint. A later `fit()` of the run finds it done.
+        """
+        if self._step is None or self._objects.registered is None:
+            raise TaskError(f"{line_here()}: session.stop() belongs into `with step:`.")
+        self._objects.registered.is_last = True
+
+    @property
+    def step(self) -> UserStep | None:
+        """The newest step of this generation."""
+        return self._step
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True if the workers change now: an open step is done again, and nothing can communicate until then."""
+        return self._training is not None and self._training.is_aborted
+
+    def end(self) -> bool:
+        """Commit the step that `gradient` has left open; True if it was undone instead."""
+        return self._step is not None and self._step.end()
 
     def serve_after(self, error: BaseException) -> None:
         """Answer the driver for ever: the function has ended. A training that has a step to do ends with this error."""
         while True:
-            training = self._now()
-            with training.failing():
-                if not training.engine.is_last:
-                    raise error
-                training.engine.commit_last()
-                training.stop(StopReason.FINISHED)
+            self._now().fail(error)

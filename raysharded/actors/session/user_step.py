@@ -7,9 +7,8 @@ import itertools
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
@@ -18,8 +17,8 @@ from raysharded.actors.session.loop_errors import (
     changed_gradients,
     line_here,
     refuse_scaler,
-    require_number,
     with_line,
+    with_numbers,
 )
 from raysharded.actors.session.orders import Training
 from raysharded.actors.step.forward_backward import DRAWS
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from raysharded.actors.step.step import Step
     from raysharded.data import Loader
 
+
+T = TypeVar("T")
 
 REST, ENTRY, LEFT, EVALUATED = -2, -3, -4, -5
 """Places in a step, beside the microbatches: behind them, as the step begins, as it has ended, and behind evaluations
@@ -88,7 +89,8 @@ class UserStep(NotFollowed):
         self.parameters: int | None = None
         """Digest of the parameters at the step's end, if it is watched."""
         self._applying: contextlib.AbstractContextManager[None] | None = None
-        self._has_begun = self._is_computed = self._is_applied = self._stays_open = False
+        self.has_begun = self._is_computed = self._is_applied = self._stays_open = False
+        """`has_begun`: True once its `with` was entered."""
         self.done = False
         """True behind a `with` whose step is complete; False behind one that was undone, and is done again."""
 
@@ -105,7 +107,7 @@ class UserStep(NotFollowed):
     @property
     def is_undone(self) -> bool:
         """True behind a `with` that an error has ended, such as the loss of a worker."""
-        return self._has_begun and self._step is None and not self.done
+        return self.has_begun and self._step is None and not self.done
 
     def _agreement(self, name: str) -> Agreed:
         if self._agreed is None:
@@ -120,21 +122,18 @@ class UserStep(NotFollowed):
         """Number of the newest microbatch in its step, the same at every number of workers; -1 for padding."""
         return self._now("step.microbatch").microbatch
 
-    @property
-    def has_begun(self) -> bool:
-        """True once its `with` was entered."""
-        return self._has_begun
-
-    def end(self) -> None:
-        """Commit a step that `compute` has left open, if it is open. An error is the driver's."""
-        if self._stays_open:
-            self._stays_open = False
-            self.__exit__(None, None, None)
+    def end(self) -> bool:
+        """Commit the step if `compute` has left it open. True if an error undid it, which is the driver's."""
+        if not self._stays_open:
+            return False
+        self._stays_open = False
+        self.__exit__(None, None, None)
+        return not self.done
 
     def __enter__(self) -> Self:
-        if self._has_begun:
+        if self.has_begun:
             raise TaskError(f"{line_here()}: step {self.number} is over; take the next one from session.steps().")
-        self._has_begun = True
+        self.has_begun = True
         return self
 
     def __exit__(
@@ -190,12 +189,11 @@ class UserStep(NotFollowed):
     def _give_up(self, error: BaseException) -> None:
         """End what is open, and free what the frames below the `with` hold."""
         assert self._step is not None
+        applying, self._applying = self._applying or contextlib.nullcontext(), None
         with contextlib.suppress(BaseException):
             self._step.give_up(error)
-        applying, self._applying = self._applying, None
-        if applying is not None:
-            with contextlib.suppress(BaseException):
-                applying.__exit__(type(error), error, error.__traceback__)
+        with contextlib.suppress(BaseException):
+            applying.__exit__(type(error), error, error.__traceback__)
         for cause in causes(error):
             traceback.clear_frames(cause.__traceback__)
 
@@ -229,22 +227,26 @@ class UserStep(NotFollowed):
 
     def evaluate(self, data: Loader, num_samples: int, name: str) -> dict[str, float]:
         """As `Step.evaluate`."""
-        step = self._now("session.evaluate()")
+        return self.behind_update("session.evaluate()", lambda step: step.evaluate(data, num_samples, name))
+
+    def behind_update(self, call: str, communicate: Callable[[Step], T]) -> T:
+        """Do what communicates behind `optimizer.step()`. Raises CollectiveAborted if the workers change meanwhile."""
+        step = self._now(call)
         if not self._is_applied:
-            raise TaskError(f"{line_here()}: session.evaluate() belongs into `with step:`, behind optimizer.step().")
-        found = step.evaluate(data, num_samples, name)
+            raise TaskError(f"{line_here()}: {call} belongs into `with step:`, behind optimizer.step().")
+        try:
+            found = communicate(step)
+        except BaseException as error:
+            if self._training.engine.is_aborted:
+                raise CollectiveAborted(f"a collective of step {self.number} failed") from error
+            raise
         self._draws.seed(self.number, EVALUATED - next(self._evaluations))
         return found
 
     def log(self, numbers: Mapping[str, float]) -> None:
         """Add numbers to the step's metrics."""
-        self._now("session.log()")
-        agreed = self._agreement("metrics")
-        for name, number in numbers.items():
-            require_number(name, number, agreed)
-        assert self._step is not None
-        metrics = agreed.metrics | {name: (float(number), 1.0) for name, number in numbers.items()}
-        self._agreed = self._step.agreed = replace(agreed, metrics=metrics)
+        step = self._now("session.log()")
+        self._agreed = step.agreed = with_numbers(self._agreement("metrics"), numbers)
 
     def compute(self, loss_of: Callable[[Any], Loss | torch.Tensor]) -> bool:
         """Enter the step, and compute all microbatches; False if an error ended it, which is the driver's then."""
@@ -287,7 +289,7 @@ class UserStep(NotFollowed):
 
     def _now(self, call: str) -> Step:
         """The engine's step, if the `with` is open. Raises again what an `except` has swallowed."""
-        if self._step is None or not self._has_begun:
+        if self._step is None or not self.has_begun:
             raise TaskError(f"{line_here()}: {call} belongs into `with step:`.")
         if self._training.engine.is_aborted and not self._stays_open:  # otherwise its end raises it
             raise CollectiveAborted("the generation was aborted")
