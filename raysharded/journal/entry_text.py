@@ -27,8 +27,8 @@ _OR_NATIVE = ", or native code holds Python's lock (the GIL)"
 def step_of(kind: str, fields: Mapping[str, Any], step: int, last: int | None = None) -> int:
     """The step that an entry hits, with `step` the newest finished one before it: for a loss the one in progress.
 
-    The field `step` of a loss is the newest finished one that the driver knew; those of `stuck` and `worker_died` are the
-    worker's own. `last`: the run's last step, in which events after it are counted; None: unknown.
+    The field `step` of a loss is the newest finished one that the driver knew; those of `stuck` and `worker_died` are
+    the worker's own. `last`: the run's last step, in which events after it are counted; None: unknown.
     """
     match kind:
         case "worker_lost":
@@ -40,8 +40,11 @@ def step_of(kind: str, fields: Mapping[str, Any], step: int, last: int | None = 
     return hit if last is None else min(hit, last)
 
 
-def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
-    """The line to keep for a journal entry; None for entries without one."""
+def incident_text(kind: str, fields: Mapping[str, Any], limit: int = 160) -> str | None:
+    """The line to keep for a journal entry; None for entries without one.
+
+    `limit`: characters of an error of the task or of a start, which ends with its remedy.
+    """
     get = fields.get
     match kind:
         case "started" if get("resumed_after_step") and get("source") != "memory":
@@ -51,7 +54,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "task_error":
             who = f"step {fields['step']}: worker {fields['worker']} on {get('node') or '?'}"
             next_ = "the step is tried again" if fields["retried"] else f"attempt {fields['attempt']} was the last"
-            return f"{who} raised {brief(fields['error'])}; {next_}"
+            return f"{who} raised {brief(fields['error'], limit)}; {next_}"
         case "worker_died":
             return f"step {fields['step']}: worker {fields['worker']} on {get('node') or '?'} {died(fields)}"
         case "repeated_death":
@@ -69,7 +72,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             who, notice = f"step {fields['step']}: worker {fields['worker']}", duration(fields["notice_s"])
             return f"{who} must leave within {notice}: {brief(fields['reason'])}"
         case "worker_refused":
-            return f"worker {fields['worker']} on {get('node', '?')} refused: {brief(fields['reason'])}"
+            return f"worker {fields['worker']} on {get('node', '?')} refused: {brief(fields['reason'], limit)}"
         case "reshard_refused":
             return f"step {fields['step']}: another mesh refused: {brief(fields['reason'])}"
         case "pause":
@@ -109,7 +112,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "node_back":
             return f"step {fields['step']}: {_node(fields)} answers again, after {duration(fields['after_s'])}"
         case "start_failed":
-            return f"worker {fields['worker']} did not start: {brief(fields['reason'])}"
+            return f"worker {fields['worker']} did not start: {brief(fields['reason'], limit)}"
         case "waiting":
             ready = f"{count(fields['ready'], 'worker')} ready, at least {fields['needed']} needed"
             if get("missing"):

@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import raysharded as rs
+from raysharded.actors.model.build import check_exactness
 from raysharded.checkpoint import open_storage
+from raysharded.errors import InexactError
 from raysharded.journal.entry_text import incident_text
 from raysharded.report.history.incidents import Incident, costliest
 from raysharded.report.history.summary import summarise
@@ -74,7 +78,7 @@ def test_a_loss_has_one_step_number_in_the_line_the_incident_and_the_table() -> 
     loss, _ = told(entries)
     event = summarise(with_times(entries)).worker_events[0]
     assert incident_text(*lost(1, 3)) == "worker 1 lost: the process died"  # when it is not known yet what is complete
-    assert incident_text(*recovery(1, 2, steps_redone=1)).startswith("step 3: recovered in ")
+    assert str(incident_text(*recovery(1, 2, steps_redone=1))).startswith("step 3: recovered in ")
     assert loss.text.startswith("Worker 1 was lost in step 3")
     assert loss.step == event.step == 3
 
@@ -112,7 +116,7 @@ def test_a_loss_has_the_step_that_its_worker_computed_and_a_recovery_the_next(
     assert (loss.step, event.step) == (step_of_the_loss, step_of_the_loss)
     assert loss.text.startswith(f"Worker 1 was lost in step {step_of_the_loss} (")
     assert f" went on with step {complete + 1}, the state from memory, " in loss.text
-    assert incident_text(*over).startswith(f"step {complete + 1}: recovered ")
+    assert str(incident_text(*over)).startswith(f"step {complete + 1}: recovered ")
     own = [one.step for one in summary.incidents if one.text.startswith("Worker 1 on n was ended by SIGKILL")]
     assert own == ([death] if found and explained != "at once" else [])  # else the recovery has it
 
@@ -226,6 +230,23 @@ def test_a_loss_that_was_never_recovered_from_is_reported_all_the_same() -> None
         "Worker 1 lost: the process died.",
         "The run failed: ClusterError: too few.",
     ]
+
+
+def test_an_error_ends_with_its_remedy_and_one_that_is_too_long_with_a_sentence() -> None:
+    with pytest.raises(InexactError) as raised:
+        check_exactness(torch.nn.BatchNorm1d(3), rs.EngineConfig())
+    error = f"InexactError: building the model on worker 0: {raised.value}"
+    started_ = [started(), *generation(1, [0, 1], 0)]
+    for kind, who in (("start_failed", "worker"), ("worker_refused", "worker")):
+        (one,) = told([*started_, (kind, {"worker": 0, "node": "n", "reason": error})])
+        assert one.text.endswith('results without identical bits with EngineConfig(reduction="fast").')
+        assert one.kind == who
+    ended = ("failed", {"step": 0, "fingerprint": None, "error": error})
+    assert told([*started_, ended])[-1].text == f"The run failed: {error}"
+    long = ("failed", {"step": 0, "fingerprint": None, "error": f"One is. {'Two is. ' * 100}{'three ' * 100}."})
+    assert told([*started_, long])[-1].text.endswith("Two is. Two is.")
+    (lost_one,) = told([*started_, step(1), *generation(2, [0], 1), step(2, 1, 2), recovery(1, 1, reasons=[error])])
+    assert "which samples); 2 workers of 3" in lost_one.text
 
 
 def test_two_losses_before_the_first_step_are_one_recovery() -> None:

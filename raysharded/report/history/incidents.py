@@ -14,6 +14,8 @@ from raysharded.journal.log import DAMAGE
 from raysharded.journal.records import Recovery
 
 Entry = Mapping[str, Any]
+_ERROR = 1000
+"""Characters of an error that are shown: its remedy stands at its end."""
 
 FOUND, STOPPED, WAITED, FORMED = "found", "stopped", "waited for workers", "formed"
 BUILT, MOVED, AGAIN = "built", "moved", "computed again"
@@ -186,7 +188,9 @@ def of_entry(entry: Entry, at_s: float, step: int, max_steps: int | None) -> Inc
     if not is_incident(entry):
         return None
     try:
-        text = f"the run failed: {brief(entry['error'])}" if kind == "failed" else incident_text(kind, entry)
+        text = incident_text(kind, entry, _ERROR)
+        if kind == "failed":
+            text = f"the run failed: {brief(entry['error'], _ERROR)}"
         hit = step_of(kind, entry, step, max_steps)
     except DAMAGE:
         return None
@@ -359,7 +363,7 @@ def _what_broke(recovery: Recovery, step: int) -> str:
 
 
 def _because(recovery: Recovery) -> str:
-    reasons = list(dict.fromkeys(brief(reason).rstrip(".") for reason in recovery.reasons if reason))
+    reasons = list(dict.fromkeys(_without_stop(brief(reason)) for reason in recovery.reasons if reason))
     told = [reason for reason in reasons if not any(reason in other for other in reasons if other != reason)]
     return f" ({'; '.join(told[:3])})" if told else ""
 
@@ -375,5 +379,10 @@ def _workers(workers: Sequence[int]) -> str:
 
 def _sentence(text: str) -> str:
     """The text with a capital letter and a full stop."""
-    text = " ".join(text.split())
-    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else text
+    text = _without_stop(" ".join(text.split()))
+    return f"{text[:1].upper()}{text[1:]}." if text else text
+
+
+def _without_stop(text: str) -> str:
+    """The text without its last full stop, and without the dots of `brief` for sentences that are left out."""
+    return text.removesuffix(" ...").rstrip(".")
