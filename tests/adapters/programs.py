@@ -102,9 +102,8 @@ def translator() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(7)
-    config = T5Config(
-        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
-    )
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes)
     return T5ForConditionalGeneration(config)
 
 

@@ -19,7 +19,7 @@ from tests.training.test_checkpoints import Listening, fingerprint, resume, smal
 
 pytestmark = pytest.mark.procs
 
-EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
+EVERY_STEP: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
 
 
 def impatient() -> dict[str, Any]:
@@ -107,7 +107,7 @@ def test_lines_behind_train_find_the_whole_model_and_files_come_from_rank_0(tmp_
     from transformers import AutoModelForSequenceClassification
 
     make = partial(classifier, 0.0)
-    saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
     plain = plain_trainer(str(tmp_path / "plain"), make, sentences(), held_out())
     wanted = plain.evaluate()
     script = Script(make, sentences(), str(tmp_path), partial(look_at_the_end, str(tmp_path)), held_out, **saving)
@@ -129,7 +129,7 @@ def test_lines_behind_train_find_the_whole_model_and_files_come_from_rank_0(tmp_
 
 
 def test_a_run_is_resumed_with_another_number_of_workers_by_its_own_checkpoint(tmp_path: Path) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 3}
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
     interrupted = TrainFunction(Script(folder=str(tmp_path), given=power_cut, **saving))
     job = small_job(f"{tmp_path}/run", task=interrupted, steps=STEPS, data=texts())
     with pytest.raises(TaskError, match="the power is gone"):
