@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from raysharded.actors.comm.device_mesh import DeviceMeshes
+from raysharded.actors.in_place.released import refuse_use
 from raysharded.actors.model.build import Units, Wrapped, allocate, build_units_of, wrap
 from raysharded.actors.model.construction import Construction
 from raysharded.actors.model.modes import Modes
@@ -80,10 +81,14 @@ class BuiltObjects:
         """
         sharded, self._sharded = self._sharded, None
         anew = has_tensor_parallelism(self._task)
+        former = [] if sharded is None else [*sharded.parameters.values()]
         if self.optimizer is not None and self._units is not None:
+            former += [param for held in self.optimizer.parts.lists for param in held] if former else []
             self.optimizer.release(self._units.parameters)
             anew = anew or self.optimizer.holds_elsewhere is not None
         if sharded is not None:
             sharded.release()
+        if self.registered is not None:
+            refuse_use(former, "of an earlier generation of workers")
         if anew:
             self._units = self._modes = self.optimizer = None

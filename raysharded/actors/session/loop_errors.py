@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Mapping
-from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
-from raysharded.errors import InexactError, TaskError, causes, text_of, user_traceback
+from raysharded.actors.task_calls.task_errors import line_here, line_of
+from raysharded.errors import InexactError, TaskError, text_of, user_traceback
 from raysharded.task import Loss
 
 if TYPE_CHECKING:
@@ -17,30 +15,6 @@ if TYPE_CHECKING:
     from raysharded.actors.numerics.step_consensus import Agreed
 
 E = TypeVar("E", bound=BaseException)
-
-
-def line_here() -> str:
-    """`file.py:12` of the innermost frame of the calling thread that is neither raysharded's nor torch's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _is_users(frame):
-            return _line(frame, frame.f_lineno)
-        frame = frame.f_back
-    return "the training function"
-
-
-def _is_users(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("raysharded", "torch", "contextlib")
-
-
-def _line(frame: FrameType, line: int) -> str:
-    return f"{frame.f_code.co_filename}:{line}"
-
-
-def line_of(error: BaseException) -> str:
-    """`file.py:12` of the outermost such frame that an error has left: a line of the training function."""
-    walked = ((frame, line) for cause in causes(error) for frame, line in traceback.walk_tb(cause.__traceback__))
-    return next((_line(frame, line) for frame, line in walked if _is_users(frame)), "the training function")
 
 
 def with_line(error: E) -> E:
@@ -95,6 +69,19 @@ def changed_gradients() -> InexactError:
         f"{line_here()}: gradients changed between step.microbatches() and optimizer.step(). Each worker has a part of "
         "them, so that torch's clip_grad_norm_ depends on the number of workers: clip with step.clip_grad_norm_, and "
         "change gradients element by element in a hook of the optimizer's step."
+    )
+
+
+def changed_parameters(step: int | None) -> InexactError:
+    """The error for parameters that are not those of a step's end when the next begins; None: not those of `shard`."""
+    if step is None:
+        return InexactError(
+            "parameters changed between session.shard and the first step: a worker that joins would change them again. "
+            "Draw first weights in the function that session.build calls, or by session.build(init_weights=...)."
+        )
+    return InexactError(
+        f"parameters changed between step {step} and the next: a checkpoint and a worker that joins would not have the "
+        "change. Move what changes them into `with step:`, behind optimizer.step()."
     )
 
 

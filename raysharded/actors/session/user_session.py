@@ -14,15 +14,18 @@ import torch
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.model.build import build_on_meta
 from raysharded.actors.optimizer.registered_state import RegisteredState, Stateful
+from raysharded.actors.session.built_model import BuiltModel
 from raysharded.actors.session.loop_checks import built_optimizer, hook, require_registered, require_unchanged
-from raysharded.actors.session.loop_errors import blamed_behind, line_here
+from raysharded.actors.session.loop_errors import blamed_behind
 from raysharded.actors.session.orders import Orders, Training
+from raysharded.actors.session.step_watch import Attempts
 from raysharded.actors.session.user_step import ENTRY, LEFT, Draws, UserStep
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.task_calls.object_contents import NotFollowed
-from raysharded.actors.task_calls.task_errors import naming
+from raysharded.actors.task_calls.task_errors import line_here, naming
 from raysharded.data.loader import MicrobatchLoader
 from raysharded.errors import CollectiveAborted, TaskError
+from raysharded.overrides import Decisions
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import StopReason
 from raysharded.task import Loss, Task, TrainFunction
@@ -31,6 +34,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from raysharded.actors.model.construction import Construction
+
+
+_MOST_LOADERS = 4
+"""Number of the newest datasets that were evaluated on whose readers are kept."""
 
 
 class SessionTask(Task):
@@ -81,6 +88,8 @@ class Session(NotFollowed):
         self.max_steps: int = job.max_steps
         """Number of the run's last step."""
         self._built: Construction | None = None
+        self._before: BuiltModel | None = None
+        """The model, until `shard` has given it memory."""
         self._optimizer: torch.optim.Optimizer | None = None
         self._training: Training | None = None
         self._step: UserStep | None = None
@@ -89,6 +98,9 @@ class Session(NotFollowed):
         """Seeds of its draws."""
         self._held_out: list[tuple[Any, MicrobatchLoader]] = []
         self._num_steps = 1
+        self._attempts, self._decisions = Attempts(), Decisions()
+        self._at_shard: tuple[Training, int] | None = None
+        """The generation in which `shard` returned, and the digest of its parameters."""
         self._rank: int | None = None
         self._first_step: int | None = None
         self.on_sharded: Callable[[], None] = lambda: None
@@ -126,6 +138,7 @@ class Session(NotFollowed):
             self._task.init_weights = init_weights
         with naming("session.build(make)", "build"):
             self._built = build_on_meta(self._task, self._job.engine, self._job.batch.seed)
+        self._before = BuiltModel(self._built.model)
         return self._built.model
 
     def shard(
@@ -144,23 +157,29 @@ class Session(NotFollowed):
         has `state_dict()` and `load_state_dict()`: a learning rate scheduler, counters. Its state is plain data of at
         most 64 KiB in all; it goes back with the step, as the numbers in the optimizer's groups do.
         """
-        built = self._built
-        if built is None or model is not built.model or self._optimizer is not None:
+        built, before = self._built, self._before
+        if built is None or before is None or model is not built.model:
             raise TaskError(f"{line_here()}: session.shard is called once, with the model that session.build returned.")
         if parallelize is not None:
             raise TaskError(
                 f"{line_here()}: session.shard(parallelize=...): torch's tensor parallel styles cannot be undone in "
                 "place, so a session has none. Leave the degree at 1, or train with a raysharded.Task."
             )
+        before.end()
+        before.require_unchanged()
+        self._before = None
         self._task.units, self._task.collate = wrap, collate
         things = {name: thing for name, thing in registered.items() if thing is not None}
         own = built_optimizer(model, optimizer, things)
+        before.renew(own)
         self._objects.adopt(built, own, RegisteredState(own.parts.groups, things), self._job.batch.seed)
         self._optimizer, self._things = optimizer, things
         require_registered(optimizer, things)
         hook(optimizer, self._before_update, self._after_update)
         self.on_sharded()
-        self._now()
+        training = self._now()
+        with training.failing():
+            self._at_shard = training, training.engine.steps.digest("parameters")
         self.draws.seed(0, LEFT)
 
     # -- the loop --
@@ -208,16 +227,19 @@ class Session(NotFollowed):
                 training.engine.commit_last()
                 training.stop(StopReason.FINISHED)
                 return None
-            if self._num_steps == 1 and self._optimizer is not None:  # one may have been made behind `shard`
+            is_watched = self._num_steps & (self._num_steps - 1) == 0
+            if is_watched and self._optimizer is not None:  # others may have been made behind `shard`
                 require_registered(self._optimizer, self._things)
             assert self._objects.registered is not None
-            before = None if self._step is None else self._step.parameters
-            require_unchanged(training.engine, self._objects.registered, self._store, before)
+            before = None if self._step is None else self._step.watch.at_end
+            is_first = self._num_steps == 1 and self._at_shard is not None and self._at_shard[0] is training
+            if is_first and self._at_shard is not None:
+                before = self._at_shard[1]
+            require_unchanged(training.engine, self._objects.registered, self._store, before, is_first=is_first)
             self._objects.registered.logged = {}
             self.draws.seed(training.engine.step + 1, ENTRY)
-            is_watched = self._num_steps & (self._num_steps - 1) == 0
             self._num_steps += 1
-            return UserStep(training, self.draws, is_watched=is_watched)
+            return UserStep(training, self.draws, self._attempts, is_watched=is_watched)
         return None
 
     def _now(self) -> Training:
@@ -225,7 +247,11 @@ class Session(NotFollowed):
         if self._training is None or self._training.is_over:
             self._step = self._training = None
             self._training = self._orders.next_training()
-            self._rank = self._training.engine.rank
+            engine = self._training.engine
+            engine.steps.on_own_forward = self._own_forward
+            if engine.decisions != self._decisions:
+                self._attempts.forget()
+            self._rank, self._decisions = engine.rank, engine.decisions
             if self._first_step is None:
                 self._first_step = self._training.engine.step + 1
         return self._training
@@ -239,6 +265,11 @@ class Session(NotFollowed):
     def _after_update(self, *_: object) -> None:
         if self._training is not None and self._step is not None:
             self._step.end_update()
+
+    def _own_forward(self) -> None:
+        if self._step is None:
+            raise TaskError(f"{line_here()}: a forward of the model communicates: it belongs into `with step:`.")
+        self._step.own_forward()
 
     # -- in a step --
 
@@ -280,7 +311,7 @@ class Session(NotFollowed):
         loader = next((loader for known, loader in self._held_out if known is data), None)
         if loader is None:
             loader = MicrobatchLoader(data, self._job.batch)
-            self._held_out.append((data, loader))
+            self._held_out = [*self._held_out[1 - _MOST_LOADERS :], (data, loader)]
         count = loader.num_samples if num_samples is None else num_samples
         if count < 1:
             raise TaskError(f"{line_here()}: session.evaluate(num_samples={num_samples}): give 1 or more.")
@@ -293,6 +324,8 @@ class Session(NotFollowed):
 
     def blamed(self, error: BaseException) -> BaseException:
         """The error that has left the function; a TaskError with the way out if a change of workers led to it."""
+        if self._before is not None:
+            self._before.end()
         step, training = self._step, self._training
         if step is None or training is None:
             return error

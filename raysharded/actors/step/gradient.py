@@ -226,6 +226,11 @@ class StepGradient:
         with self._in_phase("backward"), self.use.counting(index is not None and loss.total.requires_grad):
             self._backward(step, index, loss)
 
+    @property
+    def is_in_forward(self) -> bool:
+        """True while the newest batch's loss is computed."""
+        return self._forward is not None
+
     def give_up(self, error: BaseException) -> None:
         """End what a forward has left open that raised this error. Idempotent."""
         forward, self._forward = self._forward, None
