@@ -91,7 +91,7 @@ def require_registered(optimizer: torch.optim.Optimizer, things: dict[str, State
 
 
 def _instances_of(kinds: tuple[type, ...]) -> list[Any]:
-    """All objects of these classes, in one pass that looks at each class once."""
+    """All objects of these classes, in one pass that tests each class once."""
     wanted: dict[type, bool] = {}
     found = []
     for one in gc.get_objects():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from raysharded.actors.task_calls.task_errors import line_here, line_of
+from raysharded.actors.task_calls.task_errors import is_called_from, line_here, line_of
 from raysharded.errors import InexactError, TaskError, text_of, user_traceback
 from raysharded.task import Loss
 
@@ -28,12 +28,17 @@ def with_line(error: E) -> E:
 def refuse_scaler(error: BaseException, step: int) -> None:
     """Raise a TaskError in place of that of a GradScaler, which looks for gradients of the optimizer's own."""
     if isinstance(error, AssertionError) and "No inf checks" in text_of(error):
-        raise TaskError(
-            f"step {step}: a GradScaler cannot see the gradients, which belong to the step. Leave it out: bfloat16 "
-            '(EngineConfig.param_dtype) needs none, and FailureConfig(on_non_finite="skip") leaves out steps whose '
-            "numbers are not finite.",
-            user_traceback(error),
-        ) from error
+        raise with_a_scaler(f"step {step}", user_traceback(error)) from error
+
+
+def with_a_scaler(where: str, *details: str) -> TaskError:
+    """The error for a GradScaler. `details`: further arguments."""
+    return TaskError(
+        f"{where}: a GradScaler changes gradients, whose scale belongs to the step. Leave it out: bfloat16 "
+        '(EngineConfig.param_dtype) needs none, and FailureConfig(on_non_finite="skip") leaves out steps whose numbers '
+        "are not finite.",
+        *details,
+    )
 
 
 def require_number(name: str, number: object, agreed: Agreed) -> None:
@@ -63,8 +68,10 @@ def as_one(
     return Loss(loss, weight, metrics or {})
 
 
-def changed_gradients() -> InexactError:
+def changed_gradients() -> InexactError | TaskError:
     """The error for gradients that are not those of the backward when the optimizer's step begins."""
+    if is_called_from("torch.amp.grad_scaler"):
+        return with_a_scaler(line_here())
     return InexactError(
         f"{line_here()}: gradients changed between step.microbatches() and optimizer.step(). Each worker has a part of "
         "them, so that torch's clip_grad_norm_ depends on the number of workers: clip with step.clip_grad_norm_, and "

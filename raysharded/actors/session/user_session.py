@@ -99,8 +99,8 @@ class Session(NotFollowed):
         self._held_out: list[tuple[Any, MicrobatchLoader]] = []
         self._num_steps = 1
         self._attempts, self._decisions = Attempts(), Decisions()
-        self._at_shard: tuple[Training, int] | None = None
-        """The generation in which `shard` returned, and the digest of its parameters."""
+        self._at_shard: int | None = None
+        """Digest of the parameters as `shard` returned, until the first step, or another generation, begins."""
         self._rank: int | None = None
         self._first_step: int | None = None
         self.on_sharded: Callable[[], None] = lambda: None
@@ -179,7 +179,7 @@ class Session(NotFollowed):
         self.on_sharded()
         training = self._now()
         with training.failing():
-            self._at_shard = training, training.engine.steps.digest("parameters")
+            self._at_shard = training.engine.steps.digest("parameters")
         self.draws.seed(0, LEFT)
 
     # -- the loop --
@@ -231,10 +231,10 @@ class Session(NotFollowed):
             if is_watched and self._optimizer is not None:  # others may have been made behind `shard`
                 require_registered(self._optimizer, self._things)
             assert self._objects.registered is not None
-            before = None if self._step is None else self._step.watch.at_end
-            is_first = self._num_steps == 1 and self._at_shard is not None and self._at_shard[0] is training
-            if is_first and self._at_shard is not None:
-                before = self._at_shard[1]
+            before, self._at_shard = self._at_shard, None
+            is_first = before is not None
+            if self._step is not None:
+                before = self._step.watch.at_end
             require_unchanged(training.engine, self._objects.registered, self._store, before, is_first=is_first)
             self._objects.registered.logged = {}
             self.draws.seed(training.engine.step + 1, ENTRY)
@@ -245,7 +245,7 @@ class Session(NotFollowed):
     def _now(self) -> Training:
         """The present training; waits for one, and serves the driver meanwhile."""
         if self._training is None or self._training.is_over:
-            self._step = self._training = None
+            self._step = self._training = self._at_shard = None
             self._training = self._orders.next_training()
             engine = self._training.engine
             engine.steps.on_own_forward = self._own_forward

@@ -234,7 +234,10 @@ class UserStep(NotFollowed):
         step = self._now("a forward of the model")
         if self._agreed is None:
             raise TaskError(
-                f"{line_here()}: a forward of the model came ahead of the microbatches' end. Other forwards belong "
+                f"{line_here()}: a forward of the model came behind step.backward(loss). Add all losses of a "
+                "microbatch, and call it once."
+                if self._is_computed
+                else f"{line_here()}: a forward of the model came ahead of the microbatches. Other forwards belong "
                 "behind the loop over step.microbatches(), in the `with`, equally often on every worker."
             )
         step.steps.meet(self.number, "forward")

@@ -39,7 +39,7 @@ _SMALLEST, _LARGEST, _OF_EACH_SIZE = 6, 20, 4
 
 _JOINER_DIFFERS = (
     "a worker that joins computes other numbers than those that were there: the training function may have state that "
-    "is not registered, such as a counter or a generator of its own, which a joiner has as at the start. Register it "
+    "is not registered, such as a counter or its own generator, which a joiner has as at the start. Register it "
     "in session.shard, or compute it from step.number. Otherwise the joiner's memory or device is at fault."
 )
 
