@@ -30,7 +30,7 @@ from raysharded.task import Task
 from raysharded.trainer import ElasticTrainer
 
 Settings = dict[str, Any]
-_SECTIONS: dict[str, type] = {
+SECTIONS: dict[str, type] = {
     "batch": config.BatchConfig,
     "scaling": config.ScalingConfig,
     "run": config.RunConfig,
@@ -47,11 +47,18 @@ _FREE = ("task", "data", "evaluation.data")
 """Sections whose names are a constructor's parameters."""
 _NEEDED = ("data", "batch", "scaling", "run")
 """The settings that a task needs in addition."""
+TUPLES: dict[str, str] = {
+    "scaling.num_workers": "2,8",
+    "run.checkpoint.keep_best": "loss,min,1",
+    "run.failure.preemption_notices": "aws,gcp",
+    "engine.redundancy.parity": "4,1",
+}
+"""Settings whose value is a tuple, each with an example for the command line."""
 
 
 def known_names() -> list[str]:
     """Every setting with a fixed name, with dots."""
-    sections = {**_SECTIONS, **NESTED}
+    sections = {**SECTIONS, **NESTED}
     return [f"{section}.{field.name}" for section, kind in sections.items() for field in dataclasses.fields(kind)]
 
 
@@ -70,7 +77,7 @@ def read_settings(path: str | None, overrides: Sequence[str]) -> Settings:
                 f"{override!r} is an invalid setting: give SECTION.FIELD=VALUE, as batch.global_batch_size=32."
             )
         _check_name(name, f"setting {override}")
-        _put(settings, name.split("."), _value(text), override)
+        _put(settings, name.split("."), _value_of(name, text), override)
     return settings
 
 
@@ -101,19 +108,30 @@ def _applied(found: ElasticTrainer | Task | type[Task], settings: Settings) -> E
         task = _made(task, settings.get("task", {}), "task")
     elif "task" in settings:
         raise ConfigError("task: the target is a task that is made already. Give its class as the target.")
-    parts = {name: _configured(name, None, settings[name]) for name in _SECTIONS if name in settings}
+    parts = {name: _configured(name, None, settings[name]) for name in SECTIONS if name in settings}
     return ElasticTrainer(task=task, data=_data(settings["data"], "data"), **parts)
 
 
 def _in_settings(message: str) -> str:
     """The message of a configuration class, with settings instead of its fields."""
-    section = {kind.__name__: name for name, kind in (_SECTIONS | NESTED).items()}.get(re.split("[.: ]", message)[0])
+    section = {kind.__name__: name for name, kind in (SECTIONS | NESTED).items()}.get(re.split("[.: ]", message)[0])
     if section is None:
         return message
-    fields = [field.name for field in dataclasses.fields((_SECTIONS | NESTED)[section])]
+    fields = [field.name for field in dataclasses.fields((SECTIONS | NESTED)[section])]
     told = translated(message, {name: partial(_setting, f"{section}.{name}") for name in fields})
-    kind = (_SECTIONS | NESTED)[section].__name__
-    return f"{section}{told.removeprefix(kind)}" if told.startswith(kind) else told
+    kind = (SECTIONS | NESTED)[section].__name__
+    return f"{section}{told.removeprefix(kind)}" if told.startswith(kind) else f"{told}{_example(told)}"
+
+
+def _example(told: str) -> str:
+    """A tuple as one types it, behind a message that needs one."""
+    name, _, advice = told.partition(": ")
+    name = name.partition("=")[0]
+    return (
+        f" On the command line: {name}={TUPLES[name]}."
+        if name in TUPLES and re.match(r"give .*(\(|tuple)", advice)
+        else ""
+    )
 
 
 def _setting(name: str, text: str) -> str:
@@ -121,7 +139,7 @@ def _setting(name: str, text: str) -> str:
 
 
 def _changed(trainer: ElasticTrainer, settings: Settings) -> ElasticTrainer:
-    parts: dict[str, Any] = {name: getattr(trainer, name) for name in ("task", "data", *_SECTIONS)}
+    parts: dict[str, Any] = {name: getattr(trainer, name) for name in ("task", "data", *SECTIONS)}
     for name, values in settings.items():
         parts[name] = _data(values, "data") if name == "data" else _configured(name, parts[name], values)
     ElasticTrainer(**parts)  # checks the combination
@@ -137,7 +155,7 @@ def _configured(section: str, before: Any, values: Any) -> Any:
         return None
     if not isinstance(values, Mapping):
         raise ConfigError(f"{section}={values!r}: give its fields, as {section}: {{...}}.")
-    kind = {**_SECTIONS, **NESTED}[section]
+    kind = {**SECTIONS, **NESTED}[section]
     annotations = {field.name: str(field.type) for field in dataclasses.fields(kind)}
     changes: dict[str, Any] = {}
     for name, value in values.items():
@@ -176,7 +194,7 @@ def _made(kind: type, values: Any, where: str) -> Any:
 def _check_name(name: str, where: str) -> None:
     inside_free = any(name == free or name.startswith(f"{free}.") for free in _FREE)
     known = known_names()
-    if not inside_free and name not in known and name not in _SECTIONS:
+    if not inside_free and name not in known and name not in SECTIONS:
         raise ConfigError(f"{where}: {_no_such(name, [*known, *_FREE])}" if where else _no_such(name, known))
 
 
@@ -187,7 +205,7 @@ def _no_such(name: str, known: list[str]) -> str:
         return f"there is no setting {name}: did you mean {meant}?"
     if siblings and "." in name:
         return f"there is no setting {name}: {name.rpartition('.')[0]} has {', '.join(siblings)}."
-    return f"there is no setting {name}: the sections are {', '.join(['task', 'data', *_SECTIONS])}."
+    return f"there is no setting {name}: the sections are {', '.join(['task', 'data', *SECTIONS])}."
 
 
 def _flat(settings: Any, above: str = "") -> list[str]:
@@ -195,7 +213,7 @@ def _flat(settings: Any, above: str = "") -> list[str]:
     names: list[str] = []
     for name, value in settings.items():
         path = f"{above}{name}"
-        is_section = path in _SECTIONS or path in NESTED
+        is_section = path in SECTIONS or path in NESTED
         names += _flat(value, f"{path}.") if is_section and isinstance(value, Mapping) else [path]
     return names
 
@@ -220,6 +238,21 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return {"True": True, "False": False}.get(text, text)
+
+
+def _value_of(name: str, text: str) -> Any:
+    """The value of a setting; one that may be a tuple is also read from `1,2` and `(1, 2)`, as a list."""
+    value = _value(text)
+    if name not in TUPLES or not isinstance(value, str):
+        return value
+    inner = value.strip()
+    is_closed = inner[:1] + inner[-1:] in ("()", "[]")
+    if not is_closed and "," not in inner and name != "run.failure.preemption_notices":  # of any length
+        return value
+    items = (inner[1:-1] if is_closed else inner).split(",")
+    return [
+        unquoted(item) if isinstance(item, str) else item for item in map(_value, map(str.strip, items)) if item != ""
+    ]
 
 
 def _read_file(path: Path) -> Settings:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import raysharded as rs
-from raysharded.cli.settings import NESTED, apply, known_names, read_settings
+from raysharded.cli.settings import NESTED, SECTIONS, TUPLES, apply, known_names, read_settings
 from raysharded.errors import ConfigError
 from tests.cli.test_run import raysharded_run
 from tests.training.harness import GptTask
@@ -88,6 +89,52 @@ def test_overrides_change_what_they_name_and_nothing_else(tmp_path: Path) -> Non
     assert (after.scaling.num_workers, after.run.name, after.run.max_steps) == (3, "other", 10)
     assert (before.batch.global_batch_size, before.run.name, before.engine.redundancy) == (16, "x", None)
     assert apply(before, {}) is before
+
+
+@pytest.mark.parametrize("text", ["1,2", "(1,2)", "(1, 2)", "[1,2]", "[1, 2]", "1, 2", "(1, 2,)"])
+def test_a_tuple_is_read_as_python_and_json_write_it_and_without_brackets(text: str) -> None:
+    after = apply(trainer(), read_settings(None, [f"scaling.num_workers={text}", f"engine.redundancy.parity={text}"]))
+    assert (after.scaling.num_workers, after.engine.redundancy) == ((1, 2), rs.Redundancy(parity=(1, 2)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "loss,min,2",
+        "(loss, min, 2)",
+        "('loss', 'min', 2)",
+        '["loss", "min", 2]',
+    ],
+)
+def test_a_tuple_of_text_needs_no_quotes(text: str) -> None:
+    after = apply(trainer(), read_settings(None, [f"run.checkpoint.keep_best={text}"]))
+    assert after.run.checkpoint.keep_best == ("loss", "min", 2)
+
+
+@pytest.mark.parametrize(("text", "notices"), [("aws", ("aws",)), ("aws,gcp", ("aws", "gcp")), ("()", ())])
+def test_a_tuple_of_any_length_may_have_one_item_or_none(text: str, notices: tuple[str, ...]) -> None:
+    after = apply(trainer(), read_settings(None, [f"run.failure.preemption_notices={text}"]))
+    assert after.run.failure.preemption_notices == notices
+
+
+def test_every_setting_that_is_a_tuple_has_an_example_which_is_accepted_and_which_its_error_shows() -> None:
+    tuples = {
+        f"{section}.{field.name}"
+        for section, kind in {**SECTIONS, **NESTED}.items()
+        for field in dataclasses.fields(kind)
+        if re.search("tuple|Sequence", str(field.type))
+    }
+    assert tuples - {"run.metrics"} == TUPLES.keys()  # which are objects
+    for name, example in TUPLES.items():
+        apply(trainer(), read_settings(None, [f"{name}={example}"]))
+        with pytest.raises(ConfigError) as raised:
+            apply(trainer(), read_settings(None, [f"{name}=2;8,"]))
+        assert str(raised.value).startswith(f"{name}=")
+        assert f" On the command line: {name}={example}." in str(raised.value)
+    with pytest.raises(
+        ConfigError, match=r"^scaling.num_workers=1-2: give .* command line: scaling.num_workers=2,8\.$"
+    ):
+        apply(trainer(), read_settings(None, ["scaling.num_workers=1-2"]))
 
 
 def test_the_last_override_wins_over_those_before_and_over_the_file(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ HERE: dict[str, dict[str, str]] = {
     "raysharded status s3://bucket/runs/gpt --follow": {"s3://bucket/runs/gpt": "runs/bytes"},
     "raysharded plan config.json --global-batch-size 512 --seq-len 4096 --workers 64 --device-memory 80GiB": {},
     "raysharded run train.py:trainer batch.global_batch_size=32 run.max_steps=2000": {"=2000": "=2"},
+    "raysharded run train.py run.name=small scaling.num_workers=1,3": {},
     "raysharded run my.module:ByteGPT --config run.yaml": {},
     "raysharded report runs/bytes": {},
     "raysharded report runs/bytes --html report.html": {},
