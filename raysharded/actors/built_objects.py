@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 
 from raysharded.actors.comm.device_mesh import DeviceMeshes
-from raysharded.actors.in_place.released import refuse_use
 from raysharded.actors.model.build import Units, Wrapped, allocate, build_units_of, wrap
 from raysharded.actors.model.construction import Construction
 from raysharded.actors.model.modes import Modes
 from raysharded.actors.model.sharded_model import ShardedModel
 from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
+from raysharded.actors.optimizer.held_parameters import refuse_use
 from raysharded.actors.optimizer.loaded_state import TriedOptimizer
 from raysharded.actors.optimizer.registered_state import RegisteredState
 from raysharded.actors.task_calls.process_state import Left

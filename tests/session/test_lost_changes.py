@@ -1,4 +1,4 @@
-"""What a loop changes at places where the change would be lost, or depend on the worker: each ends by name."""
+"""Changes at places where they would be lost, or would depend on the worker: each ends with a sentence."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_second_optimizer_with_parameters_of_the_model_is_refused(step: int) -
 
 
 class Counting(Loop):
-    """A counter of its own decides the rate, at a place of the step."""
+    """Its counter decides the rate, at a place of the step."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ def test_a_change_of_parameters_behind_the_optimizers_step_is_named_once() -> No
 
 
 class OwnForward(Loop):
-    """A forward of its own, at a place of the loop, on all workers or on the first alone."""
+    """A further forward, at a place of the loop, on all workers or on the first alone."""
 
     def __init__(self, place: str, *, alone: bool = False) -> None:
         super().__init__()

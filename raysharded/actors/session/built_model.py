@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from raysharded.actors.in_place.released import refuse_use
 from raysharded.actors.model.meta_watch import MemoryWatch
 from raysharded.actors.model.parameter_marks import share
 from raysharded.actors.model.sharded_model import clean_name
 from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
+from raysharded.actors.optimizer.held_parameters import refuse_use
 from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.errors import TaskError
 

@@ -48,15 +48,17 @@ def built_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, things: 
 
 
 def require_unchanged(
-    engine: Engine, registered: RegisteredState, store: ShardStore, parameters: int | None, *, is_first: bool
+    engine: Engine, registered: RegisteredState, store: ShardStore, at_shard: int | None, at_end: int | None
 ) -> None:
-    """Raise InexactError if state has changed since the end of the newest step. `parameters`: their digest then.
+    """Raise InexactError if state has changed since the end of the newest step.
 
-    `is_first`: since `session.shard`, in place of a step.
+    `at_shard`, `at_end`: digest of the parameters as `session.shard` returned, and at that end; None if it was not
+    taken, or is of an earlier generation.
     """
     step = engine.step
-    if parameters is not None and parameters != engine.steps.digest("parameters"):
-        raise changed_parameters(None if is_first else step)
+    before = at_shard if at_end is None else at_end
+    if before is not None and before != engine.steps.digest("parameters"):
+        raise changed_parameters(step if at_end is not None else None)
     kept = store.registered(step)
     assert kept is not None
     change = registered.change_since(kept)

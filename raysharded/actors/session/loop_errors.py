@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from raysharded.actors.task_calls.task_errors import is_called_from, line_here, line_of
@@ -52,6 +53,13 @@ def require_number(name: str, number: object, agreed: Agreed) -> None:
         )
 
 
+def with_numbers(agreed: Agreed, numbers: Mapping[str, float]) -> Agreed:
+    """The agreement with logged numbers beside the step's metrics. Raises TaskError."""
+    for name, number in numbers.items():
+        require_number(name, number, agreed)
+    return replace(agreed, metrics=agreed.metrics | {name: (float(one), 1.0) for name, one in numbers.items()})
+
+
 def as_one(
     loss: torch.Tensor | Loss,
     weight: float | torch.Tensor | None,
@@ -77,6 +85,33 @@ def changed_gradients() -> InexactError | TaskError:
         "them, so that torch's clip_grad_norm_ depends on the number of workers: clip with step.clip_grad_norm_, and "
         "change gradients element by element in a hook of the optimizer's step."
     )
+
+
+def refuse_forward() -> None:
+    """Raise TaskError: a forward of the model is called outside a step."""
+    raise TaskError(f"{line_here()}: a forward of the model belongs into `with step:`, as it communicates.")
+
+
+def misplaced_forward(*, is_behind_backward: bool) -> TaskError:
+    """The error for a further forward ahead of the microbatches' end. `is_behind_backward`: in their loop."""
+    if is_behind_backward:
+        return TaskError(
+            f"{line_here()}: a forward of the model came behind step.backward(loss). Add all losses of a microbatch, "
+            "and call it once."
+        )
+    return TaskError(
+        f"{line_here()}: a forward of the model came ahead of the microbatches. Other forwards belong behind the loop "
+        "over step.microbatches(), in the `with`, equally often on every worker."
+    )
+
+
+def refuse_tensor_parallelism(parallelize: object) -> None:
+    """Raise TaskError for an argument of `session.shard` that is given."""
+    if parallelize is not None:
+        raise TaskError(
+            f"{line_here()}: session.shard(parallelize=...): torch's tensor parallel styles cannot be undone in place, "
+            "so a session has none. Leave the degree at 1, or train with a raysharded.Task."
+        )
 
 
 def changed_parameters(step: int | None) -> InexactError:

@@ -6,7 +6,6 @@ The user's objects stay the same for the whole run. A generation gives them othe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,58 +15,23 @@ from raysharded.actors.model.build import build_on_meta
 from raysharded.actors.optimizer.registered_state import RegisteredState, Stateful
 from raysharded.actors.session.built_model import BuiltModel
 from raysharded.actors.session.loop_checks import built_optimizer, hook, require_registered, require_unchanged
-from raysharded.actors.session.loop_errors import blamed_behind
+from raysharded.actors.session.loop_errors import blamed_behind, refuse_forward, refuse_tensor_parallelism
 from raysharded.actors.session.orders import Orders, Training
-from raysharded.actors.session.step_watch import Attempts
+from raysharded.actors.session.session_task import HeldOut, SessionTask
+from raysharded.actors.session.step_comparisons import Attempts
 from raysharded.actors.session.user_step import ENTRY, LEFT, Draws, UserStep
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.task_calls.object_contents import NotFollowed
 from raysharded.actors.task_calls.task_errors import line_here, naming
-from raysharded.data.loader import MicrobatchLoader
 from raysharded.errors import CollectiveAborted, TaskError
-from raysharded.overrides import Decisions
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import StopReason
-from raysharded.task import Loss, Task, TrainFunction
+from raysharded.task import Loss
 
 if TYPE_CHECKING:
     from torch import nn
 
     from raysharded.actors.model.construction import Construction
-
-
-_MOST_LOADERS = 4
-"""Number of the newest datasets that were evaluated on whose readers are kept."""
-
-
-class SessionTask(Task):
-    """The task that a session fills in: its methods are functions that the user has given."""
-
-    def __init__(self, function: Callable[[Session], None]) -> None:
-        self.function = function
-        self.make: Callable[[], nn.Module] | None = None
-        self.held_out_loss: Callable[[Any], Loss | torch.Tensor] | None = None
-        self.units: Callable[[nn.Module], Sequence[nn.Module] | None] | None = None
-
-    def build_model(self) -> nn.Module:
-        assert self.make is not None, "session.build comes first"
-        return self.make()
-
-    def evaluate(self, model: nn.Module, batch: Any) -> Loss | torch.Tensor:
-        assert self.held_out_loss is not None, "session.evaluate comes first"
-        return self.held_out_loss(batch)
-
-    def wrap(self, model: nn.Module) -> list[nn.Module] | None:
-        found = None if self.units is None else self.units(model)
-        return None if found is None else list(found)
-
-
-def with_session_task(job: Job) -> Job:
-    """The job, with a `SessionTask` that has the name of its training function; unchanged if it has a task."""
-    if not isinstance(job.task, TrainFunction):
-        return job
-    name = getattr(job.task.function, "__name__", type(job.task.function).__name__)
-    return replace(job, task=type(name, (SessionTask,), {})(job.task.function))
 
 
 class Session(NotFollowed):
@@ -89,16 +53,15 @@ class Session(NotFollowed):
         """Number of the run's last step."""
         self._built: Construction | None = None
         self._before: BuiltModel | None = None
-        """The model, until `shard` has given it memory."""
         self._optimizer: torch.optim.Optimizer | None = None
         self._training: Training | None = None
         self._step: UserStep | None = None
         self._things: dict[str, Stateful] = {}
         self.draws = Draws(job.batch.seed)
         """Seeds of its draws."""
-        self._held_out: list[tuple[Any, MicrobatchLoader]] = []
+        self._held_out = HeldOut(job.batch)
         self._num_steps = 1
-        self._attempts, self._decisions = Attempts(), Decisions()
+        self._attempts = Attempts()
         self._at_shard: int | None = None
         """Digest of the parameters as `shard` returned, until the first step, or another generation, begins."""
         self._rank: int | None = None
@@ -158,16 +121,11 @@ class Session(NotFollowed):
         most 64 KiB in all; it goes back with the step, as the numbers in the optimizer's groups do.
         """
         built, before = self._built, self._before
-        if built is None or before is None or model is not built.model:
+        if built is None or before is None or model is not built.model or self._optimizer is not None:
             raise TaskError(f"{line_here()}: session.shard is called once, with the model that session.build returned.")
-        if parallelize is not None:
-            raise TaskError(
-                f"{line_here()}: session.shard(parallelize=...): torch's tensor parallel styles cannot be undone in "
-                "place, so a session has none. Leave the degree at 1, or train with a raysharded.Task."
-            )
+        refuse_tensor_parallelism(parallelize)
         before.end()
         before.require_unchanged()
-        self._before = None
         self._task.units, self._task.collate = wrap, collate
         things = {name: thing for name, thing in registered.items() if thing is not None}
         own = built_optimizer(model, optimizer, things)
@@ -177,9 +135,7 @@ class Session(NotFollowed):
         require_registered(optimizer, things)
         hook(optimizer, self._before_update, self._after_update)
         self.on_sharded()
-        training = self._now()
-        with training.failing():
-            self._at_shard = training.engine.steps.digest("parameters")
+        self._at_shard = self._now().engine.steps.digest("parameters")
         self.draws.seed(0, LEFT)
 
     # -- the loop --
@@ -231,11 +187,9 @@ class Session(NotFollowed):
             if is_watched and self._optimizer is not None:  # others may have been made behind `shard`
                 require_registered(self._optimizer, self._things)
             assert self._objects.registered is not None
-            before, self._at_shard = self._at_shard, None
-            is_first = before is not None
-            if self._step is not None:
-                before = self._step.watch.at_end
-            require_unchanged(training.engine, self._objects.registered, self._store, before, is_first=is_first)
+            at_shard, self._at_shard = self._at_shard, None
+            at_end = None if self._step is None else self._step.watch.at_end
+            require_unchanged(training.engine, self._objects.registered, self._store, at_shard, at_end)
             self._objects.registered.logged = {}
             self.draws.seed(training.engine.step + 1, ENTRY)
             self._num_steps += 1
@@ -248,10 +202,9 @@ class Session(NotFollowed):
             self._step = self._training = self._at_shard = None
             self._training = self._orders.next_training()
             engine = self._training.engine
-            engine.steps.on_own_forward = self._own_forward
-            if engine.decisions != self._decisions:
-                self._attempts.forget()
-            self._rank, self._decisions = engine.rank, engine.decisions
+            engine.steps.on_own_forward = refuse_forward
+            self._attempts.begin(engine.decisions)
+            self._rank = engine.rank
             if self._first_step is None:
                 self._first_step = self._training.engine.step + 1
         return self._training
@@ -265,11 +218,6 @@ class Session(NotFollowed):
     def _after_update(self, *_: object) -> None:
         if self._training is not None and self._step is not None:
             self._step.end_update()
-
-    def _own_forward(self) -> None:
-        if self._step is None:
-            raise TaskError(f"{line_here()}: a forward of the model communicates: it belongs into `with step:`.")
-        self._step.own_forward()
 
     # -- in a step --
 
@@ -306,17 +254,8 @@ class Session(NotFollowed):
         loss as `Task.loss` does; it is called in eval mode, without gradients. `data`: a map-style dataset, of which
         the first `num_samples` count; None: all. `name`: prefix in the journal, for several evaluations in a step.
         """
-        if self._step is None:
-            raise TaskError(f"{line_here()}: session.evaluate() belongs into `with step:`, behind optimizer.step().")
-        loader = next((loader for known, loader in self._held_out if known is data), None)
-        if loader is None:
-            loader = MicrobatchLoader(data, self._job.batch)
-            self._held_out = [*self._held_out[1 - _MOST_LOADERS :], (data, loader)]
-        count = loader.num_samples if num_samples is None else num_samples
-        if count < 1:
-            raise TaskError(f"{line_here()}: session.evaluate(num_samples={num_samples}): give 1 or more.")
         self._task.held_out_loss = loss_of
-        return self._step.evaluate(loader, count, name)
+        return self._held_out.evaluate(self._step, data, num_samples, name)
 
     def save(self) -> None:
         """Request a checkpoint: of this step if its microbatches are not computed yet, otherwise of the next."""

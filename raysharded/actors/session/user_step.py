@@ -7,15 +7,14 @@ import itertools
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from raysharded.actors.session.loop_errors import as_one, refuse_scaler, require_number, with_line
+from raysharded.actors.session.loop_errors import as_one, misplaced_forward, refuse_scaler, with_line, with_numbers
 from raysharded.actors.session.orders import Training
-from raysharded.actors.session.step_watch import Attempts, StepWatch
+from raysharded.actors.session.step_comparisons import Attempts, StepWatch
 from raysharded.actors.step.forward_backward import DRAWS
 from raysharded.actors.task_calls.object_contents import NotFollowed
 from raysharded.actors.task_calls.task_errors import line_here, naming
@@ -75,11 +74,13 @@ class UserStep(NotFollowed):
         self.number: int = self._step.number
         """Number of the step, from 1 on."""
         self._agreed: Agreed | None = None
+        training.engine.steps.on_own_forward = self._meet
         self.watch = StepWatch(self._step, attempts, is_watched=is_watched)
         """Comparisons around the step."""
         self._evaluations = itertools.count()
         self._applying: contextlib.AbstractContextManager[None] | None = None
-        self._has_begun = self._is_computed = self._is_applied = self._stays_open = False
+        self.has_begun = self._is_computed = self._is_applied = self._stays_open = False
+        """`has_begun`: True once its `with` was entered."""
         self.done = False
         """True behind a `with` whose step is complete; False behind one that was undone, and is done again."""
 
@@ -96,7 +97,7 @@ class UserStep(NotFollowed):
     @property
     def is_undone(self) -> bool:
         """True behind a `with` that an error has ended, such as the loss of a worker."""
-        return self._has_begun and self._step is None and not self.done
+        return self.has_begun and self._step is None and not self.done
 
     def _agreement(self, name: str) -> Agreed:
         if self._agreed is None:
@@ -111,11 +112,6 @@ class UserStep(NotFollowed):
         """Number of the newest microbatch in its step, the same at every number of workers; -1 for padding."""
         return self._now("step.microbatch").microbatch
 
-    @property
-    def has_begun(self) -> bool:
-        """True once its `with` was entered."""
-        return self._has_begun
-
     def end(self) -> None:
         """Commit a step that `compute` has left open, if it is open. An error is the driver's."""
         if self._stays_open:
@@ -123,9 +119,9 @@ class UserStep(NotFollowed):
             self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
-        if self._has_begun:
+        if self.has_begun:
             raise TaskError(f"{line_here()}: step {self.number} is over; take the next one from session.steps().")
-        self._has_begun = True
+        self.has_begun = True
         return self
 
     def __exit__(
@@ -229,28 +225,17 @@ class UserStep(NotFollowed):
         self._draws.seed(self.number, EVALUATED - next(self._evaluations))
         return found
 
-    def own_forward(self) -> None:
+    def _meet(self) -> None:
         """Meet the other workers ahead of a forward of the model that is of no microbatch and no evaluation."""
         step = self._now("a forward of the model")
         if self._agreed is None:
-            raise TaskError(
-                f"{line_here()}: a forward of the model came behind step.backward(loss). Add all losses of a "
-                "microbatch, and call it once."
-                if self._is_computed
-                else f"{line_here()}: a forward of the model came ahead of the microbatches. Other forwards belong "
-                "behind the loop over step.microbatches(), in the `with`, equally often on every worker."
-            )
+            raise misplaced_forward(is_behind_backward=self._is_computed)
         step.steps.meet(self.number, "forward")
 
     def log(self, numbers: Mapping[str, float]) -> None:
         """Add numbers to the step's metrics."""
-        self._now("session.log()")
-        agreed = self._agreement("metrics")
-        for name, number in numbers.items():
-            require_number(name, number, agreed)
-        assert self._step is not None
-        metrics = agreed.metrics | {name: (float(number), 1.0) for name, number in numbers.items()}
-        self._agreed = self._step.agreed = replace(agreed, metrics=metrics)
+        step = self._now("session.log()")
+        self._agreed = step.agreed = with_numbers(self._agreement("metrics"), numbers)
 
     def compute(self, loss_of: Callable[[Any], Loss | torch.Tensor]) -> bool:
         """Enter the step, and compute all microbatches; False if an error ended it, which is the driver's then."""
@@ -293,7 +278,7 @@ class UserStep(NotFollowed):
 
     def _now(self, call: str) -> Step:
         """The engine's step, if the `with` is open. Raises again what an `except` has swallowed."""
-        if self._step is None or not self._has_begun:
+        if self._step is None or not self.has_begun:
             raise TaskError(f"{line_here()}: {call} belongs into `with step:`.")
         if self._training.engine.is_aborted and not self._stays_open:  # otherwise its end raises it
             raise CollectiveAborted("the generation was aborted")

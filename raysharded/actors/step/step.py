@@ -78,7 +78,7 @@ class Steps:
             self.parts.proof.note(index, gradient)
 
     def _note_forward(self, *_: Any) -> None:
-        expected = self.is_evaluating or self.parts.gradient.is_in_forward
+        expected = self.is_evaluating or self.parts.gradient.forward is not None
         if not expected and self.on_own_forward is not None:
             self.on_own_forward()
 

@@ -14,6 +14,7 @@ from raysharded.actors.optimizer.registered_state import first_change
 from raysharded.actors.session.loop_errors import changed_gradients
 from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.errors import InexactError
+from raysharded.overrides import Decisions
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +29,12 @@ class Attempts:
 
     def __init__(self) -> None:
         self._noted: dict[tuple[int, Place], str] = {}
+        self._decisions = Decisions()
 
-    def forget(self) -> None:
-        """Forget all: steps that are computed again may have other results, as their data have changed."""
-        self._noted.clear()
+    def begin(self, decisions: Decisions) -> None:
+        """Begin a generation. With other decisions, such as skipped data, a step has other results: forget all."""
+        if decisions != self._decisions:
+            self._decisions, self._noted = decisions, {}
 
     def note(self, step: int, place: Place, text: str) -> None:
         """Note the state at a place. Raises InexactError if it was another one at an earlier attempt."""
