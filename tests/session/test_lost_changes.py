@@ -446,7 +446,7 @@ def test_a_forward_of_all_workers_behind_the_microbatches_changes_no_bit() -> No
     ("loop", "error", "sentence"),
     [
         (OwnForward("applied", alone=True), InexactError, r"step 1: 1 of 2 workers call the model's forward outside"),
-        (OwnForward("entered"), TaskError, r":\d+: a forward of the model came ahead of the microbatches'"),
+        (OwnForward("entered"), TaskError, r":\d+: a forward of the model came ahead of the microbatches\."),
         (OwnForward("left"), TaskError, r":\d+: a forward of the model belongs into `with step:`"),
     ],
 )
