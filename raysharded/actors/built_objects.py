@@ -50,7 +50,9 @@ class BuiltObjects:
         return self._units
 
     def adopt(self, built: Construction, optimizer: BuiltOptimizer, registered: RegisteredState, seed: int) -> None:
-        """Take over what a session has built. Raises as `build_units_of`."""
+        """Take over what a session has built, in place of what an earlier one has. Raises as `build_units_of`."""
+        self.release()
+        self._modes = self.tried = None
         self._units = build_units_of(self._task, self._config, None, seed, built)
         self.optimizer, self.registered = optimizer, registered
 

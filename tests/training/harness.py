@@ -193,6 +193,7 @@ def train(
     nodes: str = "",
     prepare: Callable[[], None] | None = None,
     retries: int = 0,
+    done: int | None = None,
 ) -> Outcome:
     """Train from the start with so many workers, in groups of `shards` if that is given and of not fewer than
     `least_shards`, with a tensor parallel degree of `tensor`; raises the error that the run failed with. `nodes`: a
@@ -200,7 +201,8 @@ def train(
     `nodes` is not given.
 
     `kills`: (worker, step, phase) of every worker to kill; `faults`: others; that all of them strike is checked.
-    `losses`: the workers that may be lost besides those. `retries`: of a step whose task raised.
+    `losses`: the workers that may be lost besides those. `retries`: of a step whose task raised. `done`: the step that
+    a loop makes the last one.
     """
     with tempfile.TemporaryDirectory() as folder:
         killed = [Fault(worker=WorkerId(worker), step=step, phase=phase) for worker, step, phase in kills]
@@ -237,9 +239,10 @@ def train(
         first |= {WorkerId(worker): partial(believe_to_be_on, node) for worker, node in enumerate(nodes)}
         state = make_driver(job, limits, listener, prepare=first).run()
         assert all(plan.fired(fault) for fault in plan.faults)
-    assert sorted(listener.numbers) == list(range(1, steps + 1))
+    last = done or steps
+    assert sorted(listener.numbers) == list(range(1, last + 1))
     return Outcome(
-        numbers=tuple(listener.numbers[step] for step in range(1, steps + 1)),
+        numbers=tuple(listener.numbers[step] for step in range(1, last + 1)),
         fingerprint=state.result_fingerprint,
         entries=tuple(listener.entries),
     )

@@ -17,8 +17,8 @@ class HostGroup:
     """Collectives and messages among all members. An abort may release their callers: see `abortable_wait`."""
 
     def __init__(self, group: Any, timeout: datetime.timedelta, finish: Finish) -> None:
-        self.group, self.rank = group, int(group.rank())
-        """The gloo group, and this worker's rank in it."""
+        self.group, self.rank, self.size = group, int(group.rank()), int(group.size())
+        """The gloo group, this worker's rank in it, and the number of its members."""
         self._timeout, self._finish = timeout, finish
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> Any:

@@ -25,7 +25,7 @@ from raysharded.ids import WorkerId
 
 MOST_BYTES = 1 << 16
 """Largest size of the state as JSON, in bytes."""
-_OF_GROUPS, _LOGGED, _MODES = "optimizer", "log", "modes"
+_OF_GROUPS, _LOGGED, _MODES, _IS_LAST = "optimizer", "log", "modes", "last"
 _NO_SETTINGS = ("params", "param_names", "initial_lr")
 """Keys of a group that are left out: its parameters, and the rate as built, which only new schedulers read."""
 _NUMPY = (np.bool_, np.integer, np.float16, np.float32, np.float64)
@@ -49,7 +49,7 @@ class RegisteredState:
 
     def __init__(self, groups: Sequence[dict[str, Any]], things: Mapping[str, Stateful]) -> None:
         """`groups`: the optimizer's. `things`: registered objects by name. Raises TaskError if one is not plain."""
-        taken = sorted(things.keys() & {_OF_GROUPS, _LOGGED, _MODES})
+        taken = sorted(things.keys() & {_OF_GROUPS, _LOGGED, _MODES, _IS_LAST})
         if taken:
             raise TaskError(f"session.shard({taken[0]}=...): the name is taken; register the object by another one.")
         self._groups, self._things = groups, things
@@ -57,6 +57,8 @@ class RegisteredState:
         """Numbers that the newest step has logged."""
         self.modes: Modes | None = None
         """Modes of the model's modules; None before the first generation."""
+        self.is_last = False
+        """True if the loop has made the newest step the run's last one."""
         self.first = self.text()
         """The state with which a run begins."""
 
@@ -76,6 +78,8 @@ class RegisteredState:
             values[name] = _plain(thing.state_dict(), name)
         if self.logged:
             values[_LOGGED] = _plain(self.logged, _LOGGED)
+        if self.is_last:
+            values[_IS_LAST] = True
         text = json.dumps(values, separators=(",", ":"))
         if len(text) > MOST_BYTES:
             sizes = {name: len(json.dumps(value)) for name, value in values.items()}
@@ -94,6 +98,7 @@ class RegisteredState:
         changes = values.pop(_MODES, [])
         if self.modes is not None and (changes or self.modes.changes):
             self.modes.set(changes)
+        self.is_last = values.pop(_IS_LAST, False)
         if values.keys() != {_OF_GROUPS, *self._things} or len(values[_OF_GROUPS]) != len(self._groups):
             raise TaskError(
                 f"the state that is to be loaded has {len(values[_OF_GROUPS])} parameter groups and registered "

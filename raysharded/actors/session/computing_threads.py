@@ -8,10 +8,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.model.construction import construct
+from raysharded.actors.session.loop_errors import blamed_behind
 from raysharded.actors.session.orders import Orders
 from raysharded.actors.session.session_task import SessionTask
 from raysharded.actors.session.user_session import Session
@@ -69,17 +71,20 @@ class FunctionThread:
     """The thread of a worker that runs a user's training function; it serves calls while that waits in its session."""
 
     def __init__(
-        self, begin: Callable[[], None], function: Callable[[Session], None], session: Session, orders: Orders
-    ):
-        """`begin`: called first in the thread."""
-        self._begin, self._function, self._session, self._orders = begin, function, session, orders
+        self,
+        begin: Callable[[], None],
+        function: Callable[[Session], None],
+        new_session: Callable[[], Session],
+        orders: Orders,
+    ) -> None:
+        """`begin`: called first in the thread. `new_session`: makes the session of a call of the function."""
+        self._begin, self._function, self._new_session, self._orders = begin, function, new_session, orders
         self._is_built = threading.Event()
         self._error: BaseException | None = None
         """The error with which the function ended before it was built."""
 
     def build(self) -> None:
         """Return once the function has called `session.shard`. Raises the error with which it ended before."""
-        self._session.on_sharded = self._is_built.set
         threading.Thread(target=self._run, daemon=True, name="compute").start()
         self._is_built.wait()
         if self._error is not None:
@@ -93,24 +98,40 @@ class FunctionThread:
 
     def _run(self) -> None:
         self._begin()
-        self._session.draws.seed(0, ENTRY)
+        error: BaseException | None = None
+        while error is None:
+            session = self._new_session()
+            error = self._call(session)
+        if not self._is_built.is_set():
+            self._error = error
+            self._is_built.set()
+        session.serve_after(error)
+
+    def _call(self, session: Session) -> BaseException | None:
+        """Call the function once. The error that every later training ends with; None to call it again.
+
+        It is called again if it has ended in a step that is undone, as a worker that joins calls it.
+        """
+        session.on_sharded = self._is_built.set
+        session.draws.seed(0, ENTRY)
         name = getattr(self._function, "__name__", type(self._function).__name__)
-        error: BaseException
         try:
             with naming(name):
-                self._function(self._session)
-            self._session.end()
-            error = TaskError(
+                self._function(session)
+            if session.end():
+                return None
+            return TaskError(
                 f"{name} returned before the run's last step: iterate over session.steps() without break or return."
                 if self._is_built.is_set()
                 else f"{name} returned without session.shard(model, optimizer) and a loop over session.steps()."
             )
         except BaseException as found:  # noqa: BLE001 - the boundary to the user's function
-            error = self._session.blamed(found)
-        if not self._is_built.is_set():
-            self._error = error
-            self._is_built.set()
-        self._session.serve_after(error)
+            is_aborted, step = session.is_interrupted, session.step
+            if is_aborted and session.end():
+                return None
+            if step is None:
+                return found
+            return blamed_behind(step.number, found, is_undone=step.is_undone, is_aborted=is_aborted)
 
 
 def computing_thread(
@@ -120,5 +141,5 @@ def computing_thread(
     if not isinstance(job.task, SessionTask):
         return TaskThread(begin, job.task, job.batch.seed)
     orders = Orders()
-    session = Session(job, job.task, device, objects, store, orders)
-    return FunctionThread(begin, job.task.function, session, orders)
+    new_session = partial(Session, job, job.task, device, objects, store, orders)
+    return FunctionThread(begin, job.task.function, new_session, orders)

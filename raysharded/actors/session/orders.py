@@ -69,6 +69,14 @@ class Training:
         with self.failing():
             self._engine.begin()
 
+    def ends_if_done(self) -> bool:
+        """End it if the run has no more steps to do. True if it is over."""
+        with self.failing():
+            if not self.is_over and self.engine.is_last:
+                self.engine.commit_last()
+                self.stop(StopReason.FINISHED)
+        return self.is_over
+
     def stop(self, reason: StopReason) -> None:
         """Answer the driver, and forget the generation."""
         self._engine = None

@@ -1,4 +1,4 @@
-"""What the engine finds in place of a task, if the loop is a user's: functions of the session, and held-out data."""
+"""What the engine finds in place of a task, if the loop is a user's: functions that the session is given."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from raysharded.actors.session.user_step import UserStep
-from raysharded.actors.task_calls.task_errors import line_here
-from raysharded.config import BatchConfig
-from raysharded.data.loader import MicrobatchLoader
-from raysharded.errors import TaskError
 from raysharded.protocol.job import Job
 from raysharded.task import Loss, Task, TrainFunction
 
@@ -19,8 +14,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from raysharded.actors.session.user_session import Session
-
-_MOST_READERS = 4
 
 
 class SessionTask(Task):
@@ -51,24 +44,3 @@ def with_session_task(job: Job) -> Job:
         return job
     name = getattr(job.task.function, "__name__", type(job.task.function).__name__)
     return replace(job, task=type(name, (SessionTask,), {})(job.task.function))
-
-
-class HeldOut:
-    """Readers of the newest few held-out datasets of a session. Thread of the function only."""
-
-    def __init__(self, batch: BatchConfig) -> None:
-        self._batch = batch
-        self._known: list[tuple[Any, MicrobatchLoader]] = []
-
-    def evaluate(self, step: UserStep | None, data: Any, num_samples: int | None, name: str) -> dict[str, float]:
-        """As `Session.evaluate`, once the loss is set."""
-        loader = next((loader for known, loader in self._known if known is data), None)
-        if loader is None:
-            loader = MicrobatchLoader(data, self._batch)
-            self._known = [*self._known[1 - _MOST_READERS :], (data, loader)]
-        count = loader.num_samples if num_samples is None else num_samples
-        if count < 1:
-            raise TaskError(f"{line_here()}: session.evaluate(num_samples={num_samples}): give 1 or more.")
-        if step is None:
-            raise TaskError(f"{line_here()}: session.evaluate() belongs into `with step:`, behind optimizer.step().")
-        return step.evaluate(loader, count, name)

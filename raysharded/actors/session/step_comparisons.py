@@ -98,15 +98,13 @@ class StepWatch:
         if self._is_watched:
             self._updated = self._steps.digest("parameters")
 
-    def end(self) -> None:
-        """Call at the end of the `with`."""
+    def commit(self) -> None:
+        """Commit the step, at the end of the `with`."""
         if self._updated is not None:
             self.at_end = self._steps.digest("parameters")
             if self.at_end != self._updated:
                 self._steps.around.say("parameters in the with", _CHANGED_BEHIND)
-
-    def committed(self) -> None:
-        """Call once the step has ended."""
+        self._step.commit()
         text = self._steps.around.store.registered(self._step.number)
         assert text is not None
         self._attempts.note(self._step.number, "end", text)

@@ -14,10 +14,11 @@ from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.model.build import build_on_meta
 from raysharded.actors.optimizer.registered_state import RegisteredState, Stateful
 from raysharded.actors.session.built_model import BuiltModel
+from raysharded.actors.session.held_out import HeldOut
 from raysharded.actors.session.loop_checks import built_optimizer, hook, require_registered, require_unchanged
-from raysharded.actors.session.loop_errors import blamed_behind, refuse_forward, refuse_tensor_parallelism
+from raysharded.actors.session.loop_errors import refuse_forward, refuse_tensor_parallelism
 from raysharded.actors.session.orders import Orders, Training
-from raysharded.actors.session.session_task import HeldOut, SessionTask
+from raysharded.actors.session.session_task import SessionTask
 from raysharded.actors.session.step_comparisons import Attempts
 from raysharded.actors.session.user_step import ENTRY, LEFT, Draws, UserStep
 from raysharded.actors.shards.store import ShardStore
@@ -25,13 +26,10 @@ from raysharded.actors.task_calls.object_contents import NotFollowed
 from raysharded.actors.task_calls.task_errors import line_here, naming
 from raysharded.errors import CollectiveAborted, TaskError
 from raysharded.protocol.job import Job
-from raysharded.protocol.messages import StopReason
 from raysharded.task import Loss
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from raysharded.actors.model.construction import Construction
 
 
 class Session(NotFollowed):
@@ -51,8 +49,9 @@ class Session(NotFollowed):
         """The worker's device."""
         self.max_steps: int = job.max_steps
         """Number of the run's last step."""
-        self._built: Construction | None = None
-        self._before: BuiltModel | None = None
+        self.batch = job.batch
+        """The run's batch."""
+        self._built: BuiltModel | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._training: Training | None = None
         self._step: UserStep | None = None
@@ -60,8 +59,7 @@ class Session(NotFollowed):
         self.draws = Draws(job.batch.seed)
         """Seeds of its draws."""
         self._held_out = HeldOut(job.batch)
-        self._num_steps = 1
-        self._attempts = Attempts()
+        self._num_steps, self._attempts = 1, Attempts()
         self._at_shard: int | None = None
         """Digest of the parameters as `shard` returned, until the first step, or another generation, begins."""
         self._rank: int | None = None
@@ -100,8 +98,7 @@ class Session(NotFollowed):
         if init_weights is not None:
             self._task.init_weights = init_weights
         with naming("session.build(make)", "build"):
-            self._built = build_on_meta(self._task, self._job.engine, self._job.batch.seed)
-        self._before = BuiltModel(self._built.model)
+            self._built = BuiltModel(build_on_meta(self._task, self._job.engine, self._job.batch.seed))
         return self._built.model
 
     def shard(
@@ -120,17 +117,16 @@ class Session(NotFollowed):
         has `state_dict()` and `load_state_dict()`: a learning rate scheduler, counters. Its state is plain data of at
         most 64 KiB in all; it goes back with the step, as the numbers in the optimizer's groups do.
         """
-        built, before = self._built, self._before
-        if built is None or before is None or model is not built.model or self._optimizer is not None:
+        built = self._built
+        if built is None or model is not built.model or self._optimizer is not None:
             raise TaskError(f"{line_here()}: session.shard is called once, with the model that session.build returned.")
         refuse_tensor_parallelism(parallelize)
-        before.end()
-        before.require_unchanged()
+        built.end()
         self._task.units, self._task.collate = wrap, collate
         things = {name: thing for name, thing in registered.items() if thing is not None}
         own = built_optimizer(model, optimizer, things)
-        before.renew(own)
-        self._objects.adopt(built, own, RegisteredState(own.parts.groups, things), self._job.batch.seed)
+        built.renew(own)
+        self._objects.adopt(built.construction, own, RegisteredState(own.parts.groups, things), self._job.batch.seed)
         self._optimizer, self._things = optimizer, things
         require_registered(optimizer, things)
         hook(optimizer, self._before_update, self._after_update)
@@ -179,10 +175,6 @@ class Session(NotFollowed):
         with training.failing():
             if training.engine.is_aborted:
                 raise CollectiveAborted("the generation was aborted between two steps")
-            if training.engine.is_last:
-                training.engine.commit_last()
-                training.stop(StopReason.FINISHED)
-                return None
             is_watched = self._num_steps & (self._num_steps - 1) == 0
             if is_watched and self._optimizer is not None:  # others may have been made behind `shard`
                 require_registered(self._optimizer, self._things)
@@ -197,10 +189,12 @@ class Session(NotFollowed):
         return None
 
     def _now(self) -> Training:
-        """The present training; waits for one, and serves the driver meanwhile."""
-        if self._training is None or self._training.is_over:
+        """The present training, which has a step to do; waits for one, and serves the driver meanwhile."""
+        while self._training is None or self._training.is_over:
             self._step = self._training = self._at_shard = None
             self._training = self._orders.next_training()
+            if self._training.ends_if_done():
+                continue
             engine = self._training.engine
             engine.steps.on_own_forward = refuse_forward
             self._attempts.begin(engine.decisions)
@@ -261,26 +255,30 @@ class Session(NotFollowed):
         """Request a checkpoint: of this step if its microbatches are not computed yet, otherwise of the next."""
         self._now().engine.request_save()
 
-    def blamed(self, error: BaseException) -> BaseException:
-        """The error that has left the function; a TaskError with the way out if a change of workers led to it."""
-        if self._before is not None:
-            self._before.end()
-        step, training = self._step, self._training
-        if step is None or training is None:
-            return error
-        return blamed_behind(step.number, error, is_undone=step.is_undone, is_aborted=training.is_aborted)
+    def stop(self) -> None:
+        """Make the present step the run's last one. Call it in the `with`, on every worker.
 
-    def end(self) -> None:
-        """Commit the step that `gradient` has left open: the function has returned."""
-        if self._step is not None:
-            self._step.end()
+        The step gets the last checkpoint. A later `fit()` of the run finds it done.
+        """
+        if self._step is None or self._objects.registered is None:
+            raise TaskError(f"{line_here()}: session.stop() belongs into `with step:`.")
+        self._objects.registered.is_last = True
+
+    @property
+    def step(self) -> UserStep | None:
+        """The newest step of this generation."""
+        return self._step
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True if the workers change now: an open step is done again, and nothing can communicate until then."""
+        return self._training is not None and self._training.is_aborted
+
+    def end(self) -> bool:
+        """Commit the step that `gradient` has left open; True if it was undone instead."""
+        return self._step is not None and self._step.end()
 
     def serve_after(self, error: BaseException) -> None:
         """Answer the driver for ever: the function has ended. A training that has a step to do ends with this error."""
         while True:
-            training = self._now()
-            with training.failing():
-                if not training.engine.is_last:
-                    raise error
-                training.engine.commit_last()
-                training.stop(StopReason.FINISHED)
+            self._now().fail(error)

@@ -8,7 +8,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
@@ -26,8 +26,9 @@ from raysharded.task import Loss
 if TYPE_CHECKING:
     from raysharded.actors.numerics.step_consensus import Agreed
     from raysharded.actors.step.step import Step
-    from raysharded.data import Loader
 
+
+T = TypeVar("T")
 
 REST, ENTRY, LEFT, EVALUATED = -2, -3, -4, -5
 """Places in a step, beside the microbatches: behind them, as the step begins, as it has ended, and behind evaluations
@@ -112,11 +113,13 @@ class UserStep(NotFollowed):
         """Number of the newest microbatch in its step, the same at every number of workers; -1 for padding."""
         return self._now("step.microbatch").microbatch
 
-    def end(self) -> None:
-        """Commit a step that `compute` has left open, if it is open. An error is the driver's."""
-        if self._stays_open:
-            self._stays_open = False
-            self.__exit__(None, None, None)
+    def end(self) -> bool:
+        """Commit the step if `compute` has left it open. True if an error undid it, which is the driver's."""
+        if not self._stays_open:
+            return False
+        self._stays_open = False
+        self.__exit__(None, None, None)
+        return not self.done
 
     def __enter__(self) -> Self:
         if self.has_begun:
@@ -157,9 +160,7 @@ class UserStep(NotFollowed):
                 f"step {self.number} ended without {missing}: each `with step:` has one loop over step.microbatches(), "
                 "and then one optimizer.step()."
             )
-        self.watch.end()
-        step.commit()
-        self.watch.committed()
+        self.watch.commit()
         assert self._agreed is not None
         if engine.is_last:
             engine.commit_last()
@@ -177,12 +178,11 @@ class UserStep(NotFollowed):
     def _give_up(self, error: BaseException) -> None:
         """End what is open, and free what the frames below the `with` hold."""
         assert self._step is not None
+        applying, self._applying = self._applying or contextlib.nullcontext(), None
         with contextlib.suppress(BaseException):
             self._step.give_up(error)
-        applying, self._applying = self._applying, None
-        if applying is not None:
-            with contextlib.suppress(BaseException):
-                applying.__exit__(type(error), error, error.__traceback__)
+        with contextlib.suppress(BaseException):
+            applying.__exit__(type(error), error, error.__traceback__)
         for cause in causes(error):
             traceback.clear_frames(cause.__traceback__)
 
@@ -216,12 +216,17 @@ class UserStep(NotFollowed):
         if not step.skipped:
             self.watch.computed()
 
-    def evaluate(self, data: Loader, num_samples: int, name: str) -> dict[str, float]:
-        """As `Step.evaluate`."""
-        step = self._now("session.evaluate()")
+    def behind_update(self, call: str, communicate: Callable[[Step], T]) -> T:
+        """Do what communicates behind `optimizer.step()`. Raises CollectiveAborted if the workers change meanwhile."""
+        step = self._now(call)
         if not self._is_applied:
-            raise TaskError(f"{line_here()}: session.evaluate() belongs into `with step:`, behind optimizer.step().")
-        found = step.evaluate(data, num_samples, name)
+            raise TaskError(f"{line_here()}: {call} belongs into `with step:`, behind optimizer.step().")
+        try:
+            found = communicate(step)
+        except BaseException as error:
+            if self._training.engine.is_aborted:
+                raise CollectiveAborted(f"a collective of step {self.number} failed") from error
+            raise
         self._draws.seed(self.number, EVALUATED - next(self._evaluations))
         return found
 

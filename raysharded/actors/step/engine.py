@@ -112,7 +112,7 @@ class Engine:
     @property
     def is_last(self) -> bool:
         """True if the newest step is the run's last one."""
-        return self.step >= self._job.max_steps
+        return self.step >= self._job.max_steps if self._steps is None else self._steps.is_last(self.step)
 
     @property
     def is_aborted(self) -> bool:
@@ -263,7 +263,8 @@ class Engine:
         """Begin to read for the first step, or to write the run's last step, if the generation begins with that."""
         steps = self._trained()
         steps.parts.gradient.plan_reading(self.step + 1)
-        if self.is_last and self._job.saves_at(self.step):
+        is_saved = self.step < self._job.max_steps and isinstance(self._place.spec.source, FromCheckpoint)
+        if self.is_last and self._job.save_at_end and not is_saved:
             steps.save(self._store.find(self.step, self.generation, "snapshot"))
 
     def next_step(self) -> Step:

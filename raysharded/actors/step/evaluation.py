@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.guards.forwards import UnitWatch, watching
@@ -13,6 +14,7 @@ from raysharded.actors.model.modes import Modes
 from raysharded.actors.numerics.grad_norm import NORM_WORDS
 from raysharded.actors.numerics.microbatch_schedule import Schedule
 from raysharded.actors.numerics.step_consensus import Contribution, Flags, MetricNames, agree
+from raysharded.actors.shards.whole_tensors import gather_tensors
 from raysharded.actors.step.forward_backward import Computer, Results
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.task_calls.task_numbers import half_precision
@@ -121,3 +123,30 @@ class Evaluator:
         )
         agreed = agree(own, num_microbatches(num_samples, size), groups.state.sum_int64)
         return {"loss": agreed.loss, **agreed.averages()}
+
+    def predict(
+        self, step: int, compute: Callable[[Any], Any], loader: Loader, num_samples: int, batch_size: int
+    ) -> list[Any]:
+        """The outputs for each batch of the first samples of these data, in order, the same on every worker."""
+        mesh = self._groups.mesh
+        rank, world_size = mesh.data_rank_of(self._groups.rank), mesh.data.world_size
+        speaks = mesh.tensor_of(self._groups.rank) == 0
+        own: dict[str, torch.Tensor] = {}
+        form: tuple[list[Any], Any] | None = None
+        self._modes.evaluate()
+        with torch.no_grad():
+            for index, samples, ids in shares(loader, num_samples, batch_size, rank=rank, world_size=world_size):
+                batch = self._computer.batch(samples, ids, "evaluate", step, index or 0)
+                with watching(self._units, "evaluate", step, index):
+                    output = self._computer.predict(step, index or 0, compute, batch)
+                form = found, _ = _pytree.tree_flatten(output)
+                if index is not None and speaks:
+                    tensors = {place: one for place, one in enumerate(found) if isinstance(one, torch.Tensor)}
+                    own |= {f"{index}.{place}": one.detach().cpu().contiguous() for place, one in tensors.items()}
+        self._modes.train()
+        assert form is not None, "there is a round for every worker"
+        (leaves, spec), gathered = form, gather_tensors(own, self._groups.state)
+        return [
+            _pytree.tree_unflatten([gathered.get(f"{index}.{place}", leaf) for place, leaf in enumerate(leaves)], spec)
+            for index in range(num_microbatches(num_samples, batch_size))
+        ]

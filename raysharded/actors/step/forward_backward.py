@@ -239,6 +239,14 @@ class Computer:
             value = self._task.evaluate(self._model, batch)
         return as_loss(value, num_samples, where)
 
+    def predict(self, step: int, microbatch: int, outputs_of: Callable[[Any], Any], batch: Any) -> Any:
+        """The result of a user's function for a batch of held-out data."""
+        with (
+            naming(f"{self.name_of('evaluate', step)}, {microbatch_name(microbatch)}", "loss"),
+            self.computing("evaluate", step, microbatch),
+        ):
+            return outputs_of(batch)
+
     def computing(self, purpose: str, step: int, microbatch: int) -> AbstractContextManager[object]:
         """A context in which a microbatch's loss is computed; draws, also in backward, depend on (seed, step,
         microbatch)."""

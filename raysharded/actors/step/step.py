@@ -28,6 +28,7 @@ from raysharded.actors.numerics.step_consensus import Agreed, Contribution, Flag
 from raysharded.actors.optimizer.registered_state import NO_WORDS, RegisteredState, are_different, differing, words_of
 from raysharded.actors.shards.saver import decide
 from raysharded.actors.shards.store import ShardBuffer
+from raysharded.actors.shards.whole_tensors import whole_weights
 from raysharded.actors.step.assembly import Parts, Surroundings
 from raysharded.actors.step.gradient import Batches, Computed
 from raysharded.data import Loader
@@ -128,6 +129,10 @@ class Steps:
             own, own_finite = square_sum_words(self.parts.optimizer.gradients(holders))
             words, finite = words + own if self.around.place.speaks_for(holders) else words, finite and own_finite
         return words, finite
+
+    def is_last(self, step: int) -> bool:
+        """True if this is the run's last step, also by the decision of a user's loop in it."""
+        return step >= self.around.job.max_steps or (self.registered is not None and self.registered.is_last)
 
     def snapshot(self, step: int) -> ShardBuffer:
         """Begin to copy the state as of this step, and to send it to those that hold it for this worker."""
@@ -337,6 +342,20 @@ class Step:
         self._evaluation |= {f"{name}.{key}" if name else key: value for key, value in found.items()}
         return found
 
+    def predict(self, compute: Callable[[Any], Any], data: Loader, num_samples: int, batch_size: int) -> list[Any]:
+        """The outputs for each batch of the first samples of these data, on every worker. As `evaluate`."""
+        steps, around, parts, step = self.steps, self._around, self._parts, self.number
+        steps.meet(step, "evaluation")
+        with around.calling_the_task(), around.in_phase("evaluate"), steps.evaluating():
+            found = parts.evaluator.predict(step, compute, data, num_samples, batch_size)
+            parts.gradient.check_buffers("evaluation", step)
+        return found
+
+    def weights(self) -> dict[str, torch.Tensor] | None:
+        """As `whole_weights`. All workers call it together, after the optimizer's step."""
+        self.steps.meet(self.number, "evaluation")
+        return whole_weights(self._parts.sharded, self._around.place, self._around.groups.state)
+
     def commit(self) -> None:
         """Evaluate if that is due; begin the snapshot, and a checkpoint if one is due; report the step."""
         steps, around, parts, step, agreed = self.steps, self._around, self._parts, self.number, self.agreed
@@ -350,8 +369,9 @@ class Step:
                 parts.gradient.check_buffers("evaluation", step)
         with around.in_phase("snapshot"):
             own = steps.snapshot(step)
-        last = step >= around.job.max_steps
-        decision = decide(agreed.flags, due=around.job.saves_at(step), last=last)
+        last = steps.is_last(step)
+        due = around.job.save_at_end if last else around.job.saves_at(step)
+        decision = decide(agreed.flags, due=due, last=last)
         report = (step, agreed, self._lr, evaluation, decision, self.skipped, parts.audit.seconds)
         if last:  # its checkpoint may have to wait for the previous one
             around.reports.add(*report)

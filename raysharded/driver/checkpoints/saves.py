@@ -381,6 +381,8 @@ def progress_timeout_s(state: State) -> float:
 def close(state: State, at: float) -> Outcome:
     """Wait for the last checkpoint, or for the fingerprint alone, after all members finished."""
     state = replace(state, phase=Phase.CLOSING, since=at, incident=None, last_save_at=None)
+    if state.step < state.limits.max_steps:  # a user's loop has made this the run's last step
+        state = replace(state, limits=replace(state.limits, max_steps=state.step))
     last, members, generation = state.limits.max_steps, state.members, state.generation
     if state.checkpoint is not None and state.checkpoint.step == last:
         prefix, fingerprint = state.checkpoint.prefix, state.checkpoint.fingerprint

@@ -1,0 +1,69 @@
+"""Held-out data in a user's loop; and whole values of the model, for adapters of other frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from raysharded.actors.session.user_step import UserStep
+from raysharded.actors.task_calls.task_errors import line_here
+from raysharded.config import BatchConfig
+from raysharded.data.loader import MicrobatchLoader
+from raysharded.errors import TaskError
+
+_MOST_READERS = 4
+
+
+class HeldOut:
+    """Readers of the newest few held-out datasets of a session. Thread of the function only."""
+
+    def __init__(self, batch: BatchConfig) -> None:
+        self._batch = batch
+        self._known: list[tuple[Any, MicrobatchLoader]] = []
+
+    def evaluate(self, step: UserStep | None, data: Any, num_samples: int | None, name: str) -> dict[str, float]:
+        """As `Session.evaluate`, once the loss is set."""
+        loader = next((loader for known, loader in self._known if known is data), None)
+        if loader is None:
+            loader = MicrobatchLoader(data, self._batch)
+            self._known = [*self._known[1 - _MOST_READERS :], (data, loader)]
+        count = loader.num_samples if num_samples is None else num_samples
+        if count < 1:
+            raise TaskError(f"{line_here()}: session.evaluate(num_samples={num_samples}): give 1 or more.")
+        call = "session.evaluate()"
+        return _open(step, call).behind_update(call, lambda own: own.evaluate(loader, count, name))
+
+
+def outputs_of(
+    step: UserStep | None, batch: BatchConfig, data: Any, batch_size: int, compute: Callable[[Any], Any]
+) -> list[Any]:
+    """The results of `compute(batch)` for each batch of held-out data, in the data's order, the same on every worker.
+
+    The batches are shared among the workers, and computed in eval mode without gradients. An output is a tensor, or
+    lists, tuples and dicts of tensors and None, of the same form for each batch; it comes to the host. All workers call
+    it together, behind `optimizer.step()`. `batch`: the run's.
+    """
+    loader = MicrobatchLoader(data, batch)
+    try:
+        count = loader.num_samples
+        return _open(step, "an evaluation").behind_update(
+            "an evaluation", lambda own: own.predict(compute, loader, count, batch_size)
+        )
+    finally:
+        loader.close()
+
+
+def weights_of(step: UserStep | None) -> dict[str, torch.Tensor] | None:
+    """Whole parameters, tied ones once, and persistent buffers by name, on the host of rank 0; None on other ranks.
+
+    All workers call it together, behind `optimizer.step()`.
+    """
+    return _open(step, "saving the model").behind_update("saving the model", lambda own: own.weights())
+
+
+def _open(step: UserStep | None, call: str) -> UserStep:
+    if step is None:
+        raise TaskError(f"{line_here()}: {call} belongs into `with step:`, behind optimizer.step().")
+    return step

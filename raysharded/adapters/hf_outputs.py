@@ -1,0 +1,109 @@
+"""Evaluation, predictions and files of a Hugging Face `Trainer`: computed together, and whole on each worker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from raysharded.actors.session.held_out import outputs_of, weights_of
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+
+    from raysharded.actors.session.user_session import Session
+    from raysharded.adapters.hf_loop import Loop
+else:
+    Base = object
+
+
+def autocast(args: Any) -> Any:
+    """The context in which the arguments want a forward to be computed."""
+    return torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16)
+
+
+class Outputs(Base):
+    """The trainer's own evaluation loop over outputs that the workers have computed together, and its files."""
+
+    session: Session
+    _loop: Loop | None = None
+    """Registered state; None before `train`."""
+    _outputs: Iterator[Any] | None = None
+    """Outputs for held-out batches that are computed already."""
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        rest = (description, loss_only, ignore_keys, metric_key_prefix)
+        if getattr(self.args, "predict_with_generate", False) and not loss_only:
+            return super().evaluation_loop(dataloader, *rest)  # tokens decide how often the model is called
+        data, size, preprocess = dataloader.dataset, self.args.eval_batch_size, self.preprocess_logits_for_metrics
+        name = getattr(self.model, "main_input_name", "input_ids")
+
+        def compute(batch: Any) -> Any:
+            with autocast(self.args):
+                loss, logits, labels = self.prediction_step(self.model, batch, loss_only, ignore_keys)
+            if logits is not None and preprocess is not None:
+                logits = preprocess(logits, labels)
+            return loss, logits, labels, batch[name] if "inputs" in self.args.include_for_metrics else None
+
+        outputs = outputs_of(self.session.step, self.session.batch, data, size, compute)
+
+        def collate(ids: list[int]) -> dict[str, torch.Tensor]:
+            inputs = outputs[ids[0] // size][3]
+            return {name: torch.tensor(ids) if inputs is None else inputs}
+
+        stand_in = self.accelerator.prepare(DataLoader(range(len(data)), size, collate_fn=collate))  # type: ignore[arg-type]
+        self._outputs, self.preprocess_logits_for_metrics = iter([each[:3] for each in outputs]), None
+        try:
+            found = super().evaluation_loop(stand_in, *rest)
+        finally:
+            self._outputs, self.preprocess_logits_for_metrics = None, preprocess
+        self._note(found.metrics)
+        return found
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().prediction_step(model, inputs, *args, **kwargs) if self._outputs is None else next(self._outputs)
+
+    def _note(self, metrics: dict[str, float] | None) -> None:
+        """Let the journal have the numbers of an evaluation."""
+        step = self.session.step
+        if step is not None and not self.session.is_interrupted:
+            new = {name: value for name, value in (metrics or {}).items() if name not in step.metrics}
+            self.session.log(**{name: value for name, value in new.items() if isinstance(value, (int, float))})
+
+    # -- files --
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model into a folder, by rank 0; all workers call it."""
+        if _internal_call:  # a checkpoint of the loop: the run has the weights
+            os.makedirs(str(output_dir), exist_ok=True)
+            return
+        weights = weights_of(self.session.step)
+        if weights is not None:
+            model: Any = self.model
+            first = {id(param): name for name, param in model.named_parameters()}
+            tied = {name: weights[first[id(param)]] for name, param in model.named_parameters(remove_duplicate=False)}
+            self._save(output_dir, state_dict=weights | tied)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        assert self._loop is not None
+        if not self._loop.saves(self.state.global_step):  # a callback's wish comes too late for this step
+            self.session.save()
+        if self.is_world_process_zero():
+            super()._save_checkpoint(model, trial)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The run's checkpoints have them."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """All draws follow from the run's seed and the step."""

@@ -1,0 +1,137 @@
+"""The end of a user's loop: a loss behind its last step, a run that the loop ends early, values of the whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysharded.actors.session.held_out import outputs_of, weights_of
+from raysharded.actors.session.user_session import Session
+from raysharded.actors.session.user_step import UserStep
+from raysharded.errors import TaskError
+from raysharded.task import TrainFunction
+from tests.session.loops import MICROBATCHES, STEPS, Average, Loop, by_task, optimizer_of, run, schedule
+from tests.training.harness import Gpt, GptTask, make_driver, make_limits, samples, train
+from tests.training.test_checkpoints import Listening, fingerprint, resume, small_job
+
+pytestmark = pytest.mark.procs
+
+DATA = samples()[:5]
+
+
+class Calls:
+    """A loop as a framework has it, with an evaluation behind its end, which notes how often it was called."""
+
+    def __init__(self, folder: Path, evaluates: bool = True) -> None:
+        self._folder, self._evaluates = folder, evaluates
+
+    def __call__(self, session: Session) -> None:
+        task, average = GptTask(), Average()
+        model = session.build(Gpt)
+        optimizer = optimizer_of(model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        session.shard(model, optimizer, scheduler=scheduler, average=average)
+        with (self._folder / f"{session.rank}").open("a") as file:
+            file.write(f"from {session.first_step}\n")
+        while average.count < session.max_steps:
+            step = session.gradient(lambda batch: task.loss(model, batch))
+            step.clip_grad_norm_(0.7)
+            optimizer.step()
+            scheduler.step()
+            average.add(step.loss)
+        if self._evaluates:
+            session.evaluate(lambda batch: task.loss(model, batch), DATA)
+
+
+def numbers(outcome: Any) -> Any:
+    return [{k: v for k, v in one.items() if k != "evaluation"} for one in outcome.numbers], outcome.fingerprint
+
+
+@pytest.mark.parametrize(("phase", "evaluates"), [("apply", True), ("snapshot", False)])
+def test_a_loss_behind_the_last_gradient_calls_the_function_again_from_that_step(
+    tmp_path: Path, phase: str, evaluates: bool
+) -> None:
+    found = run(3, Calls(tmp_path, evaluates), kills=[(1, STEPS, phase)])
+    assert numbers(found) == numbers(by_task())
+    calls = (tmp_path / "0").read_text().split("from ")
+    assert [int(one) for one in calls[1:]] == [1, STEPS]
+
+
+class Stopping(Loop):
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._at = at
+
+    def applied(self, session: Session, step: UserStep, average: Average) -> None:
+        if step.number == self._at:
+            session.stop()
+
+
+@pytest.mark.parametrize("kills", [[], [(1, 3, "snapshot")]], ids=["", "with a loss at its end"])
+def test_a_loop_that_stops_the_run_has_the_bits_of_a_shorter_one(kills: list[Any]) -> None:
+    found = train(2, task=TrainFunction(Stopping(3)), microbatches=MICROBATCHES, steps=STEPS, done=3, kills=kills)
+    assert found.bits == by_task(3).bits
+
+
+def test_a_run_that_was_stopped_by_its_loop_has_a_checkpoint_and_is_found_done(tmp_path: Path) -> None:
+    job = small_job(f"{tmp_path}/run", task=TrainFunction(Stopping(3)), steps=STEPS)
+    make_driver(job, make_limits(job, 2), Listening()).run()
+    state, listener = resume(job.run_url, 1, steps=STEPS, task=TrainFunction(Stopping(3)))
+    assert fingerprint(state) == by_task(3).fingerprint
+    assert not listener.of("step")
+
+
+class Looking(Loop):
+    """A loop that inspects the whole model behind each step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def built(self, model: Any) -> None:
+        self._model = model
+
+    def applied(self, session: Session, step: UserStep, average: Average) -> None:
+        def compute(batch: Any) -> Any:
+            assert not torch.is_grad_enabled()
+            assert not self._model.training
+            logits = self._model(batch[:, :-1])
+            return {"logits": logits, "nothing": None, "sizes": [torch.tensor(len(batch))]}
+
+        found = outputs_of(step, session.batch, DATA, 2, compute)
+        assert [one["sizes"][0].item() for one in found] == [2, 2, 1]
+        assert found[0]["nothing"] is None
+        weights = weights_of(step)
+        assert (weights is None) == (session.rank != 0)
+        if weights is not None:
+            whole = Gpt()
+            whole.load_state_dict(weights | {"head.weight": weights["embedding.weight"]})
+            with torch.no_grad():
+                for place, one in enumerate(found):
+                    batch = torch.stack([torch.from_numpy(sample) for sample in DATA[2 * place : 2 * place + 2]])
+                    assert torch.allclose(whole.eval()(batch[:, :-1]), one["logits"], atol=1e-6)
+        digest = torch.cat([one["logits"].flatten() for one in found]).double().sum().item()
+        with (self._folder / f"{step.number}").open("a") as file:
+            file.write(f"{digest!r}\n")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_outputs_and_weights_are_whole_and_the_same_on_every_worker(tmp_path: Path, workers: int) -> None:
+    assert run(workers, Looking(tmp_path)).bits == by_task().bits
+    for number in range(1, STEPS + 1):
+        lines = (tmp_path / f"{number}").read_text().splitlines()
+        assert len(lines) == workers
+        assert len(set(lines)) == 1
+
+
+class Early:
+    def __call__(self, session: Session) -> None:
+        session.stop()
+
+
+def test_a_stop_outside_a_step_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"session\.stop\(\) belongs into `with step:`"):
+        run(1, Early())
