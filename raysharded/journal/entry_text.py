@@ -18,42 +18,43 @@ LOUD = dict.fromkeys(_WARNED, logging.WARNING)
 LOUD |= dict.fromkeys(("checkpoints_failing", "storage_failing", "gcs_lost"), logging.ERROR)
 """Level of the log at which a driver also writes these kinds of entries: a person should not miss them."""
 
-_BROKEN_STEP = ("worker_lost", "stuck")
-"""Kinds of entries about the step in progress. The field `step` of a loss is the newest finished one, that of `stuck`
-the one in progress."""
-
 
 _SILENT = "stopped or cut off"
 """End of the reason for a worker that did not answer."""
 _OR_NATIVE = ", or native code holds Python's lock (the GIL)"
 
 
-def step_of(kind: str, step: int, last: int | None = None) -> int:
-    """The step that an event of this kind hits, with `step` the newest finished one: for a loss the one in progress.
+def step_of(kind: str, fields: Mapping[str, Any], step: int, last: int | None = None) -> int:
+    """The step that an entry hits, with `step` the newest finished one before it: for a loss the one in progress.
 
-    `last`: the run's last step, in which events after it are counted; None: unknown.
+    The field `step` of a loss is the newest finished one that the driver knew; those of `stuck` and `worker_died` are
+    the worker's own. `last`: the run's last step, in which events after it are counted; None: unknown.
     """
-    hit = step + (kind in _BROKEN_STEP)
+    match kind:
+        case "worker_lost":
+            hit = int(fields.get("step", step)) + 1
+        case "stuck" | "worker_died":
+            hit = int(fields.get("step", step + 1))
+        case _:
+            hit = step
     return hit if last is None else min(hit, last)
 
 
-def _broken_step(kind: str, fields: Mapping[str, Any]) -> int:
-    """The step in progress at an entry of this kind about a loss."""
-    return int(fields["step"]) + (kind == "worker_lost")
+def incident_text(kind: str, fields: Mapping[str, Any], limit: int = 160) -> str | None:
+    """The line to keep for a journal entry; None for entries without one.
 
-
-def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
-    """The line to keep for a journal entry; None for entries without one."""
+    `limit`: characters of an error of the task or of a start, which ends with its remedy.
+    """
     get = fields.get
     match kind:
         case "started" if get("resumed_after_step") and get("source") != "memory":
             return f"step {fields['resumed_after_step']}: resuming from its checkpoint"
         case "worker_lost":
-            return f"{_step(kind, fields)}: worker {fields['worker']} lost: {brief(fields['reason'])}"
+            return f"worker {fields['worker']} lost: {brief(fields['reason'])}"  # its step is not known yet
         case "task_error":
             who = f"step {fields['step']}: worker {fields['worker']} on {get('node') or '?'}"
             next_ = "the step is tried again" if fields["retried"] else f"attempt {fields['attempt']} was the last"
-            return f"{who} raised {brief(fields['error'])}; {next_}"
+            return f"{who} raised {brief(fields['error'], limit)}; {next_}"
         case "worker_died":
             return f"step {fields['step']}: worker {fields['worker']} on {get('node') or '?'} {died(fields)}"
         case "repeated_death":
@@ -63,15 +64,15 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "straggler":
             return f"step {fields['step']}: worker {fields['worker']} on {get('node', '?')} is slow: {slowness(fields)}"
         case "stuck" if "worker" in fields:
-            who = f"{_step(kind, fields)}: worker {fields['worker']} on {get('node', '?')}"
+            who = f"step {fields['step']}: worker {fields['worker']} on {get('node', '?')}"
             return f"{who}: {brief(fields['reason'])}{_OR_NATIVE if fields['reason'].endswith(_SILENT) else ''}"
         case "stuck":
-            return f"{_step(kind, fields)}: {brief(fields['reason'])}"
+            return f"step {fields['step']}: {brief(fields['reason'])}"
         case "worker_leaving":
             who, notice = f"step {fields['step']}: worker {fields['worker']}", duration(fields["notice_s"])
             return f"{who} must leave within {notice}: {brief(fields['reason'])}"
         case "worker_refused":
-            return f"worker {fields['worker']} on {get('node', '?')} refused: {brief(fields['reason'])}"
+            return f"worker {fields['worker']} on {get('node', '?')} refused: {brief(fields['reason'], limit)}"
         case "reshard_refused":
             return f"step {fields['step']}: another mesh refused: {brief(fields['reason'])}"
         case "pause":
@@ -111,7 +112,7 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "node_back":
             return f"step {fields['step']}: {_node(fields)} answers again, after {duration(fields['after_s'])}"
         case "start_failed":
-            return f"worker {fields['worker']} did not start: {brief(fields['reason'])}"
+            return f"worker {fields['worker']} did not start: {brief(fields['reason'], limit)}"
         case "waiting":
             ready = f"{count(fields['ready'], 'worker')} ready, at least {fields['needed']} needed"
             if get("missing"):
@@ -205,10 +206,6 @@ def _dropped_text(fields: Mapping[str, Any]) -> str:
     return (
         f"{count(fields['entries'], 'entry', 'entries')} of the journal dropped{steps}: storage took none for too long"
     )
-
-
-def _step(kind: str, fields: Mapping[str, Any]) -> str:
-    return f"step {_broken_step(kind, fields)}"
 
 
 def _changes_text(fields: Mapping[str, Any]) -> str:

@@ -94,7 +94,8 @@ class WorkerEvent:
     what: Literal["lost", "joined", "leaving", "left", "refused", "start failed", "stuck", "slow", "injected"]
     worker: int
     step: int
-    """The newest finished step at that moment; of a worker that was lost or stuck, the step in progress."""
+    """The newest finished step at that moment. Of a worker that was lost or stuck, the step that it computed; of one
+    that joined, the first that it computes."""
     reason: str
     at: float
 

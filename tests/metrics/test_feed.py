@@ -47,7 +47,7 @@ def test_a_writer_gets_steps_and_events_in_order_and_is_closed() -> None:
         "worker_lost", "recovery", "checkpoint", "step", "checkpoint", "finished",
     ]  # fmt: skip
     assert [seen.step for seen in writer.events] == [3, 3, 3, 5, 6, 6]
-    assert writer.events[0].text == "step 4: worker 1 lost: the process died"
+    assert writer.events[0].text == "worker 1 lost: the process died"
     assert writer.closed == 1
     assert len(writer.threads) == 1
 

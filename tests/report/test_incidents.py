@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import raysharded as rs
+from raysharded.actors.model.build import check_exactness
 from raysharded.checkpoint import open_storage
+from raysharded.errors import InexactError
 from raysharded.journal.entry_text import incident_text
 from raysharded.report.history.incidents import Incident, costliest
 from raysharded.report.history.summary import summarise
@@ -48,13 +52,13 @@ def costs(incident: Incident) -> dict[str, float]:
 def test_a_loss_is_one_sentence_with_every_part_of_its_cost() -> None:
     loss, joined = told(run_with_a_loss())
     assert loss.text == (
-        "Worker 1 was lost in step 4 (the process died); 2 workers of 3 went on from step 2 with the state from "
-        "memory, and 1 step had to be computed again: 11 s (found 9.30 s, stopped 50 ms, formed 0.25 s, computed again "
+        "Worker 1 was lost in step 3 (the process died); 2 workers of 3 went on with step 3, the state from memory, "
+        "and 1 step had to be computed again: 11 s (found 9.30 s, stopped 50 ms, formed 0.25 s, computed again "
         "1.00 s)."
     )
     assert costs(loss) == {"found": 9.3, "stopped": 0.05, "formed": 0.25, "computed again": 1.0}
-    assert joined.text.startswith("Worker 3 joined after step 4, 2 to 3 workers, with no step computed again: ")
-    assert (loss.kind, loss.step, joined.kind, joined.step) == ("recovery", 4, "reshard", 4)
+    assert joined.text.startswith("Worker 3 joined before step 5, 2 to 3 workers, with no step computed again: ")
+    assert (loss.kind, loss.step, joined.kind, joined.step) == ("recovery", 3, "reshard", 5)
 
 
 def test_the_wait_for_a_replacement_is_a_part_of_its_own() -> None:
@@ -73,9 +77,48 @@ def test_a_loss_has_one_step_number_in_the_line_the_incident_and_the_table() -> 
     entries = run_with_a_loss()
     loss, _ = told(entries)
     event = summarise(with_times(entries)).worker_events[0]
-    assert incident_text(*lost(1, 3)) == "step 4: worker 1 lost: the process died"
-    assert loss.text.startswith("Worker 1 was lost in step 4")
-    assert loss.step == event.step == 4
+    assert incident_text(*lost(1, 3)) == "worker 1 lost: the process died"  # when it is not known yet what is complete
+    assert str(incident_text(*recovery(1, 2, steps_redone=1))).startswith("step 3: recovered in ")
+    assert loss.text.startswith("Worker 1 was lost in step 3")
+    assert loss.step == event.step == 3
+
+
+def died(worker: int, in_step: int) -> Entry:
+    cause = {"cause": "was ended by SIGKILL", "status": None, "signal": 9, "out_of_memory": False}
+    where = {"step": in_step, "phase": "apply", "microbatch": None, "samples": []}
+    return "worker_died", {"worker": worker, "node": "n", **where, **cause, "stderr": [], "stderr_file": ""}
+
+
+@pytest.mark.parametrize(
+    ("newest", "late", "complete", "death", "step_of_the_loss"),
+    [
+        (5, [], 5, None, 6),
+        (5, [6], 5, None, 6),  # another worker finished step 6, and the lost one did not
+        (5, [6], 6, None, 7),
+        (6, [], 5, None, 6),
+        (6, [], 5, 6, 6),
+        (6, [], 5, 7, 7),  # before the others had the lost one's part of step 6
+    ],
+)
+@pytest.mark.parametrize("explained", ["at once", "behind the recovery"])
+def test_a_loss_has_the_step_that_its_worker_computed_and_a_recovery_the_next(
+    newest: int, late: list[int], complete: int, death: int | None, step_of_the_loss: int, explained: str
+) -> None:
+    entries = [started(max_steps=9), *generation(1, [0, 1], 0), *map(step, range(1, newest + 1)), lost(1, newest)]
+    found = [died(1, death)] if death is not None else []
+    entries += found if explained == "at once" else []
+    entries += [*map(step, late), *generation(2, [0], complete), step(complete + 1, 1, 2)]
+    over = recovery(1, complete, steps_redone=len([*range(newest), *late]) - complete, total_s=7.0)
+    entries += [over, *(found if explained != "at once" else [])]
+    summary = summarise(with_times(entries))
+    (loss,) = [one for one in summary.incidents if one.kind == "recovery"]
+    (event,) = [one for one in summary.worker_events if one.what == "lost"]
+    assert (loss.step, event.step) == (step_of_the_loss, step_of_the_loss)
+    assert loss.text.startswith(f"Worker 1 was lost in step {step_of_the_loss} (")
+    assert f" went on with step {complete + 1}, the state from memory, " in loss.text
+    assert str(incident_text(*over)).startswith(f"step {complete + 1}: recovered ")
+    own = [one.step for one in summary.incidents if one.text.startswith("Worker 1 on n was ended by SIGKILL")]
+    assert own == ([death] if found and explained != "at once" else [])  # else the recovery has it
 
 
 def test_a_loss_after_the_last_step_is_one_in_the_last_step() -> None:
@@ -90,7 +133,7 @@ def test_a_loss_after_the_last_step_is_one_in_the_last_step() -> None:
     (alone,) = told(entries)
     assert alone.step == 3
     entries += generation(2, [0], 2)
-    (found,) = told([*entries, step(3, 1, 2), recovery(1, 1, steps_redone=1)])
+    (found,) = told([*entries, step(3, 1, 2), recovery(1, 2, steps_redone=1)])
     assert found.text.startswith("Worker 1 was lost in step 3 ")
     assert found.step == 3
 
@@ -101,13 +144,13 @@ def test_what_is_stuck_and_then_lost_has_the_step_of_its_own_reason() -> None:
     reason = "did not answer while training, 2.2 s into step 4: stopped or cut off"
     native = "or native code holds Python's lock (the GIL)"
     assert incident_text("stuck", stuck) == f"step 4: worker 2 on vm: {reason}, {native}"
-    assert incident_text("worker_lost", gone) == f"step 4: worker 2 lost: {reason}"
+    assert incident_text("worker_lost", gone) == f"worker 2 lost: {reason}"
 
 
 def test_the_losses_of_a_run_that_took_place() -> None:
     kill, stop, save, broken = recorded("losses")
     assert kill.text == (
-        "Worker 1 was lost in step 2 (process 31294 ended with exit code -9); 2 workers of 3 went on from step 1 with "
+        "Worker 1 was lost in step 2 (process 31294 ended with exit code -9); 2 workers of 3 went on with step 2, "
         "the state from memory, and no step had to be computed again: 0.15 s (found 55 ms, stopped 3 ms, formed 18 ms, "
         "built 43 ms, moved 28 ms for 63.4 KiB)."
     )
@@ -117,7 +160,7 @@ def test_the_losses_of_a_run_that_took_place() -> None:
         "checkpoint",
         "Checkpoint not written: worker 2 was lost before it had written its part.",
     )
-    assert broken.text.startswith("Step 7 was broken off, with no worker lost; 2 workers went on from step 6")
+    assert broken.text.startswith("Step 7 was broken off, with no worker lost; 2 workers went on with step 7, ")
 
 
 def test_a_driver_that_follows_another_is_reported_with_why_and_the_time_without_one() -> None:
@@ -135,7 +178,7 @@ def test_steps_that_a_second_driver_repeats_are_part_of_what_it_cost() -> None:
     second = [started(1), *generation(2, [0], 1, "checkpoint"), step(2, 1, 2)]
     (resumed,) = told([*first, *second])
     assert costs(resumed)["computed again"] == 1.0
-    assert "went on from step 1, with the state from a checkpoint" in resumed.text
+    assert "went on with step 2, the state from a checkpoint" in resumed.text
 
 
 def test_the_contents_of_a_recovery_are_not_reported_twice() -> None:
@@ -187,6 +230,23 @@ def test_a_loss_that_was_never_recovered_from_is_reported_all_the_same() -> None
         "Worker 1 lost: the process died.",
         "The run failed: ClusterError: too few.",
     ]
+
+
+def test_an_error_ends_with_its_remedy_and_one_that_is_too_long_with_a_sentence() -> None:
+    with pytest.raises(InexactError) as raised:
+        check_exactness(torch.nn.BatchNorm1d(3), rs.EngineConfig())
+    error = f"InexactError: building the model on worker 0: {raised.value}"
+    started_ = [started(), *generation(1, [0, 1], 0)]
+    for kind, who in (("start_failed", "worker"), ("worker_refused", "worker")):
+        (one,) = told([*started_, (kind, {"worker": 0, "node": "n", "reason": error})])
+        assert one.text.endswith('results without identical bits with EngineConfig(reduction="fast").')
+        assert one.kind == who
+    ended = ("failed", {"step": 0, "fingerprint": None, "error": error})
+    assert told([*started_, ended])[-1].text == f"The run failed: {error}"
+    long = ("failed", {"step": 0, "fingerprint": None, "error": f"One is. {'Two is. ' * 100}{'three ' * 100}."})
+    assert told([*started_, long])[-1].text.endswith("Two is. Two is.")
+    (lost_one,) = told([*started_, step(1), *generation(2, [0], 1), step(2, 1, 2), recovery(1, 1, reasons=[error])])
+    assert "which samples); 2 workers of 3" in lost_one.text
 
 
 def test_two_losses_before_the_first_step_are_one_recovery() -> None:

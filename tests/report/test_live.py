@@ -71,7 +71,7 @@ def test_the_line_shows_what_is_done_instead_of_training() -> None:
 @pytest.mark.parametrize(
     ("entry", "text"),
     [
-        (lost(3, 41), "step 42: worker 3 lost: the process died"),
+        (lost(3, 41), "worker 3 lost: the process died"),
         (
             recovery(3, 41, steps_redone=1),
             f"step 42: {RECOVERED}",
@@ -128,11 +128,11 @@ def test_without_a_terminal_incidents_come_at_once_and_progress_every_ten_second
     lines = show(run_with_a_loss(), step_s=4.0).splitlines()
     assert [line.split("  ")[0] for line in lines] == [
         "step 1/6",
-        "step 4: worker 1 lost: the process died",
+        "worker 1 lost: the process died",
         "step 3/6",
         f"step 3: {RECOVERED}",
         f"step 3: checkpoint committed, fingerprint {3:032x}",
-        "step 4: worker 3 joined, 3 workers",
+        "step 5: worker 3 joined, 3 workers",
         "step 5: evaluation: loss 1.5000",
         "step 6/6",
         f"step 6: checkpoint committed, fingerprint {6:032x}",
@@ -161,14 +161,14 @@ def test_a_long_message_becomes_one_short_line() -> None:
 def test_no_line_is_wrapped_outside_a_terminal() -> None:
     reason = "x" * 150
     out = show([("worker_lost", {"worker": 1, "step": 1, "reason": reason})])
-    assert out == f"step 2: worker 1 lost: {reason}\n"
+    assert out == f"worker 1 lost: {reason}\n"
 
 
 def test_on_a_terminal_the_line_is_redrawn_and_the_last_one_stays() -> None:
     out = show(run_with_a_loss(), terminal=True)
     assert "\x1b[2K" in out  # erases the line before the next is drawn
     assert "resharding" in out
-    assert "step 4: worker 3 joined, 3 workers" in out
+    assert "step 5: worker 3 joined, 3 workers" in out
     assert "step 6/6" in out.split("finished, fingerprint")[-1]
     assert out.endswith("\x1b[?25h")  # the cursor is back
 

@@ -32,11 +32,11 @@ def test_it_has_state_progress_curve_workers_and_incidents() -> None:
         "evaluation in step 5: loss 1.5",
         "metrics in step 5: accuracy 0.5",
         "rank 1 worker 2 trainer-2 process 4713 agree 0.25 s busy per step",
-        "Worker 1 was lost in step 4 (the process died); 2 workers of 3 went on from step 2",
+        "Worker 1 was lost in step 3 (the process died); 2 workers of 3 went on with step 3",
         "newest checkpoint: step 3",
     ):
         assert text in said, text
-    assert html.count("<g><title>Worker 1 was lost in step 4") == 1
+    assert html.count("<g><title>Worker 1 was lost in step 3") == 1
     assert html.count("M56.0") == 1
 
 

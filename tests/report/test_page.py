@@ -160,7 +160,7 @@ def test_all_of_the_text_is_on_the_page(tmp_path: Path) -> None:
         "tiny",
         "finished",
         "6 of 6 steps",
-        "Worker 1 was lost in step 4 (the process died)",
+        "Worker 1 was lost in step 3 (the process died)",
         "1.50 times as long per step as its peers",
         "trainer-7 (4f6ad2aa)",
         "disk full",

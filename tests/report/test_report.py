@@ -115,11 +115,11 @@ def test_where_the_time_went_and_the_incidents_are_in_the_text_and_in_the_data(t
     assert sum(found["times_s"].values()) == pytest.approx(found["elapsed_s"])
     assert found["goodput"] == pytest.approx(found["times_s"]["computing"] / found["elapsed_s"])
     assert [(incident["kind"], incident["step"]) for incident in found["incidents"]] == [
-        ("recovery", 4),
-        ("reshard", 4),
+        ("recovery", 3),
+        ("reshard", 5),
     ]
     assert [cost["name"] for cost in found["incidents"][0]["costs"]][:2] == ["found", "stopped"]
-    assert "Worker 1 was lost in step 4" in shown(report.url)
+    assert "Worker 1 was lost in step 3" in shown(report.url)
     assert "from when a loss was noticed until the state was whole again" in shown(report.url)
 
 

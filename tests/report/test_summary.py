@@ -31,8 +31,8 @@ def test_a_run_with_a_loss_and_a_join_is_reported_in_full() -> None:
     assert summary.fingerprint == "f" * 32
     assert summary.workers_by_step == {1: 3, 2: 3, 3: 2, 4: 2, 5: 3, 6: 3}
     assert [(event.what, event.worker, event.step) for event in summary.worker_events] == [
-        ("lost", 1, 4),
-        ("joined", 3, 4),
+        ("lost", 1, 3),
+        ("joined", 3, 5),
     ]
     assert [(r.lost, r.total_s, r.steps_redone, r.source) for r in summary.recoveries] == [((1,), 0.7, 1, "memory")]
     assert [record.step for record in summary.committed] == [3, 6]

@@ -73,8 +73,8 @@ def test_messages_are_shown_as_they_are() -> None:
 
 def test_workers_and_checkpoints_have_a_row_each() -> None:
     rows = [line.split() for line in text(worker_table(SUMMARY)).splitlines()]
-    assert ["4", "1", "lost", "the", "process", "died"] in rows
-    assert ["4", "3", "joined"] in rows
+    assert ["3", "1", "lost", "the", "process", "died"] in rows
+    assert ["5", "3", "joined"] in rows
     assert text(checkpoint_table(SUMMARY.checkpoints)).count("checkpoints/step-") == 2
 
 

@@ -52,9 +52,9 @@ def test_the_screen_has_all_that_people_look_for() -> None:
         "4713",
         "forward",
         "0.75 s",
-        "step 4: worker 1 lost: the process died",
+        "worker 1 lost: the process died",
         "recovered in 0.70 s, 3 to 2 workers",
-        "step 4: worker 3 joined, 3 workers",
+        "step 5: worker 3 joined, 3 workers",
         "step 6: checkpoint committed",
     ):
         assert text in found, text

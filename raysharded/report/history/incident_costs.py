@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from raysharded.journal.entries import whole_or_none
+from raysharded.journal.log import DAMAGE
 from raysharded.journal.records import Recovery
 from raysharded.report.history import incidents, wall_time
 from raysharded.report.history.incidents import FAILURES, Change, FailedInARow, Incident
@@ -53,6 +56,10 @@ class Chronicle:
     failed: FailedInARow = field(default_factory=FailedInARow)
     failure: Incident | None = None
     """The newest incident of checkpoints that failed."""
+    died: dict[int, int] = field(default_factory=dict)
+    """Worker -> the step of its death, as far as known."""
+    recovered: tuple[Incident, Recovery, Callable[..., Incident]] | None = None
+    """The newest recovery: its incident, and the same with another `step`, once it is known what a worker died of."""
     undone: list[int] = field(default_factory=list)
     """Indices of the log's steps that were undone on request."""
 
@@ -85,6 +92,8 @@ class Chronicle:
             case _ if kind in _BREAKS and self._concerns_members(entry):
                 self._open()
                 self.sessions[-1].note("found", self.now)
+        if kind == "worker_died":
+            self._died(entry)
         incident = incidents.of_entry(
             entry, self.now / wall_time.MICRO, self.step, self.sessions[-1].max_steps if self.sessions else None
         )
@@ -137,8 +146,8 @@ class Chronicle:
         if self.change is not None:  # they are from before it, like the previous step
             self.change.since_s, self.change.step = self.now / wall_time.MICRO, self.step
 
-    def add_recovery(self, recovery: Recovery) -> None:
-        """Add a recovery, directly after its first step."""
+    def add_recovery(self, recovery: Recovery) -> int:
+        """Add a recovery, directly after its first step. Returns the step in which its workers were lost."""
         self._tell_the_time(recovery.at, "recovery")
         found = max(self.sessions[-1].begin, self.now - round(recovery.total_s * wall_time.MICRO))
         self.sessions[-1].found(found)
@@ -148,8 +157,23 @@ class Chronicle:
         self._drop_parts(recovery, change)
         ended_s = self.now / wall_time.MICRO
         lost_s = 0.0 if change.before is None else self.closed_lost_s
-        last = self.sessions[-1].max_steps
-        self._tell(incidents.of_recovery(recovery, change, ended_s=ended_s, lost_s=lost_s, max_steps=last))
+        told = partial(incidents.of_recovery, recovery, change, ended_s=ended_s, lost_s=lost_s)
+        incident = told(step=incidents.lost_in(recovery, self.died, change.step, self.sessions[-1].max_steps))
+        self._tell(incident)
+        self.recovered = incident, recovery, told
+        return incident.step
+
+    def _died(self, entry: Entry) -> None:
+        """Add the step of a worker's death, also to the newest recovery, which may be over."""
+        with suppress(*DAMAGE):  # an entry without the needed fields
+            worker, step = int(entry["worker"]), int(entry["step"])
+            self.died[worker] = step
+            if self.recovered is None or worker not in self.recovered[1].lost:
+                return
+            before, recovery, told = self.recovered
+            incident = told(step=min(self.died[one] for one in recovery.lost if one in self.died))
+            self.incidents = [incident if one is before else one for one in self.incidents]
+            self.recovered = incident, recovery, told
 
     def lost(self, seconds: float) -> None:
         """Add seconds of steps to compute again; a negative number for steps that count after all."""

@@ -14,6 +14,8 @@ from raysharded.journal.log import DAMAGE
 from raysharded.journal.records import Recovery
 
 Entry = Mapping[str, Any]
+_ERROR = 1000
+"""Characters of an error that are shown: its remedy stands at its end."""
 
 FOUND, STOPPED, WAITED, FORMED = "found", "stopped", "waited for workers", "formed"
 BUILT, MOVED, AGAIN = "built", "moved", "computed again"
@@ -134,7 +136,8 @@ class Incident:
     at_s: float
     """Seconds since the run's first entry."""
     step: int
-    """The newest finished step at that time; for a loss, and for its recovery, the one in progress."""
+    """The newest finished step at that time; for a loss and its recovery, the one that the lost worker computed; for
+    other changes of the members, the first step after them."""
     text: str
     """One sentence. Parts may come from the journal unchanged: escape it for display."""
     costs: tuple[Cost, ...] = ()
@@ -185,12 +188,15 @@ def of_entry(entry: Entry, at_s: float, step: int, max_steps: int | None) -> Inc
     if not is_incident(entry):
         return None
     try:
-        text = f"the run failed: {brief(entry['error'])}" if kind == "failed" else incident_text(kind, entry)
+        text = incident_text(kind, entry, _ERROR)
+        if kind == "failed":
+            text = f"the run failed: {brief(entry['error'], _ERROR)}"
+        hit = step_of(kind, entry, step, max_steps)
     except DAMAGE:
         return None
     if text is None:
         return None
-    worker, hit = entry.get("worker"), step_of(kind, step, max_steps)
+    worker = entry.get("worker")
     return Incident(
         kind="asked" if entry.get("who") == "asked" else KINDS[kind],
         at_s=at_s,
@@ -239,12 +245,9 @@ class FailedInARow:
         return _sentence(f"{what}{none}; the last: {brief(str(entry['error']))}")
 
 
-def of_recovery(
-    recovery: Recovery, change: Change, *, ended_s: float, lost_s: float, max_steps: int | None
-) -> Incident:
-    """The incident of a loss and its recovery. `ended_s`: the time when its first step was done; `lost_s`: seconds of
-    steps to compute again; `max_steps`: the run's last step, if it is known."""
-    step = step_of("worker_lost", change.step, max_steps)
+def of_recovery(recovery: Recovery, change: Change, *, step: int, ended_s: float, lost_s: float) -> Incident:
+    """The incident of a loss in `step` and its recovery. `ended_s`: the time when its first step was done; `lost_s`:
+    seconds of steps to compute again."""
     found_s = ended_s - recovery.total_s
     costs = [
         Cost(name=FOUND, seconds=max(0.0, found_s - change.since_s)),
@@ -259,8 +262,8 @@ def of_recovery(
     elif recovery.workers_after > recovery.workers_before:
         went_on = f"{recovery.workers_after} workers went on after {recovery.workers_before}"
     text = (
-        f"{_what_broke(recovery, step)}{_because(recovery)}; {went_on} from step "
-        f"{recovery.resumed_after_step} with the state {_from(recovery.source)}, and "
+        f"{_what_broke(recovery, step)}{_because(recovery)}; {went_on} with step "
+        f"{recovery.resumed_after_step + 1}, the state {_from(recovery.source)}, and "
         f"{count(recovery.steps_redone, 'step') if recovery.steps_redone else 'no step'} had to be computed again"
     )
     return Incident(
@@ -272,14 +275,26 @@ def of_recovery(
     )
 
 
+def lost_in(recovery: Recovery, died: Mapping[int, int], newest: int, max_steps: int | None) -> int:
+    """The step in which a recovery's workers were lost: that of the first, if it is known what they died of.
+
+    `died`: worker -> the step of its death, as far as known; `newest`: the newest finished step before the recovery;
+    `max_steps`: the run's last step, if it is known. State from memory has all that the lost workers had finished.
+    """
+    known = [died[worker] for worker in recovery.lost if worker in died]
+    if known or (recovery.lost and recovery.source == "memory"):
+        return min(known, default=recovery.resumed_after_step + 1)
+    return step_of("worker_lost", {}, newest, max_steps)
+
+
 def of_reshard(change: Change) -> Incident:
     """The incident of a change of members between two steps, without a loss."""
-    before = change.before or frozenset()
+    before, step = change.before or frozenset(), change.step + 1
     joined, left = sorted(change.after - before), sorted(before - change.after)
     news = [f"{_workers(who)} {did}" for who, did in ((left, "left"), (joined, "joined")) if who]
     size_now = count(len(change.after), "worker")
-    what = f"{' and '.join(news)} after step {change.step}, {len(before)} to {size_now}" if news else ""
-    what = what or f"{size_now} formed anew after step {change.step}"
+    what = f"{' and '.join(news)} before step {step}, {len(before)} to {size_now}" if news else ""
+    what = what or f"{size_now} formed anew before step {step}"
     why = f" ({brief(change.why)})" if change.why else ""
     costs = [
         Cost(name=STOPPED, seconds=max(0.0, change.decided_s - change.since_s)),
@@ -288,7 +303,7 @@ def of_reshard(change: Change) -> Incident:
     return Incident(
         kind="reshard",
         at_s=change.since_s,
-        step=change.step,
+        step=step,
         text=_sentence(f"{what}{why}, with no step computed again: {_costs(costs, change)}"),
         costs=tuple(costs),
     )
@@ -303,11 +318,11 @@ def of_resumption(change: Change, *, ended_s: float, started_s: float, lost_s: f
         Cost(name=AGAIN, seconds=max(0.0, lost_s)),
     ]
     why = f" ({brief(because)})" if because else ""
-    text = f"another driver went on from step {change.step}{why}, with the state {_from(change.source)}"
+    text = f"another driver went on with step {change.step + 1}{why}, the state {_from(change.source)}"
     return Incident(
         kind="resumed",
         at_s=ended_s,
-        step=change.step,
+        step=change.step + 1,
         text=_sentence(f"{text}: {_costs(costs, change)}"),
         costs=tuple(costs),
     )
@@ -348,7 +363,7 @@ def _what_broke(recovery: Recovery, step: int) -> str:
 
 
 def _because(recovery: Recovery) -> str:
-    reasons = list(dict.fromkeys(brief(reason).rstrip(".") for reason in recovery.reasons if reason))
+    reasons = list(dict.fromkeys(_without_stop(brief(reason)) for reason in recovery.reasons if reason))
     told = [reason for reason in reasons if not any(reason in other for other in reasons if other != reason)]
     return f" ({'; '.join(told[:3])})" if told else ""
 
@@ -364,5 +379,10 @@ def _workers(workers: Sequence[int]) -> str:
 
 def _sentence(text: str) -> str:
     """The text with a capital letter and a full stop."""
-    text = " ".join(text.split())
-    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else text
+    text = _without_stop(" ".join(text.split()))
+    return f"{text[:1].upper()}{text[1:]}." if text else text
+
+
+def _without_stop(text: str) -> str:
+    """The text without its last full stop, and without the dots of `brief` for sentences that are left out."""
+    return text.removesuffix(" ...").rstrip(".")

@@ -72,6 +72,8 @@ class Fold:
     generations: list[GenerationRecord] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
     worker_events: list[WorkerEvent] = field(default_factory=list)
+    losses: dict[int, int] = field(default_factory=dict)
+    """Lost worker -> the index of that event."""
     avoided_nodes: list[AvoidedNode] = field(default_factory=list)
     checkpoints: list[CheckpointRecord] = field(default_factory=list)
     saved: int = 0
@@ -127,6 +129,8 @@ class Fold:
                 self._worker_event(kind, entry, at)
             case "stuck" as kind if "worker" in entry:
                 self._worker_event(kind, entry, at)
+            case "worker_died":
+                self._lost_in(int(entry["worker"]), int(entry["step"]))
             case "node_avoided":
                 self.avoided_nodes.append(entries.avoided_node(entry, at))
             case "node_allowed":
@@ -254,7 +258,8 @@ class Fold:
         )
         joined = () if self.members is None else sorted(set(newest.members) - self.members)
         for worker in joined:
-            self.worker_events.append(WorkerEvent(what="joined", worker=worker, step=self.step, reason="", at=at))
+            first = step_of("joined", entry, self.step + 1, self.max_steps)
+            self.worker_events.append(WorkerEvent(what="joined", worker=worker, step=first, reason="", at=at))
         self.members = frozenset(newest.members)
 
     def _step(self, index: int) -> None:
@@ -279,7 +284,9 @@ class Fold:
 
     def _recovery(self, recovery: Recovery) -> None:
         self.recoveries.append(recovery)
-        self.chronicle.add_recovery(recovery)
+        step = self.chronicle.add_recovery(recovery)
+        for worker in recovery.lost:
+            self._lost_in(worker, self.chronicle.died.get(worker, step))
 
     def _worker_event(self, kind: str, entry: Entry, at: float) -> None:
         what: dict[str, Literal["lost", "leaving", "left", "refused", "start failed", "stuck", "slow"]] = {
@@ -291,11 +298,18 @@ class Fold:
             "stuck": "stuck",
             "straggler": "slow",
         }
-        hit = step_of(kind, self.step, self.max_steps)
+        hit = step_of(kind, entry, self.step, self.max_steps)
+        if kind == "worker_lost":
+            self.losses[int(entry["worker"])] = len(self.worker_events)
         reason = slowness(entry) if kind == "straggler" else str(entry["reason"])
         self.worker_events.append(
             WorkerEvent(what=what[kind], worker=int(entry["worker"]), step=hit, reason=reason, at=at)
         )
+
+    def _lost_in(self, worker: int, step: int) -> None:
+        """Set the step in which a worker was lost."""
+        if (at := self.losses.get(worker)) is not None:
+            self.worker_events[at] = replace(self.worker_events[at], step=step)
 
     def _injected(self, entry: Entry, at: float) -> None:
         worker = int(entry["worker"])

@@ -224,7 +224,8 @@ class Watched:
         if not joined:
             return None
         who = f"worker{'s' if len(joined) > 1 else ''} {listing(joined)}"
-        return f"step {self._step}: {who} joined, {count(len(self._members), 'worker')}"
+        first = min(self._step + 1, self._max_steps or self._step + 1)
+        return f"step {first}: {who} joined, {count(len(self._members), 'worker')}"
 
     def _take_step(self, step: int, loss: float, workers: int, at: float) -> None:
         self._step, self._loss, self._workers = step, loss, workers
