@@ -1,4 +1,4 @@
-"""What the engine finds in place of a task, if the loop is a user's: functions that the session is given."""
+"""The task that a session fills in: the engine finds functions there that the session is given."""
 
 from __future__ import annotations
 
