@@ -103,7 +103,7 @@ def translator() -> nn.Module:
 
     torch.manual_seed(7)
     sizes: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    config = T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes)
+    config = T5Config(**sizes | {"vocab_size": VOCABULARY, "decoder_start_token_id": 0})
     return T5ForConditionalGeneration(config)
 
 
