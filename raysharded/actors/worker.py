@@ -96,8 +96,7 @@ class Worker:
         """Step reports of older generations: the driver may die before it has recorded them in the journal."""
         self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
         self._sampler.start()
-        self._notes = Notes()
-        self._ends = Ends(worker)
+        self._notes, self._ends = Notes(), Ends(worker)
         self._left_s = 0.0
         self._leaving = LeaveInbox(worker, grace_s=job.grace_s)
         self._leaving.listen()
@@ -163,6 +162,10 @@ class Worker:
     def _form_guarded(self, spec: GenerationSpec) -> GenerationReady | Stopped:
         if spec.generation <= self._generation:
             raise StaleGeneration(f"generation {spec.generation} came after {self._generation}")
+        if (failed := self._ends.failed_again(spec.failed_devices)) is not None:
+            with self._changing:
+                self._generation = spec.generation
+            return replace(self._stopped(StopReason.DEVICE, failed), reports=())
         started = time.perf_counter()
         self._leave()
         self._left_s = time.perf_counter() - started
@@ -266,7 +269,7 @@ class Worker:
             self._groups.abort()
         if self._engine is not None:
             self._engine.settle()
-        self._store.drop_incomplete()
+        self._ends.keep_if_failed(self._engine, self._store.drop_incomplete())
         return self._stopped(reason, error.with_traceback(None))
 
     def _stopped(self, reason: StopReason, error: RayshardedError | None = None) -> Stopped:
