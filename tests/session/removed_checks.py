@@ -32,7 +32,14 @@ MODULES = tuple(
         "session/user_step",
     )
 )
-TESTS = ("tests/session", "tests/adapters")
+TESTS = (
+    "tests/session/test_lost_changes.py",
+    "tests/session/test_misuse.py",
+    "tests/session/test_in_a_step.py",
+    "tests/session/test_behind_a_step.py",
+    "tests/session/test_registered_state.py",
+    "tests/session/test_call_form.py",
+)
 LIMIT_S = 600.0
 
 
