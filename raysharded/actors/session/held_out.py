@@ -55,12 +55,13 @@ def outputs_of(
         loader.close()
 
 
-def weights_of(step: UserStep | None) -> dict[str, torch.Tensor] | None:
+def weights_of(step: UserStep | None, *, everywhere: bool = False) -> dict[str, torch.Tensor] | None:
     """Whole parameters, tied ones once, and persistent buffers by name, on the host of rank 0; None on other ranks.
 
-    All workers call it together, behind `optimizer.step()`.
+    All workers call it together, behind `optimizer.step()`. `everywhere`: on all ranks.
     """
-    return _open(step, "saving the model").behind_update("saving the model", lambda own: own.weights())
+    call = "saving the model"
+    return _open(step, call).behind_update(call, lambda own: own.weights(everywhere=everywhere))
 
 
 def _open(step: UserStep | None, call: str) -> UserStep:

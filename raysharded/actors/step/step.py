@@ -351,10 +351,11 @@ class Step:
             parts.gradient.check_buffers("evaluation", step)
         return found
 
-    def weights(self) -> dict[str, torch.Tensor] | None:
+    def weights(self, *, everywhere: bool) -> dict[str, torch.Tensor] | None:
         """As `whole_weights`. All workers call it together, after the optimizer's step."""
         self.steps.meet(self.number, "evaluation")
-        return whole_weights(self._parts.sharded, self._around.place, self._around.groups.state)
+        parts, around = self._parts, self._around
+        return whole_weights(parts.sharded, around.place, around.groups.state, everywhere=everywhere)
 
     def commit(self) -> None:
         """Evaluate if that is due; begin the snapshot, and a checkpoint if one is due; report the step."""
