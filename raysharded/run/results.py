@@ -123,6 +123,8 @@ class Status:
     """Number of workers that are ready while the driver has no generation yet; None: it has one, or unknown."""
     num_needed: int | None = None
     """The least number of workers for its first generation, at that time."""
+    missing: str = ""
+    """What the workers lack that the run would take in addition, up to its maximum; empty: none, or unknown."""
     generation: int | None = None
     driver_pid: int | None = None
     """Process id of the driver on its node."""
@@ -177,6 +179,7 @@ class Status:
                 "workers": count,
                 "workers_ready": self.num_ready,
                 "workers_needed": self.num_needed,
+                "workers_missing": self.missing,
                 "members": self.workers,
                 "pids": self.pids,
                 "nodes": self.nodes,

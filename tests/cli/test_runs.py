@@ -316,6 +316,22 @@ def test_status_shows_who_and_how_many_and_what_happened_last(tmp_path: Path) ->
         assert part in out
 
 
+def test_status_shows_what_a_run_lacks_that_may_have_more_workers(tmp_path: Path) -> None:
+    lacks = "Each worker needs 1 CPU (the cluster has 2, 0 free)."
+    below: Entry = ("below_maximum", {"step": 2, "workers": 2, "wanted": 3, "missing": lacks})
+    text = f"2 of at most 3 workers: 1 more would be taken. {lacks}"
+    journal_now(tmp_path, [*at_work(), below])
+    own(tmp_path, "driver0", process=this_process())
+    assert json.loads(succeed("status", tmp_path, "--json"))["workers_missing"] == text
+    assert text in " ".join(succeed("status", tmp_path).split())
+    for _ in range(130):  # more segments than are read for what happened last
+        journal_now(tmp_path, [step(3)])
+    assert json.loads(succeed("status", tmp_path, "--json"))["workers_missing"] == text
+    journal_now(tmp_path, [*generation(2, [0, 1, 2], 3), step(4, 3, 2)])
+    assert json.loads(succeed("status", tmp_path, "--json"))["workers_missing"] == ""
+    assert "would be taken" not in succeed("status", tmp_path)
+
+
 def ready(worker: int, pid: int, node: str) -> Entry:
     return ("worker_ready", {"worker": worker, "pid": pid, "node": node, "node_id": "n", "start_cpu_s": 1.0})
 
