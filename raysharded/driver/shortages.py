@@ -20,7 +20,7 @@ Say = Callable[[str, dict[str, Any]], None]
 """Called with the kind and the fields of an entry."""
 _LOOK_FOR_WORKERS_S = 10.0
 """Interval at which a run that waits for workers looks for what is missing, and reports it. For a run that trains with
-fewer workers than it may have: also the age of a request for one that lacks something."""
+fewer workers than it may have: also the age of its generation, and of a request for one that lacks something."""
 _STORAGE_FAILS_S = 30.0
 """Interval of the reports that storage takes no entries."""
 
@@ -41,6 +41,8 @@ class Shortages:
         self._below: tuple[tuple[GenerationId, int], dict[str, Any]] | None = None
         """The newest generation that could have more workers and lacks what they need, with the number that it could
         have, and the fields of its entry."""
+        self._range, self._range_since = (GenerationId(0), 0), 0.0
+        """The newest generation, the number of workers that it could have, and the first round with both."""
         self._told_at = -math.inf
         self._failing_since: float | None = None
         """Since when storage has been failing, once that was reported."""
@@ -80,8 +82,11 @@ class Shortages:
     def _report_below_maximum(self, state: State, now: float) -> None:
         if self._below is not None and self._below[0] == _range(state):
             return
+        if self._range != _range(state):
+            self._range, self._range_since = _range(state), now
         requested_at = min(state.starting.values(), default=now)
-        if not _num_more(state) or now - max(requested_at, self._looked_at) < _LOOK_FOR_WORKERS_S:
+        since = max(requested_at, self._range_since, self._looked_at)
+        if not _num_more(state) or now - since < _LOOK_FOR_WORKERS_S:
             return
         self._looked_at = now
         wanted = state.limits.max_workers
