@@ -25,6 +25,7 @@ NAVIGATION = {
         "quickstart",
         "tasks",
         "own-loop",
+        "adapters-transformers",
         "checking",
         "running",
         "saving",

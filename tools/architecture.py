@@ -17,6 +17,7 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 PLACES: Mapping[str, tuple[float, float, str]] = {
     "cli": (1.0, 0, "commands"),
     "demo": (2.2, 0, "a run that loses workers"),
+    "adapters": (0.0, 2, "other frameworks' loops"),
     "trainer": (1.0, 1, "ElasticTrainer"),
     "preflight": (2.2, 1, "raysharded check"),
     "testing": (3.4, 1, "faults, chaos, launchers"),

@@ -15,6 +15,7 @@ from raysharded.actors.model.construction import Construction
 from raysharded.actors.model.modes import Modes
 from raysharded.actors.model.sharded_model import ShardedModel
 from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
+from raysharded.actors.optimizer.held_parameters import refuse_use
 from raysharded.actors.optimizer.loaded_state import TriedOptimizer
 from raysharded.actors.optimizer.registered_state import RegisteredState
 from raysharded.actors.task_calls.process_state import Left
@@ -82,10 +83,14 @@ class BuiltObjects:
         """
         sharded, self._sharded = self._sharded, None
         anew = has_tensor_parallelism(self._task)
+        former = [] if sharded is None else [*sharded.parameters.values()]
         if self.optimizer is not None and self._units is not None:
+            former += [param for held in self.optimizer.parts.lists for param in held] if former else []
             self.optimizer.release(self._units.parameters)
             anew = anew or self.optimizer.holds_elsewhere is not None
         if sharded is not None:
             sharded.release()
+        if self.registered is not None:
+            refuse_use(former, "of an earlier generation of workers")
         if anew:
             self._units = self._modes = self.optimizer = None

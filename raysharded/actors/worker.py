@@ -26,7 +26,7 @@ from raysharded.actors.process import environment, preemption_notices
 from raysharded.actors.process.leave_signal import LeaveInbox
 from raysharded.actors.process.stop_reason import Ends, travelling
 from raysharded.actors.session.computing_threads import computing_thread
-from raysharded.actors.session.user_session import with_session_task
+from raysharded.actors.session.session_task import with_session_task
 from raysharded.actors.shards.erasure import erasure_code
 from raysharded.actors.shards.position import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, RankPosition, rendezvous_of
 from raysharded.actors.shards.saver import Saver, fingerprint_of

@@ -50,8 +50,8 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "load_best_model_at_end",
         bool,
         (
-            'The run keeps its best checkpoint by CheckpointConfig(keep_best=...), as ("eval_loss", "min"). Leave it '
-            "out, and export that checkpoint."
+            'The run keeps its best checkpoint by CheckpointConfig(keep_best=...), as ("eval_loss", "min", 1). Leave '
+            "it out, and export that checkpoint."
         ),
     ),
     ("push_to_hub", bool, "Every worker would push. Leave it out, and push the folder of trainer.save_model()."),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
 
 from raysharded.actors.session.held_out import outputs_of, weights_of
+from raysharded.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -45,7 +48,8 @@ class Outputs(Base):
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         rest = (description, loss_only, ignore_keys, metric_key_prefix)
         if getattr(self.args, "predict_with_generate", False) and not loss_only:
-            return super().evaluation_loop(dataloader, *rest)  # tokens decide how often the model is called
+            with self._whole_model():  # tokens decide how often the model is called
+                return super().evaluation_loop(dataloader, *rest)
         data, size, preprocess = dataloader.dataset, self.args.eval_batch_size, self.preprocess_logits_for_metrics
         name = getattr(self.model, "main_input_name", "input_ids")
 
@@ -71,6 +75,26 @@ class Outputs(Base):
         self._note(found.metrics)
         return found
 
+    @contextmanager
+    def _whole_model(self) -> Iterator[None]:
+        """A context in which every worker has a model with all weights, and computes every batch."""
+        model: Any = self.model
+        if not isinstance(model, PreTrainedModel):
+            raise ConfigError(
+                f"Seq2SeqTrainingArguments(predict_with_generate=True) needs a PreTrainedModel, not a "
+                f"{type(model).__name__}. Leave it out, and generate with the exported model."
+            )
+        weights = weights_of(self.session.step, everywhere=True)
+        assert weights is not None
+        whole: Any = type(model)(model.config)
+        whole.load_state_dict(self._with_tied(weights))
+        whole.generation_config = model.generation_config
+        self.model = whole.to(self.args.device)
+        try:
+            yield
+        finally:
+            self.model = model
+
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return super().prediction_step(model, inputs, *args, **kwargs) if self._outputs is None else next(self._outputs)
 
@@ -90,10 +114,14 @@ class Outputs(Base):
             return
         weights = weights_of(self.session.step)
         if weights is not None:
-            model: Any = self.model
-            first = {id(param): name for name, param in model.named_parameters()}
-            tied = {name: weights[first[id(param)]] for name, param in model.named_parameters(remove_duplicate=False)}
-            self._save(output_dir, state_dict=weights | tied)
+            self._save(output_dir, state_dict=self._with_tied(weights))
+
+    def _with_tied(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The weights with those that have several names under each of them."""
+        model: Any = self.model
+        first = {id(param): name for name, param in model.named_parameters()}
+        named = model.named_parameters(remove_duplicate=False)
+        return weights | {name: weights[first[id(param)]] for name, param in named}
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         assert self._loop is not None

@@ -12,17 +12,21 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from transformers.training_args import OptimizerNames
 
 from raysharded.adapters.hf_arguments import require_data, require_steps, require_supported
 from raysharded.adapters.hf_loop import Loop
 from raysharded.adapters.hf_outputs import Outputs, autocast
-from raysharded.errors import CollectiveAborted
+from raysharded.errors import CollectiveAborted, ConfigError
 from raysharded.task import Loss
 
 if TYPE_CHECKING:
     from raysharded.actors.session.user_session import Session
 
+TESTED = "5.24"
+"""The version of transformers that the adapter was tested with."""
+_NEW = ("_loss_of", "_norm", "_note", "_whole_model", "_with_tied")
 _log = logging.getLogger("raysharded.adapters")
 
 
@@ -32,6 +36,13 @@ def elastic(trainer: type[Any], session: Session) -> type[Any]:
     Its arguments, callbacks, collator and own methods stay. Give it the model that `session.build` returned, and in
     `train_dataset` the data that `ElasticTrainer` has.
     """
+    own = [name for kind in (Elastic, Outputs) for name, value in vars(kind).items() if callable(value)]
+    lost = sorted(name for name in own if name not in _NEW and not hasattr(trainer, name))
+    if lost:
+        raise ConfigError(
+            f"the {trainer.__name__} of transformers {transformers.__version__} has no {lost[0]}: the adapter was "
+            f"tested with {TESTED}. Install that version."
+        )
     return type(trainer.__name__, (Elastic, trainer), {"session": session})
 
 

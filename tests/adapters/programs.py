@@ -97,9 +97,19 @@ def with_lora(dropout: float = 0.1) -> nn.Module:
     return found
 
 
-def arguments(folder: str, **changed: Any) -> Any:
+def translator() -> nn.Module:
+    """A tiny T5."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(7)
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = T5Config(**sizes | {"vocab_size": VOCABULARY, "decoder_start_token_id": 0})
+    return T5ForConditionalGeneration(config)
+
+
+def arguments(folder: str, kind: str = "TrainingArguments", **changed: Any) -> Any:
     """Arguments as of a script: warm-up, cosine, clipping, weight decay, a log line for each step."""
-    from transformers import TrainingArguments
+    import transformers
 
     settings: dict[str, Any] = {
         "output_dir": folder,
@@ -117,7 +127,7 @@ def arguments(folder: str, **changed: Any) -> Any:
         "use_cpu": True,
         "disable_tqdm": True,
     }
-    return TrainingArguments(**(settings | changed))
+    return getattr(transformers, kind)(**(settings | changed))
 
 
 class Script:
@@ -130,22 +140,25 @@ class Script:
         folder: str = "",
         behind: Callable[[Any], None] | None = None,
         given: Callable[[], dict[str, Any]] = dict,
+        kind: str = "Trainer",
         **changed: Any,
     ) -> None:
-        """`behind`: called with the trainer once it has trained. `given`: makes more arguments of the Trainer."""
+        """`behind`: called with the trainer once it has trained. `given`: makes more arguments of the Trainer. `kind`:
+        the name of its class in transformers."""
+        self._kind = kind
         self._make, self._data, self._folder = make, data or texts(), folder
         self._behind, self._given, self._changed = behind, given, changed
 
     def __call__(self, session: Session) -> None:
-        from transformers import Trainer
+        import transformers
 
         from raysharded.adapters.transformers import elastic
 
         folder = self._folder or tempfile.mkdtemp()
         model = session.build(self._make)
-        trainer = elastic(Trainer, session)(
+        trainer = elastic(getattr(transformers, self._kind), session)(
             model=model,
-            args=arguments(folder, **self._changed),
+            args=arguments(folder, f"{self._kind.replace('Trainer', '')}TrainingArguments", **self._changed),
             train_dataset=self._data,
             data_collator=padded,
             **self._given(),

@@ -187,7 +187,7 @@ class Outside(Evaluating):
 @pytest.mark.parametrize(
     ("loop", "error", "sentence"),
     [
-        (Rarely(), InexactError, r"step 1: 1 of 2 workers evaluate, and the others do not"),
+        (Rarely(), InexactError, r"step 1: 1 of 2 workers call session\.evaluate, and the others do not"),
         (Early(), TaskError, r"session\.evaluate\(\) belongs into `with step:`, behind optimizer\.step"),
         (Outside(), TaskError, r"session\.evaluate\(\) belongs into `with step:`"),
     ],

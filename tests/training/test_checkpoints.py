@@ -164,8 +164,9 @@ def resume(
     task: rs.Task | None = None,
     engine: rs.EngineConfig | None = None,
     take_over: bool = False,
+    data: Any = None,
 ) -> tuple[State, Listening]:
-    job = small_job(url, steps=steps, task=task, engine=engine)
+    job = small_job(url, steps=steps, task=task, engine=engine, data=data)
     listener = Listening()
     driver = make_driver(job, make_limits(job, workers), listener, key=key, take_over=take_over)
     driver.restore()

@@ -6,12 +6,15 @@ and indexing, read free memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode  # torch's own profilers and sanitizers use it
+
+from raysharded.actors.task_calls.task_errors import line_here
+from raysharded.errors import TaskError
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _MADE_LIKE = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
@@ -56,3 +59,43 @@ def _plain(value: Any) -> list[torch.Tensor]:
     if type(value) in _PLAIN:
         return [value]
     return [one for part in value for one in _plain(part)] if isinstance(value, (list, tuple)) else []
+
+
+REMEDY = "Do it in the function that session.build calls, or draw first weights by session.build(init_weights=...)."
+"""Way out of an error about parameters that have no memory yet, in a user's loop."""
+
+
+class WriteWatch(MemoryWatch):
+    """Also raises an error for an operation that writes to one of these parameters, or to a view of it."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        """`names`: identity of a parameter's storage -> its name."""
+        super().__init__(self._no_values)
+        self._names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and args:
+            written = args[0] if isinstance(args[0], (list, tuple)) else (args[0],)
+            for one in written:
+                if name := self._name_of(one):
+                    raise TaskError(f"{line_here()}: {_called(func)} of {name!r} would be lost: {_WHY} {REMEDY}")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _name_of(self, tensor: object) -> str | None:
+        return self._names.get(storage_of(tensor)) if isinstance(tensor, torch.Tensor) and tensor.is_meta else None
+
+    def _no_values(self, tensor: torch.Tensor) -> Exception:
+        name = self._name_of(tensor)
+        of_it = f"the values of {name!r}" if name else f"the values of a tensor of shape {tuple(tensor.shape)}"
+        return TaskError(f"{line_here()}: {of_it} were read, or moved to a device: {_WHY} {REMEDY}")
+
+
+_WHY = "parameters have no memory between session.build and session.shard, which puts them on the worker's device."
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _called(func: Any) -> str:
+    return str(func._schema.name).partition("::")[2]

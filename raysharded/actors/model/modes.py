@@ -4,11 +4,13 @@ A part is an outermost module in eval mode, with all its submodules. It keeps it
 trainable: a frozen backbone. Any other part is trained in train mode, as after `model.train()`: `from_pretrained`
 returns all models in eval mode, which nobody intends. For a part without parameters, the parameters of the module
 around it decide.
+
+A user's own loop sets modes itself, beginning with these: `Modes.take_over`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +51,8 @@ class Modes:
         self._model = model
         self._settled: tuple[tuple[dict[str, Any], bool], ...] = ()
         """(attributes, mode in training) of each module; empty while unknown, or if a module has a custom `train`."""
+        self._own: tuple[tuple[nn.Module, bool], ...] = ()
+        """(module, mode) as a user's loop has set them; empty: the rule decides."""
         self._kept = tuple(part for part in parts if not part.has_trainable)
         self._trained = tuple(part for part in parts if part.has_trainable)
 
@@ -59,6 +63,11 @@ class Modes:
 
     def train(self) -> None:
         """Set the modes for training. Call before each forward: a loss may have changed them."""
+        if self._own:
+            for module, mode in self._own:
+                if module.training is not mode:
+                    module.training = mode
+            return
         if self._settled and all(attributes["training"] is mode for attributes, mode in self._settled):
             return  # `nn.Module.train` takes a hundred times as long
         self._model.train()
@@ -67,6 +76,22 @@ class Modes:
         modules = list(self._model.modules())
         if not self._settled and all(map(_is_plain, modules)):
             self._settled = tuple((vars(module), module.training) for module in modules)
+
+    def take_over(self) -> None:
+        """Train in the modes that the modules have now: a user's loop has set them."""
+        self._own = tuple((module, module.training) for module in self._model.modules())
+
+    @property
+    def changes(self) -> list[str]:
+        """The modules whose mode a user's loop has set unlike that of the module around them; the first is in train
+        mode. Empty without such a loop, and if all are in train mode."""
+        own = dict(self._own)
+        return list(_changes(self._model, "", around=True, modes=own)) if own else []
+
+    def set(self, changes: Sequence[str]) -> None:
+        """Train in modes that `changes` has returned before, also in another process."""
+        self._own = tuple(_with_changes(self._model, "", around=True, changes=frozenset(changes)))
+        self.train()
 
     def evaluate(self) -> None:
         """Put all modules in eval mode."""
@@ -120,6 +145,22 @@ def _parts(module: nn.Module, name: str, *, around: bool, seen: set[nn.Module]) 
         return
     for local, child in module.named_children():
         yield from _parts(child, f"{name}.{local}" if name else local, around=has_trainable, seen=seen)
+
+
+def _changes(module: nn.Module, name: str, *, around: bool, modes: Mapping[nn.Module, bool]) -> Iterator[str]:
+    if modes[module] is not around:
+        yield name
+    for local, child in module.named_children():
+        yield from _changes(child, f"{name}.{local}" if name else local, around=modes[module], modes=modes)
+
+
+def _with_changes(
+    module: nn.Module, name: str, *, around: bool, changes: Collection[str]
+) -> Iterator[tuple[nn.Module, bool]]:
+    mode = around is not (name in changes)
+    yield module, mode
+    for local, child in module.named_children():
+        yield from _with_changes(child, f"{name}.{local}" if name else local, around=mode, changes=changes)
 
 
 def _remark(task: str, names: Sequence[str]) -> str:

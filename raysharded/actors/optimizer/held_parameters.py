@@ -3,18 +3,24 @@
 The next generation has other parameters in the same places: in the model's modules, and in the optimizer's groups. Any
 other reference to a present one is to nothing then. It may be the parameter itself, in a list or as a key of a dict. It
 may be a view of its memory, a weak reference, its `id()` or `data_ptr()`, or an attribute that was set on it.
+
+A user's loop may hold a parameter in its own variables, where nothing can be looked for: using it is an error then.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
 
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.task_calls.object_contents import own_attributes, reachable
+from raysharded.actors.task_calls.task_errors import line_here
+from raysharded.errors import TaskError
 
 
 class ParameterForms:
@@ -78,3 +84,36 @@ def _storage_of(tensor: torch.Tensor) -> int:
         return int(local_of(tensor).untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse, and tensors that stand for others
         return 0
+
+
+_OF_THE_FORM = frozenset(
+    {
+        *(getattr(torch.Tensor, name) for name in ("numel", "size", "dim", "element_size", "is_floating_point")),
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in ("shape", "dtype", "ndim", "requires_grad", "is_meta", "is_leaf", "device")
+        ),
+    }
+)
+"""Functions that read a tensor's form, which stays the same."""
+
+
+def refuse_use(parameters: Iterable[torch.Tensor], when: str) -> None:
+    """Let each use of these parameters raise a TaskError. `when`: where they are from, for the error."""
+    for param in parameters:
+        param.__class__ = _released(type(param), when)
+
+
+@cache
+def _released(kind: type[torch.Tensor], when: str) -> type[torch.Tensor]:
+    def refuse(_: type, func: Any, __: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_THE_FORM:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise TaskError(
+            f"{line_here()}: a parameter {when} was used: the model has other parameters after each change of the "
+            "workers. Take them from model.parameters() or optimizer.param_groups when you need them, and give each "
+            "one to the one optimizer of session.shard."
+        )
+
+    return type(f"Released{kind.__name__}", (kind,), {"__torch_function__": classmethod(refuse)})

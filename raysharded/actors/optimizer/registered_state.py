@@ -1,4 +1,4 @@
-"""State of a user's own loop that goes back with the step: numbers in an optimizer's groups, and registered objects.
+"""State of a user's own loop that goes back with the step: numbers in an optimizer's groups, modes, registered objects.
 
 torch's schedulers do not restore the groups of their optimizer, so these belong to it. It is plain data as JSON, of a
 limited size. Every worker keeps it for the newest two steps, a worker that joins gets it, and each checkpoint has it.
@@ -18,13 +18,14 @@ import torch
 
 from raysharded.actors.comm.host_group import HostGroup
 from raysharded.actors.model.inventory import find_difference
+from raysharded.actors.model.modes import Modes
 from raysharded.display.quantities import size
 from raysharded.errors import InexactError, TaskError
 from raysharded.ids import WorkerId
 
 MOST_BYTES = 1 << 16
 """Largest size of the state as JSON, in bytes."""
-_OF_GROUPS, _LOGGED, _IS_LAST = "optimizer", "log", "last"
+_OF_GROUPS, _LOGGED, _MODES, _IS_LAST = "optimizer", "log", "modes", "last"
 _NO_SETTINGS = ("params", "param_names", "initial_lr")
 """Keys of a group that are left out: its parameters, and the rate as built, which only new schedulers read."""
 _NUMPY = (np.bool_, np.integer, np.float16, np.float32, np.float64)
@@ -48,21 +49,31 @@ class RegisteredState:
 
     def __init__(self, groups: Sequence[dict[str, Any]], things: Mapping[str, Stateful]) -> None:
         """`groups`: the optimizer's. `things`: registered objects by name. Raises TaskError if one is not plain."""
-        taken = sorted(things.keys() & {_OF_GROUPS, _LOGGED, _IS_LAST})
+        taken = sorted(things.keys() & {_OF_GROUPS, _LOGGED, _MODES, _IS_LAST})
         if taken:
             raise TaskError(f"session.shard({taken[0]}=...): the name is taken; register the object by another one.")
         self._groups, self._things = groups, things
         self.logged: dict[str, float] = {}
         """Numbers that the newest step has logged."""
+        self.modes: Modes | None = None
+        """Modes of the model's modules; None before the first generation."""
         self.is_last = False
         """True if the loop has made the newest step the run's last one."""
         self.first = self.text()
         """The state with which a run begins."""
 
+    def settings(self) -> str:
+        """The present numbers of the groups, as `text`."""
+        return json.dumps({_OF_GROUPS: self._settings()}, separators=(",", ":"))
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return [_settings_of(group, f"{_OF_GROUPS}[{place}]") for place, group in enumerate(self._groups)]
+
     def text(self) -> str:
         """The present state, the same text for the same values. Raises TaskError if it is not plain, or too large."""
-        groups = [_settings_of(group, f"{_OF_GROUPS}[{place}]") for place, group in enumerate(self._groups)]
-        values: dict[str, Any] = {_OF_GROUPS: groups}
+        values: dict[str, Any] = {_OF_GROUPS: self._settings()}
+        if changes := self.modes.changes if self.modes else []:
+            values[_MODES] = changes
         for name, thing in self._things.items():
             values[name] = _plain(thing.state_dict(), name)
         if self.logged:
@@ -84,6 +95,9 @@ class RegisteredState:
         """Bring the groups and the registered objects to this state. Raises TaskError if it has other objects."""
         values = json.loads(text)
         self.logged = _restored(values.pop(_LOGGED, {"dict": []}))
+        changes = values.pop(_MODES, [])
+        if self.modes is not None and (changes or self.modes.changes):
+            self.modes.set(changes)
         self.is_last = values.pop(_IS_LAST, False)
         if values.keys() != {_OF_GROUPS, *self._things} or len(values[_OF_GROUPS]) != len(self._groups):
             raise TaskError(
@@ -102,18 +116,20 @@ class RegisteredState:
 
     def change_since(self, text: str) -> str | None:
         """The first value that differs from an earlier state, with both values; None if there is none."""
-        now = self.text()
-        if now == text:
-            return None
-        was, has = (dict(leaf.split(" = ", 1) for leaf in _leaves(json.loads(one))) for one in (text, now))
-        for path, value in has.items():
-            if path not in was:
-                return f"{path} = {value} has appeared"
-            if was[path] != value:
-                return f"{path} = {value} (it was {was[path]})"
-        return next(
-            (f"{path} was removed (it was {value})" for path, value in was.items() if path not in has), "its form"
-        )
+        return first_change(text, self.text())
+
+
+def first_change(text: str, now: str) -> str | None:
+    """The first value that differs between two states, with both values; None if there is none."""
+    if now == text:
+        return None
+    was, has = (dict(leaf.split(" = ", 1) for leaf in _leaves(json.loads(one))) for one in (text, now))
+    for path, value in has.items():
+        if path not in was:
+            return f"{path} = {value} has appeared"
+        if was[path] != value:
+            return f"{path} = {value} (it was {was[path]})"
+    return next((f"{path} was removed (it was {value})" for path, value in was.items() if path not in has), "its form")
 
 
 def words_of(text: str) -> tuple[int, ...]:
@@ -135,8 +151,8 @@ def differing(text: str, step: int, members: Sequence[WorkerId], group: HostGrou
     here, there = (found.first, found.other) if found else ("", "")
     rank = found.rank if found else 0
     return InexactError(
-        f"step {step}: the optimizer's settings or registered state differ between workers: worker {members[0]} has "
-        f"{here}, worker {members[rank]} {there}. Let nothing in the loop depend on the rank, a clock or a file; "
+        f"step {step}: the optimizer's settings, modes or registered state differ between workers: worker {members[0]} "
+        f"has {here}, worker {members[rank]} {there}. Let nothing in the loop depend on the rank, a clock or a file; "
         "register each scheduler in session.shard, and step it once in each step."
     )
 

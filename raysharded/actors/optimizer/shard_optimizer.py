@@ -153,7 +153,7 @@ class ShardOptimizer:
         """A context for one step of the optimizer, as in `apply`. `rates`: learning rate of each group."""
         for name, param in self._sharded.items():
             if used is not None and name not in used:
-                param.grad = None
+                param.grad = self._params[name].grad = None
         gradients = self.gradients()
         if gradients:
             torch._foreach_mul_(gradients, scale)

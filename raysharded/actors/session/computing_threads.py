@@ -15,7 +15,8 @@ from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.model.construction import construct
 from raysharded.actors.session.loop_errors import blamed_behind
 from raysharded.actors.session.orders import Orders
-from raysharded.actors.session.user_session import Session, SessionTask
+from raysharded.actors.session.session_task import SessionTask
+from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import ENTRY
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.engine import Engine

@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 
-from raysharded.actors.session.loop_errors import line_here
 from raysharded.actors.session.user_step import UserStep
+from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.config import BatchConfig
 from raysharded.data.loader import MicrobatchLoader
 from raysharded.errors import TaskError
 
+_MOST_READERS = 4
+
 
 class HeldOut:
-    """Readers of a session's held-out data. Thread of the function only."""
+    """Readers of the newest few held-out datasets of a session. Thread of the function only."""
 
     def __init__(self, batch: BatchConfig) -> None:
         self._batch = batch
@@ -26,11 +28,12 @@ class HeldOut:
         loader = next((loader for known, loader in self._known if known is data), None)
         if loader is None:
             loader = MicrobatchLoader(data, self._batch)
-            self._known.append((data, loader))
+            self._known = [*self._known[1 - _MOST_READERS :], (data, loader)]
         count = loader.num_samples if num_samples is None else num_samples
         if count < 1:
             raise TaskError(f"{line_here()}: session.evaluate(num_samples={num_samples}): give 1 or more.")
-        return _open(step, "session.evaluate()").evaluate(loader, count, name)
+        call = "session.evaluate()"
+        return _open(step, call).behind_update(call, lambda own: own.evaluate(loader, count, name))
 
 
 def outputs_of(
@@ -52,12 +55,13 @@ def outputs_of(
         loader.close()
 
 
-def weights_of(step: UserStep | None) -> dict[str, torch.Tensor] | None:
+def weights_of(step: UserStep | None, *, everywhere: bool = False) -> dict[str, torch.Tensor] | None:
     """Whole parameters, tied ones once, and persistent buffers by name, on the host of rank 0; None on other ranks.
 
-    All workers call it together, behind `optimizer.step()`.
+    All workers call it together, behind `optimizer.step()`. `everywhere`: on all ranks.
     """
-    return _open(step, "saving the model").behind_update("saving the model", lambda own: own.weights())
+    call = "saving the model"
+    return _open(step, call).behind_update(call, lambda own: own.weights(everywhere=everywhere))
 
 
 def _open(step: UserStep | None, call: str) -> UserStep:

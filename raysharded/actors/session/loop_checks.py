@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -12,10 +12,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from raysharded.actors.model.sharded_model import clean_name
 from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
 from raysharded.actors.optimizer.held_parameters import ParameterForms
+from raysharded.actors.optimizer.inner_optimizers import OptimizerParts
 from raysharded.actors.optimizer.registered_state import RegisteredState, Stateful
-from raysharded.actors.session.loop_errors import line_here
+from raysharded.actors.session.loop_errors import changed_parameters
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.task_calls.object_contents import reachable
+from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.errors import InexactError, TaskError
 
 if TYPE_CHECKING:
@@ -45,14 +47,18 @@ def built_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, things: 
     return own
 
 
-def require_unchanged(engine: Engine, registered: RegisteredState, store: ShardStore, parameters: int | None) -> None:
-    """Raise InexactError if state has changed since the end of the newest step. `parameters`: their digest then."""
+def require_unchanged(
+    engine: Engine, registered: RegisteredState, store: ShardStore, at_shard: int | None, at_end: int | None
+) -> None:
+    """Raise InexactError if state has changed since the end of the newest step.
+
+    `at_shard`, `at_end`: digest of the parameters as `session.shard` returned, and at that end; None if it was not
+    taken, or is of an earlier generation.
+    """
     step = engine.step
-    if parameters is not None and parameters != engine.digest_parameters():
-        raise InexactError(
-            f"parameters changed between step {step} and the next: a checkpoint and a worker that joins would not have "
-            "the change. Move what changes them into `with step:`, behind optimizer.step()."
-        )
+    before = at_shard if at_end is None else at_end
+    if before is not None and before != engine.steps.digest("parameters"):
+        raise changed_parameters(step if at_end is not None else None)
     kept = store.registered(step)
     assert kept is not None
     change = registered.change_since(kept)
@@ -65,14 +71,38 @@ def require_unchanged(engine: Engine, registered: RegisteredState, store: ShardS
 
 
 def require_registered(optimizer: torch.optim.Optimizer, things: dict[str, Stateful]) -> None:
-    """Raise InexactError if a scheduler of this optimizer is in none of the registered objects."""
+    """Raise InexactError if a scheduler of this optimizer is in none of the registered objects, or if another optimizer
+    has a parameter of its."""
     known = {id(one) for thing in things.values() for _, one in reachable(thing, without=[optimizer])}
-    for one in gc.get_objects():
-        if issubclass(type(one), LRScheduler) and id(one) not in known and vars(one).get("optimizer") is optimizer:
+    own = OptimizerParts(optimizer)
+    params, groups = {id(param) for held in own.lists for param in held}, {id(group) for group in own.groups}
+    for one in _instances_of((LRScheduler, torch.optim.Optimizer)):
+        if isinstance(one, torch.optim.Optimizer):
+            others = [group for group in one.param_groups if id(group) not in groups]  # a wrapper has the same groups
+            if any(id(param) in params for group in others for param in group["params"]):
+                raise InexactError(
+                    f"a second optimizer, {type(one).__name__}, has parameters of the model: its state would be lost "
+                    "with a worker. Give session.shard one optimizer for all parameters, with several groups; or one "
+                    "class that steps several optimizers which it holds."
+                )
+        elif id(one) not in known and vars(one).get("optimizer") is optimizer:
             raise InexactError(
                 f"a {type(one).__name__} of the optimizer is not registered: it would not go back with a step. Make it "
                 "ahead of session.shard, and give it there: session.shard(model, optimizer, scheduler=scheduler)."
             )
+
+
+def _instances_of(kinds: tuple[type, ...]) -> list[Any]:
+    """All objects of these classes, in one pass that tests each class once."""
+    wanted: dict[type, bool] = {}
+    found = []
+    for one in gc.get_objects():
+        kind = type(one)
+        if kind not in wanted:
+            wanted[kind] = issubclass(kind, kinds)
+        if wanted[kind]:
+            found.append(one)
+    return found
 
 
 def hook(optimizer: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]) -> None:

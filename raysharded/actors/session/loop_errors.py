@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Mapping
 from dataclasses import replace
-from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
-from raysharded.errors import InexactError, TaskError, causes, text_of, user_traceback
+from raysharded.actors.task_calls.task_errors import is_called_from, line_here, line_of
+from raysharded.errors import InexactError, TaskError, text_of, user_traceback
 from raysharded.task import Loss
 
 if TYPE_CHECKING:
@@ -18,30 +16,6 @@ if TYPE_CHECKING:
     from raysharded.actors.numerics.step_consensus import Agreed
 
 E = TypeVar("E", bound=BaseException)
-
-
-def line_here() -> str:
-    """`file.py:12` of the innermost frame of the calling thread that is neither raysharded's nor torch's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _is_users(frame):
-            return _line(frame, frame.f_lineno)
-        frame = frame.f_back
-    return "the training function"
-
-
-def _is_users(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("raysharded", "torch", "contextlib")
-
-
-def _line(frame: FrameType, line: int) -> str:
-    return f"{frame.f_code.co_filename}:{line}"
-
-
-def line_of(error: BaseException) -> str:
-    """`file.py:12` of the outermost such frame that an error has left: a line of the training function."""
-    walked = ((frame, line) for cause in causes(error) for frame, line in traceback.walk_tb(cause.__traceback__))
-    return next((_line(frame, line) for frame, line in walked if _is_users(frame)), "the training function")
 
 
 def with_line(error: E) -> E:
@@ -55,12 +29,17 @@ def with_line(error: E) -> E:
 def refuse_scaler(error: BaseException, step: int) -> None:
     """Raise a TaskError in place of that of a GradScaler, which looks for gradients of the optimizer's own."""
     if isinstance(error, AssertionError) and "No inf checks" in text_of(error):
-        raise TaskError(
-            f"step {step}: a GradScaler cannot see the gradients, which belong to the step. Leave it out: bfloat16 "
-            '(EngineConfig.param_dtype) needs none, and FailureConfig(on_non_finite="skip") leaves out steps whose '
-            "numbers are not finite.",
-            user_traceback(error),
-        ) from error
+        raise with_a_scaler(f"step {step}", user_traceback(error)) from error
+
+
+def with_a_scaler(where: str, *details: str) -> TaskError:
+    """The error for a GradScaler. `details`: further arguments."""
+    return TaskError(
+        f"{where}: a GradScaler changes gradients, whose scale belongs to the step. Leave it out: bfloat16 "
+        '(EngineConfig.param_dtype) needs none, and FailureConfig(on_non_finite="skip") leaves out steps whose numbers '
+        "are not finite.",
+        *details,
+    )
 
 
 def require_number(name: str, number: object, agreed: Agreed) -> None:
@@ -97,12 +76,54 @@ def as_one(
     return Loss(loss, weight, metrics or {})
 
 
-def changed_gradients() -> InexactError:
+def changed_gradients() -> InexactError | TaskError:
     """The error for gradients that are not those of the backward when the optimizer's step begins."""
+    if is_called_from("torch.amp.grad_scaler"):
+        return with_a_scaler(line_here())
     return InexactError(
         f"{line_here()}: gradients changed between step.microbatches() and optimizer.step(). Each worker has a part of "
         "them, so that torch's clip_grad_norm_ depends on the number of workers: clip with step.clip_grad_norm_, and "
         "change gradients element by element in a hook of the optimizer's step."
+    )
+
+
+def refuse_forward() -> None:
+    """Raise TaskError: a forward of the model is called outside a step."""
+    raise TaskError(f"{line_here()}: a forward of the model belongs into `with step:`, as it communicates.")
+
+
+def misplaced_forward(*, is_behind_backward: bool) -> TaskError:
+    """The error for a further forward ahead of the microbatches' end. `is_behind_backward`: in their loop."""
+    if is_behind_backward:
+        return TaskError(
+            f"{line_here()}: a forward of the model came behind step.backward(loss). Add all losses of a microbatch, "
+            "and call it once."
+        )
+    return TaskError(
+        f"{line_here()}: a forward of the model came ahead of the microbatches. Other forwards belong behind the loop "
+        "over step.microbatches(), in the `with`, equally often on every worker."
+    )
+
+
+def refuse_tensor_parallelism(parallelize: object) -> None:
+    """Raise TaskError for an argument of `session.shard` that is given."""
+    if parallelize is not None:
+        raise TaskError(
+            f"{line_here()}: session.shard(parallelize=...): torch's tensor parallel styles cannot be undone in place, "
+            "so a session has none. Leave the degree at 1, or train with a raysharded.Task."
+        )
+
+
+def changed_parameters(step: int | None) -> InexactError:
+    """The error for parameters that are not those of a step's end when the next begins; None: not those of `shard`."""
+    if step is None:
+        return InexactError(
+            "parameters changed between session.shard and the first step: a worker that joins would change them again. "
+            "Draw first weights in the function that session.build calls, or by session.build(init_weights=...)."
+        )
+    return InexactError(
+        f"parameters changed between step {step} and the next: a checkpoint and a worker that joins would not have the "
+        "change. Move what changes them into `with step:`, behind optimizer.step()."
     )
 
 

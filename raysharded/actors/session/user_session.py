@@ -6,7 +6,6 @@ The user's objects stay the same for the whole run. A generation gives them othe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,52 +13,23 @@ import torch
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.model.build import build_on_meta
 from raysharded.actors.optimizer.registered_state import RegisteredState, Stateful
+from raysharded.actors.session.built_model import BuiltModel
 from raysharded.actors.session.held_out import HeldOut
 from raysharded.actors.session.loop_checks import built_optimizer, hook, require_registered, require_unchanged
-from raysharded.actors.session.loop_errors import line_here
+from raysharded.actors.session.loop_errors import refuse_forward, refuse_tensor_parallelism
 from raysharded.actors.session.orders import Orders, Training
+from raysharded.actors.session.session_task import SessionTask
+from raysharded.actors.session.step_comparisons import Attempts
 from raysharded.actors.session.user_step import ENTRY, LEFT, Draws, UserStep
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.task_calls.object_contents import NotFollowed
-from raysharded.actors.task_calls.task_errors import naming
+from raysharded.actors.task_calls.task_errors import line_here, naming
 from raysharded.errors import CollectiveAborted, TaskError
 from raysharded.protocol.job import Job
-from raysharded.task import Loss, Task, TrainFunction
+from raysharded.task import Loss
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from raysharded.actors.model.construction import Construction
-
-
-class SessionTask(Task):
-    """The task that a session fills in: its methods are functions that the user has given."""
-
-    def __init__(self, function: Callable[[Session], None]) -> None:
-        self.function = function
-        self.make: Callable[[], nn.Module] | None = None
-        self.held_out_loss: Callable[[Any], Loss | torch.Tensor] | None = None
-        self.units: Callable[[nn.Module], Sequence[nn.Module] | None] | None = None
-
-    def build_model(self) -> nn.Module:
-        assert self.make is not None, "session.build comes first"
-        return self.make()
-
-    def evaluate(self, model: nn.Module, batch: Any) -> Loss | torch.Tensor:
-        assert self.held_out_loss is not None, "session.evaluate comes first"
-        return self.held_out_loss(batch)
-
-    def wrap(self, model: nn.Module) -> list[nn.Module] | None:
-        found = None if self.units is None else self.units(model)
-        return None if found is None else list(found)
-
-
-def with_session_task(job: Job) -> Job:
-    """The job, with a `SessionTask` that has the name of its training function; unchanged if it has a task."""
-    if not isinstance(job.task, TrainFunction):
-        return job
-    name = getattr(job.task.function, "__name__", type(job.task.function).__name__)
-    return replace(job, task=type(name, (SessionTask,), {})(job.task.function))
 
 
 class Session(NotFollowed):
@@ -81,7 +51,7 @@ class Session(NotFollowed):
         """Number of the run's last step."""
         self.batch = job.batch
         """The run's batch."""
-        self._built: Construction | None = None
+        self._built: BuiltModel | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._training: Training | None = None
         self._step: UserStep | None = None
@@ -89,7 +59,9 @@ class Session(NotFollowed):
         self.draws = Draws(job.batch.seed)
         """Seeds of its draws."""
         self._held_out = HeldOut(job.batch)
-        self._num_steps = 1
+        self._num_steps, self._attempts = 1, Attempts()
+        self._at_shard: int | None = None
+        """Digest of the parameters as `shard` returned, until the first step, or another generation, begins."""
         self._rank: int | None = None
         self._first_step: int | None = None
         self.on_sharded: Callable[[], None] = lambda: None
@@ -126,7 +98,7 @@ class Session(NotFollowed):
         if init_weights is not None:
             self._task.init_weights = init_weights
         with naming("session.build(make)", "build"):
-            self._built = build_on_meta(self._task, self._job.engine, self._job.batch.seed)
+            self._built = BuiltModel(build_on_meta(self._task, self._job.engine, self._job.batch.seed))
         return self._built.model
 
     def shard(
@@ -148,20 +120,18 @@ class Session(NotFollowed):
         built = self._built
         if built is None or model is not built.model or self._optimizer is not None:
             raise TaskError(f"{line_here()}: session.shard is called once, with the model that session.build returned.")
-        if parallelize is not None:
-            raise TaskError(
-                f"{line_here()}: session.shard(parallelize=...): torch's tensor parallel styles cannot be undone in "
-                "place, so a session has none. Leave the degree at 1, or train with a raysharded.Task."
-            )
+        refuse_tensor_parallelism(parallelize)
+        built.end()
         self._task.units, self._task.collate = wrap, collate
         things = {name: thing for name, thing in registered.items() if thing is not None}
         own = built_optimizer(model, optimizer, things)
-        self._objects.adopt(built, own, RegisteredState(own.parts.groups, things), self._job.batch.seed)
+        built.renew(own)
+        self._objects.adopt(built.construction, own, RegisteredState(own.parts.groups, things), self._job.batch.seed)
         self._optimizer, self._things = optimizer, things
         require_registered(optimizer, things)
         hook(optimizer, self._before_update, self._after_update)
         self.on_sharded()
-        self._now()
+        self._at_shard = self._now().engine.steps.digest("parameters")
         self.draws.seed(0, LEFT)
 
     # -- the loop --
@@ -205,26 +175,30 @@ class Session(NotFollowed):
         with training.failing():
             if training.engine.is_aborted:
                 raise CollectiveAborted("the generation was aborted between two steps")
-            if self._num_steps == 1 and self._optimizer is not None:  # one may have been made behind `shard`
+            is_watched = self._num_steps & (self._num_steps - 1) == 0
+            if is_watched and self._optimizer is not None:  # others may have been made behind `shard`
                 require_registered(self._optimizer, self._things)
             assert self._objects.registered is not None
-            before = None if self._step is None else self._step.parameters
-            require_unchanged(training.engine, self._objects.registered, self._store, before)
+            at_shard, self._at_shard = self._at_shard, None
+            at_end = None if self._step is None else self._step.watch.at_end
+            require_unchanged(training.engine, self._objects.registered, self._store, at_shard, at_end)
             self._objects.registered.logged = {}
             self.draws.seed(training.engine.step + 1, ENTRY)
-            is_watched = self._num_steps & (self._num_steps - 1) == 0
             self._num_steps += 1
-            return UserStep(training, self.draws, is_watched=is_watched)
+            return UserStep(training, self.draws, self._attempts, is_watched=is_watched)
         return None
 
     def _now(self) -> Training:
         """The present training, which has a step to do; waits for one, and serves the driver meanwhile."""
         while self._training is None or self._training.is_over:
-            self._step = self._training = None
+            self._step = self._training = self._at_shard = None
             self._training = self._orders.next_training()
             if self._training.ends_if_done():
                 continue
-            self._rank = self._training.engine.rank
+            engine = self._training.engine
+            engine.steps.on_own_forward = refuse_forward
+            self._attempts.begin(engine.decisions)
+            self._rank = engine.rank
             if self._first_step is None:
                 self._first_step = self._training.engine.step + 1
         return self._training

@@ -12,18 +12,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from raysharded.actors.session.loop_errors import (
-    as_one,
-    changed_gradients,
-    line_here,
-    refuse_scaler,
-    with_line,
-    with_numbers,
-)
+from raysharded.actors.session.loop_errors import as_one, misplaced_forward, refuse_scaler, with_line, with_numbers
 from raysharded.actors.session.orders import Training
+from raysharded.actors.session.step_comparisons import Attempts, StepWatch
 from raysharded.actors.step.forward_backward import DRAWS
 from raysharded.actors.task_calls.object_contents import NotFollowed
-from raysharded.actors.task_calls.task_errors import naming
+from raysharded.actors.task_calls.task_errors import line_here, naming
 from raysharded.errors import CollectiveAborted, TaskError, causes
 from raysharded.ids import derive_seed
 from raysharded.protocol.messages import StopReason
@@ -32,7 +26,6 @@ from raysharded.task import Loss
 if TYPE_CHECKING:
     from raysharded.actors.numerics.step_consensus import Agreed
     from raysharded.actors.step.step import Step
-    from raysharded.data import Loader
 
 
 T = TypeVar("T")
@@ -75,19 +68,17 @@ class Draws:
 class UserStep(NotFollowed):
     """A step, as `session.steps()` yields it; use it as a context manager. Thread of the function only."""
 
-    def __init__(self, training: Training, draws: Draws, *, is_watched: bool) -> None:
-        """`draws`: the session's."""
+    def __init__(self, training: Training, draws: Draws, attempts: Attempts, *, is_watched: bool) -> None:
+        """`draws`, `attempts`: the session's. `is_watched`: look for changes at other places."""
         self._training, self._draws = training, draws
         self._step: Step | None = training.engine.next_step()
         self.number: int = self._step.number
         """Number of the step, from 1 on."""
         self._agreed: Agreed | None = None
-        self.is_watched = is_watched
-        """True if changes at other places are looked for."""
+        training.engine.steps.on_own_forward = self._meet
+        self.watch = StepWatch(self._step, attempts, is_watched=is_watched)
+        """Comparisons around the step."""
         self._evaluations = itertools.count()
-        self._gradients: int | None = None
-        self.parameters: int | None = None
-        """Digest of the parameters at the step's end, if it is watched."""
         self._applying: contextlib.AbstractContextManager[None] | None = None
         self.has_begun = self._is_computed = self._is_applied = self._stays_open = False
         """`has_begun`: True once its `with` was entered."""
@@ -163,15 +154,13 @@ class UserStep(NotFollowed):
         engine = self._training.engine
         if engine.is_aborted:
             raise CollectiveAborted("the generation was aborted")
-        if self.is_watched and self._is_applied:
-            self.parameters = step.digest("parameters")
         if not self._is_applied:
             missing = "optimizer.step()" if self._is_computed else "a whole loop over step.microbatches()"
             raise TaskError(
                 f"step {self.number} ended without {missing}: each `with step:` has one loop over step.microbatches(), "
                 "and then one optimizer.step()."
             )
-        step.commit()
+        self.watch.commit()
         assert self._agreed is not None
         if engine.is_last:
             engine.commit_last()
@@ -213,6 +202,8 @@ class UserStep(NotFollowed):
                 "needs in one loop."
             )
         self._is_computed = True
+        self.watch.begin_microbatches()
+        step.steps.parts.modes.take_over()
         return self._computed(step)
 
     def _computed(self, step: Step) -> Iterator[Any]:
@@ -222,12 +213,8 @@ class UserStep(NotFollowed):
             del batch
         self._draws.seed(self.number, REST)
         self._agreed = step.agreed
-        if self.is_watched and not step.skipped:
-            self._gradients = step.digest("gradients")
-
-    def evaluate(self, data: Loader, num_samples: int, name: str) -> dict[str, float]:
-        """As `Step.evaluate`."""
-        return self.behind_update("session.evaluate()", lambda step: step.evaluate(data, num_samples, name))
+        if not step.skipped:
+            self.watch.computed()
 
     def behind_update(self, call: str, communicate: Callable[[Step], T]) -> T:
         """Do what communicates behind `optimizer.step()`. Raises CollectiveAborted if the workers change meanwhile."""
@@ -242,6 +229,13 @@ class UserStep(NotFollowed):
             raise
         self._draws.seed(self.number, EVALUATED - next(self._evaluations))
         return found
+
+    def _meet(self) -> None:
+        """Meet the other workers ahead of a forward of the model that is of no microbatch and no evaluation."""
+        step = self._now("a forward of the model")
+        if self._agreed is None:
+            raise misplaced_forward(is_behind_backward=self._is_computed)
+        step.steps.meet(self.number, "forward")
 
     def log(self, numbers: Mapping[str, float]) -> None:
         """Add numbers to the step's metrics."""
@@ -304,8 +298,7 @@ class UserStep(NotFollowed):
             raise TaskError(
                 f"{line_here()}: optimizer.step() belongs behind the loop over step.microbatches(), once in each step."
             )
-        if self._gradients is not None and step.digest("gradients") != self._gradients:
-            raise changed_gradients()
+        self.watch.begin_update()
         applying: contextlib.AbstractContextManager[None] = step.applying()
         try:
             applying.__enter__()
@@ -321,3 +314,4 @@ class UserStep(NotFollowed):
         assert applying is not None
         applying.__exit__(None, None, None)
         self._is_applied = True
+        self.watch.end_update()

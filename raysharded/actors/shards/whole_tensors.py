@@ -29,33 +29,35 @@ def gather_tensors(own: Mapping[str, torch.Tensor], group: HostGroup) -> dict[st
     return found
 
 
-def whole_weights(sharded: ShardedModel, place: RankPosition, group: HostGroup) -> dict[str, torch.Tensor] | None:
+def whole_weights(
+    sharded: ShardedModel, place: RankPosition, group: HostGroup, *, everywhere: bool = False
+) -> dict[str, torch.Tensor] | None:
     """Parameters, tied ones once, and persistent buffers by name, in host memory of rank 0; None on other ranks.
 
     Every member must call it. One parameter after the other: rank 0 needs the model and one parameter. Rows of a
-    parameter lie on the workers of the first shard group in the order of their ranks.
+    parameter lie on the workers of the first shard group in the order of their ranks. `everywhere`: on all ranks.
     """
     found: dict[str, torch.Tensor] = {}
     for name, param in sharded.parameters.items():
         local = local_of(param).cpu().contiguous()
         has_part = place.replica == 0 and (name not in sharded.cuts.replicated or place.rank == 0)
         part = local.reshape(-1).view(torch.uint8) if has_part and local.numel() else _NOTHING
-        whole = _at_first(part, group)
+        whole = _joined(part, group, everywhere)
         if whole is not None:
             found[name] = whole.view(param.dtype).reshape(param.shape)
-    if place.rank != 0:
+    if place.rank != 0 and not everywhere:
         return None
     return found | {name: buffer.detach().cpu().clone() for name, buffer in sharded.persistent_buffers.items()}
 
 
-def _at_first(own: torch.Tensor, group: HostGroup) -> torch.Tensor | None:
-    """The bytes of all members, one after the other by rank, at rank 0; None at the others."""
+def _joined(own: torch.Tensor, group: HostGroup, everywhere: bool) -> torch.Tensor | None:
+    """The bytes of all members, one after the other by rank; None at other ranks than 0, unless `everywhere`."""
     sizes = _sizes(own.numel(), group)
-    is_first = group.rank == 0
-    received = torch.empty(sum(sizes) if is_first else 0, dtype=torch.uint8)
-    given = [own.numel(), *[0] * (len(sizes) - 1)]
-    group.exchange(received, own, sizes if is_first else [0] * len(sizes), given)
-    return received if is_first else None
+    num_takers, takes = len(sizes) if everywhere else 1, everywhere or group.rank == 0
+    received = torch.empty(sum(sizes) if takes else 0, dtype=torch.uint8)
+    given = [own.numel() if rank < num_takers else 0 for rank in range(len(sizes))]
+    group.exchange(received, own.repeat(num_takers), sizes if takes else [0] * len(sizes), given)
+    return received if takes else None
 
 
 def _sizes(own: int, group: HostGroup) -> list[int]:

@@ -15,6 +15,7 @@ from raysharded.actors.comm.groups import Groups
 from raysharded.actors.compilation.compiled_blocks import Compilation
 from raysharded.actors.guards.shard_memory import check_memory
 from raysharded.actors.model.build import Wrapped
+from raysharded.actors.model.modes import Modes
 from raysharded.actors.model.sharded_model import ShardedModel
 from raysharded.actors.numerics.step_consensus import MetricNames
 from raysharded.actors.optimizer.loaded_state import TriedOptimizer
@@ -76,6 +77,7 @@ class Parts:
     optimizer: ShardOptimizer
     tried: TriedOptimizer
     names: MetricNames
+    modes: Modes
     gradient: StepGradient
     evaluator: Evaluator
     live: DeviceState
@@ -120,6 +122,9 @@ def assemble(
     _settle_process(around, "build_optimizer", objects.optimizer_left)
     modes = objects.modes(place.number_of("modes"))
     modes.remark(type(job.task).__name__, say)
+    if objects.registered is not None:
+        modes.train()
+        objects.registered.modes = modes
     objects.tried = tried = optimizer.try_out(objects.tried, say)
     draws = place.number_of("draws")
     computer = Computer(
@@ -156,6 +161,7 @@ def assemble(
         optimizer=optimizer,
         tried=tried,
         names=names,
+        modes=modes,
         gradient=gradient,
         evaluator=evaluator,
         live=live,
@@ -169,7 +175,15 @@ def assemble(
             say=say if is_new else None,
         ),
         audit=Audit(every, gradient, live, around.store, place, sum_int64),
-        proof=Proof(gradient, place, around.in_phase, sum_int64, around.device, audits=every is not None),
+        proof=Proof(
+            gradient,
+            place,
+            around.in_phase,
+            sum_int64,
+            around.device,
+            audits=every is not None,
+            say_of_loop=say if objects.registered is not None else None,
+        ),
         check_memory=partial(check_memory, sharded, optimizer.written),
     )
 

@@ -31,6 +31,7 @@ from raysharded.checkpoint import Storage
 from raysharded.data import Loader
 from raysharded.errors import CollectiveAborted
 from raysharded.ids import GenerationId
+from raysharded.overrides import Decisions
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import Corruption, FromCheckpoint, FromMemory, StepReport, StopReason
 
@@ -270,9 +271,15 @@ class Engine:
         """The step after the newest one."""
         return Step(self._trained(), self.step + 1)
 
-    def digest_parameters(self) -> int:
-        """Digest of this worker's shards of the parameters."""
-        return self._trained().digest("parameters")
+    @property
+    def steps(self) -> Steps:
+        """The common ground of its steps, once the generation is prepared."""
+        return self._trained()
+
+    @property
+    def decisions(self) -> Decisions:
+        """Decisions that its steps are computed with."""
+        return self._place.spec.decisions
 
     def commit_last(self) -> None:
         """Commit the newest step, which no agreement of a next one does. All workers call this together."""

@@ -12,7 +12,7 @@ computes differently. It is no audit: it does not check the sums, the state and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias
 
 import torch
@@ -24,8 +24,10 @@ from raysharded.actors.step.audit_verdict import differing, is_unreproducible, j
 from raysharded.actors.step.forward_backward import Results
 from raysharded.actors.step.gradient import Batches, StepGradient
 from raysharded.actors.step.pass_digests import NOT_FINITE, PARTS, Pass
+from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.telemetry.phases import Phases
-from raysharded.errors import CorruptNumbers
+from raysharded.errors import CorruptNumbers, InexactError
+from raysharded.ids import WorkerId
 from raysharded.protocol.messages import Corruption
 
 _SHIFTS, _FURTHER_SHIFTS = (1,), (0, 2)
@@ -34,6 +36,12 @@ three workers have computed it, if there are as many."""
 _SHIFTS_ALONE = (0, 0)
 _SMALLEST, _LARGEST, _OF_EACH_SIZE = 6, 20, 4
 """Powers of two, in bytes, of the blocks that are allocated and freed before a microbatch is computed again."""
+
+_JOINER_DIFFERS = (
+    "a worker that joins computes other numbers than those that were there: the training function may have state that "
+    "is not registered, such as a counter or its own generator, which a joiner has as at the start. Register it "
+    "in session.shard, or compute it from step.number. Otherwise the joiner's memory or device is at fault."
+)
 
 _Found: TypeAlias = dict[int, list[tuple[int, tuple[int, ...]]]]
 """Microbatch * tensor parallel degree + tensor rank -> (rank, digests of the parts) of each computation, on all
@@ -52,10 +60,13 @@ class Proof:
         device: torch.device,
         *,
         audits: bool,
+        say_of_loop: Say | None = None,
     ) -> None:
-        """`audits`: True if steps of the run are audited, too."""
+        """`audits`: True if steps of the run are audited, too. `say_of_loop`: reports remarks on a user's own loop,
+        which may come to depend on the worker: the steps 2, 4, 8, ... are proven, too, unless steps are audited. None:
+        there is no such loop."""
         self._gradient, self._place, self._in_phase, self._sum = gradient, place, phases, sum_over_workers
-        self._device, self._audits = device, audits
+        self._device, self._audits, self._say = device, audits, say_of_loop
         self._newcomers = frozenset(place.spec.newcomers)
         self._first: Pass | None = None
         self.is_due = bool(self._newcomers)
@@ -63,8 +74,10 @@ class Proof:
         self.corruption: Corruption | None = None
         """Finding of the proof, set before it raises."""
 
-    def begin(self) -> None:
+    def begin(self, step: int) -> None:
         """Call before a step is computed."""
+        self._newcomers = self._newcomers if self.is_due else frozenset()
+        self.is_due = self.is_due or (self._say is not None and not self._audits and step & (step - 1) == 0)
         self._first = Pass(looks_for_not_finite=True) if self.is_due else None
 
     def note(self, index: int, gradient: torch.Tensor) -> None:
@@ -122,6 +135,10 @@ class Proof:
         judgement = judge_newcomers(times, newcomers)
         what = _what_differs(found)
         microbatches = tuple(sorted({key // tensor for key in judgement.microbatches}))
+        if not newcomers:
+            raise _came_to_depend(step, microbatches, what, [members[rank] for rank in sorted(judgement.involved)])
+        if self._say is not None and len(newcomers) < len(members):
+            self._say("proof of a joiner", _JOINER_DIFFERS)
         if is_unreproducible(judgement, _who_computed_twice(times)):
             raise not_reproducible(step, microbatches, what)
         self.corruption = Corruption(
@@ -134,6 +151,16 @@ class Proof:
             takes_back=self._audits and not judgement.culprits <= newcomers,
         )
         raise CorruptNumbers(self.corruption.text())
+
+
+def _came_to_depend(step: int, microbatches: Sequence[int], what: str, workers: Sequence[WorkerId]) -> InexactError:
+    return InexactError(
+        f"step {step}: microbatches {', '.join(map(str, microbatches))} have another {what} when another worker "
+        f"computes them (workers {', '.join(map(str, workers))}), though they agreed in earlier steps. The training "
+        "function, the model or the loss has come to depend on the worker or on the past: on the rank, or on a counter "
+        "or generator that is not registered. Compute it from step.number and step.microbatch, or register it in "
+        "session.shard. If nothing does, a worker computes wrong numbers: EngineConfig(audit_every_steps=...) finds it."
+    )
 
 
 def _times(found: _Found) -> dict[int, list[tuple[int, int]]]:

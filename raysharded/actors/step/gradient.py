@@ -119,8 +119,8 @@ class StepGradient:
         self.at: tuple[int, int | None, int] = (0, None, 0)  # step, microbatch (None: padding), samples
         self._results = Results("")
         self.where = ""  # source of the newest batch's loss, for errors
-        self._forward: AbstractContextManager[None] | None = None
-        """Context of the newest batch's forward, which `backward` ends."""
+        self.forward: AbstractContextManager[None] | None = None
+        """Context of the newest batch's forward, which `backward` ends; None outside."""
 
     def watch_buffers(self) -> None:
         """Call once the state is loaded: from then on a forward must not change a buffer."""
@@ -168,7 +168,7 @@ class StepGradient:
             self._begin_forward(step, index, len(taken.samples))
             yield batch
             del batch
-            if self._forward is not None:
+            if self.forward is not None:
                 raise TaskError(f"{self.where}: call step.backward(loss) once for each microbatch.")
         self._in_phase.note_place(step)
         self.check_buffers("training", step)
@@ -191,7 +191,7 @@ class StepGradient:
         self.where = f"{self._computer.name_of('train', step)}, {microbatch_name(place)}"
         forward = self._in_forward(step, index, place)
         forward.__enter__()
-        self._forward = forward
+        self.forward = forward
 
     @contextmanager
     def _in_forward(self, step: int, index: int | None, place: int) -> Iterator[None]:
@@ -211,11 +211,11 @@ class StepGradient:
 
     def backward(self, value: Any) -> None:
         """Add the gradient of the newest batch's loss to the step's. `value`: as the result of `Task.loss`."""
-        forward, (step, index, num_samples) = self._forward, self.at
+        forward, (step, index, num_samples) = self.forward, self.at
         if forward is None:
             raise TaskError(f"{self.where}: step.backward(loss) was called twice; add the losses, and call it once.")
         loss = as_loss(value, num_samples, self.where)
-        self._forward = None
+        self.forward = None
         forward.__exit__(None, None, None)
         if loss.total.requires_grad:
             self._outputs.forget()
@@ -228,7 +228,7 @@ class StepGradient:
 
     def give_up(self, error: BaseException) -> None:
         """End what a forward has left open that raised this error. Idempotent."""
-        forward, self._forward = self._forward, None
+        forward, self.forward = self.forward, None
         if forward is not None:
             forward.__exit__(type(error), error, error.__traceback__)
 

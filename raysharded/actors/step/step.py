@@ -12,10 +12,10 @@ for others. Audits, the first step's proof and the search for a number that is n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 
@@ -36,6 +36,13 @@ from raysharded.errors import CollectiveAborted, InexactError
 from raysharded.layout import StateSpec
 from raysharded.protocol.messages import NonFinite
 
+Place: TypeAlias = Literal["end", "evaluation", "forward"]
+"""Places of a step at which all workers are together."""
+_PLACES: Mapping[Place, str] = {
+    "evaluation": "call session.evaluate",
+    "forward": "call the model's forward outside the microbatches",
+}
+
 
 class Steps:
     """The common ground of the steps of one generation. Training thread only."""
@@ -54,6 +61,12 @@ class Steps:
         self._spec_is_final = False
         """True once the optimizer has made its state of the used parameters, in its first step."""
         self._memory_is_checked = False
+        self.on_own_forward: Callable[[], None] | None = None
+        """Called ahead of a forward of the model that is neither of a microbatch nor of an evaluation."""
+        self.is_evaluating = False
+        if registered is not None:
+            _, root = parts.sharded.hooks[-1]
+            root.before_gather(self._note_forward)
         parts.gradient.rounds.on_gradient = self._on_gradient
 
     def _on_gradient(self, index: int, gradient: torch.Tensor) -> None:
@@ -64,6 +77,20 @@ class Steps:
         if not self.parts.gradient.rounds.first_alone:  # a proof's recomputation is no part of the step
             self.parts.audit.note(index, gradient)
             self.parts.proof.note(index, gradient)
+
+    def _note_forward(self, *_: Any) -> None:
+        expected = self.is_evaluating or self.parts.gradient.forward is not None
+        if not expected and self.on_own_forward is not None:
+            self.on_own_forward()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context in which forwards are those of an evaluation."""
+        self.is_evaluating = True
+        try:
+            yield
+        finally:
+            self.is_evaluating = False
 
     def check_memory(self) -> None:
         """Check the units' memory once: FSDP2 completes its initialisation in the first forward."""
@@ -168,22 +195,22 @@ class Steps:
         """
         if self.registered is not None:
             text, members = self.registered.text(), self.around.place.spec.members
-            if are_different(self.meet(step, 0, words_of(text)), len(members)):
+            if are_different(self.meet(step, "end", words_of(text)), len(members)):
                 raise differing(text, step, members, self.around.groups.state)
             self.around.store.register(step, text)
 
-    def meet(self, step: int, place: int, words: Sequence[int] = NO_WORDS) -> list[int]:
-        """The sums of the workers' words. Raises InexactError if they are at different places of a step.
-
-        `place`: 0 at its end, 1 before an evaluation.
-        """
-        values = torch.tensor([place, *words], dtype=torch.int64)
-        at, *sums = self.around.groups.state.sum_int64(values).tolist()
-        if at not in (0, self.around.place.spec.world_size):
-            raise InexactError(
-                f"step {step}: {at} of {self.around.place.spec.world_size} workers evaluate, and the others do not: "
-                "let all call session.evaluate equally often, by what is the same on every worker, as step.number."
-            )
+    def meet(self, step: int, place: Place, words: Sequence[int] = NO_WORDS) -> list[int]:
+        """The sums of the workers' words. Raises InexactError if they are at different places of a step."""
+        own = [int(place == one) for one in _PLACES]
+        counts = self.around.groups.state.sum_int64(torch.tensor([*own, *words], dtype=torch.int64)).tolist()
+        at, sums = counts[: len(own)], counts[len(own) :]
+        world_size = self.around.place.spec.world_size
+        for count, what in zip(at, _PLACES.values(), strict=True):
+            if count not in (0, world_size):
+                raise InexactError(
+                    f"step {step}: {count} of {world_size} workers {what}, and the others do not: let all do it "
+                    "equally often, by what is the same on every worker, as step.number."
+                )
         return sums
 
 
@@ -197,7 +224,7 @@ class Step:
         """The agreement of all workers; None before the end of `microbatches`."""
         self.skipped: NonFinite | None = None
         """Why the step is left out, known with `agreed`."""
-        self._steps, self._around, self._parts = steps, steps.around, steps.parts
+        self.steps, self._around, self._parts = steps, steps.around, steps.parts
         self._batches: Batches[None] | None = None
         self._asked_for_a_save = False
         self._max_norm: float | None = None
@@ -240,10 +267,10 @@ class Step:
         return self._batches
 
     def _compute(self) -> Batches[None]:
-        steps, around, parts, step = self._steps, self._around, self._parts, self.number
+        steps, around, parts, step = self.steps, self._around, self._parts, self.number
         around.in_phase.restart()
         parts.audit.begin(step)
-        parts.proof.begin()
+        parts.proof.begin(step)
         with around.in_phase("data"):
             around.probe("data", step)
         with around.calling_the_task():
@@ -270,10 +297,6 @@ class Step:
     def backward(self, loss: Any) -> None:
         """Add the gradient of the newest batch's loss to the step's. `loss`: as the result of `Task.loss`."""
         self._parts.gradient.backward(loss)
-
-    def digest(self, what: Literal["gradients", "parameters"]) -> int:
-        """As `Steps.digest`."""
-        return self._steps.digest(what)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the mean gradient's global 2-norm to `max_norm` in the optimizer's step; returns the norm."""
@@ -311,9 +334,9 @@ class Step:
 
         All workers call it together, after the optimizer's step.
         """
-        steps, around, parts, step = self._steps, self._around, self._parts, self.number
-        steps.meet(step, 1)
-        with around.calling_the_task(), around.in_phase("evaluate"):
+        steps, around, parts, step = self.steps, self._around, self._parts, self.number
+        steps.meet(step, "evaluation")
+        with around.calling_the_task(), around.in_phase("evaluate"), steps.evaluating():
             found = parts.evaluator.evaluate(step, data, num_samples)
             parts.gradient.check_buffers("evaluation", step)
         self._evaluation |= {f"{name}.{key}" if name else key: value for key, value in found.items()}
@@ -321,27 +344,28 @@ class Step:
 
     def predict(self, compute: Callable[[Any], Any], data: Loader, num_samples: int, batch_size: int) -> list[Any]:
         """The outputs for each batch of the first samples of these data, on every worker. As `evaluate`."""
-        steps, around, parts, step = self._steps, self._around, self._parts, self.number
-        steps.meet(step, 1)
-        with around.calling_the_task(), around.in_phase("evaluate"):
+        steps, around, parts, step = self.steps, self._around, self._parts, self.number
+        steps.meet(step, "evaluation")
+        with around.calling_the_task(), around.in_phase("evaluate"), steps.evaluating():
             found = parts.evaluator.predict(step, compute, data, num_samples, batch_size)
             parts.gradient.check_buffers("evaluation", step)
         return found
 
-    def weights(self) -> dict[str, torch.Tensor] | None:
+    def weights(self, *, everywhere: bool) -> dict[str, torch.Tensor] | None:
         """As `whole_weights`. All workers call it together, after the optimizer's step."""
-        self._steps.meet(self.number, 1)
-        return whole_weights(self._parts.sharded, self._around.place, self._around.groups.state)
+        self.steps.meet(self.number, "evaluation")
+        parts, around = self._parts, self._around
+        return whole_weights(parts.sharded, around.place, around.groups.state, everywhere=everywhere)
 
     def commit(self) -> None:
         """Evaluate if that is due; begin the snapshot, and a checkpoint if one is due; report the step."""
-        steps, around, parts, step, agreed = self._steps, self._around, self._parts, self.number, self.agreed
+        steps, around, parts, step, agreed = self.steps, self._around, self._parts, self.number, self.agreed
         assert agreed is not None, "the workers have not agreed"
         steps.register(step)
         steps.done = step
         evaluation = self._evaluation
         if parts.evaluator.is_due(step):
-            with around.calling_the_task(), around.in_phase("evaluate"):
+            with around.calling_the_task(), around.in_phase("evaluate"), steps.evaluating():
                 evaluation = parts.evaluator.evaluate_due(step)
                 parts.gradient.check_buffers("evaluation", step)
         with around.in_phase("snapshot"):

@@ -5,8 +5,11 @@ Errors of a broken process group are recognized, even if the task has wrapped th
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import torch
 
@@ -70,3 +73,35 @@ def task_error(where: str, error: BaseException, during: During | None = None) -
     else:
         message = f"{where}: {found} (torch's own words: {kind}: {shortened(text)})"
     return TaskError(message, user_traceback(error).replace(text, without_tables(text)))
+
+
+def line_here() -> str:
+    """`file.py:12` of the innermost frame of the calling thread that is neither raysharded's nor torch's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_users(frame):
+            return _line(frame, frame.f_lineno)
+        frame = frame.f_back
+    return "the training function"
+
+
+def is_called_from(module: str) -> bool:
+    """True if a frame of the calling thread is one of this module."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _is_users(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("raysharded", "torch", "contextlib")
+
+
+def _line(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_filename}:{line}"
+
+
+def line_of(error: BaseException) -> str:
+    """`file.py:12` of the outermost such frame that an error has left: a line of the training function."""
+    walked = ((frame, line) for cause in causes(error) for frame, line in traceback.walk_tb(cause.__traceback__))
+    return next((_line(frame, line) for frame, line in walked if _is_users(frame)), "the training function")

@@ -1,0 +1,64 @@
+"""Fifty changes of the workers in one process: a survivor's objects, hooks and memory stay as they were."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import raysharded as rs
+from raysharded.actors.session.user_session import Session
+from raysharded.actors.session.user_step import UserStep
+from tests.session.loops import MICROBATCHES, run
+from tests.session.test_objects import Counting
+from tests.training.harness import train
+
+pytestmark = [pytest.mark.procs, pytest.mark.long]
+CHANGES = 50
+PHASES = ("data", "forward", "backward", "agree", "apply", "snapshot")
+MOST_GROWTH = 1.02
+
+
+class Measuring(Counting):
+    """Also notes memory, and compiled graphs, in the process of worker 0."""
+
+    def left(self, session: Session, step: UserStep, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().left(session, step, model, optimizer)
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        self._note(f"pages of {os.getpid()}", f"{step.number} {pages}")
+        self._note(f"graphs of {os.getpid()}", counters["stats"]["unique_graphs"])
+
+
+def kills(count: int) -> list[tuple[int, int, str]]:
+    """A kill in every second step: of worker 1, then of the one that took its place, and so on."""
+    return [(number + 1, 2 * number + 2, PHASES[number % len(PHASES)]) for number in range(count)]
+
+
+def longest(folder: Path, name: str) -> list[str]:
+    """Lines of the process that wrote the most of them."""
+    return max((file.read_text().splitlines() for file in folder.glob(f"{name} of *")), key=len)
+
+
+def test_fifty_changes_leave_a_survivor_as_it_was(tmp_path: Path) -> None:
+    steps = 2 * CHANGES + 2
+    outcome = run(2, Measuring(tmp_path), kills=kills(CHANGES), steps=steps)
+    assert outcome.bits == train(1, microbatches=MICROBATCHES, steps=steps).bits
+    assert set((tmp_path / "older").read_text().split()) == {"0"}
+    assert set((tmp_path / "calls").read_text().split()) == {"0"}
+    assert len(set(longest(tmp_path, "ids"))) == 1
+    memory = {int(step): int(pages) for step, pages in map(str.split, longest(tmp_path, "pages"))}
+    assert memory[steps - 1] <= MOST_GROWTH * memory[2 * 5 + 1]
+
+
+def test_changes_compile_no_block_again(tmp_path: Path) -> None:
+    steps, engine = 14, rs.EngineConfig(compile=True)
+    run(2, Measuring(tmp_path), engine=engine, kills=kills(6), steps=steps)
+    graphs = [int(count) for count in longest(tmp_path, "graphs")]
+    assert len(graphs) >= steps - 1
+    assert graphs[0] == graphs[-1] > 0
