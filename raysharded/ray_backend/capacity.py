@@ -85,8 +85,9 @@ def shortage_text(
 ) -> str:
     """Sentences about what a run lacks: resources that its place has not, or that others use there now.
 
-    `min_workers`: the number without which the run waits; None: it trains. `where`: the place. `avoided`: ids of nodes that get no workers, which the resources include; `lost`: descriptions
-    of those that the cluster has and this process cannot reach.
+    `min_workers`: the number without which the run waits; None: it trains. `where`: the place. `avoided`: ids of nodes
+    that get no workers, which the resources include; `lost`: descriptions of those that the cluster has and this
+    process cannot reach.
     """
     parts = [
         f"{amount:g} {name} ({where} has {have.get(name, 0):g}, {free.get(name, 0):g} free)"

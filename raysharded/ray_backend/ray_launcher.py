@@ -280,7 +280,7 @@ class RayLauncher:
         return shortage_text(needs_of(self._scaling), least, *resources, self._avoided, lost=lost, where=where)
 
     def _is_short(self, wanted: int | None) -> bool:
-        """False if so many workers are ready, or have their resources, or can have them at once; None: enough to run."""
+        """False if so many workers are ready, have their resources, or can have them at once; None: enough to run."""
         if self._owns_cluster and not wanted:  # it has the resources of those: see `refuse_the_impossible`
             return False
         unfit = {*self._avoided, *self._watch.dead()}

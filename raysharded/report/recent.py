@@ -50,7 +50,7 @@ class Recent:
     """The workers of a driver that has decided no generation yet; None: the newest driver has."""
     generation: int | None
     below_maximum: str
-    """Sentences about the workers that this generation would take in addition; empty if it lacks none, or if unknown."""
+    """Sentences about the workers that this generation would take in addition; empty: none, or unknown."""
     pids: Mapping[int, int]
     """Member -> process id on its node, as far as known."""
     nodes: Mapping[int, str]

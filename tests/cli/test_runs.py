@@ -300,6 +300,18 @@ def test_many_runs_take_little_time(tmp_path: Path) -> None:
     assert time.process_time() - began < 2.0
 
 
+def test_a_long_error_is_short_in_the_list_of_runs_and_whole_in_the_status(tmp_path: Path) -> None:
+    error = "TaskError: " + "worker 0: the shape is wrong, " * 12 + "for want of a column. Add one."
+    ended: Entry = ("failed", {"step": 2, "fingerprint": None, "error": error})
+    journal_now(tmp_path / "long", [*at_work(), ended])
+    *_, row = succeed("runs", tmp_path).splitlines()
+    told = row.partition(" ago")[2].strip()
+    assert told.startswith("TaskError: worker 0: the shape")
+    assert told.endswith(" for want of a column.")
+    assert len(told) <= 80
+    assert error in " ".join(succeed("status", tmp_path / "long").split())
+
+
 # -- status --
 
 
