@@ -57,7 +57,7 @@ class Shortages:
         self._report_storage(state, now)
 
     def below_maximum(self, state: State) -> str:
-        """What the workers lack that would be taken in addition; empty if there are none, or if unknown. Any thread."""
+        """A sentence on the workers that would be taken in addition; empty: none, or unknown. Any thread."""
         below = self._below
         if below is None or below[0] != _range(state) or not _num_more(state):
             return ""

@@ -124,7 +124,8 @@ class Status:
     num_needed: int | None = None
     """The least number of workers for its first generation, at that time."""
     missing: str = ""
-    """What the workers lack that the run would take in addition, up to its maximum; empty: none, or unknown."""
+    """A sentence on the workers that the run would take in addition, and on the resources that they lack; empty: none,
+    or unknown."""
     generation: int | None = None
     driver_pid: int | None = None
     """Process id of the driver on its node."""

@@ -170,8 +170,8 @@ def only_avoided(folder: Path, node: str, nodes: RayNodes) -> dict[str, Any]:
 
 
 def one_starts(folder: Path) -> tuple[str, str]:
-    """What a run lacks that needs one worker and may have two, of which one is starting and has the whole node; and
-    what the second lacks."""
+    """Shortages of a run that needs one worker and may have two, of which one is starting and has the whole node: of
+    the first, and of both."""
     launcher = make_launcher(make_job(str(folder)))
     for worker in (WorkerId(0), WorkerId(1)):
         launcher.start(worker)
