@@ -26,7 +26,7 @@ from raysharded.actors.process import environment, preemption_notices
 from raysharded.actors.process.leave_signal import LeaveInbox
 from raysharded.actors.process.stop_reason import Ends, travelling
 from raysharded.actors.session.computing_threads import computing_thread
-from raysharded.actors.session.session_task import with_session_task
+from raysharded.actors.session.session_task import with_session_task, words_for
 from raysharded.actors.shards.erasure import erasure_code
 from raysharded.actors.shards.position import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, RankPosition, rendezvous_of
 from raysharded.actors.shards.saver import Saver, fingerprint_of
@@ -96,7 +96,8 @@ class Worker:
         """Step reports of older generations: the driver may die before it has recorded them in the journal."""
         self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
         self._sampler.start()
-        self._notes = Notes()
+        self._words = words_for(job.task)
+        self._notes = Notes(self._words)
         self._ends = Ends(worker)
         self._left_s = 0.0
         self._leaving = LeaveInbox(worker, grace_s=job.grace_s)
@@ -119,7 +120,7 @@ class Worker:
         try:
             return self._get_ready()
         except RayshardedError as error:
-            raise travelling(error) from None
+            raise travelling(error, self._words) from None
 
     def _get_ready(self) -> WorkerInfo:
         parity = parity_of(self._job.engine.redundancy)
@@ -267,7 +268,7 @@ class Worker:
         if self._engine is not None:
             self._engine.settle()
         self._store.drop_incomplete()
-        return self._stopped(reason, error.with_traceback(None))
+        return self._stopped(reason, travelling(error, self._words).with_traceback(None))
 
     def _stopped(self, reason: StopReason, error: RayshardedError | None = None) -> Stopped:
         engine = self._engine

@@ -16,7 +16,7 @@ import raysharded as rs
 from raysharded.actors.session.user_session import Session
 from raysharded.errors import ConfigError, InexactError, RayshardedError, TaskError
 from raysharded.task import TrainFunction
-from tests.session.loops import Average, by_task, compute, optimizer_of, run, schedule
+from tests.session.loops import Average, Loop, by_task, compute, optimizer_of, run, schedule
 from tests.training.harness import Gpt, Tokens
 
 STEPS = 3
@@ -174,7 +174,7 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
     ("raises", 1, TaskError, r"step 1, microbatch 0 raised KeyError: 'tokens'"),
     ("no backward", 1, TaskError, r"microbatch 0: call step\.backward\(loss\) once for each microbatch"),
     ("metrics alone", 1, TaskError, FILE + r":\d+: give step\.backward a summed loss with weight="),
-    ("not a loss", 1, TaskError, r"microbatch 0 returned a tensor .*return raysharded\.Loss"),
+    ("not a loss", 1, TaskError, r"microbatch 0 returned a tensor .*call step\.backward\(sum, weight=\.\.\.\)"),
     (
         "two backwards",
         1,
@@ -216,6 +216,62 @@ def test_a_mistake_ends_the_run_with_a_sentence_that_names_it(
     with pytest.raises(error, match=sentence) as found:
         run(workers, Mistake(kind=kind), steps=STEPS)
     assert "raysharded/actors" not in str(found.value)
+
+
+class Hooked(Loop):
+    """Clips by the norm of a worker's gradients, in a hook."""
+
+    def __call__(self, session: Session) -> None:
+        model = session.build(Gpt)
+        optimizer = optimizer_of(model)
+        optimizer.register_step_pre_hook(clips_by_norm)
+        session.shard(model, optimizer)
+        for step in session.steps():
+            with step:
+                for batch in step.microbatches():
+                    compute(step, model, batch)
+                optimizer.step()
+
+
+def clips_by_norm(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    torch.nn.utils.clip_grad_norm_([param for group in optimizer.param_groups for param in group["params"]], 0.01)
+
+
+def norm_with_statistics() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+
+class Other:
+    """A loop with another model, or optimizer."""
+
+    def __init__(self, make: Callable[[], nn.Module], optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+        self._make, self._optimizer = make, optimizer
+
+    def __call__(self, session: Session) -> None:
+        model = session.build(self._make)
+        session.shard(model, self._optimizer(model.parameters()))
+
+
+def two_rates(params: Any) -> torch.optim.Optimizer:
+    first, *_ = params
+    return torch.optim.SGD([first], lr=0.1)
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    ("loop", "sentence"),
+    [
+        (Hooked(), r"step\.clip_grad_norm_"),
+        (Other(norm_with_statistics, torch.optim.SGD), r"put it in eval\(\) in session\.build\(make\)"),
+        (Other(Gpt, two_rates), r"add them in the optimizer of session\.shard"),
+    ],
+    ids=["hook", "batch norm", "groups"],
+)
+def test_errors_speak_of_the_loop_and_not_of_methods_of_a_task(loop: Any, sentence: str) -> None:
+    with pytest.raises(RayshardedError, match=sentence) as found:
+        run(2, loop, steps=STEPS)
+    for word in ("build_model", "build_optimizer", "Task."):
+        assert word not in str(found.value)
 
 
 @pytest.mark.procs
