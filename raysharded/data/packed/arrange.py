@@ -10,7 +10,15 @@ import numpy as np
 
 from raysharded.checkpoint.storage import open_storage
 from raysharded.data.packed.arrangement import Int64s, Pieces, groups
-from raysharded.data.packed.plan_file import Facts, GroupColumns, Plan, name_of_plan, parse_plan, read_plan, store_digest
+from raysharded.data.packed.plan_file import (
+    Facts,
+    GroupColumns,
+    Plan,
+    name_of_plan,
+    parse_plan,
+    read_plan,
+    store_digest,
+)
 from raysharded.data.store.find import find_stores
 from raysharded.data.store.layout import Kind, from_bytes
 from raysharded.data.store.store_source import FoundStore, TokenStream
