@@ -44,7 +44,7 @@ class SourceRead:
 
     name: str
     num_samples: int | None
-    """Samples of one epoch; None for data with an order of their own, of which the journal has only the digest."""
+    """Samples of one epoch; None for data whose order the journal has only as a digest."""
     read: int
     """Samples that were read, over all epochs."""
     wanted: float

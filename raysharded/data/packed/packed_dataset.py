@@ -107,6 +107,15 @@ class PackedDataset:
         return opened.kind
 
     @property
+    def contents_digest(self) -> str:
+        """Digest of the plan, which has that of the store; empty for concatenated documents.
+
+        A run keeps it: data with another one are refused.
+        """
+        self._open()
+        return self._digest or ""
+
+    @property
     def padding(self) -> float:
         """Share of all places that are padding; 0 for concatenated documents."""
         return self._open().padding
