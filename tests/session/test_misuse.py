@@ -15,6 +15,7 @@ from torch import nn
 import raysharded as rs
 from raysharded.actors.session.user_session import Session
 from raysharded.errors import ConfigError, InexactError, RayshardedError, TaskError
+from raysharded.run.group_planner import GroupPlanner
 from raysharded.task import TrainFunction
 from tests.session.loops import Average, Loop, by_task, compute, optimizer_of, run, schedule
 from tests.training.harness import Gpt, Tokens
@@ -318,7 +319,14 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         ),
         "tensor_parallel_degree=2: .* a train_fn has no tensor parallelism",
     ),
-    (lambda: rs.ElasticTrainer(train_fn=print, **TRAINER).check(), "`raysharded check` needs a raysharded.Task"),
+    (
+        lambda: GroupPlanner(
+            rs.ElasticTrainer(
+                train_fn=print, **{**TRAINER, "scaling": rs.ScalingConfig(num_workers=2, memory_per_worker=2**30)}
+            ).spec()
+        ).check_memory(),
+        r"memory_per_worker\) needs a raysharded.Task",
+    ),
 ]
 
 
