@@ -146,7 +146,7 @@ class MicrobatchLoader:
 
     @property
     def contents(self) -> str:
-        """Digest of what the samples are made of; empty for data that do not tell it."""
+        """Digest of what the samples are made of; empty for data without one."""
         return self._reader.contents()
 
     def require_steps(self, last_step: int) -> None:

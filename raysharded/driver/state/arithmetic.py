@@ -164,7 +164,7 @@ def contents_of(about: Mapping[str, Any]) -> str:
 
 
 def own_contents(contents: str) -> dict[str, str]:
-    """Entry to add to a run's settings for `contents_of`; empty for data that do not tell it."""
+    """Entry to add to a run's settings for `contents_of`; empty for data without one."""
     return {CONTENTS: contents} if contents else {}
 
 
