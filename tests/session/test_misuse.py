@@ -52,6 +52,14 @@ class Mistake:
         more: dict[str, Any] = {"parallelize": dict} if kind == "tensor parallel" else {}
         if kind == "registers a tensor":
             more["weights"] = nn.Linear(3, 3)
+        if kind == "a name that is taken":
+            more["log"] = average
+        if kind == "gradient before shard":
+            session.gradient(lambda batch: model(batch).sum())
+        if kind == "log before a step":
+            session.log(one=1.0)
+        if kind == "stop before a step":
+            session.stop()
         if kind == "steps before shard":
             next(session.steps())
         session.shard(
@@ -156,6 +164,10 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
     ("part of the model", 1, TaskError, r"trainable parameters are in no group of the optimizer, first"),
     ("tensor parallel", 1, TaskError, FILE + r":\d+: session\.shard\(parallelize=\.\.\.\).*Leave the degree at 1"),
     ("registers a tensor", 1, TaskError, r"a Tensor of shape \[3, 3\] at weights\.weight: it must be plain data"),
+    ("a name that is taken", 1, TaskError, r"session\.shard\(log=\.\.\.\): the name is taken"),
+    ("gradient before shard", 1, TaskError, FILE + r":\d+: session\.gradient\(\) comes after session\.shard"),
+    ("log before a step", 1, TaskError, FILE + r":\d+: session\.log\(\) belongs into `with step:`"),
+    ("stop before a step", 1, TaskError, FILE + r":\d+: session\.stop\(\) belongs into `with step:`"),
     ("steps before shard", 1, TaskError, FILE + r":\d+: session\.steps\(\) comes after session\.shard"),
     ("not registered", 1, InexactError, r"a LambdaLR of the optimizer is not registered: .*scheduler=scheduler"),
     (
