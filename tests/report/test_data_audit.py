@@ -65,6 +65,7 @@ def test_sources_are_counted_as_if_each_position_were_looked_up(
         steps = dict(positions)
         for one in found:
             places = [position for position, _ in positions if as_read.origin(position)[0] == one.name]
+            assert one.num_samples is not None
             for epoch in one.epochs:
                 first = (epoch.number - 1) * one.num_samples
                 assert epoch.first_step == steps[places[first]]
