@@ -382,6 +382,7 @@ class Driver:
             arithmetic={**(state.arithmetic or {}), numerics.KEY: numerics.whole(state.numerics)},
             num_samples=state.num_samples,
             blocks=state.blocks,
+            contents=state.contents,
             decisions=state.decisions,
             build_seed=state.build_seed,
         )
