@@ -26,7 +26,7 @@ from raysharded.actors.process import environment, preemption_notices
 from raysharded.actors.process.leave_signal import LeaveInbox
 from raysharded.actors.process.stop_reason import Ends, travelling
 from raysharded.actors.session.computing_threads import computing_thread
-from raysharded.actors.session.session_task import with_session_task
+from raysharded.actors.session.session_task import with_session_task, words_for
 from raysharded.actors.shards.erasure import erasure_code
 from raysharded.actors.shards.position import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, RankPosition, rendezvous_of
 from raysharded.actors.shards.saver import Saver, fingerprint_of
@@ -74,8 +74,7 @@ class Worker:
         self._compilation = Compilation(job.engine.max_compiled_shapes, self._device) if compiles else None
         self._storage = storage or open_storage(job.run_url)
         self._store = ShardStore(pin_memory=job.use_gpu)
-        self._saver = Saver(self._storage)
-        self._share = Share()
+        self._saver, self._share = Saver(self._storage), Share()
         engine = replace(job.engine, compile=False)  # the process that reads the data compiles nothing
         settings = functools.partial(environment.prepare_torch, engine, job.num_threads, use_gpu=False)
         self._sources = Sources(job.data, job.evaluation, job.batch, job.engine, settings)
@@ -96,8 +95,8 @@ class Worker:
         """Step reports of older generations: the driver may die before it has recorded them in the journal."""
         self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
         self._sampler.start()
-        self._notes, self._ends = Notes(), Ends(worker)
-        self._left_s = 0.0
+        self._words = words_for(job.task)
+        self._notes, self._ends, self._left_s = Notes(self._words), Ends(worker), 0.0
         self._leaving = LeaveInbox(worker, grace_s=job.grace_s)
         self._leaving.listen()
         preemption_notices.watch(job.preemption_notices, self._leaving.tell_node)
@@ -118,14 +117,14 @@ class Worker:
         try:
             return self._get_ready()
         except RayshardedError as error:
-            raise travelling(error) from None
+            raise travelling(error, self._words) from None
 
     def _get_ready(self) -> WorkerInfo:
         parity = parity_of(self._job.engine.redundancy)
         if parity is not None:
             erasure_code(parity)  # a missing requirement fails here, not when the run first has enough workers
         self._computing.build()
-        self._sources.check(self._job.max_steps)
+        self._sources.check()
         if self._compilation is not None:
             catch_up, seed = self._compilation.catch_up, self._job.batch.seed
             self._computing.submit(catch_up, self._job.task, self._job.engine, self._storage, seed).result()
@@ -207,6 +206,7 @@ class Worker:
             self._compilation,
         )
         self._engine = engine
+        self._sources.training.require_steps(self._job.max_steps)
         restored = engine.prepare(wrapped, self._objects)
         return GenerationReady(
             generation=spec.generation,
@@ -270,7 +270,7 @@ class Worker:
         if self._engine is not None:
             self._engine.settle()
         self._ends.keep_if_failed(self._engine, self._store.drop_incomplete())
-        return self._stopped(reason, error.with_traceback(None))
+        return self._stopped(reason, travelling(error, self._words).with_traceback(None))
 
     def _stopped(self, reason: StopReason, error: RayshardedError | None = None) -> Stopped:
         engine = self._engine

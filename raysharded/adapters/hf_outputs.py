@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,12 @@ class Outputs(Base):
     """Registered state; None before `train`."""
     _outputs: Iterator[Any] | None = None
     """Outputs for held-out batches that are computed already."""
+
+    def _collator(self) -> Callable[[list[Any]], Any]:
+        """The trainer's collator, for samples of the run: those of `train_dataset`, or their numbers in it."""
+        inner = self._get_collator_with_removed_columns(self.data_collator, description="Training")
+        data: Any = self.train_dataset
+        return lambda samples: inner([data[one] if isinstance(one, int) else one for one in samples])
 
     def evaluation_loop(
         self,

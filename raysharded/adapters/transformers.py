@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TESTED = "5.24"
 """The version of transformers that the adapter was tested with."""
-_NEW = ("_loss_of", "_norm", "_note", "_whole_model", "_with_tied")
+_NEW = ("_collator", "_loss_of", "_norm", "_note", "_whole_model", "_with_tied")
 _log = logging.getLogger("raysharded.adapters")
 
 
@@ -90,8 +90,7 @@ class Elastic(Outputs):
         loop, model, optimizer = Loop(self), self.model, self.optimizer
         assert model is not None
         assert optimizer is not None
-        collate = self._get_collator_with_removed_columns(self.data_collator, description="Training")
-        self.session.shard(model, optimizer, collate=collate, scheduler=self.lr_scheduler, trainer=loop)
+        self.session.shard(model, optimizer, collate=self._collator(), scheduler=self.lr_scheduler, trainer=loop)
         self._loop, self.state.num_train_epochs = loop, math.ceil(loop.epoch(max_steps))
         self.callback_handler.callbacks.insert(0, loop)
         self.accelerator._models.append(model)  # otherwise an evaluation would prepare it in accelerate's way

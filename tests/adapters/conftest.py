@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 
 import pytest
 
 from tests import forked
 
-PRELOADED = "tests.adapters.preloaded"
+
+@contextmanager
+def server_with(*modules: str) -> Iterator[None]:
+    """A context with a server that has imported these modules, in place of the one that the other tests share."""
+    forked.PRELOADED.extend(modules)
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # the next one to fork a process starts it again
+    try:
+        yield
+    finally:
+        del forked.PRELOADED[-len(modules) :]
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="package", autouse=True)
 def _server_with_transformers() -> Iterator[None]:
-    """A server of this package's own, in place of the one that the other tests share."""
-    forked.PRELOADED.append(PRELOADED)
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # the next one to fork a process starts it again
-    yield
-    forked.PRELOADED.remove(PRELOADED)
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    with server_with("tests.adapters.preloaded"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def server_with_trl() -> Iterator[None]:
+    """A server that has also imported TRL."""
+    with server_with("tests.adapters.preloaded_trl"):
+        yield

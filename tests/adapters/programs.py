@@ -168,9 +168,7 @@ class Script:
             self._behind(trainer)
 
 
-def run(
-    workers: int, script: Callable[[Session], None], data: list[dict[str, Any]] | None = None, **others: Any
-) -> Outcome:
+def run(workers: int, script: Callable[[Session], None], data: Any = None, **others: Any) -> Outcome:
     """As `harness.train`, with a script."""
     settings: dict[str, Any] = {"microbatches": MICROBATCHES, "steps": STEPS, "data": data or texts()}
     return train(workers, task=TrainFunction(script), **(settings | others))

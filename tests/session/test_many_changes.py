@@ -14,6 +14,8 @@ from torch._dynamo.utils import counters
 import raysharded as rs
 from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
+from raysharded.ids import WorkerId
+from raysharded.testing import Fault
 from tests.session.loops import MICROBATCHES, run
 from tests.session.test_objects import Counting
 from tests.training.harness import train
@@ -21,7 +23,7 @@ from tests.training.harness import train
 pytestmark = [pytest.mark.procs, pytest.mark.long]
 CHANGES = 50
 PHASES = ("data", "forward", "backward", "agree", "apply", "snapshot")
-MOST_GROWTH = 1.02
+APART, MOST_GROWTH = 4, 1.02
 
 
 class Measuring(Counting):
@@ -35,9 +37,17 @@ class Measuring(Counting):
         self._note(f"graphs of {os.getpid()}", counters["stats"]["unique_graphs"])
 
 
-def kills(count: int) -> list[tuple[int, int, str]]:
-    """A kill in every second step: of worker 1, then of the one that took its place, and so on."""
-    return [(number + 1, 2 * number + 2, PHASES[number % len(PHASES)]) for number in range(count)]
+def changes(count: int) -> list[Fault]:
+    """A kill every few steps: of worker 1, then of the one that took its place, which worker 0 waits for."""
+    kills = [
+        Fault(worker=WorkerId(number + 1), step=APART * number + 2, phase=PHASES[number % len(PHASES)])
+        for number in range(count)
+    ]
+    waits = [
+        Fault(worker=WorkerId(0), step=APART * number, phase="data", kind="wait", until=WorkerId(number + 1))
+        for number in range(1, count)
+    ]
+    return [*kills, *waits]
 
 
 def longest(folder: Path, name: str) -> list[str]:
@@ -46,19 +56,19 @@ def longest(folder: Path, name: str) -> list[str]:
 
 
 def test_fifty_changes_leave_a_survivor_as_it_was(tmp_path: Path) -> None:
-    steps = 2 * CHANGES + 2
-    outcome = run(2, Measuring(tmp_path), kills=kills(CHANGES), steps=steps)
+    steps = APART * CHANGES
+    outcome = run(2, Measuring(tmp_path), faults=changes(CHANGES), steps=steps)
     assert outcome.bits == train(1, microbatches=MICROBATCHES, steps=steps).bits
     assert set((tmp_path / "older").read_text().split()) == {"0"}
     assert set((tmp_path / "calls").read_text().split()) == {"0"}
     assert len(set(longest(tmp_path, "ids"))) == 1
     memory = {int(step): int(pages) for step, pages in map(str.split, longest(tmp_path, "pages"))}
-    assert memory[steps - 1] <= MOST_GROWTH * memory[2 * 5 + 1]
+    assert memory[steps - 1] <= MOST_GROWTH * memory[5 * APART + 1]
 
 
 def test_changes_compile_no_block_again(tmp_path: Path) -> None:
-    steps, engine = 14, rs.EngineConfig(compile=True)
-    run(2, Measuring(tmp_path), engine=engine, kills=kills(6), steps=steps)
+    steps, engine = APART * 6, rs.EngineConfig(compile=True)
+    run(2, Measuring(tmp_path), engine=engine, faults=changes(6), steps=steps)
     graphs = [int(count) for count in longest(tmp_path, "graphs")]
     assert len(graphs) >= steps - 1
     assert graphs[0] == graphs[-1] > 0

@@ -15,8 +15,9 @@ from torch import nn
 import raysharded as rs
 from raysharded.actors.session.user_session import Session
 from raysharded.errors import ConfigError, InexactError, RayshardedError, TaskError
+from raysharded.run.group_planner import GroupPlanner
 from raysharded.task import TrainFunction
-from tests.session.loops import Average, by_task, compute, optimizer_of, run, schedule
+from tests.session.loops import Average, Loop, by_task, compute, optimizer_of, run, schedule
 from tests.training.harness import Gpt, Tokens
 
 STEPS = 3
@@ -51,6 +52,14 @@ class Mistake:
         more: dict[str, Any] = {"parallelize": dict} if kind == "tensor parallel" else {}
         if kind == "registers a tensor":
             more["weights"] = nn.Linear(3, 3)
+        if kind == "a name that is taken":
+            more["log"] = average
+        if kind == "gradient before shard":
+            session.gradient(lambda batch: model(batch).sum())
+        if kind == "log before a step":
+            session.log(one=1.0)
+        if kind == "stop before a step":
+            session.stop()
         if kind == "steps before shard":
             next(session.steps())
         session.shard(
@@ -155,6 +164,10 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
     ("part of the model", 1, TaskError, r"trainable parameters are in no group of the optimizer, first"),
     ("tensor parallel", 1, TaskError, FILE + r":\d+: session\.shard\(parallelize=\.\.\.\).*Leave the degree at 1"),
     ("registers a tensor", 1, TaskError, r"a Tensor of shape \[3, 3\] at weights\.weight: it must be plain data"),
+    ("a name that is taken", 1, TaskError, r"session\.shard\(log=\.\.\.\): the name is taken"),
+    ("gradient before shard", 1, TaskError, FILE + r":\d+: session\.gradient\(\) comes after session\.shard"),
+    ("log before a step", 1, TaskError, FILE + r":\d+: session\.log\(\) belongs into `with step:`"),
+    ("stop before a step", 1, TaskError, FILE + r":\d+: session\.stop\(\) belongs into `with step:`"),
     ("steps before shard", 1, TaskError, FILE + r":\d+: session\.steps\(\) comes after session\.shard"),
     ("not registered", 1, InexactError, r"a LambdaLR of the optimizer is not registered: .*scheduler=scheduler"),
     (
@@ -174,7 +187,7 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
     ("raises", 1, TaskError, r"step 1, microbatch 0 raised KeyError: 'tokens'"),
     ("no backward", 1, TaskError, r"microbatch 0: call step\.backward\(loss\) once for each microbatch"),
     ("metrics alone", 1, TaskError, FILE + r":\d+: give step\.backward a summed loss with weight="),
-    ("not a loss", 1, TaskError, r"microbatch 0 returned a tensor .*return raysharded\.Loss"),
+    ("not a loss", 1, TaskError, r"microbatch 0 returned a tensor .*call step\.backward\(sum, weight=\.\.\.\)"),
     (
         "two backwards",
         1,
@@ -216,6 +229,62 @@ def test_a_mistake_ends_the_run_with_a_sentence_that_names_it(
     with pytest.raises(error, match=sentence) as found:
         run(workers, Mistake(kind=kind), steps=STEPS)
     assert "raysharded/actors" not in str(found.value)
+
+
+class Hooked(Loop):
+    """Clips by the norm of a worker's gradients, in a hook."""
+
+    def __call__(self, session: Session) -> None:
+        model = session.build(Gpt)
+        optimizer = optimizer_of(model)
+        optimizer.register_step_pre_hook(clips_by_norm)
+        session.shard(model, optimizer)
+        for step in session.steps():
+            with step:
+                for batch in step.microbatches():
+                    compute(step, model, batch)
+                optimizer.step()
+
+
+def clips_by_norm(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    torch.nn.utils.clip_grad_norm_([param for group in optimizer.param_groups for param in group["params"]], 0.01)
+
+
+def norm_with_statistics() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+
+class Other:
+    """A loop with another model, or optimizer."""
+
+    def __init__(self, make: Callable[[], nn.Module], optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+        self._make, self._optimizer = make, optimizer
+
+    def __call__(self, session: Session) -> None:
+        model = session.build(self._make)
+        session.shard(model, self._optimizer(model.parameters()))
+
+
+def two_rates(params: Any) -> torch.optim.Optimizer:
+    first, *_ = params
+    return torch.optim.SGD([first], lr=0.1)
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    ("loop", "sentence"),
+    [
+        (Hooked(), r"step\.clip_grad_norm_"),
+        (Other(norm_with_statistics, torch.optim.SGD), r"put it in eval\(\) in session\.build\(make\)"),
+        (Other(Gpt, two_rates), r"add them in the optimizer of session\.shard"),
+    ],
+    ids=["hook", "batch norm", "groups"],
+)
+def test_errors_speak_of_the_loop_and_not_of_methods_of_a_task(loop: Any, sentence: str) -> None:
+    with pytest.raises(RayshardedError, match=sentence) as found:
+        run(2, loop, steps=STEPS)
+    for word in ("build_model", "build_optimizer", "Task."):
+        assert word not in str(found.value)
 
 
 @pytest.mark.procs
@@ -262,7 +331,14 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         ),
         "tensor_parallel_degree=2: .* a train_fn has no tensor parallelism",
     ),
-    (lambda: rs.ElasticTrainer(train_fn=print, **TRAINER).check(), "`raysharded check` needs a raysharded.Task"),
+    (
+        lambda: GroupPlanner(
+            rs.ElasticTrainer(
+                train_fn=print, **{**TRAINER, "scaling": rs.ScalingConfig(num_workers=2, memory_per_worker=2**30)}
+            ).spec()
+        ).check_memory(),
+        r"memory_per_worker\) needs a raysharded.Task",
+    ),
 ]
 
 

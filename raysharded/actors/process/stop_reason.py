@@ -83,12 +83,14 @@ def ending_of(error: BaseException, *, interrupted: bool, device: torch.device =
     return Ending(reason=StopReason.TASK_ERROR, error=task_error, is_unexpected=True)
 
 
-def travelling(error: RayshardedError) -> RayshardedError:
-    """The error, if its class is raysharded's and it can be pickled.
+def travelling(error: RayshardedError, words: Callable[[str], str] = str) -> RayshardedError:
+    """The error, if its class is raysharded's and it can be pickled. `words`: from its text to the one that is sent.
 
     Other errors are replaced by the nearest class of raysharded with the same text: a user's subclass, which the driver
     may be unable to create, and errors that cannot be pickled.
     """
+    if error.args and isinstance(error.args[0], str):
+        error.args = (words(error.args[0]), *error.args[1:])
     ours = (cls for cls in type(error).__mro__ if cls.__module__.startswith("raysharded."))
     kind: type[RayshardedError] = next(ours)
     if type(error) is kind and _can_be_pickled(error):

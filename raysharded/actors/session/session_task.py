@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -44,3 +45,35 @@ def with_session_task(job: Job) -> Job:
         return job
     name = getattr(job.task.function, "__name__", type(job.task.function).__name__)
     return replace(job, task=type(name, (SessionTask,), {})(job.task.function))
+
+
+_WORDS = (
+    (r"({name}\.)?build_model and ({name}\.)?build_optimizer", "session.build(make) and the optimizer"),
+    (r"({name}\.)?\bbuild_model\b", "session.build(make)"),
+    (r"({name}\.)?\bbuild_optimizer\b", "the optimizer of session.shard"),
+    (r"({name}|Task)\.init_weights\b", "session.build(init_weights=...)"),
+    (r"({name}|Task)\.wrap\b", "session.shard(wrap=...)"),
+    (r"({name}|Task)\.collate\b", "session.shard(collate=...)"),
+    (r"({name}|Task)\.evaluate\b", "session.evaluate(loss_of)"),
+    (r"\bset max_grad_norm\b", "clip by step.clip_grad_norm_"),
+    (r"\bTask\.max_grad_norm\b", "step.clip_grad_norm_"),
+    (r"\breturn Loss\((\w+), ([\w ]+)\)", r"call step.backward(\1, weight=\2)"),
+    (r"\breturn raysharded\.Loss\(sum, weight\)", "call step.backward(sum, weight=...)"),
+    (r"\bthe task's computation\b", "the loop's computation"),
+)
+"""Methods of a task, as errors and remarks name them -> what a loop has in their place."""
+
+
+def words_for(task: object) -> Callable[[str], str]:
+    """Function from a sentence about a task to the same about this one, which may be a user's loop."""
+    if not isinstance(task, SessionTask):
+        return lambda sentence: sentence
+    name = re.escape(type(task).__name__)
+    words = [(re.compile(pattern.replace("{name}", name)), by) for pattern, by in _WORDS]
+
+    def reworded(sentence: str) -> str:
+        for pattern, by in words:
+            sentence = pattern.sub(by, sentence)
+        return sentence
+
+    return reworded

@@ -23,7 +23,9 @@ def say_nothing(about: str, sentence: str) -> None:
 class Notes:
     """Remarks of one worker, as long as its process lives. Training thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: Callable[[str], str] = str) -> None:
+        """`words`: function from a sentence about a task to the one that is logged."""
+        self._words = words
         self._said: set[str] = set()
         self._unreported: list[str] = []
 
@@ -32,6 +34,7 @@ class Notes:
         if about in self._said:
             return
         self._said.add(about)
+        sentence = self._words(sentence)
         self._unreported.append(sentence)
         if aloud:
             _log.warning("%s", sentence)
