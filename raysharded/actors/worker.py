@@ -127,7 +127,7 @@ class Worker:
         if parity is not None:
             erasure_code(parity)  # a missing requirement fails here, not when the run first has enough workers
         self._computing.build()
-        self._sources.check(self._job.max_steps)
+        self._sources.check()
         if self._compilation is not None:
             catch_up, seed = self._compilation.catch_up, self._job.batch.seed
             self._computing.submit(catch_up, self._job.task, self._job.engine, self._storage, seed).result()
@@ -205,6 +205,7 @@ class Worker:
             self._compilation,
         )
         self._engine = engine
+        self._sources.training.require_steps(self._job.max_steps)
         restored = engine.prepare(wrapped, self._objects)
         return GenerationReady(
             generation=spec.generation,

@@ -62,6 +62,8 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         return finish(state, _other_data(state, event))
     if arithmetic.has_other_blocks(state, event.facts):
         return finish(state, _other_blocks(state, event))
+    if arithmetic.has_other_contents(state, event.facts):
+        return finish(state, _other_contents(event))
     lacks, differs = arithmetic.lacks(state, event.facts), arithmetic.differs(state, event.facts)
     if differs and not lacks and state.arithmetic_unmet:
         return _hold(state, event, at)
@@ -83,6 +85,7 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         arithmetic_unmet=False,
         num_samples=event.facts.num_samples,
         blocks=arithmetic.blocks_with(state, event.facts),
+        contents=state.contents or event.facts.contents,
         last_ready_at=at,
         start_failures=0,
         start_after=0.0,
@@ -118,6 +121,14 @@ def _other_blocks(state: State, event: Ready) -> ConfigError:
         f"worker {event.worker} on {event.facts.node} finds data whose blocks have {event.facts.samples_per_block} "
         f"samples, the run began with {state.blocks[0]}: the order of samples depends on them. Give the data that the "
         "run began with, with the same seq_len, or give the run another name."
+    )
+
+
+def _other_contents(event: Ready) -> ConfigError:
+    return ConfigError(
+        f"worker {event.worker} on {event.facts.node} finds data of the same length with other contents than the run "
+        "began with: of packed documents, another plan or other tokens. Give the data that the run began with, or give "
+        "the run another name."
     )
 
 
