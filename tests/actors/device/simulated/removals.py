@@ -36,13 +36,17 @@ ORDERING = (
 )
 
 
+_AFTER_COPY_IN = "before it is used the stream waits for the copy-in stream, which has waited for the same"
 WITHOUT_EFFECT = {
     "cuda wait_for(self.record(stream))": "nobody uses the sum: the wait shows that the communicator is connected",
     "cuda self.record(stream)": "the same",
     "device_errors here.record(here.current_stream(device))": "nobody uses the sum: the wait shows that the GPU works",
     "_fsdp_param_group self.device_handle.Event().record()": "`record` returns None: nobody has the event",
-    "_fsdp_param_group self.comm_ctx.all_gather_stream.wait_event(event)": (
-        "the stream waits for the copy-in stream before it is used, and that has waited for the event"
+    "_fsdp_param_group self.comm_ctx.all_gather_stream.wait_event(event)": _AFTER_COPY_IN,
+    "_fsdp_state self._comm_ctx.all_gather_stream.wait_stream(current_stream)": _AFTER_COPY_IN,
+    "_fsdp_state self._comm_ctx.all_gather_stream.wait_event(all_gather_state.event)": _AFTER_COPY_IN,
+    "_fsdp_state self._device_handle.current_stream().wait_event(rs_state.event)": (
+        "the stream has waited for what follows the event: each unit's end of its backward"
     ),
 }
 """Calls that order nothing that their removal could show, each with the reason."""
