@@ -16,7 +16,12 @@ class ShardedItems:
 
     A run reads it in the order of samples of any other dataset: each item once in an epoch, at any number of workers.
     The number of the sample decides the shard and the item. So a run keeps the numbers of items: with others it is
-    refused. Any thread may read it, if that holds for `read`.
+    refused. Any thread may read it, if that holds for `read`. For instance, of the rows of some files:
+
+        counts = [pyarrow.parquet.read_metadata(path).num_rows for path in paths]
+        data = ShardedItems(counts, partial(read_row, paths))
+
+    `counts` are read once, where the run is started, and travel with the dataset.
     """
 
     def __init__(
