@@ -106,6 +106,7 @@ class Elastic(Outputs):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         assert self._loop is not None
         loss = 0.0
+        model.train()  # an evaluation has left it in eval mode
         if "is_last" in inputs:
             if self._loop.saves(self.state.global_step + 1):
                 self.session.save()

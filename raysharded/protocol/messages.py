@@ -107,6 +107,8 @@ class GenerationSpec:
     """(step, places): each worker computes the microbatches of the worker so many places further, in a retried step."""
     blocks: tuple[int, int] = (1, 1)
     """(samples per block of the data, samples per step), with which the run began: its order of samples."""
+    failed_devices: tuple[WorkerId, ...] = ()
+    """Members whose GPU failed, as the driver knows: the run needs what they alone hold."""
 
     @property
     def world_size(self) -> int:

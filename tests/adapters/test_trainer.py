@@ -27,6 +27,10 @@ def with_metrics() -> dict[str, Any]:
     return {"eval_dataset": sentences(7, first=100), "compute_metrics": accuracy}
 
 
+def held_out() -> dict[str, Any]:
+    return {"eval_dataset": texts(5, first=100)}
+
+
 @cache
 def by_one_worker() -> Outcome:
     return run(1, Script())
@@ -73,3 +77,10 @@ def test_losses_are_those_of_the_plain_trainer_and_bits_those_of_one_worker(tmp_
         assert metrics["eval_loss"] == pytest.approx(line["eval_loss"], abs=1e-5)
         assert metrics["eval_accuracy"] == line["eval_accuracy"]
     assert bool(evaluations) == (kind == "classifier with metrics")
+
+
+def test_an_evaluation_changes_nothing_in_the_steps_behind_it() -> None:
+    script = Script(given=held_out, eval_strategy="steps", eval_steps=2)
+    found = run(2, script)
+    assert found.losses == by_one_worker().losses
+    assert found.fingerprint == by_one_worker().fingerprint

@@ -224,7 +224,7 @@ NAMES: Mapping[type, Names] = {
     messages.GenerationSpec: Names(
         "generation_spec",
         "generation members source host port prefix driver decisions replicas tensor apart nodes prepared attempt "
-        "numerics newcomers build_seed secret shift blocks",
+        "numerics newcomers build_seed secret shift blocks failed_devices",
         later={
             "numerics": RULES_AT_FIRST,
             "newcomers": (),
@@ -232,6 +232,7 @@ NAMES: Mapping[type, Names] = {
             "secret": b"",
             "shift": (0, 0),
             "blocks": (1, 1),
+            "failed_devices": (),
         },
     ),
     messages.FromMemory: Names("from_memory", "step spec copies rebuilds"),

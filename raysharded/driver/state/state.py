@@ -225,7 +225,7 @@ class State:
     """Node id -> announced time at which its machine will be taken away."""
     preemptions: int = 0
     """Workers that got a leave notice so far; they are not losses."""
-    device_failures: Mapping[str, int] = field(default_factory=dict)  # GPU, by number and UUID -> failures
+    device_failures: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)  # (step, generation)
     last_ready_at: float = 0.0
     next_worker: WorkerId = _FIRST_WORKER
     awaited: frozenset[WorkerId] = frozenset()
