@@ -13,8 +13,6 @@ from transformers.trainer_utils import SaveStrategy
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from raysharded.adapters.transformers import Elastic
-
 
 class Loop(TrainerCallback):
     """The trainer's first callback, and its registered state.
@@ -23,7 +21,8 @@ class Loop(TrainerCallback):
     `TrainerState.global_step`, which goes back with the step.
     """
 
-    def __init__(self, trainer: Elastic) -> None:
+    def __init__(self, trainer: Any) -> None:
+        """`trainer`: the elastic one."""
         self._trainer = trainer
         self._samples = len(trainer.train_dataset)  # type: ignore[arg-type]  # `require_data` has looked
         self.begun = -1
