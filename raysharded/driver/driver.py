@@ -376,14 +376,13 @@ class Driver:
         return ClusterError(f"{error} {shortage}") if shortage else error
 
     def _known(self) -> ManifestContext:
-        state = self.state
         return ManifestContext(
-            arithmetic={**(state.arithmetic or {}), numerics.KEY: numerics.whole(state.numerics)},
-            num_samples=state.num_samples,
-            blocks=state.blocks,
-            contents=state.contents,
-            decisions=state.decisions,
-            build_seed=state.build_seed,
+            arithmetic={**(self.state.arithmetic or {}), numerics.KEY: numerics.whole(self.state.numerics)},
+            num_samples=self.state.num_samples,
+            blocks=self.state.blocks,
+            contents=self.state.contents,
+            decisions=self.state.decisions,
+            build_seed=self.state.build_seed,
         )
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:

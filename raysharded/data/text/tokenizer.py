@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,13 +12,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from raysharded.data.text.files import file_system, reading, refuse_no_file
+from raysharded.data.text.files import as_paths, file_system, reading, refuse_no_file
 from raysharded.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import tokenizers
 
 _END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+
+_TOKENIZER_FILE = "tokenizer.json"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,36 @@ class FileTokenizer:
                 "Convert the file, or pack it with the byte tokenizer."
             ) from error
         yield np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+
+def find_tokenizer(given: str | os.PathLike[str]) -> str:
+    """The file of a tokenizer: a path or URL, the `tokenizer.json` in a folder, or that of a name of the Hub.
+
+    Names are looked up as transformers looks them up: in the cache of this machine, and then on the Hub. Raises
+    ConfigError if there is none.
+    """
+    (path,) = as_paths(given, "tokenizer")
+    fs, within = file_system(path)
+    with reading(path, "read"):
+        if fs.isfile(within):
+            return path
+        if fs.isdir(within):
+            inside = f"{path.rstrip('/')}/{_TOKENIZER_FILE}"
+            if fs.isfile(f"{within.rstrip('/')}/{_TOKENIZER_FILE}"):
+                return inside
+            raise DataError(f"{path}: no {_TOKENIZER_FILE} in the folder. Save it with transformers' fast tokenizer.")
+    name = os.fspath(given)
+    if _HUB_NAME.fullmatch(name) is None:
+        return path  # opening it reports that it is missing
+    try:
+        import huggingface_hub  # comes with tokenizers
+
+        return str(huggingface_hub.hf_hub_download(name, _TOKENIZER_FILE))
+    except Exception as error:  # the boundary to the package and the network
+        raise ConfigError(
+            f"tokenizer={name!r}: neither a file nor a folder here, and no {_TOKENIZER_FILE} of that name was found on "
+            f"the Hub or in its cache: {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _load(path: str, content: bytes) -> tokenizers.Tokenizer:
