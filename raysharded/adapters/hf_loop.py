@@ -24,14 +24,15 @@ class Loop(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         """`trainer`: the elastic one."""
         self._trainer = trainer
-        self._samples = len(trainer.train_dataset)  # type: ignore[arg-type]  # `require_data` has looked
+        self._samples: int = len(trainer.train_dataset)  # `require_data` has looked
         self.begun = -1
         """`global_step` at the newest call of `on_step_begin`."""
         self._newest = self.state_dict()
 
     def epoch(self, step: int) -> float:
         """Epochs that are done after a step."""
-        return step * self._trainer.session.batch.global_batch_size / self._samples
+        size: int = self._trainer.session.batch.global_batch_size
+        return step * size / self._samples
 
     def ends_epoch(self, step: int) -> bool:
         """True if an epoch ends within this step."""
