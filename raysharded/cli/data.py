@@ -226,9 +226,19 @@ def _print_audit(found: DataAudit) -> None:
 def info(
     paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Token stores; or token files, folders or globs.")],
     seq_len: Annotated[int | None, typer.Option(metavar="N", min=1, help="Also count samples of N tokens.")] = None,
+    documents: Annotated[bool, typer.Option("--documents", help="Also count documents. Reads all tokens.")] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Shows the beginning of the first document as text.")
+    ] = None,
+    end_of_document: Annotated[
+        int | None, typer.Option(metavar="NUMBER", min=0, help="The token that ends documents, if no store names it.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check stores or files, all together as one data set, and show their contents. Reads only indexes and footers."""
+    """Check stores or files, all together as one data set, and show their contents.
+
+    Reads only indexes and footers, unless documents are counted.
+    """
     from raysharded.data import TokenDataset
     from raysharded.report.history.tables import facts_table
 
@@ -241,6 +251,12 @@ def info(
         "tokenizer": dataset.tokenizer,
         **({"seq_len": seq_len, "samples": len(dataset)} if seq_len else {}),
     }
+    if documents or tokenizer is not None:
+        from dataclasses import asdict
+
+        from raysharded.data.document_lengths import document_lengths
+
+        found |= asdict(document_lengths(paths, tokenizer=tokenizer, end_of_document=end_of_document))
     if as_json:
         print_json(found)
         return

@@ -21,12 +21,14 @@ import tokenizers
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings, strategies as st
 
+from raysharded.data import document_lengths as counting
 from raysharded.data.dataset import TokenDataset
 from raysharded.data.pack import pack as pack_either
 from raysharded.data.store.progress import PackProgress
 from raysharded.data.text import documents
 from raysharded.data.text.files import find_files
 from raysharded.errors import ConfigError, DataError, StorageError
+from tests.cli.test_commands import invoke
 
 END = 256
 pack = partial(pack_either, layout="parquet")
@@ -444,6 +446,30 @@ def test_a_packing_that_was_killed_is_continued_and_gives_the_same_bytes(
     assert pack_either(source, output, tokens_per_file=9_000, on_progress=told.append) == whole
     assert [one.shards for one in told] == list(range(31, whole.files + 1))
     assert _bytes_of(output) == _bytes_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("layout", ["store", "parquet"])
+def test_the_documents_of_data_are_counted_with_their_lengths_and_one_is_shown(
+    tmp_path: Path, tokenizer_file: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counting, "_CHUNK_TOKENS", 7)
+    texts = ["hello world", "world", " ".join(["hello"] * 30), "stop stop stop"]
+    (tmp_path / "a.jsonl").write_text(_json_lines(*({"text": text} for text in texts)))
+    for name, own in (("words", tokenizer_file), ("bytes", None)):
+        settings: dict[str, Any] = {"layout": layout, "tokens_per_file": 9, "tokens_per_row_group": 4}
+        pack_either(tmp_path / "a.jsonl", tmp_path / name, tokenizer=own, **settings)
+        end = 70_000 if own and layout == "parquet" else None
+        found = counting.document_lengths(tmp_path / name, tokenizer=own, end_of_document=end)
+        lengths = sorted(len(text.split()) if own else len(text) for text in texts)
+        assert (found.documents, found.shortest, found.longest) == (4, lengths[0], lengths[-1])
+        assert (found.median, found.mean) == (sum(lengths[1:3]) / 2, sum(lengths) / 4)
+        assert found.sample == "hello world"
+    told = invoke("data", "info", tmp_path / "bytes", "--documents", "--json")
+    assert json.loads(told.stdout)["documents"] == 4
+    other = tmp_path / "other.json"
+    other.write_text(tokenizer_file.read_text().replace("stop", "halt"))
+    with pytest.raises(ConfigError, match="but the data have sha256:"):
+        counting.document_lengths(tmp_path / "words", tokenizer=other)
 
 
 def test_a_tokenizer_is_found_in_a_folder_and_under_a_name(tmp_path: Path, tokenizer_file: Path) -> None:

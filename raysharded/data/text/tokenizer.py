@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,6 +53,10 @@ class Tokenizer(Protocol):
         """The document's tokens, in order, in arrays of any length, without `end_of_document`."""
         ...
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; what is no text is replaced."""
+        ...
+
 
 class ByteTokenizer:
     """A tokenizer in which every byte is a token, and 256 ends a document. Long documents need no memory."""
@@ -65,12 +69,16 @@ class ByteTokenizer:
         for chunk in document.chunks:
             yield np.frombuffer(chunk, dtype=np.uint8)
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < self.end_of_document).decode("utf-8", "replace")
+
 
 class FileTokenizer:
     """A tokenizer file (JSON) of the `tokenizers` package. It holds one document at a time in memory."""
 
-    def __init__(self, path: str, end_of_document: str | None = None) -> None:
+    def __init__(self, path: str, end_of_document: str | None = None, *, needs_end: bool = True) -> None:
         """`end_of_document`: the text of that token in the vocabulary; None: the first known name that it has.
+        `needs_end`: whether it must have one.
 
         Raises ConfigError without the package or such a token, DataError if the file cannot be used.
         """
@@ -82,14 +90,17 @@ class FileTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         names = _END_OF_DOCUMENT_NAMES if end_of_document is None else (end_of_document,)
         known = [name for name in names if name in vocabulary]
-        if not known:
+        if not known and needs_end:
             raise ConfigError(
                 f"{path}: its vocabulary has no {' or '.join(names)} to end documents with. "
                 "Give end_of_document=, the text of a token that it has."
             )
         self.id = f"sha256:{hashlib.sha256(content).hexdigest()}"
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
-        self.end_of_document = vocabulary[known[0]]
+        self.end_of_document = vocabulary[known[0]] if known else -1
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def encode(self, document: Document) -> Iterator[npt.NDArray[Any]]:
         try:
