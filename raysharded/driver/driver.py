@@ -113,10 +113,9 @@ class Driver:
         self._committer = Committer(files, name, clock, self._inbox.put, lambda: protected_checkpoints(self.state))
         owns, most = self._committer.owns, files.backlog_bytes
         journal = Journal(files.storage, clock, name, most_bytes=most, still_owns=owns, key=files.key)
-        self._recorder = Recorder(journal, clock)
-        self.shortages = Shortages(
-            launcher, self._recorder, clock, self._tell, self._record, storage_patience_s=files.patience_s
-        )
+        recorder = self._recorder = Recorder(journal, clock)
+        patience_s = files.patience_s
+        self.shortages = Shortages(launcher, recorder, clock, self._tell, self._record, storage_patience_s=patience_s)
         self._machine: Machine = Transcript(self._recorder) if record_events else machine
         self._throttle = SaveCallThrottle(self._collect)
         self._translator = ReplyTranslator(launcher, self._throttle, self._record)
