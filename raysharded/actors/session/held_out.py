@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,28 @@ def outputs_of(
         )
     finally:
         loader.close()
+
+
+def shared_batches(
+    step: UserStep | None, batch: BatchConfig, data: Any, batch_size: int
+) -> Iterator[tuple[list[int], list[Any]]]:
+    """This worker's batches of held-out data, one for each round: the sizes by rank, 0 for padding, and its samples."""
+    loader = MicrobatchLoader(data, batch)
+    try:
+        count = loader.num_samples
+        yield from _open(step, "an evaluation").behind_update(
+            "an evaluation", lambda own: own.shared(loader, count, batch_size)
+        )
+    finally:
+        loader.close()
+
+
+def gathered(step: UserStep | None, own: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors of all workers, by rank, on the host. All workers call it together, behind `optimizer.step()`."""
+    found = _open(step, "gathering").behind_update(
+        "gathering", lambda one: one.gather({str(place): tensor for place, tensor in enumerate(own)})
+    )
+    return [[mine[str(place)] for place in range(len(own))] for mine in found]
 
 
 def weights_of(step: UserStep | None, *, everywhere: bool = False) -> dict[str, torch.Tensor] | None:

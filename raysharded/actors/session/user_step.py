@@ -147,7 +147,7 @@ class UserStep(NotFollowed):
             self._give_up(found)
             self._training.fail(self._blamed(found))
         finally:
-            self._step = None
+            self._step, self._stays_open = None, False
         return True
 
     def _commit(self, step: Step) -> None:
@@ -241,6 +241,10 @@ class UserStep(NotFollowed):
         """Add numbers to the step's metrics."""
         step = self._now("session.log()")
         self._agreed = step.agreed = with_numbers(self._agreement("metrics"), numbers)
+
+    def stay_open(self) -> None:
+        """Let the step, whose microbatches are computed, end with the next request or the function."""
+        self._stays_open = True
 
     def compute(self, loss_of: Callable[[Any], Loss | torch.Tensor]) -> bool:
         """Enter the step, and compute all microbatches; False if an error ended it, which is the driver's then."""
