@@ -74,7 +74,14 @@ class ClusterError(RayshardedError):
 
 
 class DeviceFailed(ClusterError):
-    """A worker's GPU does not work any more in its process, or at all."""
+    """A worker's GPU does not work any more in its process, or at all; carries the traceback as text."""
+
+    def __init__(self, message: str, user_traceback: str = "") -> None:
+        super().__init__(message, user_traceback)
+        self.user_traceback = plain_text.masked(user_traceback)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class TaskError(RayshardedError):

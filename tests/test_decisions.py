@@ -32,11 +32,26 @@ RATES = st.lists(st.tuples(st.integers(1, 20), st.floats(0, 4)), unique_by=lambd
 SKIPS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), unique_by=lambda skip: skip[0], max_size=4).map(
     lambda them: tuple(sorted(them))
 )
+
+
+def _weights(changes: list[tuple[int, int, tuple[tuple[str, float], ...]]]) -> WeightChanges:
+    """Changes of (first step, samples skipped since the one before, weights), with 10 samples for each step."""
+    skipped, found = 0, []
+    for step, more, weights in sorted(changes):
+        skipped += more
+        found.append((step, 10 * (step - 1) + skipped, weights))
+    return tuple(found)
+
+
 WEIGHTS = st.lists(
-    st.tuples(st.integers(1, 20), st.integers(0, 9), st.sampled_from([(("a", 1.0),), (("a", 0.5), ("b", 2.0))])),
+    st.tuples(
+        st.integers(1, 20),
+        st.just(0) | st.integers(0, 60),
+        st.sampled_from([(("a", 1.0),), (("a", 0.5), ("b", 2.0))]),
+    ),
     unique_by=lambda change: change[0],
     max_size=4,
-).map(lambda them: tuple((step, 10 * step + more, weights) for step, more, weights in sorted(them)))
+).map(_weights)
 DECISIONS = st.builds(Decisions, skips=SKIPS, rates=RATES, weights=WEIGHTS)
 
 
@@ -91,7 +106,7 @@ def test_the_journal_has_all_decisions_in_their_order() -> None:
     assert decided([*entries, weights, undone]) == Decisions(skips=((2, 8),), rates=((4, 0.5),))
 
 
-@given(WEIGHTS, WEIGHTS, st.integers(0, 250))
+@given(WEIGHTS, WEIGHTS, st.integers(0, 450))
 def test_a_checkpoint_has_the_weights_of_what_was_consumed_and_the_journal_the_later_ones(
     weights: WeightChanges, told: WeightChanges, position: int
 ) -> None:

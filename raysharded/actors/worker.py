@@ -74,8 +74,7 @@ class Worker:
         self._compilation = Compilation(job.engine.max_compiled_shapes, self._device) if compiles else None
         self._storage = storage or open_storage(job.run_url)
         self._store = ShardStore(pin_memory=job.use_gpu)
-        self._saver = Saver(self._storage)
-        self._share = Share()
+        self._saver, self._share = Saver(self._storage), Share()
         engine = replace(job.engine, compile=False)  # the process that reads the data compiles nothing
         settings = functools.partial(environment.prepare_torch, engine, job.num_threads, use_gpu=False)
         self._sources = Sources(job.data, job.evaluation, job.batch, job.engine, settings)
@@ -97,9 +96,7 @@ class Worker:
         self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
         self._sampler.start()
         self._words = words_for(job.task)
-        self._notes = Notes(self._words)
-        self._ends = Ends(worker)
-        self._left_s = 0.0
+        self._notes, self._ends, self._left_s = Notes(self._words), Ends(worker), 0.0
         self._leaving = LeaveInbox(worker, grace_s=job.grace_s)
         self._leaving.listen()
         preemption_notices.watch(job.preemption_notices, self._leaving.tell_node)
@@ -127,7 +124,7 @@ class Worker:
         if parity is not None:
             erasure_code(parity)  # a missing requirement fails here, not when the run first has enough workers
         self._computing.build()
-        self._sources.check(self._job.max_steps)
+        self._sources.check()
         if self._compilation is not None:
             catch_up, seed = self._compilation.catch_up, self._job.batch.seed
             self._computing.submit(catch_up, self._job.task, self._job.engine, self._storage, seed).result()
@@ -164,6 +161,10 @@ class Worker:
     def _form_guarded(self, spec: GenerationSpec) -> GenerationReady | Stopped:
         if spec.generation <= self._generation:
             raise StaleGeneration(f"generation {spec.generation} came after {self._generation}")
+        if (failed := self._ends.failed_again(spec.failed_devices)) is not None:
+            with self._changing:
+                self._generation = spec.generation
+            return replace(self._stopped(StopReason.DEVICE, failed), reports=())
         started = time.perf_counter()
         self._leave()
         self._left_s = time.perf_counter() - started
@@ -205,6 +206,7 @@ class Worker:
             self._compilation,
         )
         self._engine = engine
+        self._sources.training.require_steps(self._job.max_steps)
         restored = engine.prepare(wrapped, self._objects)
         return GenerationReady(
             generation=spec.generation,
@@ -267,7 +269,7 @@ class Worker:
             self._groups.abort()
         if self._engine is not None:
             self._engine.settle()
-        self._store.drop_incomplete()
+        self._ends.keep_if_failed(self._engine, self._store.drop_incomplete())
         return self._stopped(reason, travelling(error, self._words).with_traceback(None))
 
     def _stopped(self, reason: StopReason, error: RayshardedError | None = None) -> Stopped:

@@ -169,8 +169,9 @@ def _print_audit(found: DataAudit) -> None:
     for name, rank in (("read", 0), ("wanted", 1), ("skipped", 4), ("epochs", 2), ("of samples", 3)):
         table.add_column(name, right=True, rank=rank)
     for one in found.sources:
-        epochs = (one.read + one.skipped) / one.num_samples
-        numbers = (str(one.read), f"{one.wanted:.1f}", str(one.skipped), f"{epochs:.2f}", str(one.num_samples))
+        size = one.num_samples
+        of_epochs = ("-", "-") if size is None else (f"{(one.read + one.skipped) / size:.2f}", str(size))
+        numbers = (str(one.read), f"{one.wanted:.1f}", str(one.skipped), *of_epochs)
         table.add_row(one.name, *numbers)
     with console() as out:
         out.print(table)

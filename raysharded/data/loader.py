@@ -16,7 +16,7 @@ from raysharded.data.ledger import Digest, ReadRecorder, digest_of_reads
 from raysharded.data.order import NO_BLOCKS, Blocks, Int64s, positions_of_microbatch, sample_ids
 from raysharded.errors import DataError
 from raysharded.ids import derive_seed
-from raysharded.overrides import Skips, WeightChanges, skipped_before
+from raysharded.overrides import Skips, WeightChanges, consumed, skipped_before
 
 if TYPE_CHECKING:
     from raysharded.data.dataset import Dataset
@@ -143,6 +143,17 @@ class MicrobatchLoader:
     def order_text(self) -> str:
         """All that the order of a mixture's samples depends on, as JSON; empty for other datasets."""
         return self._reader.order_text()
+
+    @property
+    def contents(self) -> str:
+        """Digest of what the samples are made of; empty for data without one."""
+        return self._reader.contents()
+
+    def require_steps(self, last_step: int) -> None:
+        """Raise DataError if a mixture ends before this step, by the decisions that `skip` was given."""
+        if self.samples_per_block < 0:
+            position = consumed(self._skips, last_step, self._batch.global_batch_size) - 1
+            self._reader.require_position(position, self._weights)
 
     def skip(self, skips: Skips, order: int = 1, blocks: tuple[int, int] = (1, 1), weights: WeightChanges = ()) -> None:
         """Take the samples at the positions that follow from these decisions, in this order, from now on.

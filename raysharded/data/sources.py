@@ -64,16 +64,12 @@ class Sources:
     def _draws(self) -> Draws | None:
         return Draws(refuses=self._exact, puts_back=True) if self._reads_strangers else None
 
-    def check(self, max_steps: int) -> None:
+    def check(self) -> None:
         """Read some samples before others wait for this worker, to find errors early.
 
-        In exact mode it also finds samples that differ from one read to the next. Raises DataError if a mixture ends
-        before the run.
+        In exact mode it also finds samples that differ from one read to the next.
         """
         self._reader.validate()
-        if self.training.samples_per_block < 0:  # a mixture, which may end
-            last = max_steps * self._batch.global_batch_size - 1
-            self._reader.read_samples([last], f"at the end of step {max_steps}", 0)
         num_samples, seed = self.training.num_samples, self._batch.seed
         drawn = [derive_seed(seed, "read twice", number) % num_samples for number in range(_CHECKED)]
         ids = list(dict.fromkeys([0, *drawn]))

@@ -114,7 +114,7 @@ class Driver:
         owns, most = self._committer.owns, files.backlog_bytes
         journal = Journal(files.storage, clock, name, most_bytes=most, still_owns=owns, key=files.key)
         self._recorder = Recorder(journal, clock)
-        self._shortages = Shortages(
+        self.shortages = Shortages(
             launcher, self._recorder, clock, self._tell, self._record, storage_patience_s=files.patience_s
         )
         self._machine: Machine = Transcript(self._recorder) if record_events else machine
@@ -243,7 +243,7 @@ class Driver:
 
     def warnings(self) -> tuple[str, ...]:
         """The conditions that a person should know now, one sentence each. Any thread."""
-        ways = (self._shortages.storage_failing, saves.stop_warning, self._gcs.warning, left_out, node_verdicts.text)
+        ways = (self.shortages.storage_failing, saves.stop_warning, self._gcs.warning, left_out, node_verdicts.text)
         return tuple(filter(None, (self._unwritten,) if self._ended else (way(self.state) for way in ways)))
 
     def run(self) -> State:
@@ -280,7 +280,7 @@ class Driver:
             self._ownership.check_awake()
             for event in events:
                 self._do(self._machine.step(self.state, event, self._clock.monotonic()))
-            self._shortages.report(self.state)
+            self.shortages.report(self.state)
             self._gcs.look(self.state)
         self._error = self._error or self._gcs.error(self.state)
         if self._error is not None:
@@ -382,6 +382,7 @@ class Driver:
             arithmetic={**(state.arithmetic or {}), numerics.KEY: numerics.whole(state.numerics)},
             num_samples=state.num_samples,
             blocks=state.blocks,
+            contents=state.contents,
             decisions=state.decisions,
             build_seed=state.build_seed,
         )

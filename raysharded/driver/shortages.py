@@ -11,14 +11,16 @@ from raysharded.display.plain_text import brief
 from raysharded.driver.generation import link_tests
 from raysharded.driver.membership import reachable
 from raysharded.driver.state.state import Phase, State
-from raysharded.journal.entry_text import incident_text
+from raysharded.ids import GenerationId
+from raysharded.journal.entry_text import below_maximum_text, incident_text
 from raysharded.journal.writer import Failure, Recorder
 from raysharded.protocol.worker_launcher import Launcher
 
 Say = Callable[[str, dict[str, Any]], None]
 """Called with the kind and the fields of an entry."""
 _LOOK_FOR_WORKERS_S = 10.0
-"""Interval at which a run that waits for workers looks for what is missing, and reports it."""
+"""Interval at which a run that waits for workers looks for what is missing, and reports it. For a run that trains with
+fewer workers than it may have: also the age of its generation, and of a request for one that lacks something."""
 _STORAGE_FAILS_S = 30.0
 """Interval of the reports that storage takes no entries."""
 
@@ -36,6 +38,11 @@ class Shortages:
         self._launcher, self._recorder, self._clock, self._tell, self._record = launcher, recorder, clock, tell, record
         self._patience_s = storage_patience_s
         self._looked_at = 0.0
+        self._below: tuple[tuple[GenerationId, int], dict[str, Any]] | None = None
+        """The newest generation that could have more workers and lacks what they need, with the number that it could
+        have, and the fields of its entry."""
+        self._range, self._range_since = (GenerationId(0), 0), 0.0
+        """The newest generation, the number of workers that it could have, and the first round with both."""
         self._told_at = -math.inf
         self._failing_since: float | None = None
         """Since when storage has been failing, once that was reported."""
@@ -46,7 +53,15 @@ class Shortages:
         """Report what is missing. Raises StorageError if storage has failed for too long."""
         now = self._clock.monotonic()
         self._report_workers(state, now)
+        self._report_below_maximum(state, now)
         self._report_storage(state, now)
+
+    def below_maximum(self, state: State) -> str:
+        """A sentence on the workers that would be taken in addition; empty: none, or unknown. Any thread."""
+        below = self._below
+        if below is None or below[0] != _range(state) or not _num_more(state):
+            return ""
+        return below_maximum_text(below[1])
 
     def storage_failing(self, state: State) -> str:
         """A sentence about storage that takes no entries now; empty if it takes them. Any thread."""
@@ -63,6 +78,22 @@ class Shortages:
         missing = " ".join(filter(None, found))
         if missing:  # workers that take long to start lack nothing
             self._record("waiting", {"ready": num_usable, "needed": state.limits.min_workers, "missing": missing})
+
+    def _report_below_maximum(self, state: State, now: float) -> None:
+        if self._below is not None and self._below[0] == _range(state):
+            return
+        if self._range != _range(state):
+            self._range, self._range_since = _range(state), now
+        requested_at = min(state.starting.values(), default=now)
+        since = max(requested_at, self._range_since, self._looked_at)
+        if not _num_more(state) or now - since < _LOOK_FOR_WORKERS_S:
+            return
+        self._looked_at = now
+        wanted = state.limits.max_workers
+        if missing := self._launcher.describe_shortage(wanted):
+            fields = {"step": state.step, "workers": len(state.members), "wanted": wanted, "missing": missing}
+            self._below = _range(state), fields
+            self._record("below_maximum", fields)
 
     def _report_storage(self, state: State, now: float) -> None:
         if state.phase is Phase.PAUSED:
@@ -88,6 +119,16 @@ class Shortages:
         fields = {"step": state.step, "for_s": now - failure.since, "left_s": left_s, "error": str(failure.error)}
         dropped = self._recorder.num_dropped
         return {**fields, "dropped": dropped} if dropped else fields
+
+
+def _range(state: State) -> tuple[GenerationId, int]:
+    """The generation, and the number of workers that it could have."""
+    return state.generation, state.limits.max_workers
+
+
+def _num_more(state: State) -> int:
+    """The number of workers that a run would take while it trains."""
+    return max(0, state.limits.max_workers - len(state.members)) if state.phase is Phase.TRAINING else 0
 
 
 def _failed_starts(state: State) -> str:

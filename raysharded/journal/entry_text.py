@@ -118,6 +118,8 @@ def incident_text(kind: str, fields: Mapping[str, Any], limit: int = 160) -> str
             if get("missing"):
                 return f"{ready}. {fields['missing']}"
             return f"{ready}; {'the others' if fields['ready'] else 'they'} take long to start"  # an older version's
+        case "below_maximum":
+            return f"step {fields['step']}: {below_maximum_text(fields)}"
         case "waiting_for_owner":
             return f"{fields['owner']} may hold the run: waiting {duration(fields['lease_s'])} for a sign of life"
         case "waiting_for_workers":
@@ -199,6 +201,12 @@ def incident_text(kind: str, fields: Mapping[str, Any], limit: int = 160) -> str
         case "stopped":
             return f"step {fields['step']}: stopped"
     return None
+
+
+def below_maximum_text(fields: Mapping[str, Any]) -> str:
+    """Sentences about a run with fewer workers than it may have, from the fields of its entry `below_maximum`."""
+    workers, wanted = int(fields["workers"]), int(fields["wanted"])
+    return f"{workers} of at most {wanted} workers: {wanted - workers} more would be taken. {fields['missing']}"
 
 
 def _dropped_text(fields: Mapping[str, Any]) -> str:

@@ -219,6 +219,7 @@ def _commit(
         decisions=decisions,
         build_seed=build_seed_of(started),
         blocks=begun_blocks(blocks_of(started), facts, terms.global_batch_size),
+        contents=facts.contents,
     )
     fingerprint = fingerprint_of(saved)
     manifest = manifest_of(files, claims.writer, clock, command, known, fingerprint)

@@ -20,7 +20,7 @@ from raysharded.preflight.results import Check, Report
 from raysharded.preflight.small_run import Device, Small
 from raysharded.preflight.trial_runs import COMPARED, Training, difference, train
 from raysharded.run.listeners import untested_versions, versions
-from raysharded.task import require_methods
+from raysharded.task import TrainFunction
 from raysharded.testing.faults import Fault, FaultPlan
 from raysharded.validation import is_int, require, require_number
 
@@ -33,9 +33,11 @@ TIMEOUT_S = 600.0
 _HASH_SEEDS = (1, 2)
 _BUILDS, _ALONE, _AUDITED, _KILLED = "two builds", "1 worker", "2 workers, audited", "2 workers, one killed"
 _COMPARED = (*COMPARED, "metrics", "evaluation")
+_UNKNOWN_OF_A_LOOP = "a training function builds its model when it is called: its memory cannot be planned"
 _ADVICE = (
-    "Look in the task and its data for what depends on the number of workers or on the process: the rank or the world "
-    "size, process ids, the environment, files that are written, what is kept from call to call."
+    "Look in the task, or the training function, and its data for what depends on the number of workers or on the "
+    "process: the rank or the world size, process ids, the environment, files that are written, what is kept from call "
+    "to call."
 )
 
 
@@ -48,7 +50,6 @@ def check(
     listen: Listener | None = None,
 ) -> Report:
     """Test a run, as `ElasticTrainer.check` describes. `listen` is called with the needs, then with every check."""
-    require_methods(spec.task, "`raysharded check`")
     require(is_int(steps) and steps >= 2, f"check: steps={steps!r}: give a whole number of 2 or more.")
     require(device in (None, "cpu"), f"check: device={device!r}: give 'cpu', or None for the trainer's device.")
     require_number("check", "timeout_s", timeout_s, 0, above=True)
@@ -98,6 +99,11 @@ class _Checking:
     """A failed check without which the others cannot be run."""
     alone: Training | None = None
 
+    @property
+    def is_loop(self) -> bool:
+        """True if the run's loop is a user's function: what it builds is known once it runs."""
+        return isinstance(self.small.spec.task, TrainFunction)
+
     # -- its needs --
 
     def needs(self) -> Needs:
@@ -109,8 +115,12 @@ class _Checking:
         unknown = ""
         self.processes.append(self.ending.enter_context(FreshProcess(_HASH_SEEDS[0])))
         made = small.made(requirements.WORKERS)
-        asked = (own.task, own.data, small.batch, made.engine, small.use_gpu)
-        data_bytes = self.processes[0].ask(requirements.shape_of, *asked)
+        if self.is_loop:
+            unknown = _UNKNOWN_OF_A_LOOP
+            data_bytes = self.processes[0].ask(builds.receive, own.task, own.data)
+        else:
+            asked = (own.task, own.data, small.batch, made.engine, small.use_gpu)
+            data_bytes = self.processes[0].ask(requirements.shape_of, *asked)
         try:
             shape = self.processes[0].answer(self.deadline)
         except TimeoutError:
@@ -131,8 +141,11 @@ class _Checking:
 
     def checks(self) -> Iterator[Check]:
         """All checks, in order."""
+        if self.is_loop:
+            for process in self.processes:
+                process.end()
         for name, act in (
-            (_BUILDS, self._builds),
+            *(() if self.is_loop else ((_BUILDS, self._builds),)),
             (_ALONE, self._train_alone),
             (_AUDITED, self._train_audited),
             (_KILLED, self._train_with_a_loss),

@@ -107,6 +107,8 @@ class GenerationSpec:
     """(step, places): each worker computes the microbatches of the worker so many places further, in a retried step."""
     blocks: tuple[int, int] = (1, 1)
     """(samples per block of the data, samples per step), with which the run began: its order of samples."""
+    failed_devices: tuple[WorkerId, ...] = ()
+    """Members whose GPU failed, as the driver knows: the run needs what they alone hold."""
 
     @property
     def world_size(self) -> int:
@@ -146,6 +148,8 @@ class WorkerInfo:
     order that the data have themselves."""
     mixture: str = ""
     """All that the order of a mixture's samples depends on, as JSON; empty for other data."""
+    contents: str = ""
+    """Digest of what the samples are made of; empty for data without one."""
     open_files: int | None = None
     """Number of files that the process may still open, for connections to its peers; None: unknown."""
 

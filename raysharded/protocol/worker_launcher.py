@@ -163,9 +163,12 @@ class Launcher(Protocol):
         """
         ...
 
-    def describe_shortage(self) -> str:
+    def describe_shortage(self, wanted: int | None = None) -> str:
         """Resources missing for workers that could not be started yet; empty if unknown, or if no resource is missing:
-        the workers are starting."""
+        the workers are starting.
+
+        `wanted`: the number of workers that are enough; None: the least number, without which the run waits.
+        """
         ...
 
     def gcs_health(self) -> GcsHealth | None:

@@ -75,7 +75,7 @@ def needs_of(scaling: ScalingConfig) -> dict[str, float]:
 
 def shortage_text(
     needs: Mapping[str, float],
-    min_workers: int,
+    min_workers: int | None,
     have: Mapping[str, float],
     free: Mapping[str, float],
     avoided: Sequence[str] = (),
@@ -85,8 +85,9 @@ def shortage_text(
 ) -> str:
     """Sentences about what a run lacks: resources that its place has not, or that others use there now.
 
-    `where`: the place. `avoided`: ids of nodes that get no workers, which the resources include; `lost`: descriptions
-    of those that the cluster has and this process cannot reach.
+    `min_workers`: the number without which the run waits; None: it trains. `where`: the place. `avoided`: ids of nodes
+    that get no workers, which the resources include; `lost`: descriptions of those that the cluster has and this
+    process cannot reach.
     """
     parts = [
         f"{amount:g} {name} ({where} has {have.get(name, 0):g}, {free.get(name, 0):g} free)"
@@ -98,7 +99,7 @@ def shortage_text(
     if avoided:
         nodes = ", ".join(node_id[:8] for node_id in avoided)
         text += f" No worker is placed on {nodes}: drained by request, or failed too often."
-    if lost or avoided:
+    if lost or avoided or min_workers is None:
         return text
     if any(have.get(name, 0) < amount * min_workers for name, amount in needs.items()):
         return text

@@ -270,24 +270,24 @@ class RayLauncher:
         self._ends.watch(facts)
         self._watch.watch(facts.node_id, facts.node)
 
-    def describe_shortage(self) -> str:
+    def describe_shortage(self, wanted: int | None = None) -> str:
         if not self._gcs_answers():
-            return "The cluster's GCS does not answer: no worker can start until it is back."
-        if not self._is_short():
+            return "" if wanted else "The cluster's GCS does not answer: no worker can start until it is back."
+        if not self._is_short(wanted):
             return ""
-        resources, where, least = self._placing.resources(), self._placing.where, self._scaling.min_workers
-        lost = self._watch.descriptions()
+        resources, where = self._placing.resources(), self._placing.where
+        least, lost = None if wanted else self._scaling.min_workers, self._watch.descriptions()
         return shortage_text(needs_of(self._scaling), least, *resources, self._avoided, lost=lost, where=where)
 
-    def _is_short(self) -> bool:
-        """False if enough workers for the run are ready, or have their resources, or can have them at once."""
-        if self._owns_cluster:  # it has the resources of the workers required: see `refuse_the_impossible`
+    def _is_short(self, wanted: int | None) -> bool:
+        """False if so many workers are ready, have their resources, or can have them at once; None: enough to run."""
+        if self._owns_cluster and not wanted:  # it has the resources of those: see `refuse_the_impossible`
             return False
         unfit = {*self._avoided, *self._watch.dead()}
         if any(room for node, room in self._placing.room().items() if node not in unfit):
             return False
         starting = [actor for worker, actor in self._actors.items() if worker not in self._facts]
-        return len(self._facts) + sum(map(has_process, starting)) < self._scaling.min_workers
+        return len(self._facts) + sum(map(has_process, starting)) < (wanted or self._scaling.min_workers)
 
     def gcs_health(self) -> GcsHealth:
         return GcsHealth(silent_s=self._draining.silent_s(), limit_s=self._gcs_limit_s, leased=not self._owns_cluster)

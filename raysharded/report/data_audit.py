@@ -43,8 +43,8 @@ class SourceRead:
     """A source, and what was read of it."""
 
     name: str
-    num_samples: int
-    """Samples of one epoch."""
+    num_samples: int | None
+    """Samples of one epoch; None for data whose order the journal has only as a digest."""
     read: int
     """Samples that were read, over all epochs."""
     wanted: float
@@ -152,7 +152,9 @@ def sources_read(
     end = last_step * batch + skipped_before(decisions.skips, last_step)
     mixture = data.get("mixture")
     if mixture is None:
-        sizes, weights = {ALONE: int(data["num_samples"])}, [(0, {ALONE: 1.0})]
+        has_order = int(data.get("samples_per_block", 1)) < 0
+        sizes: dict[str, int | None] = {ALONE: None if has_order else int(data["num_samples"])}
+        weights = [(0, {ALONE: 1.0})]
         counted: _Counts = _Alone()
     else:
         sizes = {str(part[0]): int(part[1]) for part in mixture["parts"]}
@@ -169,7 +171,7 @@ def sources_read(
             read=total[name] - left_out[name],
             wanted=sum(_wanted(weights, first, stop, name) for first, stop in parts),
             skipped=left_out[name],
-            epochs=_epochs(counted, name, size, end, decisions, last_step, batch),
+            epochs=() if size is None else _epochs(counted, name, size, end, decisions, last_step, batch),
         )
         for name, size in sizes.items()
     )

@@ -14,7 +14,7 @@ from raysharded.checkpoint import Storage
 from raysharded.checkpoint.format.limits import MAX_NUMBER
 from raysharded.checkpoint.format.signed_json import MAX_SECONDS
 from raysharded.journal import log
-from raysharded.journal.entry_text import incident_text
+from raysharded.journal.entry_text import below_maximum_text, incident_text
 from raysharded.report.history import incidents
 
 _SEGMENTS = 128
@@ -23,6 +23,10 @@ _AT_ONCE = 16
 _INCIDENTS = 5
 _OLDER = 4096
 """Number of segments before them that are searched for the newest members and their processes: a day and more."""
+
+
+_OF_WORKERS = (b'"generation"', b'"worker_ready"', b'"started"', b'"below_maximum"', b'"resize"')
+"""Parts of such segments as have entries about the newest members."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +49,8 @@ class Recent:
     starting: Starting | None
     """The workers of a driver that has decided no generation yet; None: the newest driver has."""
     generation: int | None
+    below_maximum: str
+    """Sentences about the workers that this generation would take in addition; empty: none, or unknown."""
     pids: Mapping[int, int]
     """Member -> process id on its node, as far as known."""
     nodes: Mapping[int, str]
@@ -101,6 +107,7 @@ class RecentReader:
             members=members,
             starting=workers.starting(),
             generation=generation,
+            below_maximum=workers.below_maximum,
             pids={member: pid for member, (pid, _, _) in known.items()},
             nodes={member: node for member, (_, node, _) in known.items()},
             ready_at={member: at for member, (_, _, at) in known.items()},
@@ -116,7 +123,7 @@ class RecentReader:
             if generation is not None and self._workers.ready.keys() >= set(generation[1]):
                 return
             for part in reversed(self._read(keys[max(0, last - _SEGMENTS) : last])):
-                if any(kind in part for kind in (b'"generation"', b'"worker_ready"', b'"started"')):
+                if any(kind in part for kind in _OF_WORKERS):
                     self._workers = self._workers.after(entries_of(part))
 
     def _read(self, keys: Sequence[str]) -> list[bytes]:
@@ -138,6 +145,8 @@ class _Workers:
         """The newest generation, and its members."""
         self.ready: dict[int, tuple[int, str, float]] = {}
         """Worker -> its process id, its node, and the time when it was ready last."""
+        self.below_maximum = ""
+        """The workers that it would take in addition, and what they lack."""
         self._is_starting: bool | None = None
         """Whether the newest driver has decided no generation; None: its start is not in this part."""
         self._needed: int | None = None
@@ -162,13 +171,18 @@ class _Workers:
                     self._left.add(int(entry["worker"]))
                 case "generation":
                     self.generation = int(entry["generation"]), tuple(map(int, entry["members"]))
-                    self._is_starting = False
+                    self._is_starting, self.below_maximum = False, ""
+                case "below_maximum":
+                    self.below_maximum = below_maximum_text(entry)
+                case "resize":
+                    self.below_maximum = ""
 
     def after(self, entries: Sequence[Mapping[str, Any]]) -> _Workers:
         """These workers, after older entries."""
         whole = _Workers()
         for entry in entries:
             whole.add(entry)
+        whole.below_maximum = self.below_maximum if self.generation else self.below_maximum or whole.below_maximum
         whole.generation = self.generation or whole.generation
         whole.ready |= self.ready
         if self._is_starting is None:

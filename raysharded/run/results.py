@@ -123,6 +123,9 @@ class Status:
     """Number of workers that are ready while the driver has no generation yet; None: it has one, or unknown."""
     num_needed: int | None = None
     """The least number of workers for its first generation, at that time."""
+    missing: str = ""
+    """A sentence on the workers that the run would take in addition, and on the resources that they lack; empty: none,
+    or unknown."""
     generation: int | None = None
     driver_pid: int | None = None
     """Process id of the driver on its node."""
@@ -177,6 +180,7 @@ class Status:
                 "workers": count,
                 "workers_ready": self.num_ready,
                 "workers_needed": self.num_needed,
+                "workers_missing": self.missing,
                 "members": self.workers,
                 "pids": self.pids,
                 "nodes": self.nodes,

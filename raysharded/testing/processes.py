@@ -153,7 +153,7 @@ class ProcessLauncher:
                 self.kill(worker)
         return happened
 
-    def describe_shortage(self) -> str:
+    def describe_shortage(self, wanted: int | None = None) -> str:
         return ""
 
     def gcs_health(self) -> None:

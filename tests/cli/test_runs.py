@@ -300,6 +300,18 @@ def test_many_runs_take_little_time(tmp_path: Path) -> None:
     assert time.process_time() - began < 2.0
 
 
+def test_a_long_error_is_short_in_the_list_of_runs_and_whole_in_the_status(tmp_path: Path) -> None:
+    error = "TaskError: " + "worker 0: the shape is wrong, " * 12 + "for want of a column. Add one."
+    ended: Entry = ("failed", {"step": 2, "fingerprint": None, "error": error})
+    journal_now(tmp_path / "long", [*at_work(), ended])
+    *_, row = succeed("runs", tmp_path).splitlines()
+    told = row.partition(" ago")[2].strip()
+    assert told.startswith("TaskError: worker 0: the shape")
+    assert told.endswith(" for want of a column.")
+    assert len(told) <= 80
+    assert error in " ".join(succeed("status", tmp_path / "long").split())
+
+
 # -- status --
 
 
@@ -314,6 +326,22 @@ def test_status_shows_who_and_how_many_and_what_happened_last(tmp_path: Path) ->
     out = succeed("status", tmp_path)
     for part in ("running: its driver is at work", "4 of 6", "2: 0, 3", "worker 1 lost", "driver driver0"):
         assert part in out
+
+
+def test_status_shows_what_a_run_lacks_that_may_have_more_workers(tmp_path: Path) -> None:
+    lacks = "Each worker needs 1 CPU (the cluster has 2, 0 free)."
+    below: Entry = ("below_maximum", {"step": 2, "workers": 2, "wanted": 3, "missing": lacks})
+    text = f"2 of at most 3 workers: 1 more would be taken. {lacks}"
+    journal_now(tmp_path, [*at_work(), below])
+    own(tmp_path, "driver0", process=this_process())
+    assert json.loads(succeed("status", tmp_path, "--json"))["workers_missing"] == text
+    assert text in " ".join(succeed("status", tmp_path).split())
+    for _ in range(130):  # more segments than are read for what happened last
+        journal_now(tmp_path, [step(3)])
+    assert json.loads(succeed("status", tmp_path, "--json"))["workers_missing"] == text
+    journal_now(tmp_path, [*generation(2, [0, 1, 2], 3), step(4, 3, 2)])
+    assert json.loads(succeed("status", tmp_path, "--json"))["workers_missing"] == ""
+    assert "would be taken" not in succeed("status", tmp_path)
 
 
 def ready(worker: int, pid: int, node: str) -> Entry:

@@ -151,6 +151,18 @@ def test_every_setting_that_changes_the_order_changes_its_digest() -> None:
     assert min(digests) > 1
 
 
+def nothing() -> None:
+    pass
+
+
+class Squares:
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
 def _wrong(words: str, error: type[Exception] = ConfigError, **given: Any) -> None:
     settings: dict[str, Any] = {"sources": {"a": [1, 2], "b": [3]}, "weights": {"a": 1, "b": 1}, **given}
     with pytest.raises(error, match=words) as caught:
@@ -189,10 +201,36 @@ def test_a_mixture_that_ends_before_the_run_is_refused_before_training(at_limit:
     assert data.counts(length)["b"] in ((30,) if at_limit == "reweight" else (19, 20, 21))
     batch = BatchConfig(global_batch_size=2, microbatch_size=2)
     sources = Sources(data, None, batch, EngineConfig(prefetch=False), lambda: None)
-    sources.check(length // 2)
+    sources.check()
+    loader, own = sources.training, (-data.order_digest, 2)
+    loader.skip((), 2, own)
+    loader.require_steps(length // 2)
     with pytest.raises(DataError, match=f"the mixture ends after {length} samples, as source .* has then been read"):
-        sources.check(length // 2 + 1)
+        loader.require_steps(length // 2 + 1)
     sources.close()
+
+
+@pytest.mark.parametrize("prefetch", [False, True], ids=["here", "in a process"])
+def test_whether_a_mixture_ends_before_the_run_follows_from_weights_and_skips_of_the_run(prefetch: bool) -> None:
+    data = Mixture({"a": Squares(), "b": Squares()}, {"a": 1, "b": 1}, max_epochs={"a": 1})
+    batch = BatchConfig(global_batch_size=2, microbatch_size=2)
+    sources = Sources(data, None, batch, EngineConfig(prefetch=prefetch), nothing)
+    loader, own = sources.training, (-data.order_digest, 2)
+    try:
+        sources.check()
+        others = {"more": ((1, 0, (("b", 1.0),)),), "fewer": ((1, 0, (("a", 1.0),)),)}
+        lengths = {"as given": len(data), "more": 1 << 60, "fewer": 10}
+        assert 10 < lengths["as given"] < 30
+        for name, length in lengths.items():
+            for skipped in (0, 6):
+                loader.skip(((1, skipped),) if skipped else (), 2, own, others.get(name, ()))
+                last = (min(length, 200) - skipped) // 2
+                loader.require_steps(last)
+                if name != "more":
+                    with pytest.raises(DataError, match=f"the mixture ends after {length} samples"):
+                        loader.require_steps(last + 1)
+    finally:
+        sources.close()
 
 
 @pytest.fixture

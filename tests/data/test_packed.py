@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from raysharded.config import BatchConfig
 from raysharded.data import MicrobatchLoader, Mixture, PackedDataset, TokenDataset
 from raysharded.data.packed import arrange as arranging
 from raysharded.data.packed.arrange import arrange, samples_per_block
-from raysharded.data.packed.arrangement import Pieces, groups, look_ahead, placed
+from raysharded.data.packed.arrangement import Group, Pieces, groups, look_ahead, placed
+from raysharded.data.packed.plan_file import GroupColumns
 from raysharded.data.store.layout import Kind
 from raysharded.data.store.writer import StoreWriter
 from raysharded.errors import ConfigError, DataError, RayshardedError
@@ -194,6 +196,50 @@ def test_settings_of_a_file_make_a_packed_dataset(tmp_path: Path) -> None:
     assert trainer.data.packing == "concatenate"
 
 
+def test_documents_of_a_store_with_fewer_tokens_than_a_sample_are_packed(tmp_path: Path) -> None:
+    stream = _store(tmp_path / "store", [3, 5])
+    arrange(tmp_path / "store", seq_len=4096)
+    data = PackedDataset(tmp_path / "store", seq_len=4096)
+    data.validate()
+    assert (len(data), data.vocab_size, data.tokenizer) == (1, 257, "bytes")
+    assert sorted(_targets(data[0])) == sorted([tuple(stream[:4].tolist()), tuple(stream[4:].tolist())])
+    (tmp_path / "store" / "tokens.json").unlink()
+    with pytest.raises(DataError, match="no token store"):
+        PackedDataset(tmp_path / "store", seq_len=4096).validate()
+
+
+def test_arrangements_in_memory_are_bounded_in_bytes(tmp_path: Path) -> None:
+    _store(tmp_path / "store", [16] * 40_000)
+    arrange(tmp_path / "store", seq_len=64)
+    sizes = []
+    for cache_bytes in (1 << 30, 1 << 20):
+        data = PackedDataset(tmp_path / "store", seq_len=64, cache_bytes=cache_bytes)
+        tracemalloc.start()
+        try:
+            for index in range(0, len(data), data.samples_per_block):
+                data[index]
+            taken = tracemalloc.get_traced_memory()[0]
+            data.close()
+        finally:
+            tracemalloc.stop()
+        sizes.append(taken)
+    of_all = sizes[0] - 40_000 * 17 * 2  # without the blocks
+    assert of_all < 40_000 * 14, "8 bytes for each document, 4 for each sample"
+    assert sizes[1] < (1 << 20) * 5 / 4 + (1 << 19)
+
+
+def test_memory_while_a_plan_is_made_is_20_bytes_for_a_group() -> None:
+    columns, number = GroupColumns(), 50_000
+    tracemalloc.start()
+    try:
+        for place in range(number):
+            columns.add(Group(start=place << 17, length=1 << 17, num_sorted=1000, others=(7, 9)))
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert taken < number * (20 + 8) * 9 / 8 + 5000
+
+
 def _refused(kind: type[RayshardedError], message: str, path: Path, **settings: Any) -> None:
     with pytest.raises(kind, match=message):
         PackedDataset(path, **{"seq_len": 8, **settings}).validate()
@@ -246,7 +292,8 @@ def test_wrong_input_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="documents end with token 7 or 9, by the store"):
         PackedDataset(ends, seq_len=8, packing="concatenate").validate()
     PackedDataset(ends, seq_len=8, packing="concatenate", end_of_document=7).validate()
-    _refused(DataError, "no file in the folder ends with '.parquet'", tmp_path)
+    _refused(DataError, "no token store. Make one of text with", tmp_path)
+    _refused(DataError, "no file in the folder ends with '.parquet'", tmp_path, packing="concatenate")
     with pytest.raises(ConfigError, match="does not name the token that ends documents"):
         arrange(unnamed, seq_len=8)
     with pytest.raises(ConfigError, match="seq_len=0"):

@@ -15,6 +15,7 @@ import socket
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from difflib import SequenceMatcher
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -144,6 +145,65 @@ def test_their_side_compiles_and_imports_nothing_unknown(name: str) -> None:
     imported = {node.module for node in ast.walk(ast.parse(theirs)) if isinstance(node, ast.ImportFrom) and node.module}
     for module in imported - NOT_INSTALLED - {"model"}:
         assert importlib.util.find_spec(module), module
+
+
+def sides(diff: str) -> tuple[str, str]:
+    """The programs before and after a diff that has all lines."""
+    rows = [(line[:1], line[1:]) for line in diff.splitlines(keepends=True)]
+    before, after = ("".join(text for mark, text in rows if mark != other) for other in "+-")
+    return before, after
+
+
+def changed_lines(before: str, after: str) -> tuple[int, int]:
+    """(added, removed), white space and empty lines left out."""
+    one, two = ([line.strip() for line in text.splitlines() if line.strip()] for text in (before, after))
+    changes = [code for code in SequenceMatcher(None, one, two, autojunk=False).get_opcodes() if code[0] != "equal"]
+    return sum(end - start for *_, start, end in changes), sum(end - start for _, start, end, *_ in changes)
+
+
+class MeanLoss(rs.Task):
+    """The task with the loss of the diffs' loops."""
+
+    def __init__(self, model: Callable[[], torch.nn.Module]) -> None:
+        self._model = model
+
+    def build_model(self) -> torch.nn.Module:
+        return self._model()
+
+    def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+    def loss(self, model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        logits = model(batch[:, :-1])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("name", COMING_FROM)
+def test_the_diff_of_a_loop_gives_a_session_with_the_bits_of_a_task(name: str, load: Load, tmp_path: Path) -> None:
+    (theirs,) = (block for block in blocks(page(name), "python") if block.startswith(THEIRS))
+    (diff,) = blocks(page(name), "diff")
+    before, after = sides(diff)
+    assert before == theirs
+    added, removed = changed_lines(before, after)
+    assert f"{added} lines are added and {removed} removed" in page(name).read_text(encoding="utf-8")
+    model, _ = model_and_ours(name)
+    made = load("model", model)
+    shown: rs.ElasticTrainer = load(f"session_of_{name.removesuffix('.md').replace('-', '_')}", after).trainer
+
+    def fingerprint(task: rs.Task, workers: int) -> str:
+        trainer = rs.ElasticTrainer(
+            task=task,
+            data=shown.data,
+            batch=shown.batch,
+            scaling=dataclasses.replace(shown.scaling, num_workers=workers, use_gpu=False),
+            run=dataclasses.replace(shown.run, storage_path=str(tmp_path / f"runs{workers}"), max_steps=2),
+        )
+        result = processes.fit(trainer)
+        assert result.steps == 2
+        return str(result.fingerprint)
+
+    assert fingerprint(shown.task, 3) == fingerprint(MeanLoss(made.Model), 1)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

@@ -146,8 +146,9 @@ NAMES: Mapping[type, Names] = {
         "corrupted num_samples driver rendezvous result_fingerprint pause stop_requested stop_by arithmetic_unmet "
         "differing numerics proven build_seed save_began_at save_requested_in given_up "
         "ending failed_at failed_worker deaths links relayed blocks leavers_save_s wanted_weights "
-        "device_failures",
+        "device_failures contents",
         later={
+            "contents": "",
             "wanted_weights": None,
             "leavers_save_s": None,
             "device_failures": {},
@@ -223,7 +224,7 @@ NAMES: Mapping[type, Names] = {
     messages.GenerationSpec: Names(
         "generation_spec",
         "generation members source host port prefix driver decisions replicas tensor apart nodes prepared attempt "
-        "numerics newcomers build_seed secret shift blocks",
+        "numerics newcomers build_seed secret shift blocks failed_devices",
         later={
             "numerics": RULES_AT_FIRST,
             "newcomers": (),
@@ -231,6 +232,7 @@ NAMES: Mapping[type, Names] = {
             "secret": b"",
             "shift": (0, 0),
             "blocks": (1, 1),
+            "failed_devices": (),
         },
     ),
     messages.FromMemory: Names("from_memory", "step spec copies rebuilds"),
@@ -239,8 +241,8 @@ NAMES: Mapping[type, Names] = {
     messages.WorkerInfo: Names(
         "facts",
         "pid node arithmetic num_samples node_id started start_cpu_s device mailbox samples_per_block open_files "
-        "mixture",
-        later={"mixture": "", "device": "", "mailbox": "", "samples_per_block": 1, "open_files": None},
+        "mixture contents",
+        later={"contents": "", "mixture": "", "device": "", "mailbox": "", "samples_per_block": 1, "open_files": None},
     ),
     messages.GenerationReady: Names("formed", "generation step spec seconds bytes_received bytes_read"),
     messages.Prepared: Names("prepared", "prefix error"),

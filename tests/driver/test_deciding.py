@@ -518,6 +518,19 @@ def test_going_back_undoes_weights_of_later_samples_and_keeps_those_of_earlier_o
     assert run.newest_form().decisions.weights == ((4, 12, A), (6, 5 * 4 + 4 * 4, B)), "after the skipped samples"
 
 
+def test_of_several_weights_that_wait_for_a_boundary_the_last_ones_are_decided() -> None:
+    run = of_a_mixture(training(2, step=2, global_batch_size=4))
+    for weights in (A, B, A, B):
+        run.hear(MixtureWeightsRequested(weights=weights))
+    at_a_boundary(run, 3)
+    run.formed()
+    (entry,) = run.records("mixture_weights")
+    assert entry["weights"] == dict(B)
+    assert run.records("mixture_weights_refused") == []
+    recorded(run)
+    assert not of(run.trained(4), RequestBoundary)
+
+
 def test_weights_that_were_requested_before_going_back_are_undone_with_it() -> None:
     run = of_a_mixture(saved_every_two(5))
     run.hear(MixtureWeightsRequested(weights=B))

@@ -19,6 +19,7 @@ from raysharded.driver.checkpoints import saves
 from raysharded.driver.shortages import Shortages
 from raysharded.driver.state.state import Phase, State
 from raysharded.errors import StorageError
+from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.entry_text import incident_text
 from raysharded.journal.log import Journal, read
 from raysharded.journal.writer import BACK_OFF_S, Recorder
@@ -57,10 +58,15 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.clock, self.told = SetClock(), list[tuple[str, dict[str, Any]]]()
         self.recorder = Recorder(Journal(open_storage(str(folder)), self.clock, "me"), self.clock)
-        launcher: Any = None  # no worker is waited for
+        launcher: Any = self  # no worker is waited for
+        self.missing, self.asked = "", list[int | None]()
         self.shortages = Shortages(
             launcher, self.recorder, self.clock, self._tell, self._tell, storage_patience_s=600.0
         )
+
+    def describe_shortage(self, wanted: int | None = None) -> str:
+        self.asked.append(wanted)
+        return self.missing
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:
         self.told.append((kind, fields))
@@ -98,6 +104,35 @@ def test_storage_that_takes_no_entries_is_reported_with_its_error_and_what_follo
     disk.on = False
     assert bench.look(TRAINING, 10.0) == ["storage takes entries again, after 40 s without"]
     assert bench.look(TRAINING, 10.0) == []
+
+
+def test_a_range_that_is_not_filled_is_reported_once_for_each_generation_with_what_is_missing(bench: Bench) -> None:
+    began = bench.clock.now
+    starting = replace(
+        TRAINING,
+        limits=replace(LIMITS, min_workers=1, max_workers=3),
+        generation=GenerationId(1),
+        members=(WorkerId(0), WorkerId(1)),
+        starting={WorkerId(2): began},
+    )
+    assert bench.look(starting) == []
+    assert bench.look(starting, 9.0) == []
+    assert bench.look(starting, 1.0) == []  # it lacks nothing: it takes long to start
+    assert bench.asked == [3]
+    bench.missing = "Each worker needs 1 CPU (the cluster has 2, 0 free)."
+    assert bench.look(starting, 9.0) == []
+    text = f"2 of at most 3 workers: 1 more would be taken. {bench.missing}"
+    assert bench.look(starting, 1.0) == [f"step 7: {text}"]
+    assert bench.look(starting, 100.0) == []
+    assert bench.shortages.below_maximum(starting) == text
+    assert bench.shortages.below_maximum(replace(starting, phase=Phase.PAUSED)) == ""
+    full = replace(starting, members=(*starting.members, WorkerId(2)), generation=GenerationId(2), starting={})
+    assert bench.look(full, 100.0) == []
+    assert bench.shortages.below_maximum(full) == ""
+    again = replace(starting, generation=GenerationId(3))  # what a lost worker had is free by now
+    assert bench.shortages.below_maximum(again) == ""
+    assert bench.look(again, 5.0) == []
+    assert bench.look(again, 10.0) == [f"step 7: {text}"]
 
 
 def test_what_fails_now_can_be_asked_for_at_any_time(bench: Bench, disk: DiskFull) -> None:

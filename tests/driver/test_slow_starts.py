@@ -65,7 +65,7 @@ class NeverReady:
         self.started = []
         return [WorkerLost(worker=worker, reason="out of memory") for worker in died]
 
-    def describe_shortage(self) -> str:
+    def describe_shortage(self, wanted: int | None = None) -> str:
         return self.shortage
 
     def gcs_health(self) -> GcsHealth | None:

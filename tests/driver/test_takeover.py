@@ -174,6 +174,31 @@ def test_memory_of_steps_that_were_taken_back_or_computed_on_other_data_is_not_r
     assert taken_back(entries[:2]) == 0
 
 
+def test_memory_of_samples_with_other_weights_is_not_resumed_from_and_later_weights_are_kept() -> None:
+    def weights(*changes: tuple[int, int]) -> Decisions:
+        return Decisions(weights=tuple((step, position, (("a", 1.0),)) for step, position in changes))
+
+    saved, trained_with = Checkpointed(step=4, prefix="four"), weights((3, 8), (6, 60))  # 40 samples were skipped
+    workers = [replace(adopted(rank, rank, 2, 7), decisions=trained_with) for rank in (0, 1)]
+    told = {"kind": "started", **trained_with.fields()}
+    more = {"kind": "mixture_weights", "weights": {"b": 2.0}, "from_step": 8, "from_position": 68}
+    for entries, step in (([told], 7), ([told, more], 7), ([], 4)):
+        fresh = State(limits=LIMITS, checkpoint=saved, decisions=decided(entries), rendezvous=("host", 1, "run"))
+        state = adopted_workers.taken_over(fresh, workers)
+        assert adopted_workers.first_source(state).step == step
+        _, commands = machine.begin(adopted_workers.as_decided(state, entries, 0.0), 1.0)
+        (form,) = [command for command in commands if isinstance(command, Form)]
+        assert form.spec.decisions == decided(entries)
+    for others in (weights((3, 8)), weights((3, 8), (6, 20)), weights((3, 8), (6, 60), (7, 64))):
+        state = adopted_workers.taken_over(State(limits=LIMITS, checkpoint=saved, decisions=others), workers)
+        assert adopted_workers.first_source(state).step == 4
+    state = adopted_workers.taken_over(
+        State(limits=LIMITS, checkpoint=saved, contents="", decisions=trained_with),
+        [replace(one, facts=replace(one.facts, contents="c")) for one in workers],
+    )
+    assert state.contents == "c"
+
+
 def test_workers_that_are_too_many_leave_when_the_others_hold_what_they_held() -> None:
     run = Run()
     run.state = begun(*(adopted(worker, worker, 5, 7) for worker in range(5)))

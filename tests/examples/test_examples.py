@@ -73,6 +73,21 @@ def test_the_pretraining_script_takes_its_settings_from_the_file_and_survives_a_
     assert disturbed.faults.fired(kill)
 
 
+@pytest.mark.procs
+def test_the_own_loop_learns_and_ends_with_the_same_bits_when_one_of_two_workers_is_killed(tmp_path: Path) -> None:
+    from examples.own_loop import trainer
+
+    undisturbed, disturbed = trainer(str(tmp_path / "one"), 60), trainer(str(tmp_path / "two"), 60)
+    undisturbed.scaling = ScalingConfig(num_workers=1)
+    kill = Fault(worker=WorkerId(1), step=30, phase="backward", kind="kill")
+    disturbed.faults = FaultPlan(faults=(kill,), folder=str(tmp_path))
+    one, two = fit(undisturbed), fit(disturbed)
+    assert disturbed.faults.fired(kill)
+    assert one.fingerprint == two.fingerprint
+    assert two.loss is not None
+    assert two.loss < 3.0  # 3.4 in the first step
+
+
 def test_without_a_corpus_the_pretraining_script_packs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from examples import train_gpt
 

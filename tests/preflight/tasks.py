@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import raysharded as rs
+from raysharded.actors.session.user_session import Session
 from tests.training.harness import Gpt, GptTask, Tokens
 
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
@@ -29,6 +30,32 @@ def trainer_of(task: rs.Task, storage: str, data: Any = None, **engine: Any) -> 
         engine=rs.EngineConfig(**engine),
         evaluation=rs.EvalConfig(data=Tokens(9), every_steps=50, num_samples=9),
     )
+
+
+def trainer_of_loop(function: Any, storage: str) -> rs.ElasticTrainer:
+    """A trainer of a training function for six workers."""
+    return rs.ElasticTrainer(
+        train_fn=function,
+        data=Tokens(),
+        batch=rs.BatchConfig(global_batch_size=32, microbatch_size=2, seed=5),
+        scaling=rs.ScalingConfig(num_workers=(1, 6)),
+        run=rs.RunConfig(name="whole", storage_path=storage, max_steps=1000),
+    )
+
+
+class Rescaled:
+    """A loop with another loss at every number of workers."""
+
+    def __call__(self, session: Session) -> None:
+        model = session.build(Gpt)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        session.shard(model, optimizer)
+        for step in session.steps():
+            with step:
+                for batch in step.microbatches():
+                    world_size = dist.get_world_size() if dist.is_initialized() else 1
+                    step.backward(model(batch[:, :-1]).logsumexp(-1).mean() / world_size)
+                optimizer.step()
 
 
 class Loud(GptTask):

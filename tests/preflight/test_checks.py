@@ -21,6 +21,7 @@ from raysharded.preflight import Check, Needs, fresh_process, host_memory
 from tests import forked
 from tests.cli.test_commands import invoke
 from tests.preflight import tasks
+from tests.session.loops import Loop
 from tests.training.harness import GptTask, samples
 
 pytestmark = pytest.mark.procs
@@ -204,3 +205,20 @@ def test_a_task_that_other_processes_cannot_be_given_is_wrong_usage(tmp_path: Pa
     vars(task)["schedule"] = unpickled
     with pytest.raises(ConfigError, match=r"cannot be pickled: .* put that into a module"):
         tasks.trainer_of(task, str(tmp_path / "runs")).check()
+
+
+def test_a_loop_that_keeps_the_promise_holds(tmp_path: Path) -> None:
+    report = tasks.trainer_of_loop(Loop(), str(tmp_path / "runs")).check()
+    assert statuses(report.checks) == {"1 worker": "ok", "2 workers, audited": "ok", "2 workers, one killed": "ok"}
+    assert report.ok
+    assert "a training function builds its model when it is called" in report.needs.unknown
+
+
+def test_a_loop_that_differs_between_sizes_and_generations_is_found(tmp_path: Path) -> None:
+    report = tasks.trainer_of_loop(tasks.Rescaled(), str(tmp_path / "runs")).check()
+    assert statuses(report.checks) == {
+        "1 worker": "ok",
+        "2 workers, audited": "differs",
+        "2 workers, one killed": "differs",
+    }
+    assert "the training function" in report.checks[1].advice

@@ -169,17 +169,18 @@ def only_avoided(folder: Path, node: str, nodes: RayNodes) -> dict[str, Any]:
     return {"happened": happened, "shortage": shortage, "node": node, "on_other": facts.node_id == other}
 
 
-def one_starts(folder: Path) -> str:
-    """A run that needs one worker and may have two, of which one is starting and has the whole node."""
+def one_starts(folder: Path) -> tuple[str, str]:
+    """Shortages of a run that needs one worker and may have two, of which one is starting and has the whole node: of
+    the first, and of both."""
     launcher = make_launcher(make_job(str(folder)))
     for worker in (WorkerId(0), WorkerId(1)):
         launcher.start(worker)
     actors = launcher._actors.values()
     wait_until(lambda: any(map(has_process, actors)), "a worker's process", WAIT_S)
-    shortage = launcher.describe_shortage()
+    shortages = launcher.describe_shortage(), launcher.describe_shortage(2)
     assert sum(map(has_process, actors)) == 1, "the node has one slot"
     launcher.close()
-    return shortage
+    return shortages
 
 
 def stopped(folder: Path) -> dict[str, Any]:

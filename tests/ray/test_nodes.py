@@ -122,7 +122,9 @@ def test_a_stopped_worker_is_ended_by_its_nodes_agent_at_once_and_the_driver_doe
 
 def test_a_worker_that_is_starting_is_no_shortage_also_on_a_full_node(launched: dict[str, Any]) -> None:
     assert launched["stopped"]["shortage"] == ""
-    assert launched["one_starts"] == ""
+    needed, wanted = launched["one_starts"]
+    assert needed == ""
+    assert wanted == "Each worker needs 1 CPU (the cluster has 1, 0 free)."
 
 
 def test_of_a_worker_that_never_became_ready_it_is_known_where_it_was(launched: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from raysharded.data import Mixture
+from raysharded.data import Bucketed, Mixture
 from raysharded.errors import StorageError
 from raysharded.overrides import Decisions, decided, skipped_before
 from raysharded.report.data_audit import ALONE, audit, reasons, skipped_ranges, sources_read
@@ -65,6 +65,7 @@ def test_sources_are_counted_as_if_each_position_were_looked_up(
         steps = dict(positions)
         for one in found:
             places = [position for position, _ in positions if as_read.origin(position)[0] == one.name]
+            assert one.num_samples is not None
             for epoch in one.epochs:
                 first = (epoch.number - 1) * one.num_samples
                 assert epoch.first_step == steps[places[first]]
@@ -76,6 +77,18 @@ def test_data_that_are_no_mixture_are_one_source_with_epochs() -> None:
     assert (found.name, found.read, found.wanted, found.skipped) == (ALONE, 24, 24.0, 0)
     epochs = [(one.number, one.samples, one.first_step, one.last_step) for one in found.epochs]
     assert epochs == [(1, 10, 1, 2), (2, 10, 2, 4), (3, 4, 4, 4)]
+
+
+def test_data_that_have_an_order_themselves_have_no_epochs(tmp_path: Path) -> None:
+    data = Bucketed(list(range(10)), [1] * 10, microbatch_size=2)
+    entry = {"num_samples": len(data), "samples_per_block": -data.order_digest}
+    (found,) = sources_read(entry, Decisions(), 4, BATCH, ())
+    assert (found.num_samples, found.read, found.wanted, found.epochs) == (None, 24, 24.0, ())
+    steps = [entries.step(number) for number in (1, 2)]
+    write_run(tmp_path / "run", [started(), ("data", entry), *entries.generation(1, [0, 1], 0), *steps])
+    told = invoke("data", "audit", tmp_path / "run")
+    assert str(len(data)) not in told.stdout
+    assert "epoch 1" not in told.stdout
 
 
 def test_skipped_samples_have_the_reason_for_which_they_were_skipped() -> None:

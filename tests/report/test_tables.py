@@ -52,6 +52,8 @@ def test_the_run_table_shows_how_far_how_fast_and_with_how_many() -> None:
     for part in ("tiny", "finished, 6 of 6 steps", "0.833333 in step 6", "2 to 3", "loss 1.5 in step 5", "torch 2.9.0"):
         assert part in shown
     assert "resumed" not in shown
+    took = "; the processes of all workers took 2.50 s of CPU time to start, mostly for imports"
+    assert f" at work, {SUMMARY.goodput:.1%} of that in steps that count{took}" in " ".join(shown.split())
 
 
 def test_shard_groups_are_shown_with_the_reason_for_the_newest_mesh() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 
 from raysharded.report.history.run_summary import RunSummary
 from raysharded.report.history.summary import summarise
+from raysharded.report.history.tables import run_table, time_table
 from raysharded.report.history.wall_time import PARTS
 from tests.report.entries import (
     Entry,
@@ -27,6 +28,7 @@ from tests.report.entries import (
     step,
     with_times,
 )
+from tests.report.test_tables import text
 
 JOURNALS = Path(__file__).parent / "journals"
 """Journals of runs that took place: a kill, a stop and a lost message; a run that a second driver took over."""
@@ -233,6 +235,15 @@ def test_between_two_drivers_there_is_none_and_what_the_second_repeats_was_lost(
     summary = told([*first, *second])
     assert spent(summary) == {"computing": 20.0, "lost": 12.0, "starting": 12.0, "no driver": 100.0}
     assert summary.elapsed_s == 44.0
+    at_work = "44 s at work, 45.5% of that in steps that count"
+    whole = "2 min 24 s with the time without a driver, 13.9% of that in steps that count"
+    assert f" {at_work}; {whole} " in " ".join([*text(run_table(summary)).split(), ""])
+    shares = {
+        row.split()[0]: row.split("%")[0].split()[-1]
+        for row in text(time_table(summary.times)).splitlines()
+        if "%" in row
+    }
+    assert (shares["computing"], shares["all"]) == ("13.9", "100")
 
 
 def test_a_run_in_progress_has_a_step_that_is_not_done_yet() -> None:

@@ -22,6 +22,7 @@ from tests.cases import tried_each_time
 from tests.session.loops import MICROBATCHES, STEPS, Average, Loop, by_task, run
 from tests.training.harness import Gpt, make_driver, make_limits, train
 from tests.training.test_checkpoints import Listening, fingerprint, resume, small_job
+from tests.training.test_generations import eventually
 from tests.training.test_leaving import Seen, a_job, drive
 
 pytestmark = pytest.mark.procs
@@ -87,6 +88,36 @@ def test_the_frame_continues_and_a_worker_that_joins_has_the_registered_state(tm
         lines = file.read_text().splitlines()
         assert {line.split()[0] for line in lines} == {file.name.split()[1]}
         assert len(set(lines)) == 1
+
+
+class Late(Loop):
+    """In a worker that joins later it does not come to `shard` before a file is there."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def built(self, model: nn.Module) -> None:
+        with (self._folder / "built").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        if len((self._folder / "built").read_text().split()) > 2:
+            eventually((self._folder / "goes on").exists)
+
+
+def test_a_joiner_whose_function_is_slow_to_come_to_shard_stops_nobody(tmp_path: Path) -> None:
+    job = replace(a_job(tmp_path), task=TrainFunction(Late(tmp_path)))
+
+    def act(driver: Driver, seen: Seen) -> None:
+        os.kill(driver.state.facts[driver.state.members[1]].pid, signal.SIGKILL)
+        seen.wait(lambda s: s.of("worker_lost"))
+        eventually(lambda: len((tmp_path / "built").read_text().split()) == 3)
+        goal = seen.step + 5
+        seen.wait(lambda s: s.step >= goal)
+        assert seen.memberships[-1] == {0}
+        (tmp_path / "goes on").touch()
+        seen.wait(lambda s: s.memberships[-1] == {0, 2})
+
+    drive(job, make_limits(job, 2, min_workers=1, max_worker_losses=1), act)
 
 
 def test_a_double_loss_continues_from_the_checkpoint_with_its_registered_state(tmp_path: Path) -> None:

@@ -174,6 +174,11 @@ class Rarely(Evaluating):
             session.evaluate(self.loss, HELD_OUT)
 
 
+class Nothing(Evaluating):
+    def applied(self, session: Session, *_: object) -> None:
+        session.evaluate(self.loss, HELD_OUT, num_samples=0)
+
+
 class Early(Evaluating):
     def computed(self, session: Session, *_: object) -> None:
         session.evaluate(self.loss, HELD_OUT)
@@ -188,6 +193,7 @@ class Outside(Evaluating):
     ("loop", "error", "sentence"),
     [
         (Rarely(), InexactError, r"step 1: 1 of 2 workers call session\.evaluate, and the others do not"),
+        (Nothing(), TaskError, r":\d+: session\.evaluate\(num_samples=0\): give 1 or more"),
         (Early(), TaskError, r"session\.evaluate\(\) belongs into `with step:`, behind optimizer\.step"),
         (Outside(), TaskError, r"session\.evaluate\(\) belongs into `with step:`"),
     ],

@@ -57,6 +57,10 @@ def replaces(model: nn.Module) -> None:
     model.get_submodule("embedding").weight = nn.Parameter(torch.zeros(model.get_parameter("embedding.weight").shape))
 
 
+def removes(model: nn.Module) -> None:
+    del model.get_submodule("blocks.0").gains
+
+
 class Changing(Loop):
     """Changes the model before it has memory."""
 
@@ -79,6 +83,7 @@ class Changing(Loop):
         (adds_a_head, r":\d+: the parameter 'other\.weight' was added behind session\.build"),
         (converts, r":\d+: the parameter 'embedding\.weight' was replaced, tied or converted"),
         (replaces, r":\d+: the parameter 'embedding\.weight' was replaced, tied or converted"),
+        (removes, r":\d+: the parameter 'blocks\.0\.gains' was removed behind session\.build"),
     ],
 )
 def test_a_change_of_the_model_before_it_has_memory_is_refused(

@@ -15,6 +15,7 @@ from torch import nn
 import raysharded as rs
 from raysharded.actors.session.user_session import Session
 from raysharded.errors import ConfigError, InexactError, RayshardedError, TaskError
+from raysharded.run.group_planner import GroupPlanner
 from raysharded.task import TrainFunction
 from tests.session.loops import Average, Loop, by_task, compute, optimizer_of, run, schedule
 from tests.training.harness import Gpt, Tokens
@@ -51,6 +52,14 @@ class Mistake:
         more: dict[str, Any] = {"parallelize": dict} if kind == "tensor parallel" else {}
         if kind == "registers a tensor":
             more["weights"] = nn.Linear(3, 3)
+        if kind == "a name that is taken":
+            more["log"] = average
+        if kind == "gradient before shard":
+            session.gradient(lambda batch: model(batch).sum())
+        if kind == "log before a step":
+            session.log(one=1.0)
+        if kind == "stop before a step":
+            session.stop()
         if kind == "steps before shard":
             next(session.steps())
         session.shard(
@@ -155,6 +164,10 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
     ("part of the model", 1, TaskError, r"trainable parameters are in no group of the optimizer, first"),
     ("tensor parallel", 1, TaskError, FILE + r":\d+: session\.shard\(parallelize=\.\.\.\).*Leave the degree at 1"),
     ("registers a tensor", 1, TaskError, r"a Tensor of shape \[3, 3\] at weights\.weight: it must be plain data"),
+    ("a name that is taken", 1, TaskError, r"session\.shard\(log=\.\.\.\): the name is taken"),
+    ("gradient before shard", 1, TaskError, FILE + r":\d+: session\.gradient\(\) comes after session\.shard"),
+    ("log before a step", 1, TaskError, FILE + r":\d+: session\.log\(\) belongs into `with step:`"),
+    ("stop before a step", 1, TaskError, FILE + r":\d+: session\.stop\(\) belongs into `with step:`"),
     ("steps before shard", 1, TaskError, FILE + r":\d+: session\.steps\(\) comes after session\.shard"),
     ("not registered", 1, InexactError, r"a LambdaLR of the optimizer is not registered: .*scheduler=scheduler"),
     (
@@ -318,7 +331,14 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         ),
         "tensor_parallel_degree=2: .* a train_fn has no tensor parallelism",
     ),
-    (lambda: rs.ElasticTrainer(train_fn=print, **TRAINER).check(), "`raysharded check` needs a raysharded.Task"),
+    (
+        lambda: GroupPlanner(
+            rs.ElasticTrainer(
+                train_fn=print, **{**TRAINER, "scaling": rs.ScalingConfig(num_workers=2, memory_per_worker=2**30)}
+            ).spec()
+        ).check_memory(),
+        r"memory_per_worker\) needs a raysharded.Task",
+    ),
 ]
 
 

@@ -26,6 +26,7 @@ from raysharded.clock import SystemClock
 from raysharded.data.packed.arrange import arrange
 from raysharded.data.store.layout import Kind
 from raysharded.data.store.writer import StoreWriter
+from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
 from raysharded.journal.log import Journal
 from raysharded.report import load
@@ -71,12 +72,17 @@ def digests(folder: Path) -> set[str]:
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three stores of documents with their plans."""
-    folder = tmp_path_factory.mktemp("stores")
+    return written(tmp_path_factory.mktemp("stores"))
+
+
+def written(folder: Path, first_token: int = 0) -> Path:
     for seed, name in enumerate(NAMES):
         rng = np.random.default_rng(seed)
         with StoreWriter(str(folder / name), Kind(tokenizer="bytes", vocab_size=257), 9000) as store:
-            for length in rng.integers(1, 40, 1500):
-                store.write(np.append(rng.integers(0, 256, length), 256).astype(np.uint32))
+            for number, length in enumerate(rng.integers(1, 40, 1500)):
+                tokens = np.append(rng.integers(0, 256, length), 256)
+                tokens[0] = tokens[0] if number else first_token
+                store.write(tokens.astype(np.uint32))
         arrange(folder / name, seq_len=SEQ_LEN)
     return folder
 
@@ -176,6 +182,21 @@ def test_changed_weights_give_the_same_microbatches_after_a_loss_when_resumed_an
         assert run(copy, stores, steps + 2, 2)[0] == later
         assert digests(copy.with_name(f"{copy.name} tells")) <= digests(tmp_path / "alone tells")
     assert decided(forked, "mixture_weights") == []  # the checkpoint has it
+
+
+def test_a_run_keeps_its_packing_plans_and_is_refused_with_others_of_the_same_length(
+    tmp_path: Path, stores: Path
+) -> None:
+    url = tmp_path / "run"
+    run(url, stores, 2, 1)
+    others = written(tmp_path / "others", first_token=7)
+    assert len(mixture(others)) == len(mixture(stores))
+    assert mixture(others).order_text == mixture(stores).order_text
+    with pytest.raises(ConfigError, match="of the same length with other contents than the run began with"):
+        run(url, others, 4, 1)
+    assert run(url, stores, 4, 1)[0] == run(tmp_path / "whole", stores, 4, 1)[0]
+    (entry,) = decided(tmp_path / "whole", "data")
+    assert entry["data_contents"] == mixture(stores).contents_digest
 
 
 def test_going_back_to_before_the_change_undoes_it(tmp_path: Path, stores: Path) -> None:

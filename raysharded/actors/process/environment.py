@@ -138,6 +138,7 @@ def facts_of(device: torch.device, num_threads: int, data: MicrobatchLoader) -> 
         num_samples=data.num_samples,
         samples_per_block=data.samples_per_block,
         mixture=data.order_text,
+        contents=data.contents,
         node_id=node_id(),
         started=start_ticks(os.getpid()) or 0,
         start_cpu_s=time.process_time(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,8 @@ def ending_of(error: BaseException, *, interrupted: bool, device: torch.device =
             first = text_of(error) if isinstance(error, DeviceFailed) else device_error_in(error)
             before = "" if first == failed else f" (first: {first})"
             text = f"the GPU does not work in this process: {failed}{before}"
-            return Ending(reason=StopReason.DEVICE, error=DeviceFailed(text))
+            cause = error.__cause__ if isinstance(error, DeviceFailed) else error
+            return Ending(reason=StopReason.DEVICE, error=DeviceFailed(text, user_traceback(cause or error)))
         if isinstance(error, DeviceFailed) and error.__cause__ is not None:  # of one call of the task's
             error = TaskError(text_of(error), user_traceback(error.__cause__))
     limit = descriptors.exhausted(error)
@@ -94,7 +95,7 @@ def travelling(error: RayshardedError, words: Callable[[str], str] = str) -> Ray
     kind: type[RayshardedError] = next(ours)
     if type(error) is kind and _can_be_pickled(error):
         return error
-    if isinstance(error, TaskError):
+    if isinstance(error, TaskError | DeviceFailed):
         return kind(text_of(error), str(getattr(error, "user_traceback", "")))
     return kind(text_of(error))
 
@@ -114,23 +115,38 @@ class Ends:
         """`die` does not return in a real worker."""
         self._worker, self._die = worker, die
         self._logged = set[str]()
-        self._is_device_reported = False
+        self._kept: list[object] = []
+        self._device_failure: DeviceFailed | None = None
 
     def of(self, error: BaseException, device: torch.device, *, interrupted: bool) -> Ending:
-        """As `ending_of`; logs errors that raysharded did not raise.
-
-        Ends the process if the driver knows already that the device is dead, and still needs this worker as a member:
-        no other worker holds what it holds. A new process, with a checkpoint, is then the way to continue.
-        """
+        """As `ending_of`; logs errors that raysharded did not raise."""
         found = ending_of(error, interrupted=interrupted, device=device)
         if found.is_unexpected:
             self._log(error)
-        if found.reason is StopReason.DEVICE:
-            if self._is_device_reported:
-                _log.error("worker %s is needed, and cannot continue: %s", self._worker, found.error)
-                self._die()
-            self._is_device_reported = True
+        if found.reason is StopReason.DEVICE and isinstance(found.error, DeviceFailed):
+            self._device_failure = found.error
+            self.keep_if_failed(error)
         return found
+
+    def keep_if_failed(self, *objects: object) -> None:
+        """Keep objects for the rest of the process if its device has failed.
+
+        Freeing memory that a copy used records an event, in a destructor. Its error would end the process, and with it
+        the state in host memory. An error's traceback holds the objects of its frames.
+        """
+        if self._device_failure is not None:
+            self._kept.extend(objects)
+
+    def failed_again(self, known: Collection[WorkerId]) -> DeviceFailed | None:
+        """The device's error, for a worker that is to form a further generation; None if the device has not failed.
+
+        `known`: members whose device has failed, as the driver knows, and that alone hold a part of the state. If this
+        worker is one, the process ends: a new one, with a checkpoint, is the way to continue.
+        """
+        if self._device_failure is not None and self._worker in known:
+            _log.error("worker %s is needed, and cannot continue: %s", self._worker, self._device_failure)
+            self._die()
+        return self._device_failure
 
     def _log(self, error: BaseException) -> None:
         """Log an error. Only the first gets a traceback: a retried step would raise the same one."""

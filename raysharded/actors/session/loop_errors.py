@@ -26,19 +26,11 @@ def with_line(error: E) -> E:
     return error
 
 
-def refuse_scaler(error: BaseException, step: int) -> None:
-    """Raise a TaskError in place of that of a GradScaler, which looks for gradients of the optimizer's own."""
-    if isinstance(error, AssertionError) and "No inf checks" in text_of(error):
-        raise with_a_scaler(f"step {step}", user_traceback(error)) from error
-
-
-def with_a_scaler(where: str, *details: str) -> TaskError:
-    """The error for a GradScaler. `details`: further arguments."""
+def _with_a_scaler() -> TaskError:
     return TaskError(
-        f"{where}: a GradScaler changes gradients, whose scale belongs to the step. Leave it out: bfloat16 "
+        f"{line_here()}: a GradScaler changes gradients, whose scale belongs to the step. Leave it out: bfloat16 "
         '(EngineConfig.param_dtype) needs none, and FailureConfig(on_non_finite="skip") leaves out steps whose numbers '
-        "are not finite.",
-        *details,
+        "are not finite."
     )
 
 
@@ -79,7 +71,7 @@ def as_one(
 def changed_gradients() -> InexactError | TaskError:
     """The error for gradients that are not those of the backward when the optimizer's step begins."""
     if is_called_from("torch.amp.grad_scaler"):
-        return with_a_scaler(line_here())
+        return _with_a_scaler()
     return InexactError(
         f"{line_here()}: gradients changed between step.microbatches() and optimizer.step(). Each worker has a part of "
         "them, so that torch's clip_grad_norm_ depends on the number of workers: clip with step.clip_grad_norm_, and "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from raysharded.actors.session.loop_errors import as_one, misplaced_forward, refuse_scaler, with_line, with_numbers
+from raysharded.actors.session.loop_errors import as_one, misplaced_forward, with_line, with_numbers
 from raysharded.actors.session.orders import Training
 from raysharded.actors.session.step_comparisons import Attempts, StepWatch
 from raysharded.actors.step.forward_backward import DRAWS
@@ -136,7 +136,6 @@ class UserStep(NotFollowed):
             return False
         try:
             if error is not None:
-                refuse_scaler(error, self.number)
                 computes = self._agreed is None and self._step.where
                 with naming(self._step.where if computes else f"step {self.number}", "loss" if computes else None):
                     raise with_line(error)

@@ -160,9 +160,11 @@ class ShardStore:
         """Free the buffers of all other layouts."""
         self._buffers = [buffer for buffer in self._buffers if buffer.layout == layout]
 
-    def drop_incomplete(self) -> None:
-        """Free buffers that were not complete when a generation failed."""
+    def drop_incomplete(self) -> list[ShardBuffer]:
+        """Forget the buffers that were not complete when a generation failed; returns them."""
+        dropped = [buffer for buffer in self._buffers if not buffer.complete]
         self._buffers = [buffer for buffer in self._buffers if buffer.complete]
+        return dropped
 
     def held(self, worker: WorkerId) -> tuple[Held, ...]:
         """All complete buffers, for the driver."""

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from raysharded.report.overview import RunOverview
 
 
+_ERROR = 80
+"""Characters of an error. `raysharded status` shows all of it."""
+
+
 def runs(
     url: Annotated[str, typer.Argument(metavar="URL", help="The runs' folder or URL: RunConfig.storage_path.")] = ".",
     as_json: AsJson = False,
@@ -44,6 +48,7 @@ def runs(
 
 
 def _table(found: list[RunOverview]) -> RowTable:
+    from raysharded.display.plain_text import brief
     from raysharded.report.history.row_table import RowTable
 
     table = RowTable()
@@ -51,9 +56,9 @@ def _table(found: list[RunOverview]) -> RowTable:
     table.add_column("state")
     for name, rank in (("step", 0), ("loss", 3), ("workers", 2), ("checkpoint", 4), ("newest entry", 1)):
         table.add_column(name, right=True, rank=rank)
-    table.add_column("driver", long="shorten", rank=5)
+    table.add_column("driver, or error", long="shorten", rank=5)
     for run in found:
-        table.add_row(run.name, state_text(run), *cells(run), run.driver or run.error)
+        table.add_row(run.name, state_text(run), *cells(run), run.driver or brief(run.error, _ERROR))
     return table
 
 

@@ -126,6 +126,8 @@ def _show(run: RunOverview, found: Status) -> None:
         table.add_row("a step takes", f"{duration(found.step_s)}{rest}")
     table.add_row("loss", loss or "none")
     table.add_row("workers", _workers(run, found, workers))
+    if found.missing:
+        table.add_row("", Text(found.missing))
     for node, processes in _processes(found) if run.state not in OVER else []:
         table.add_row("", Text(f"on {node}: {processes}"))
     if run.checkpoint_at is not None:

@@ -65,6 +65,12 @@ class _Served:
     def order_text(self, which: int) -> str:
         return self._reader(which).order_text()
 
+    def contents(self, which: int) -> str:
+        return self._reader(which).contents()
+
+    def require_position(self, which: int, position: int, weights: WeightChanges) -> None:
+        self._reader(which).require_position(position, weights)
+
     def read_samples(
         self, which: int, ids: Sequence[int], where: str, number: int, weights: WeightChanges = ()
     ) -> Reads:

@@ -224,6 +224,12 @@ class ProcessReader:
     def order_text(self) -> str:
         return str(self._process.ask("order_text", self._which))
 
+    def contents(self) -> str:
+        return str(self._process.ask("contents", self._which))
+
+    def require_position(self, position: int, weights: WeightChanges) -> None:
+        self._process.ask("require_position", self._which, position, weights)
+
     def read_samples(self, ids: Sequence[int], where: str, number: int, weights: WeightChanges = ()) -> Reads:
         more = (weights,) if weights else ()
         reads: Reads = self._process.ask("read_samples", self._which, ids, where, number, *more)

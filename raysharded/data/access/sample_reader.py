@@ -87,6 +87,10 @@ class HasWeights(Protocol):
         """The mixture of the same sources with other weights from these positions on."""
         ...
 
+    def counts(self, position: int) -> dict[str, int]:
+        """Samples of each source below a position. Raises DataError if the mixture ends before it."""
+        ...
+
 
 @runtime_checkable
 class Reader(Protocol):
@@ -108,6 +112,14 @@ class Reader(Protocol):
 
     def order_text(self) -> str:
         """A mixture's `order_text`; empty for other datasets. Raises TaskError as `num_samples`."""
+        ...
+
+    def contents(self) -> str:
+        """The dataset's `contents_digest`; empty if it has none. Raises TaskError as `num_samples`."""
+        ...
+
+    def require_position(self, position: int, weights: WeightChanges) -> None:
+        """Raise DataError if a mixture, with these changed weights, ends before a position."""
         ...
 
     def read_samples(self, ids: Sequence[int], where: str, number: int, weights: WeightChanges = ()) -> Reads:
@@ -188,6 +200,17 @@ class DatasetReader:
         with self.lock, self._explaining("order_text"):
             found = getattr(self._dataset, "order_text", "")
         return found if isinstance(found, str) else ""
+
+    def contents(self) -> str:
+        with self.lock, self._explaining("contents_digest"):
+            found = getattr(self._dataset, "contents_digest", "")
+        return found if isinstance(found, str) else ""
+
+    def require_position(self, position: int, weights: WeightChanges) -> None:
+        with self.lock, self._explaining("__len__()"):
+            dataset = self._weighted(weights)
+            if isinstance(dataset, HasWeights):
+                dataset.counts(position + 1)
 
     @contextlib.contextmanager
     def _explaining(self, what: str) -> Iterator[None]:

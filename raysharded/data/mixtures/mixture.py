@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from blake3 import blake3
 
 from raysharded.data.dataset import Dataset, TokenDataset
 from raysharded.data.mixtures.pattern import PARTS, Int64s, in_parts
@@ -128,6 +129,12 @@ class Mixture:
     def order_digest(self) -> int:
         """Digest of all that the order of samples depends on, without later changes; above 1."""
         return 2 + derive_seed("mixture", self.order_text) // 4
+
+    @property
+    def contents_digest(self) -> str:
+        """Digest of those of the sources; empty if no source has one."""
+        found = {name: str(getattr(source, "contents_digest", "")) for name, source in self.sources.items()}
+        return blake3(json.dumps(found).encode()).hexdigest() if any(found.values()) else ""
 
     def __len__(self) -> int:
         """Number of positions; 2^60 without an end."""

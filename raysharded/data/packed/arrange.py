@@ -9,8 +9,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from raysharded.checkpoint.storage import open_storage
-from raysharded.data.packed.arrangement import Group, Int64s, Pieces, groups
-from raysharded.data.packed.plan_file import Facts, Plan, name_of_plan, parse_plan, read_plan, store_digest, to_bytes
+from raysharded.data.packed.arrangement import Int64s, Pieces, groups
+from raysharded.data.packed.plan_file import (
+    Facts,
+    GroupColumns,
+    Plan,
+    name_of_plan,
+    parse_plan,
+    read_plan,
+    store_digest,
+)
 from raysharded.data.store.find import find_stores
 from raysharded.data.store.layout import Kind, from_bytes
 from raysharded.data.store.store_source import FoundStore, TokenStream
@@ -52,12 +60,12 @@ def arrange(path: PathLike, *, seq_len: int, end_of_document: int | None = None)
         )
     stream = TokenStream([store])
     samples = samples_per_block(seq_len)
-    found: list[Group] = []
+    found = GroupColumns()
     last_sample = 0
     with ThreadPoolExecutor(stream.num_readers, "raysharded-arrange") as threads:
         pieces = _Documents(stream, end, seq_len, threads)
         for group, where in groups(pieces, seq_len=seq_len, samples=samples):
-            found.append(group)
+            found.add(group)
             last_sample = max(where)
     if not found:
         raise DataError(f"{masked(folder)}: no document in it has two tokens. Nothing to arrange.")
@@ -71,9 +79,9 @@ def arrange(path: PathLike, *, seq_len: int, end_of_document: int | None = None)
         num_documents=pieces.num_documents,
         num_cuts=pieces.num_cuts,
         num_targets=pieces.num_targets,
-        num_read=sum(group.length for group in found),
+        num_read=sum(found.lengths),
     )
-    storage.write(name, [to_bytes(facts, found)])
+    storage.write(name, [found.to_bytes(facts)])
     return facts
 
 

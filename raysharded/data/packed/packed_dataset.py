@@ -15,7 +15,7 @@ from raysharded.data.dataset import TokenDataset, caches_of, require_whole
 from raysharded.data.packed.arrange import end_of_documents, one_store, open_plan
 from raysharded.data.packed.arrangement import Pieces, placed
 from raysharded.data.packed.plan_file import Plan
-from raysharded.data.store.find import find_stores
+from raysharded.data.store.find import check_shards, find_stores
 from raysharded.data.store.layout import Bytes, Kind, from_bytes
 from raysharded.data.store.store_source import READ_AHEAD_BLOCKS, StoreSource
 from raysharded.data.text.files import PathLike
@@ -23,12 +23,14 @@ from raysharded.errors import ConfigError, DataError
 
 Packing = Literal["best_fit", "concatenate"]
 Int64s: TypeAlias = npt.NDArray[np.int64]
+_Uint32s: TypeAlias = npt.NDArray[np.uint32]
 Sample: TypeAlias = dict[str, Int64s]
 
 NO_TARGET = -100
 """Label of a place without a target, which torch's cross entropy ignores."""
-_OPEN_BLOCKS = 4096
-"""Arrangements in memory at most: as many as blocks of a run may be open."""
+_ARRANGED_SHARE = 4
+"""Arrangements may have this part of the cache's bytes, besides it."""
+_OBJECT_BYTES = 512
 
 
 class PackedDataset:
@@ -64,8 +66,9 @@ class PackedDataset:
     ) -> None:
         """`paths`: the folder or URL of one token store; to concatenate also any that `TokenDataset` takes.
 
-        `end_of_document`: the token that ends documents, for data that do not name it. The others are as of
-        `TokenDataset`. Raises ConfigError; reads no file.
+        `cache_bytes`: memory of each process for blocks that were read. With `packing="best_fit"` up to a quarter of
+        it is used in addition, for the places of documents in blocks. `end_of_document`: the token that ends documents,
+        for data that do not name it. The others are as of `TokenDataset`. Raises ConfigError; reads no file.
         """
         if packing not in get_args(Packing):
             choices = ", ".join(map(repr, get_args(Packing)))
@@ -92,12 +95,25 @@ class PackedDataset:
     @property
     def vocab_size(self) -> int:
         """One more than the largest token that may occur."""
-        return self._tokens.vocab_size
+        return self._kind().vocab_size
 
     @property
     def tokenizer(self) -> str:
         """Id of the tokenizer, as of `TokenDataset`."""
-        return self._tokens.tokenizer
+        return self._kind().tokenizer
+
+    def _kind(self) -> Kind:
+        opened = self._open()
+        return opened.kind
+
+    @property
+    def contents_digest(self) -> str:
+        """Digest of the plan, which has that of the store; empty for concatenated documents.
+
+        A run keeps it: data with another one are refused.
+        """
+        self._open()
+        return self._digest or ""
 
     @property
     def padding(self) -> float:
@@ -120,7 +136,10 @@ class PackedDataset:
 
     def validate(self) -> None:
         """Read and check indexes and the plan now. Raises DataError, as `TokenDataset.validate`."""
-        self._tokens.validate()
+        if self.packing == "concatenate":
+            self._tokens.validate()
+        else:  # documents may be shorter than a sample, and so may all of them together
+            check_shards((one_store(self._tokens.paths, "PackedDataset"),))
         with self._lock:
             self._opened = None
         self._open()
@@ -163,7 +182,7 @@ class PackedDataset:
                     "with one end_of_document, or give the one that holds for all stores."
                 )
         kind = Kind(tokenizer=tokens.tokenizer, vocab_size=tokens.vocab_size, end_of_document=tokens.end_of_document)
-        return _Concatenated(tokens, end_of_documents(kind, self._end_of_document, repr(self)))
+        return _Concatenated(tokens, kind, end_of_documents(kind, self._end_of_document, repr(self)))
 
     def _best_fit(self) -> _BestFit:
         store = one_store(self._tokens.paths, "PackedDataset")
@@ -186,7 +205,7 @@ class PackedDataset:
             disk=self._caches.disk_for((store,)),
             range_of=plan.range_of,
         )
-        return _BestFit(plan, source)
+        return _BestFit(plan, source, self._caches.memory_bytes // _ARRANGED_SHARE)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_opened", "_lock")}
@@ -200,8 +219,8 @@ class _Concatenated:
 
     padding = 0.0
 
-    def __init__(self, tokens: TokenDataset, end_of_document: int) -> None:
-        self._tokens, self._end = tokens, end_of_document
+    def __init__(self, tokens: TokenDataset, kind: Kind, end_of_document: int) -> None:
+        self._tokens, self.kind, self._end = tokens, kind, end_of_document
         self.samples_per_block, self.num_read_ahead = tokens.samples_per_block, tokens.num_read_ahead
 
     def __len__(self) -> int:
@@ -230,23 +249,32 @@ class _Concatenated:
 class _Arranged:
     """Pieces of a group, by the sample that has them."""
 
-    starts: Int64s
+    starts: _Uint32s
     """Positions in the group's range."""
-    sizes: Int64s
-    firsts: Int64s
+    sizes: _Uint32s
+    firsts: _Uint32s
     """The first piece of each sample, and the end; [samples + 1]."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the arrays, and of what holds them."""
+        return self.starts.nbytes + self.sizes.nbytes + self.firsts.nbytes + _OBJECT_BYTES
 
 
 class _BestFit:
     """Samples of a plan."""
 
-    def __init__(self, plan: Plan, source: StoreSource) -> None:
-        self._plan, self._source = plan, source
+    def __init__(self, plan: Plan, source: StoreSource, arranged_bytes: int) -> None:
+        """`arranged_bytes`: memory for arrangements."""
+        self._plan, self._source, self._arranged_bytes = plan, source, arranged_bytes
+        self.kind = source.stream.kind
         self.facts = plan.facts
         self.padding, self.samples_per_block = self.facts.padding, self.facts.samples_per_block
         self.num_read_ahead = READ_AHEAD_BLOCKS * self.samples_per_block
         self._token_bytes = source.stream.kind.token_bytes
         self._arranged: OrderedDict[int, _Arranged] = OrderedDict()
+        self._num_bytes = 0
+        """Memory of the arrangements."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -281,9 +309,11 @@ class _BestFit:
                 return known
         arranged = self._arrange(number, block)
         with self._lock:
-            self._arranged[number] = arranged
-            if len(self._arranged) > _OPEN_BLOCKS:
-                self._arranged.popitem(last=False)
+            if number not in self._arranged:
+                self._arranged[number] = arranged
+                self._num_bytes += arranged.num_bytes
+            while self._num_bytes > self._arranged_bytes and len(self._arranged) > 1:
+                self._num_bytes -= self._arranged.popitem(last=False)[1].num_bytes
         return arranged
 
     def _arrange(self, number: int, block: Bytes) -> _Arranged:
@@ -298,7 +328,8 @@ class _BestFit:
             raise DataError(f"group {number} of the plan does not fit its tokens: the plan was made for other data.")
         by_sample = np.argsort(where, kind="stable")
         counts = np.bincount(where, minlength=samples)
-        return _Arranged(starts[by_sample], sizes[by_sample], np.concatenate([[0], np.cumsum(counts)]))
+        firsts = np.concatenate([[0], np.cumsum(counts)])
+        return _Arranged(*(one.astype(np.uint32) for one in (starts[by_sample], sizes[by_sample], firsts)))
 
     def read_ahead(self, ids: Int64s, *, anew: bool) -> None:
         self._source.expect(ids, anew=anew)

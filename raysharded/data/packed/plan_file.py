@@ -17,7 +17,7 @@ sequences of N tokens. All numbers are little-endian. It has:
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from array import array
 from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
@@ -111,18 +111,30 @@ def store_digest(index: Index) -> str:
     return blake3("\n".join(shard.id for shard in index.shards).encode()).hexdigest()
 
 
-def to_bytes(facts: Facts, groups: Sequence[Group]) -> bytes:
-    """The bytes of a plan."""
-    text = json.dumps(asdict(facts)).encode()
-    arrays = [
-        np.asarray([group.start for group in groups], dtype="<u8"),
-        np.asarray([group.length for group in groups], dtype="<u4"),
-        np.asarray([group.num_sorted for group in groups], dtype="<u4"),
-        np.asarray([len(group.others) for group in groups], dtype="<u4"),
-        np.asarray([number for group in groups for number in group.others], dtype="<u4"),
-    ]
-    body = b"".join([MAGIC, len(text).to_bytes(4, "little"), text, *(array.tobytes() for array in arrays)])
-    return body + blake3(body).digest()
+class GroupColumns:
+    """Groups while a plan is made, as a plan has them: 20 bytes for each, and 4 for each piece of another group."""
+
+    def __init__(self) -> None:
+        self.starts, self.lengths, self.num_sorted = array("Q"), array("I"), array("I")
+        self._num_others, self._others = array("I"), array("I")
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def add(self, group: Group) -> None:
+        self.starts.append(group.start)
+        self.lengths.append(group.length)
+        self.num_sorted.append(group.num_sorted)
+        self._num_others.append(len(group.others))
+        self._others.extend(group.others)
+
+    def to_bytes(self, facts: Facts) -> bytes:
+        """The bytes of the plan of all groups."""
+        text = json.dumps(asdict(facts)).encode()
+        columns = (self.lengths, self.num_sorted, self._num_others, self._others)
+        arrays = [np.asarray(self.starts, dtype="<u8"), *(np.asarray(one, dtype="<u4") for one in columns)]
+        body = b"".join([MAGIC, len(text).to_bytes(4, "little"), text, *(one.tobytes() for one in arrays)])
+        return body + blake3(body).digest()
 
 
 def read_plan(storage: Storage, index: Index, seq_len: int) -> Plan:

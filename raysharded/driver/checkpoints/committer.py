@@ -19,7 +19,7 @@ from raysharded.checkpoint.retention.two_phase_delete import retire
 from raysharded.checkpoint.stored_claims import find_newest, list_numbers
 from raysharded.clock import Clock
 from raysharded.driver.checkpoints.protected import ProtectedCheckpoints
-from raysharded.driver.state.arithmetic import own_blocks, own_build_seed
+from raysharded.driver.state.arithmetic import own_blocks, own_build_seed, own_contents
 from raysharded.driver.state.commands import CommitSave
 from raysharded.driver.state.events import CommitFailed, Committed, Deleted, LeadershipLost, Overtaken
 from raysharded.errors import RayshardedError, RunOwnedElsewhere, StaleGeneration, StorageError
@@ -70,7 +70,8 @@ class ManifestContext:
     build_seed: int = 0
     """Seed of the task's constructors."""
     blocks: tuple[int, int] = (1, 1)
-    """As in the state."""
+    contents: str = ""
+    """Both as in the state."""
 
 
 class Committer:
@@ -246,6 +247,7 @@ def manifest_of(
             "arithmetic": dict(known.arithmetic),
             "num_samples": known.num_samples,
             **own_blocks(known.blocks),
+            **own_contents(known.contents),
             "metrics": dict(command.measured),
             **({"learning_rate": [list(rate) for rate in rates]} if rates else {}),
             **own_weights(weights_before(known.decisions.weights, position)),

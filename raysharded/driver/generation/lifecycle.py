@@ -34,7 +34,7 @@ from raysharded.driver.state.commands import (
 )
 from raysharded.driver.state.persistent_map import with_entry
 from raysharded.driver.state.state import Phase, State
-from raysharded.driver.workers import admission, proof_failures, task_failures
+from raysharded.driver.workers import admission, device_failures, proof_failures, task_failures
 from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint, NonFiniteLoss, RunFailed
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.messages import Corruption, GenerationReady, GenerationSpec, Prepared, Stopped, StopReason
@@ -139,6 +139,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         blocks=state.blocks,
         newcomers=proof_failures.newcomers(state, members),
         shift=task_failures.shift_of_retry(state, members, mesh, source),
+        failed_devices=device_failures.failed_members(state, members),
     )
     state = replace(
         state,
@@ -302,7 +303,7 @@ def after_all_stopped(state: State, at: float) -> Outcome:
         state, commands = pending_overrides.without_planned_rewind(state, vain)
         return prepend(next_generation(state, at), commands)
     refused = [s for s in stops if s.reason is StopReason.REFUSED]
-    errors = {w: s for w, s in state.stops.items() if s.reason is StopReason.TASK_ERROR}
+    errors = task_failures.errors(state)
     if refused:
         return _refused(state, refused[0].error, at)
     not_finite = non_finite.cause(state)
@@ -343,10 +344,7 @@ def _go_on(state: State, stops: Sequence[Stopped], at: float) -> Outcome:
 
 
 def _rewound_in_vain(state: State, stops: Sequence[Stopped]) -> str:
-    """Reason why the generation could not be formed from the rewind's checkpoint; empty if that is not to blame.
-
-    Memory is unchanged.
-    """
+    """Reason why the generation could not be formed from the rewind's checkpoint, if that is to blame; or empty."""
     if state.plan is None or state.plan.rewind is None:
         return ""
     failed = next((stop.error for stop in stops if stop.reason in (StopReason.REFUSED, StopReason.TASK_ERROR)), None)

@@ -2,8 +2,9 @@
 
 A worker whose GPU does not work in its process any more leaves, too. Its process stays until the others have formed the
 next generation: its host memory counts. If the run needs what it alone holds, it becomes a member once more, ends
-itself, and the run continues from a checkpoint. A bug of the task, such as an index out of range, fails on every GPU.
-So a GPU is refused only after its second failure (`driver/workers/admission.py`).
+itself, and the run continues from a checkpoint. A bug of the task, such as an index out of range, fails on every GPU
+(`driver/workers/device_failures.py`). So a GPU is refused only after its second failure
+(`driver/workers/admission.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from raysharded.driver.membership import candidates
 from raysharded.driver.membership.state_source import is_redundant
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, prepend
 from raysharded.driver.state.events import LEAVERS
-from raysharded.driver.state.persistent_map import with_entry, without
+from raysharded.driver.state.persistent_map import without
 from raysharded.driver.state.state import Departure, Phase, State
-from raysharded.driver.workers import admission, departures
+from raysharded.driver.workers import admission, departures, device_failures
 from raysharded.errors import text_of
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import Stopped, StopReason
@@ -56,9 +57,7 @@ def on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> O
     if stopped.reason is not StopReason.DEVICE or not is_news:
         return lifecycle.on_stopped(state, worker, stopped, at)
     device = state.facts[worker].device if worker in state.facts else ""
-    if device:
-        failures = state.device_failures.get(device, 0) + 1
-        state = replace(state, device_failures=with_entry(state.device_failures, device, failures))
+    state = device_failures.remember(state, worker, stopped)
     reason = text_of(stopped.error) if stopped.error is not None else "the GPU does not work"
     named = f"{device}: {reason}" if device else reason
     state, leaving = on_noticed(state, LeaveNotice(workers=(worker,), reason=named, within_s=_DEVICE_FAILED_S), at)

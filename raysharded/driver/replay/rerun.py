@@ -28,7 +28,7 @@ from raysharded.journal import log
 from raysharded.journal.entry_text import incident_text
 from raysharded.journal.log import Placed
 
-_NOT_DECIDED = frozenset({"data", "waiting", "storage_back", "gcs_lost", "gcs_back", "gcs_limit"})
+_NOT_DECIDED = frozenset({"data", "waiting", "below_maximum", "storage_back", "gcs_lost", "gcs_back", "gcs_limit"})
 """Entries that the driver makes without the machine, after it has begun."""
 _DROPPED = "entries_dropped"
 """Entry in place of those that storage did not take in time: events are among them."""

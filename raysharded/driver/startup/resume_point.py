@@ -12,7 +12,7 @@ from raysharded.checkpoint import Checkpoint, Storage
 from raysharded.checkpoint.format.signing import Unsigned
 from raysharded.checkpoint.retention.catalog import CheckpointRef, Newest, list_checkpoints, newest_complete, open_ref
 from raysharded.driver.checkpoints.committer import RunFiles
-from raysharded.driver.state.arithmetic import accepted, blocks_of, build_seed_of, rules_on_record
+from raysharded.driver.state.arithmetic import accepted, blocks_of, build_seed_of, contents_of, rules_on_record
 from raysharded.driver.state.events import ASKED
 from raysharded.driver.state.state import Checkpointed, State
 from raysharded.errors import CheckpointError, CorruptCheckpoint, RefusedCheckpoint
@@ -181,6 +181,7 @@ def resumed(state: State, files: RunFiles, found: ResumePoint, entries: Sequence
         numerics=rules,
         num_samples=metadata.get("num_samples"),
         blocks=blocks_of(metadata),
+        contents=contents_of(metadata),
         build_seed=build_seed_of(metadata),
     )
 

@@ -22,6 +22,8 @@ BUILD_SEED = "build_seed"
 """Key of the build seed in checkpoints' metadata and in a driver's first journal entry."""
 BLOCKS = "blocks"
 """Key of the data's blocks, there too."""
+CONTENTS = "data_contents"
+"""Key of the digest of the data's contents, in a checkpoint's metadata and in the entry `data`."""
 Differing = Mapping[str, tuple[str, str]]
 """Name -> (the run's value, the other value)."""
 
@@ -155,6 +157,22 @@ def own_blocks(blocks: tuple[int, int]) -> dict[str, list[int]]:
     return {BLOCKS: list(blocks)} if blocks[0] != 1 else {}
 
 
+def contents_of(about: Mapping[str, Any]) -> str:
+    """Digest of the data's contents in a checkpoint; empty if it has none."""
+    found = about.get(CONTENTS)
+    return found if isinstance(found, str) else ""
+
+
+def own_contents(contents: str) -> dict[str, str]:
+    """Entry to add to a run's settings for `contents_of`; empty for data without one."""
+    return {CONTENTS: contents} if contents else {}
+
+
+def has_other_contents(state: State, facts: WorkerInfo) -> bool:
+    """Whether a worker's data have other contents than the run's, where both are known."""
+    return "" not in (state.contents, facts.contents) and state.contents != facts.contents
+
+
 def has_other_blocks(state: State, facts: WorkerInfo) -> bool:
     """Whether a worker's data have other blocks than the run's, which has an order that depends on them."""
     return (
@@ -181,7 +199,7 @@ def data_entry(facts: WorkerInfo) -> dict[str, Any]:
     """Fields of the journal's entry about a run's data."""
     blocks = {"samples_per_block": facts.samples_per_block} if facts.samples_per_block != 1 else {}
     mixture = {"mixture": json.loads(facts.mixture)} if facts.mixture else {}
-    return {"num_samples": facts.num_samples, **blocks, **mixture}
+    return {"num_samples": facts.num_samples, **blocks, **mixture, **own_contents(facts.contents)}
 
 
 def _lacking(limits: DriverConfig, run: str, there: str) -> Differing:

@@ -225,7 +225,7 @@ class State:
     """Node id -> announced time at which its machine will be taken away."""
     preemptions: int = 0
     """Workers that got a leave notice so far; they are not losses."""
-    device_failures: Mapping[str, int] = field(default_factory=dict)  # GPU, by number and UUID -> failures
+    device_failures: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)  # (step, generation)
     last_ready_at: float = 0.0
     next_worker: WorkerId = _FIRST_WORKER
     awaited: frozenset[WorkerId] = frozenset()
@@ -361,6 +361,8 @@ class State:
     blocks: tuple[int, int] = (1, 1)
     """(samples per block of the data, samples per step), with which the run began. Known once `num_samples` is. The
     first is below 0 for data that have an order themselves."""
+    contents: str = ""
+    """Digest of what the data's samples are made of; empty: unknown."""
     driver: str = ""
     """The driver's name, in what its workers write."""
     rendezvous: Any = None

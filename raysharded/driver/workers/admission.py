@@ -12,7 +12,7 @@ from raysharded.driver.state.commands import Command, KillWorker, Outcome, Recor
 from raysharded.driver.state.events import Ready
 from raysharded.driver.state.persistent_map import with_entry, without
 from raysharded.driver.state.state import Phase, State
-from raysharded.driver.workers import node_verdicts
+from raysharded.driver.workers import device_failures, node_verdicts
 from raysharded.errors import ClusterError, ConfigError, RayshardedError, RunFailed, TaskError
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import WorkerInfo
@@ -53,15 +53,14 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         fields = {"worker": event.worker, "node": event.facts.node, "reason": reason}
         refused = Record(kind="worker_refused", fields=fields)
         return replace(state, starting=starting), [KillWorker(worker=event.worker, at_once=False), refused]
-    failures = state.device_failures.get(event.facts.device, 0)
-    if failures >= _MOST_DEVICE_FAILURES:
-        reason = f"{event.facts.device} failed {count(failures, 'time')} in this run"
-        lost = WorkerLost(worker=event.worker, reason=reason, node_id=event.facts.node_id)
-        return prepend(failed_to_start(state, lost, at), [KillWorker(worker=event.worker, at_once=False)])
+    if event.facts.device and device_failures.number(state, event.facts.device) >= _MOST_DEVICE_FAILURES:
+        return _keep_from_others(replace(state, starting=starting), event, at)
     if state.num_samples not in (None, event.facts.num_samples):
         return finish(state, _other_data(state, event))
     if arithmetic.has_other_blocks(state, event.facts):
         return finish(state, _other_blocks(state, event))
+    if arithmetic.has_other_contents(state, event.facts):
+        return finish(state, _other_contents(event))
     lacks, differs = arithmetic.lacks(state, event.facts), arithmetic.differs(state, event.facts)
     if differs and not lacks and state.arithmetic_unmet:
         return _hold(state, event, at)
@@ -83,6 +82,7 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         arithmetic_unmet=False,
         num_samples=event.facts.num_samples,
         blocks=arithmetic.blocks_with(state, event.facts),
+        contents=state.contents or event.facts.contents,
         last_ready_at=at,
         start_failures=0,
         start_after=0.0,
@@ -97,6 +97,17 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
     }
     ready: list[Command] = [Record(kind="worker_ready", fields=fields)]
     return prepend(_admit_held(state, state.differing, at), ready) if state.differing else (state, ready)
+
+
+def _keep_from_others(state: State, event: Ready, at: float) -> Outcome:
+    """Refuse a worker on a GPU that failed too often, and let its process keep the GPU until the run ends.
+
+    Otherwise the scheduler would give this GPU to the next worker. Its node is not to blame: its other GPUs work.
+    """
+    failures = count(device_failures.number(state, event.facts.device), "time")
+    reason = f"{event.facts.device} failed {failures} in this run; this process keeps it, so that no worker gets it"
+    fields = {"worker": event.worker, "node": event.facts.node, "reason": reason}
+    return prepend(replace_missing(state, at), [Record(kind="worker_refused", fields=fields, durable=True)])
 
 
 def _other_data(state: State, event: Ready) -> ConfigError:
@@ -118,6 +129,14 @@ def _other_blocks(state: State, event: Ready) -> ConfigError:
         f"worker {event.worker} on {event.facts.node} finds data whose blocks have {event.facts.samples_per_block} "
         f"samples, the run began with {state.blocks[0]}: the order of samples depends on them. Give the data that the "
         "run began with, with the same seq_len, or give the run another name."
+    )
+
+
+def _other_contents(event: Ready) -> ConfigError:
+    return ConfigError(
+        f"worker {event.worker} on {event.facts.node} finds data of the same length with other contents than the run "
+        "began with: of packed documents, another plan or other tokens. Give the data that the run began with, or give "
+        "the run another name."
     )
 
 

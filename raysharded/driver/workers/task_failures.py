@@ -13,13 +13,20 @@ from dataclasses import replace
 from raysharded.driver.checkpoints import saves
 from raysharded.driver.state.commands import Command, Outcome, Record, prepend
 from raysharded.driver.state.state import State
+from raysharded.driver.workers import device_failures
 from raysharded.errors import RayshardedError, TaskError, text_of
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh
-from raysharded.protocol.messages import Source, Stopped
+from raysharded.protocol.messages import Source, Stopped, StopReason
 
 _LONGEST = 8000
 """Characters of a traceback that the journal keeps, from its end."""
+
+
+def errors(state: State) -> dict[WorkerId, Stopped]:
+    """Stops of this generation for which the task, its data or storage is to blame."""
+    raised = {worker: stop for worker, stop in state.stops.items() if stop.reason is StopReason.TASK_ERROR}
+    return raised | device_failures.of_the_task(state)
 
 
 def count(state: State, errors: Mapping[WorkerId, Stopped], at: float) -> Outcome:

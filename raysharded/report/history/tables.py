@@ -15,11 +15,12 @@ from raysharded.journal.records import AvoidedNode, CheckpointRecord, Recovery
 from raysharded.report.history.incidents import Incident, costliest
 from raysharded.report.history.row_table import RowTable
 from raysharded.report.history.run_summary import RunSummary
-from raysharded.report.history.wall_time import MEANING, PARTS, Times
+from raysharded.report.history.wall_time import MEANING, MICRO, PARTS, Part, Times
 
 MOST_ROWS = 25
 """Rows of a table. A run of weeks has thousands of incidents, and its report stays a page."""
 _ALL = "`raysharded report --json` has all"
+_AWAY: dict[Part, str] = {"paused": "the pauses", "no driver": "the time without a driver"}
 GOOD, BAD, DIM = "green", "bold red", "dim"
 
 
@@ -120,9 +121,14 @@ def _failing(summary: RunSummary) -> Text:
 def _times(summary: RunSummary) -> str:
     text = f"{duration(summary.elapsed_s)} at work"
     if summary.steps:
-        text += f", {summary.goodput:.0%} of it in steps that count"
+        text += f", {summary.goodput:.1%} of that in steps that count"
+    times = summary.times
+    if away := [text for part, text in _AWAY.items() if times.parts[part]]:
+        share = f", {times.parts['computing'] / times.total:.1%} of that in steps that count" if summary.steps else ""
+        text += f"; {duration(times.total / MICRO)} with {' and '.join(away)}{share}"
     if summary.starting_cpu_s:
-        text += f"; starting workers took {duration(summary.starting_cpu_s)} of CPU"
+        cpu = duration(summary.starting_cpu_s)
+        text += f"; the processes of all workers took {cpu} of CPU time to start, mostly for imports"
     return text
 
 
@@ -137,6 +143,7 @@ def time_table(times: Times) -> RowTable:
         if times.parts[part]:
             share = times.parts[part] / times.total
             table.add_row(part, duration(times.seconds(part)), f"{share:.1%}", MEANING[part])
+    table.add_row("all", duration(times.total / MICRO), "100%", "from the first entry to the newest")
     return table
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -135,8 +138,52 @@ def test_a_worker_that_is_needed_although_its_device_is_dead_ends_itself(device:
     ends = Ends(WorkerId(3), die=lambda: deaths.append(1))
     assert ends.of(torch.AcceleratorError(TEXT), CPU, interrupted=False).reason is StopReason.DEVICE
     assert not deaths, "the driver may do without it, and read its memory"
-    ends.of(torch.AcceleratorError(TEXT), CPU, interrupted=False)
+    assert ends.failed_again(()) is not None
+    assert not deaths, "the driver has lost the report, or another one has taken over"
+    ends.failed_again((WorkerId(3),))
     assert deaths
+
+
+def test_a_dead_context_frees_no_memory_that_it_used(device: Dying) -> None:
+    """Not even that of frames which the error has left, and of buffers that were being filled."""
+    ends = Ends(WorkerId(3))
+
+    def copy() -> weakref.ref[torch.Tensor]:
+        values = torch.zeros(3)
+        used = weakref.ref(values)
+        try:
+            device.is_dead = True
+            device.record(None)
+        except RuntimeError as error:
+            ends.of(error, CPU, interrupted=False)
+        return used
+
+    used = copy()
+    assert ends.failed_again(()) is not None
+    buffer = torch.zeros(3)
+    filled = weakref.ref(buffer)
+    ends.keep_if_failed(None, [buffer])
+    del buffer
+    gc.collect()
+    assert used() is not None
+    assert filled() is not None
+
+
+def test_a_device_that_works_keeps_nothing(device: Dying) -> None:
+    ends, buffer = Ends(WorkerId(3)), torch.zeros(3)
+    freed = weakref.ref(buffer)
+    ends.keep_if_failed(buffer)
+    del buffer
+    assert freed() is None
+
+
+def test_the_failure_of_a_device_carries_the_tasks_traceback(device: Dying) -> None:
+    device.is_dead = True
+    found = ending_of(raised_in_the_task(torch.AcceleratorError(TEXT)), interrupted=False, device=CPU)
+    assert isinstance(found.error, DeviceFailed)
+    assert "in loss" in found.error.user_traceback
+    copied = pickle.loads(pickle.dumps(found.error))
+    assert (str(copied), copied.user_traceback) == (str(found.error), found.error.user_traceback)
 
 
 def test_memory_is_given_back_only_after_the_device_has_done_all_work(device: Dying) -> None:

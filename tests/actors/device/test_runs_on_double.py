@@ -122,10 +122,10 @@ def test_survivors_drain_their_devices_after_the_abort_and_before_they_allocate_
     kills = [(2, 3, "backward")]
     train(3, use_gpu=True, prepare=partial(on_logging, str(tmp_path)), kills=kills, **SETTINGS)
     logs = [file.read_text().split() for file in tmp_path.iterdir()]
-    survivors = [calls for calls in logs if calls.count("make") == 2]
+    survivors = [calls for calls in logs if calls.count("make") > 1 and "abort" in calls]
     assert len(survivors) == 2
     for calls in survivors:
-        second = len(calls) - 1 - calls[::-1].index("make")
+        second = calls.index("make", calls.index("make") + 1)  # a third is that of a replacement which joins in time
         drained = second - 1 - calls[:second][::-1].index("drain")
         assert "abort" in calls[:drained]
         assert not {"pinned", "new_stream", "all_to_all"} & set(calls[drained:second])
