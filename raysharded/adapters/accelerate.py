@@ -6,8 +6,7 @@ accelerator.accumulate(model)` of a microbatch is the session's. Tested with acc
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -47,11 +46,11 @@ def elastic(accelerator: type[Any], session: Session) -> type[Any]:
     return type(accelerator.__name__, (Elastic, accelerator), {"session": session})
 
 
-class Elastic(Base):
+class Elastic(Base):  # type: ignore[misc]  # accelerate has no annotations
     """The methods of an `Accelerator` that are overridden."""
 
     session: Session
-    sizes: list[int] | None = None
+    sizes: Sequence[int | None] | None = None
     """Samples of the present batch of held-out data on each rank."""
     _train: TrainBatches | None = None
     _first, _last_step = 1, 0
@@ -93,7 +92,8 @@ class Elastic(Base):
         more: dict[str, Any] = {f"object{place}": one for place, one in enumerate(self._custom_objects)}
         collate, data = train.collate_fn, train.dataset
         self.session.shard(
-            *(*model, *optimizer),
+            model[0],
+            optimizer[0],
             collate=lambda samples: collate([data[one] if isinstance(one, int) else one for one in samples]),
             **(schedulers | more),
         )
@@ -186,11 +186,9 @@ class Elastic(Base):
         if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             raise ConfigError("accelerator.gather_for_metrics: a session gathers tensors alone.")
         by_rank = gathered(self.session.step, [leaf.reshape(leaf.shape or (1,)) for leaf in leaves])
-        sizes = self.sizes or [math.inf] * len(by_rank)
+        sizes = self.sizes or [None] * len(by_rank)
         whole = [
-            torch.cat(
-                [mine[place][: int(min(size, len(mine[place])))] for mine, size in zip(by_rank, sizes, strict=True)]
-            )
+            torch.cat([mine[place][:size] for mine, size in zip(by_rank, sizes, strict=True)])
             for place in range(len(leaves))
         ]
         return _pytree.tree_unflatten([one.to(self.device) for one in whole], form)

@@ -37,7 +37,7 @@ class TrainBatches:
 
     def __len__(self) -> int:
         steps = math.ceil(self._samples / self._batch.global_batch_size)
-        return steps * self._accelerator.gradient_accumulation_steps
+        return steps * int(self._accelerator.gradient_accumulation_steps)
 
     def __iter__(self) -> Iterator[Any]:
         return self._accelerator.microbatches()
@@ -90,13 +90,13 @@ def require_supported(accelerator: Any, batch: BatchConfig) -> None:
         )
     if accelerator.mixed_precision != "no":
         raise ConfigError(
-            f'Accelerator(mixed_precision={accelerator.mixed_precision!r}): give EngineConfig(param_dtype="bfloat16"), '
-            "or put torch.autocast around the forward."
+            f"Accelerator(mixed_precision={accelerator.mixed_precision!r}): give EngineConfig(param_dtype=...), or put "
+            "torch.autocast around the forward."
         )
     if batch.num_microbatches % accelerator.gradient_accumulation_steps:
         raise ConfigError(
-            f"Accelerator(gradient_accumulation_steps={accelerator.gradient_accumulation_steps}): a step of the run has "
-            f"{batch.num_microbatches} microbatches, which is no multiple."
+            f"Accelerator(gradient_accumulation_steps={accelerator.gradient_accumulation_steps}): a step of the run "
+            f"has {batch.num_microbatches} microbatches, which is no multiple."
         )
 
 
