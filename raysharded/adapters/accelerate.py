@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree
 from torch.utils.data import DataLoader
 
-from raysharded.actors.session.held_out import gathered, weights_of
+from raysharded.actors.session.held_out import begin_step, copy_of, gathered, weights_of
 from raysharded.adapters.accelerate_parts import (
     HeldOutBatches,
     StepScheduler,
@@ -127,7 +127,7 @@ class Elastic(Base):  # type: ignore[misc]  # accelerate has no annotations
         if not self._last_step:
             raise TaskError("write `for epoch in accelerator.epochs(num_epochs)` around the loop over the data.")
         while self._done < self._last_step:
-            step = self.session.begin_step()
+            step = begin_step(self.session)
             try:
                 if step.number < self._first:  # of an epoch that the script has left: the function is called again
                     raise CollectiveAborted(f"step {step.number} belongs to an earlier epoch")
@@ -168,7 +168,7 @@ class Elastic(Base):  # type: ignore[misc]  # accelerate has no annotations
         is_last = self._next is _NOTHING
         self.gradient_state._set_sync_gradients(is_last)
         if is_last:
-            step.stay_open()
+            step.stays_open = True
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         if norm_type != 2:
@@ -204,7 +204,7 @@ class Elastic(Base):  # type: ignore[misc]  # accelerate has no annotations
             return model
         weights = weights_of(self.session.step, everywhere=True)
         assert weights is not None
-        return self.session.copy_of(weights)
+        return copy_of(self.session, weights)
 
     def save_state(self, output_dir: str | None = None, **kwargs: Any) -> str | None:
         """Request a checkpoint of the run, which has the whole state."""

@@ -12,7 +12,6 @@ import torch
 
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.model.build import build_on_meta
-from raysharded.actors.model.construction import construct_whole
 from raysharded.actors.optimizer.registered_state import RegisteredState, Stateful
 from raysharded.actors.session.built_model import BuiltModel
 from raysharded.actors.session.held_out import HeldOut
@@ -170,14 +169,6 @@ class Session(NotFollowed):
             if self._step is not None and self._step.compute(loss_of):
                 return self._step
 
-    def begin_step(self) -> UserStep:
-        """The next step, entered, for an adapter that computes it and lets it stay open. Ends the one before."""
-        self.end()
-        while (step := self._next_step()) is None:
-            pass
-        self._step = step
-        return step.__enter__()
-
     def _next_step(self) -> UserStep | None:
         """None if the training ended instead."""
         training = self._now()
@@ -272,12 +263,6 @@ class Session(NotFollowed):
         if self._step is None or self._objects.registered is None:
             raise TaskError(f"{line_here()}: session.stop() belongs into `with step:`.")
         self._objects.registered.is_last = True
-
-    def copy_of(self, weights: dict[str, torch.Tensor]) -> nn.Module:
-        """A model of the function's `make()` with these weights, for this worker alone."""
-        model = construct_whole(self._task, self._job.batch.seed, "copy")
-        model.load_state_dict(weights, strict=False)  # tied parameters have one name
-        return model
 
     @property
     def step(self) -> UserStep | None:

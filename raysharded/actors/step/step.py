@@ -28,7 +28,7 @@ from raysharded.actors.numerics.step_consensus import Agreed, Contribution, Flag
 from raysharded.actors.optimizer.registered_state import NO_WORDS, RegisteredState, are_different, differing, words_of
 from raysharded.actors.shards.saver import decide
 from raysharded.actors.shards.store import ShardBuffer
-from raysharded.actors.shards.whole_tensors import gather_tensors, whole_weights
+from raysharded.actors.shards.whole_tensors import whole_weights
 from raysharded.actors.step.assembly import Parts, Surroundings
 from raysharded.actors.step.gradient import Batches, Computed
 from raysharded.data import Loader
@@ -350,18 +350,6 @@ class Step:
             found = parts.evaluator.predict(step, compute, data, num_samples, batch_size)
             parts.gradient.check_buffers("evaluation", step)
         return found
-
-    def shared(self, data: Loader, num_samples: int, batch_size: int) -> Iterator[tuple[list[int], list[Any]]]:
-        """As `Evaluator.shared`."""
-        return self._parts.evaluator.shared(data, num_samples, batch_size)
-
-    def gather(self, own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """The tensors of all workers by rank, in host memory. All workers call it together."""
-        self.steps.meet(self.number, "evaluation")
-        group = self._around.groups.state
-        given = {f"{group.rank}.{name}": tensor.detach().cpu().contiguous() for name, tensor in own.items()}
-        found = gather_tensors(given, group)
-        return [{name: found[f"{rank}.{name}"] for name in own} for rank in range(group.size)]
 
     def weights(self, *, everywhere: bool) -> dict[str, torch.Tensor] | None:
         """As `whole_weights`. All workers call it together, after the optimizer's step."""
