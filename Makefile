@@ -9,6 +9,8 @@
 #                 pyproject.toml allows, each in a separate environment; COMPAT=lowest:demo,engine does a part
 #   make mutants  before a release: 60 changes of single places of the engine's code, drawn by a seed, each against the
 #                 engine's tests, for four minutes at most: 95 of 100 should be found; resumes where interrupted
+#   make mutants-device   before a release: each call that orders streams, of the engine and of FSDP2, removed, one at a
+#                 time, against the engine on simulated streams: 95 of 100 that it reaches should be found; some ten minutes
 #   make cuda-names   before a release: whether torch for CUDA has all names and options that the code for GPUs uses; needs
 #                 no GPU, and some 3 GB of downloads into .venv-cuda
 #   make test-s3  the tests on a real S3 server (Ceph's, from Debian's packages, unpacked into a cache: 70 MB once)
@@ -40,7 +42,7 @@ SHELL := /bin/sh
 # The tests start hundreds of processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-clusters test-long compat mutants cuda-names test-s3 check lint docs bench bench-quick bench-full peers lock clean
+.PHONY: help install demo test test-clusters test-long compat mutants mutants-device cuda-names test-s3 check lint docs bench bench-quick bench-full peers lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -104,6 +106,9 @@ compat: $(COMPILER)
 
 mutants: $(DEV) $(COMPILER)
 	@$(BIN)/python -m tests.mutation $(MUTANTS)
+
+mutants-device: $(DEV)
+	@$(BIN)/python -m tests.actors.device.simulated
 
 # Not PyTorch's CPU wheels, which TORCH may name.
 CUDA_TORCH ?= torch==2.13.0

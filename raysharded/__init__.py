@@ -27,6 +27,8 @@ _EXPORTS = {
     "Mixture": "raysharded.data",
     "Bucketed": "raysharded.data",
     "PackedDataset": "raysharded.data",
+    "ShardedItems": "raysharded.data",
+    "Stream": "raysharded.data",
     "TokenDataset": "raysharded.data",
     "ElasticTrainer": "raysharded.trainer",
     "Result": "raysharded.run.results",
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
         Bucketed as Bucketed,
         Mixture as Mixture,
         PackedDataset as PackedDataset,
+        ShardedItems as ShardedItems,
+        Stream as Stream,
         TokenDataset as TokenDataset,
     )
     from raysharded.run.attach import attach as attach

@@ -13,8 +13,6 @@ from transformers.trainer_utils import SaveStrategy
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from raysharded.adapters.transformers import Elastic
-
 
 class Loop(TrainerCallback):
     """The trainer's first callback, and its registered state.
@@ -23,16 +21,18 @@ class Loop(TrainerCallback):
     `TrainerState.global_step`, which goes back with the step.
     """
 
-    def __init__(self, trainer: Elastic) -> None:
+    def __init__(self, trainer: Any) -> None:
+        """`trainer`: the elastic one."""
         self._trainer = trainer
-        self._samples = len(trainer.train_dataset)  # type: ignore[arg-type]  # `require_data` has looked
+        self._samples: int = len(trainer.train_dataset)  # `require_data` has looked
         self.begun = -1
         """`global_step` at the newest call of `on_step_begin`."""
         self._newest = self.state_dict()
 
     def epoch(self, step: int) -> float:
         """Epochs that are done after a step."""
-        return step * self._trainer.session.batch.global_batch_size / self._samples
+        size: int = self._trainer.session.batch.global_batch_size
+        return step * size / self._samples
 
     def ends_epoch(self, step: int) -> bool:
         """True if an epoch ends within this step."""

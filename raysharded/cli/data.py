@@ -12,6 +12,10 @@ from raysharded.cli.output import console, echo
 from raysharded.cli.usage import App
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from raysharded.data.store.progress import PackProgress
+    from raysharded.data.text.part_tokens import Encoders, Reading
     from raysharded.report.data_audit import DataAudit
 
 app = App(help="Create token stores from text, and inspect them.")
@@ -50,7 +54,10 @@ def pack(
         "text"
     ),
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A `tokenizer.json`. By default bytes are the tokens.")
+        str | None,
+        typer.Option(
+            metavar="FILE", help="A `tokenizer.json`, a folder with one, or a name of the Hub. By default bytes."
+        ),
     ] = None,
     end_of_document: Annotated[
         str | None, typer.Option(metavar="TOKEN", help="The tokenizer's token that ends a document, if unusual.")
@@ -61,6 +68,10 @@ def pack(
     layout: Annotated[Layout, typer.Option(help="A token store, or Parquet files that other tools read, too.")] = (
         Layout.STORE
     ),
+    workers: Annotated[int, typer.Option(min=1, help="Processes that read and tokenize.")] = 1,
+    on_ray: Annotated[
+        bool, typer.Option("--ray", help="Read and tokenize on the Ray cluster that this machine belongs to.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Pack text, JSON Lines or Parquet text columns for TokenDataset."""
@@ -80,6 +91,9 @@ def pack(
         tokens_per_row_group=tokens_per_row_group,
         compression=compression.value,
         layout=layout.value,
+        workers=workers,
+        encoders=_ray_tasks() if on_ray else None,
+        on_progress=_show_progress,
     )
     if as_json:
         print_json({"output": output, **asdict(packed)})
@@ -91,6 +105,19 @@ def pack(
         f"{output}: {count(packed.tokens, 'token')} of {count(packed.documents, 'document')} in "
         f"{count(packed.files, 'file')}, {size(packed.bytes)}"
     )
+
+
+def _ray_tasks() -> Callable[[Reading], Encoders]:
+    from raysharded.ray_backend.packing.ray_tasks import RayTasks
+
+    return RayTasks
+
+
+def _show_progress(found: PackProgress) -> None:
+    from raysharded.display.quantities import count
+
+    rate = f"{found.tokens_per_s:,.0f} per second"
+    echo(f"{count(found.shards, 'shard')}, {count(found.tokens, 'token')}, {rate}", err=True)
 
 
 @app.command()
@@ -199,9 +226,19 @@ def _print_audit(found: DataAudit) -> None:
 def info(
     paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Token stores; or token files, folders or globs.")],
     seq_len: Annotated[int | None, typer.Option(metavar="N", min=1, help="Also count samples of N tokens.")] = None,
+    documents: Annotated[bool, typer.Option("--documents", help="Also count documents. Reads all tokens.")] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Shows the beginning of the first document as text.")
+    ] = None,
+    end_of_document: Annotated[
+        int | None, typer.Option(metavar="NUMBER", min=0, help="The token that ends documents, if no store names it.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check stores or files, all together as one data set, and show their contents. Reads only indexes and footers."""
+    """Check stores or files, all together as one data set, and show their contents.
+
+    Reads only indexes and footers, unless documents are counted.
+    """
     from raysharded.data import TokenDataset
     from raysharded.report.history.tables import facts_table
 
@@ -214,6 +251,12 @@ def info(
         "tokenizer": dataset.tokenizer,
         **({"seq_len": seq_len, "samples": len(dataset)} if seq_len else {}),
     }
+    if documents or tokenizer is not None:
+        from dataclasses import asdict
+
+        from raysharded.data.document_lengths import document_lengths
+
+        found |= asdict(document_lengths(paths, tokenizer=tokenizer, end_of_document=end_of_document))
     if as_json:
         print_json(found)
         return

@@ -19,7 +19,10 @@ _EXPORTS = {
     "TokenDataset": "raysharded.data.dataset",
     "LedgerReport": "raysharded.data.ledger",
     "ReadRecorder": "raysharded.data.ledger",
+    "ShardedItems": "raysharded.data.streams.sharded_items",
     "StepReads": "raysharded.data.ledger",
+    "Stream": "raysharded.data.streams.stream",
+    "StreamSource": "raysharded.data.streams.source",
     "Loader": "raysharded.data.loader",
     "Microbatch": "raysharded.data.loader",
     "Mixture": "raysharded.data.mixtures.mixture",
@@ -46,6 +49,9 @@ if TYPE_CHECKING:
         sample_ids as sample_ids,
     )
     from raysharded.data.packed.packed_dataset import PackedDataset as PackedDataset
+    from raysharded.data.streams.sharded_items import ShardedItems as ShardedItems
+    from raysharded.data.streams.source import StreamSource as StreamSource
+    from raysharded.data.streams.stream import Stream as Stream
 
 __all__ = [
     "Bucketed",
@@ -57,7 +63,10 @@ __all__ = [
     "Mixture",
     "PackedDataset",
     "ReadRecorder",
+    "ShardedItems",
     "StepReads",
+    "Stream",
+    "StreamSource",
     "TokenDataset",
     "padded",
     "positions_of_microbatch",

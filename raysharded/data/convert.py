@@ -46,12 +46,12 @@ def convert(
     dataset.validate()
     kind = Kind(tokenizer=dataset.tokenizer, vocab_size=dataset.vocab_size)
     with StoreWriter(folder, kind, tokens_per_file) as store:
-        for tokens in _stream(paths):
+        for tokens in stream_of_files(paths):
             store.write(tokens)
     return ConvertReport(files=store.num_parts, tokens=store.num_tokens, bytes=store.num_bytes)
 
 
-def _stream(paths: Sequence[str]) -> Iterator[Tokens]:
+def stream_of_files(paths: Sequence[str]) -> Iterator[Tokens]:
     """The tokens of all files in the order of a `TokenDataset`, a row group at a time."""
     found = {file.name: file for path in paths for file in find_files(path, suffix=".parquet")}
     for _, file in sorted(found.items()):

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
@@ -19,11 +20,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raysharded.data.store.layout import INDEX, Kind
+from raysharded.data.store.progress import PackProgress, Progress
 from raysharded.data.store.writer import StoreWriter
-from raysharded.data.text.documents import InputFormat, documents
+from raysharded.data.text.documents import InputFormat, documents, parts_of
 from raysharded.data.text.files import File, PathLike, as_paths, file_system, find_files, is_local
+from raysharded.data.text.part_tokens import Encoders, Processes, Reading, Work
 from raysharded.data.text.token_file import COLUMN, TokenHeader, token_dtype
-from raysharded.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from raysharded.data.text.tokenizer import Tokenizer, find_tokenizer
 from raysharded.display.quantities import count
 from raysharded.errors import ConfigError, DataError, StorageError
 from raysharded.locations import scheme_of
@@ -60,6 +63,9 @@ def pack(
     tokens_per_row_group: int = 1 << 16,
     compression: Compression = "zstd",
     layout: Layout = "store",
+    workers: int = 1,
+    encoders: Callable[[Reading], Encoders] | None = None,
+    on_progress: Callable[[PackProgress], None] | None = None,
 ) -> PackReport:
     """Tokenize documents into the folder `output`, for `TokenDataset`: as a token store, or as Parquet files.
 
@@ -72,16 +78,24 @@ def pack(
     for JSON Lines and Parquet. `tokenizer` None: bytes (vocabulary 257); else the file of a `tokenizers` tokenizer.
     `end_of_document`: the text of the token that ends documents, if that tokenizer has an unusual one.
 
-    Memory: one row group and one document (for a text file with the byte tokenizer, one chunk of it). A shard of a
-    store is spooled into a temporary file first. The same input gives the same token stream. Of several calls into one
-    folder one succeeds. A store is one once its index is there, which is written last. On a local disk Parquet files
-    appear when all are complete. Elsewhere they are written in place, and removed if packing fails. No call replaces or
-    removes another call's files, if the storage can create a file only where there is none.
+    `workers`: processes that read and tokenize; 1: this one. They are started anew, so a script that calls this needs
+    `if __name__ == "__main__"`. `encoders`: others in their place, as `RayTasks` of
+    `raysharded.ray_backend.packing.ray_tasks`. The bytes are the same each way. A store whose packing was interrupted
+    is continued after its last whole shard, by a call with the same inputs and settings. `on_progress`: called for each
+    shard.
+
+    Memory: one row group and one document (for a text file with the byte tokenizer, one chunk of it); with several
+    workers some parts of the input for each, which have about 4 MiB of JSON Lines, a row group of Parquet, or a text
+    file. A shard of a store is spooled into a temporary file first. The same input gives the same token stream. Of
+    several calls into one folder one succeeds. A store is one once its index is there, which is written last. On a
+    local disk Parquet files appear when all are complete. Elsewhere they are written in place, and removed if packing
+    fails. No call replaces or removes another call's files, if the storage can create a file only where there is none.
 
     Raises ConfigError for arguments that cannot work (also if `output` has packed data, or gets them meanwhile),
     DataError that names the invalid input, StorageError if the output cannot be written.
     """
-    for name, value in (("tokens_per_file", tokens_per_file), ("tokens_per_row_group", tokens_per_row_group)):
+    counts = (("tokens_per_file", tokens_per_file), ("tokens_per_row_group", tokens_per_row_group))
+    for name, value in (*counts, ("workers", workers)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"pack: {name}={value!r}: give a whole number of 1 or more.")
     for name, choice, choices in (
@@ -94,31 +108,37 @@ def pack(
     [folder] = as_paths(output, "output")
     skipped: list[str] = []
     files = _find_inputs(as_paths(inputs, "inputs"), folder, skipped)
-    encoder: Tokenizer = ByteTokenizer()
-    if tokenizer is not None:
-        encoder = FileTokenizer(as_paths(tokenizer, "tokenizer")[0], end_of_document)
-    num_documents = 0
-    end = np.asarray([encoder.end_of_document])
+    found = None if tokenizer is None else find_tokenizer(tokenizer)
+    reading = Reading(input_format, text_field, found, end_of_document)
+    encoder = reading.encoder()
     writer: StoreWriter | _Parts
+    progress = None
     if layout == "store":
         kind = Kind(
             tokenizer=encoder.id,
             vocab_size=encoder.vocab_size,
             end_of_document=None if tokenizer is None else encoder.end_of_document,
         )
-        writer = StoreWriter(folder, kind, tokens_per_file)
+        about = {"reading": [reading.input_format, reading.text_field], "tokens_per_file": tokens_per_file}
+        progress = Progress.of(folder, kind, files, about)
+        on_shard = partial(progress.save, say=on_progress)
+        writer = StoreWriter(folder, kind, tokens_per_file, done=progress.shards, on_shard=on_shard)
     else:
         writer = _Parts(folder, encoder, tokens_per_file, tokens_per_row_group, compression)
-    with writer as parts:
-        for file in files:
-            for document in documents(file, input_format, text_field):
-                for tokens in encoder.encode(document):
-                    parts.write(tokens)
-                parts.write(end)
-                num_documents += 1
+    chosen = encoders or (partial(Processes, number=workers) if workers > 1 else None)
+    with writer as parts, chosen(reading) if chosen else contextlib.nullcontext() as others:
+        if progress is not None:
+            progress.check()
+        work = _work(files, input_format, progress)
+        if others is None:
+            num_documents = _write_here(parts, reading, encoder, work, progress)
+        else:
+            num_documents = _write_encoded(parts, others, work, progress, encoder.id)
         if num_documents == 0:
-            others = f", nor in {count(len(files) - 1, 'other input')}" if len(files) > 1 else ""
-            raise DataError(f"{files[0].name}: no text in it{others}. Nothing to pack.")
+            beside = f", nor in {count(len(files) - 1, 'other input')}" if len(files) > 1 else ""
+            raise DataError(f"{files[0].name}: no text in it{beside}. Nothing to pack.")
+    if progress is not None:
+        progress.end()
     return PackReport(
         files=parts.num_parts,
         documents=num_documents,
@@ -126,6 +146,50 @@ def pack(
         bytes=parts.num_bytes,
         skipped=tuple(sorted(skipped)),
     )
+
+
+def _work(files: Sequence[File], input_format: InputFormat | None, progress: Progress | None) -> Iterator[Work]:
+    """The parts of all files that are left, in order."""
+    number = 0
+    for file in files:
+        for part in parts_of(file, input_format):
+            if progress is None or number >= progress.parts:
+                yield file, part
+            number += 1
+
+
+def _write_here(
+    writer: StoreWriter | _Parts, reading: Reading, encoder: Tokenizer, work: Iterable[Work], progress: Progress | None
+) -> int:
+    """Write the tokens of the parts; returns the number of documents. Memory: one document, or a chunk of it."""
+    number, skipped = (0, 0) if progress is None else (progress.documents, progress.tokens_of_part)
+    for file, part in work:
+        for document in documents(file, reading.input_format, reading.text_field, part):
+            for tokens in (*encoder.encode(document), np.asarray([encoder.end_of_document])):
+                writer.write(tokens[skipped:])
+                skipped = max(0, skipped - len(tokens))
+            number += 1
+        if progress is not None:
+            progress.passed(writer.num_tokens, number)
+    return number
+
+
+def _write_encoded(
+    writer: StoreWriter | _Parts, encoders: Encoders, work: Iterable[Work], progress: Progress | None, tokenizer: str
+) -> int:
+    """Write as `_write_here` the tokens that others compute. Raises DataError if their tokenizer is another one."""
+    number, skipped = (0, 0) if progress is None else (progress.documents, progress.tokens_of_part)
+    for found in encoders.encode(work):
+        if found.tokenizer != tokenizer:
+            raise DataError(
+                f"pack: a process has the tokenizer {found.tokenizer} in place of {tokenizer}: give one path that all "
+                "machines see."
+            )
+        writer.write(found.tokens[skipped:])
+        number, skipped = number + found.num_documents, 0
+        if progress is not None:
+            progress.passed(writer.num_tokens, number)
+    return number
 
 
 def _find_inputs(paths: Sequence[str], folder: str, skipped: list[str]) -> list[File]:

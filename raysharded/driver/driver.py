@@ -113,10 +113,9 @@ class Driver:
         self._committer = Committer(files, name, clock, self._inbox.put, lambda: protected_checkpoints(self.state))
         owns, most = self._committer.owns, files.backlog_bytes
         journal = Journal(files.storage, clock, name, most_bytes=most, still_owns=owns, key=files.key)
-        self._recorder = Recorder(journal, clock)
-        self.shortages = Shortages(
-            launcher, self._recorder, clock, self._tell, self._record, storage_patience_s=files.patience_s
-        )
+        recorder = self._recorder = Recorder(journal, clock)
+        patience_s = files.patience_s
+        self.shortages = Shortages(launcher, recorder, clock, self._tell, self._record, storage_patience_s=patience_s)
         self._machine: Machine = Transcript(self._recorder) if record_events else machine
         self._throttle = SaveCallThrottle(self._collect)
         self._translator = ReplyTranslator(launcher, self._throttle, self._record)
@@ -377,14 +376,13 @@ class Driver:
         return ClusterError(f"{error} {shortage}") if shortage else error
 
     def _known(self) -> ManifestContext:
-        state = self.state
         return ManifestContext(
-            arithmetic={**(state.arithmetic or {}), numerics.KEY: numerics.whole(state.numerics)},
-            num_samples=state.num_samples,
-            blocks=state.blocks,
-            contents=state.contents,
-            decisions=state.decisions,
-            build_seed=state.build_seed,
+            arithmetic={**(self.state.arithmetic or {}), numerics.KEY: numerics.whole(self.state.numerics)},
+            num_samples=self.state.num_samples,
+            blocks=self.state.blocks,
+            contents=self.state.contents,
+            decisions=self.state.decisions,
+            build_seed=self.state.build_seed,
         )
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:

@@ -3,6 +3,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,10 +21,14 @@ import tokenizers
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings, strategies as st
 
+from raysharded.data import document_lengths as counting
 from raysharded.data.dataset import TokenDataset
 from raysharded.data.pack import pack as pack_either
+from raysharded.data.store.progress import PackProgress
 from raysharded.data.text import documents
+from raysharded.data.text.files import find_files
 from raysharded.errors import ConfigError, DataError, StorageError
+from tests.cli.test_commands import invoke
 
 END = 256
 pack = partial(pack_either, layout="parquet")
@@ -263,7 +270,7 @@ def test_of_two_calls_into_one_folder_one_wins_and_its_files_stay(tmp_path: Path
 
     with pytest.MonkeyPatch.context() as patch:
         original = documents._json_lines
-        patch.setattr(documents, "_json_lines", lambda file, field: meanwhile(original(file, field)))
+        patch.setattr(documents, "_json_lines", lambda *some: meanwhile(original(*some)))
         if where == "local":
             with pytest.raises(ConfigError, match=r"got part-00000\.parquet from someone else meanwhile"):
                 pack(tmp_path / "a.jsonl", output, tokens_per_file=100)
@@ -281,9 +288,9 @@ def _while_reading(do: Callable[[], object], patch: pytest.MonkeyPatch) -> None:
     """From here on something happens before the first line of a JSON Lines file is read."""
     original = documents._json_lines
 
-    def reading(file: Any, field: str) -> Iterator[Any]:
+    def reading(*some: Any) -> Iterator[Any]:
         do()
-        yield from original(file, field)
+        yield from original(*some)
 
     patch.setattr(documents, "_json_lines", reading)
 
@@ -344,9 +351,136 @@ def test_packing_that_fails_late_leaves_no_file_and_shows_none_before_the_end(tm
 
     with pytest.MonkeyPatch.context() as patch:
         original = documents._json_lines
-        patch.setattr(documents, "_json_lines", lambda file, field: watch(original(file, field)))
+        patch.setattr(documents, "_json_lines", lambda *some: watch(original(*some)))
         with pytest.raises(DataError, match="line 21"):
             pack(tmp_path / "a.jsonl", output, tokens_per_file=100)
     assert len(seen) == 20
     assert where == "memory" or seen[-1] == []
     assert fs.find(path) == []
+
+
+def _inputs(folder: Path) -> Path:
+    """Some thousand documents in files of all formats, one of them in several parts."""
+    folder.mkdir()
+    texts = [f"hello {'world ' * (number % 37)} {number}" for number in range(3000)]
+    (folder / "a.jsonl").write_text(_json_lines(*({"text": text} for text in texts)))
+    pq.write_table(pa.table({"text": texts[:500]}), folder / "b.parquet", row_group_size=90)
+    (folder / "c.txt").write_text("world\n" * 5000)
+    (folder / "d.jsonl").write_text("")
+    return folder
+
+
+def _bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=30), step=st.integers(1, 50), closed=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_parts_of_json_lines_have_every_line_once(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], step: int, closed: bool
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "a.jsonl"
+    lines = [json.dumps({"text": "x" * length + str(number)}) for number, length in enumerate(lengths)]
+    path.write_text("\n".join(lines) + ("\n" if closed else ""))
+    (file,) = find_files(str(path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "_PART_BYTES", step)
+        parts = list(documents.parts_of(file, None))
+    assert len(parts) == -(-path.stat().st_size // step)
+    found = [b"".join(one.chunks).decode() for part in parts for one in documents.documents(file, None, "text", part)]
+    assert found == [json.loads(line)["text"] for line in lines]
+
+
+@pytest.mark.parametrize("tokenized", [False, True], ids=["bytes", "tokenizer"])
+def test_any_number_of_processes_writes_the_same_bytes(
+    tmp_path: Path, tokenizer_file: Path, tokenized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "_PART_BYTES", 20_000)
+    settings: dict[str, Any] = {
+        "tokenizer": tokenizer_file if tokenized else None,
+        "tokens_per_file": 9_000,
+        "layout": "store",
+    }
+    source = _inputs(tmp_path / "in")
+    one = pack(source, tmp_path / "one", **settings)
+    two = pack(source, tmp_path / "two", workers=2, **settings)
+    assert (one.documents, one) == (3501, two)
+    assert _bytes_of(tmp_path / "one") == _bytes_of(tmp_path / "two")
+    (source / "e.jsonl").write_text(_json_lines(*({"text": "x"} for _ in range(3000))) + "[]\n")
+    for workers in (1, 2):
+        with pytest.raises(DataError, match=r"e\.jsonl, line 3001: no field 'text'"):
+            pack(source, tmp_path / "wrong", workers=workers, **settings)
+        assert not (tmp_path / "wrong").exists() or not _bytes_of(tmp_path / "wrong")
+
+
+KILLED = """
+import sys
+from raysharded.data import pack
+from raysharded.data.store.progress import PackProgress
+
+def stop(found: PackProgress) -> None:
+    if found.shards == int(sys.argv[3]):
+        import os, signal
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    pack.pack(sys.argv[1], sys.argv[2], tokens_per_file=9_000, workers=int(sys.argv[4]), on_progress=stop)
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_packing_that_was_killed_is_continued_and_gives_the_same_bytes(
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = _inputs(tmp_path / "in"), tmp_path / "out"
+    whole = pack_either(source, tmp_path / "whole", tokens_per_file=9_000)
+    (tmp_path / "killed.py").write_text(KILLED)
+    for shards in (4, 30):
+        command = [sys.executable, str(tmp_path / "killed.py"), str(source), str(output), str(shards), str(workers)]
+        assert subprocess.run(command, check=False, timeout=120).returncode == -signal.SIGKILL
+        assert (output / "unfinished.json").exists()
+        assert len(list(output.glob("*.tokens"))) == shards
+    with pytest.raises(ConfigError, match="unfinished packing of other inputs, or with other settings"):
+        pack_either(source, output, tokens_per_file=8_000)
+    told: list[PackProgress] = []
+    assert pack_either(source, output, tokens_per_file=9_000, on_progress=told.append) == whole
+    assert [one.shards for one in told] == list(range(31, whole.files + 1))
+    assert _bytes_of(output) == _bytes_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("layout", ["store", "parquet"])
+def test_the_documents_of_data_are_counted_with_their_lengths_and_one_is_shown(
+    tmp_path: Path, tokenizer_file: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counting, "_CHUNK_TOKENS", 7)
+    texts = ["hello world", "world", " ".join(["hello"] * 30), "stop stop stop"]
+    (tmp_path / "a.jsonl").write_text(_json_lines(*({"text": text} for text in texts)))
+    for name, own in (("words", tokenizer_file), ("bytes", None)):
+        settings: dict[str, Any] = {"layout": layout, "tokens_per_file": 9, "tokens_per_row_group": 4}
+        pack_either(tmp_path / "a.jsonl", tmp_path / name, tokenizer=own, **settings)
+        end = 70_000 if own and layout == "parquet" else None
+        found = counting.document_lengths(tmp_path / name, tokenizer=own, end_of_document=end)
+        lengths = sorted(len(text.split()) if own else len(text) for text in texts)
+        assert (found.documents, found.shortest, found.longest) == (4, lengths[0], lengths[-1])
+        assert (found.median, found.mean) == (sum(lengths[1:3]) / 2, sum(lengths) / 4)
+        assert found.sample == "hello world"
+    told = invoke("data", "info", tmp_path / "bytes", "--documents", "--json")
+    assert json.loads(told.stdout)["documents"] == 4
+    other = tmp_path / "other.json"
+    other.write_text(tokenizer_file.read_text().replace("stop", "halt"))
+    with pytest.raises(ConfigError, match="but the data have sha256:"):
+        counting.document_lengths(tmp_path / "words", tokenizer=other)
+
+
+def test_a_tokenizer_is_found_in_a_folder_and_under_a_name(tmp_path: Path, tokenizer_file: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello world")
+    by_file = pack_either(tmp_path / "a.txt", tmp_path / "one", tokenizer=tokenizer_file)
+    transformers = pytest.importorskip("transformers")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), eos_token="<|endoftext|>")
+    fast.save_pretrained(tmp_path / "model")
+    assert pack_either(tmp_path / "a.txt", tmp_path / "two", tokenizer=tmp_path / "model").tokens == by_file.tokens
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match=r"no tokenizer\.json in the folder"):
+        pack_either(tmp_path / "a.txt", tmp_path / "three", tokenizer=tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"neither a file nor a folder here, and no tokenizer\.json of that name"):
+        pack_either(tmp_path / "a.txt", tmp_path / "three", tokenizer="nobody-has/this-model")

@@ -665,6 +665,34 @@ def too_few_workers(stage: Stage) -> None:
     require(found, "waiting", "start_failed", "failed")
 
 
+def a_range_that_is_not_filled(stage: Stage) -> None:
+    """Two of at most three workers train, and the third never starts."""
+
+    def be_full(driver: Driver) -> None:
+        text = "Each worker needs 1 CPU (the cluster has 2, 0 free)."
+        setattr(driver._launcher, "describe_shortage", lambda wanted=None: text if wanted else "")  # noqa: B010
+
+    def stop(driver: Driver) -> None:
+        driver.stop(checkpoint_within_s=60.0)
+
+    found = stage.run(
+        3,
+        (after("step", step=1), be_full),
+        (after("below_maximum"), stop),
+        first={2: never_start},
+        steps=1000,
+        data=Slow(0.02),
+        min_workers=2,
+        join_wait_s=0.1,
+    )
+    require(found, "below_maximum", "stopped")
+
+
+def never_start() -> None:
+    """The first act of a worker: it waits until it is killed."""
+    time.sleep(3600.0)
+
+
 def wrong_numbers(stage: Stage) -> None:
     corrupt = Fault(worker=WorkerId(1), step=5, phase="backward", kind="corrupt", every=True)
     found = stage.run(
@@ -900,6 +928,7 @@ RUNS: dict[str, Callable[[Stage], None]] = {
         another_processor_is_refused,
         other_bits_are_accepted,
         too_few_workers,
+        a_range_that_is_not_filled,
         wrong_numbers,
         a_joiner_that_computes_wrong_numbers,
         a_slow_worker_is_replaced,

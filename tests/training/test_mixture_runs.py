@@ -40,7 +40,7 @@ def _mixture(changes: Sequence[tuple[int, dict[str, float]]] = CHANGES, **settin
 
 
 def _trained(
-    url: str, steps: int, *, workers: int, data: rs.Mixture | None = None, plan: FaultPlan | None = None
+    url: str, steps: int, *, workers: int, data: Any = None, plan: FaultPlan | None = None
 ) -> tuple[State, Collector]:
     job = make_job(url, steps=steps, microbatches=MICROBATCHES, data=data or _mixture(), faults=plan)
     losses = 0 if plan is None else len(plan.faults)
@@ -103,3 +103,46 @@ def test_a_run_that_its_mixture_does_not_reach_is_refused_before_its_first_step(
     with pytest.raises(DataError, match=r"source 'code' has then been read 1 times\. Train for fewer steps, raise max"):
         make_driver(job, make_limits(job, 1), listener).run()
     assert not listener.numbers
+
+
+class TokenShards:
+    """Shards of samples that draw nothing and restart at their state."""
+
+    num_shards = 4
+
+    def open_shard(self, shard: int, epoch: int) -> Any:
+        return _Shard(_source(shard, 9 + shard))
+
+
+class _Shard:
+    def __init__(self, rows: list[Any]) -> None:
+        self._rows, self._at = rows, 0
+
+    def __iter__(self) -> Any:
+        while self._at < len(self._rows):
+            self._at += 1
+            yield self._rows[self._at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self._at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._at = state["at"]
+
+
+def test_a_stream_trains_the_same_bits_with_a_loss_and_when_resumed(tmp_path: Any) -> None:
+    def stream(name: str) -> rs.Stream:
+        return rs.Stream(TokenShards(), states=tmp_path / name, every=5)
+
+    undisturbed, alone = _trained(f"{tmp_path}/alone", 6, workers=1, data=stream("states of one"))
+    fault = Fault(worker=WorkerId(1), step=3, phase="backward")
+    (tmp_path / "faults").mkdir()
+    plan = FaultPlan(faults=(fault,), folder=str(tmp_path / "faults"))
+    _, some = _trained(f"{tmp_path}/run", 4, workers=2, data=stream("states"), plan=plan)
+    assert plan.fired(fault)
+    state, more = _trained(f"{tmp_path}/run", 6, workers=1, data=stream("states"))
+    assert state.result_fingerprint == undisturbed.result_fingerprint
+    assert repr(sorted((some.numbers | more.numbers).items())) == repr(sorted(alone.numbers.items()))
+    assert load(f"{tmp_path}/run").ok
+    with pytest.raises(ConfigError, match="finds another order of samples than the run began with"):
+        _trained(f"{tmp_path}/run", 7, workers=1, data=rs.Stream(_Shard(_source(1, 5))))

@@ -14,13 +14,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from raysharded.actors.session.user_session import Session
-
 
 class SessionTask(Task):
     """The task that a session fills in: its methods are functions that the user has given."""
 
-    def __init__(self, function: Callable[[Session], None]) -> None:
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        """`function`: called with the session."""
         self.function = function
         self.make: Callable[[], nn.Module] | None = None
         self.held_out_loss: Callable[[Any], Loss | torch.Tensor] | None = None

@@ -1,4 +1,4 @@
-"""Bitwise comparison of two readings of a sample."""
+"""Bitwise comparison of two readings of a sample, and digests for a comparison later."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
 _NUMBERS = (bool, int, float, complex, str, bytes, bytearray, type(None))
 
@@ -67,3 +68,46 @@ def _objects_differ(one: Any, other: Any) -> bool:
     except Exception:  # noqa: BLE001 - the boundary to the user's classes: no comparable form
         return False
     return forms[0] == forms[1] and forms[2] == forms[3] and forms[0] != forms[2]
+
+
+def add_item(hasher: blake3, item: Any) -> None:
+    """Feed an item to a hasher: numbers, texts, arrays, tensors, and tuples, lists and dicts of them.
+
+    Of other objects only the type counts.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(item, torch.Tensor):
+        flat = item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        _add(hasher, f"{item.dtype} {tuple(item.shape)}", flat.tobytes())
+    elif isinstance(item, (np.ndarray, np.generic)):
+        array = np.asarray(item)
+        if array.dtype.hasobject:
+            add_item(hasher, array.tolist())
+        else:
+            _add(hasher, f"{array.dtype} {array.shape}", array.tobytes())
+    elif isinstance(item, Mapping):
+        _add(hasher, "mapping", struct.pack("<q", len(item)))
+        for key, value in item.items():
+            add_item(hasher, key)
+            add_item(hasher, value)
+    elif isinstance(item, (list, tuple)):
+        _add(hasher, "sequence", struct.pack("<q", len(item)))
+        for value in item:
+            add_item(hasher, value)
+    else:
+        _add(hasher, type(item).__name__, _bytes_of(item))
+
+
+def _bytes_of(item: Any) -> bytes:
+    if isinstance(item, (bytes, bytearray)):
+        return bytes(item)
+    if isinstance(item, float):
+        return struct.pack("<d", item)
+    if isinstance(item, (str, int, bool, complex)):
+        return str(item).encode("utf-8", "surrogatepass")
+    return b""
+
+
+def _add(hasher: blake3, kind: str, data: bytes) -> None:
+    hasher.update(f"{kind} {len(data)}\n".encode())
+    hasher.update(data)

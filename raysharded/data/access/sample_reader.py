@@ -242,6 +242,9 @@ class DatasetReader:
             return self._changed[1]
 
     def check(self, ids: Sequence[int]) -> None:
+        limit = getattr(self._dataset, "num_checked", None)  # of data that are not read at any place
+        if isinstance(limit, int) and limit > 0:
+            ids = list(dict.fromkeys(index % limit for index in ids))
         with self.lock, self._kept():
             self._sample(self._dataset, ids[0], "at the start")  # a first read may set things up; later ones only read
             began, first = time.monotonic(), []

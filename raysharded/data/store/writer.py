@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from raysharded.checkpoint.storage import Storage, open_storage
 from raysharded.data.store.layout import INDEX, Index, Kind, Shard, header_of, paged, to_bytes
+from raysharded.data.store.progress import NAME
 from raysharded.data.store.shard_reader import read_index
 from raysharded.display.plain_text import masked
 from raysharded.display.quantities import count
@@ -33,17 +34,29 @@ class StoreWriter:
     for a token outside of the vocabulary.
     """
 
-    def __init__(self, folder: str, kind: Kind, tokens_per_shard: int) -> None:
+    def __init__(
+        self,
+        folder: str,
+        kind: Kind,
+        tokens_per_shard: int,
+        *,
+        done: Sequence[Shard] = (),
+        on_shard: Callable[[Sequence[Shard]], None] | None = None,
+    ) -> None:
+        """`done`: shards with which the stream begins, written before. `on_shard`: called with all shards so far when
+        one more is written; then shards stay after an error of storage and an interrupt."""
         self._folder, self._kind = folder, kind
         self._storage: Storage = open_storage(folder)
         self._tokens_per_shard = tokens_per_shard
-        self._shards: list[Shard] = []
+        self._shards: list[Shard] = list(done)
+        self._on_shard = on_shard
         self._spool: Any = None  # a temporary file
         self._hasher = kind.hasher()
         self._spooled = 0
         self._missing_folders: Sequence[str] = ()
         """Folders that the first shard makes, innermost first."""
-        self.num_tokens = self.num_bytes = 0
+        self.num_tokens = sum(shard.num_tokens for shard in done)
+        self.num_bytes = sum(shard.size_bytes(kind) for shard in done)
 
     @property
     def num_parts(self) -> int:
@@ -85,14 +98,14 @@ class StoreWriter:
                 if self._spooled:
                     self._end_shard()
                 self._commit()
-        except BaseException:
-            self._discard()
+        except BaseException as raised:
+            self._give_up(type(raised))
             raise
         finally:
             if self._spool is not None:
                 self._spool.close()
         if kind is not None:
-            self._discard()
+            self._give_up(kind)
 
     def _end_shard(self) -> None:
         shard_id = self._hasher.hexdigest()
@@ -104,6 +117,8 @@ class StoreWriter:
         self.num_bytes += shard.size_bytes(self._kind)
         self._spool.close()
         self._spool, self._spooled, self._hasher = None, 0, self._kind.hasher()
+        if self._on_shard is not None:
+            self._on_shard(self._shards)
 
     def _commit(self) -> None:
         there = set(self._storage.list(""))
@@ -120,12 +135,18 @@ class StoreWriter:
             )
         self.num_bytes += len(data)
 
+    def _give_up(self, kind: type[BaseException]) -> None:
+        """Discard the shards, unless a later call may continue them: after wrong input none can."""
+        if self._on_shard is None or not self._shards or issubclass(kind, (ConfigError, DataError)):
+            self._discard()
+
     def _discard(self) -> None:
         """Remove this writer's shards, but not those of a store that is there. The error that led here counts."""
         with contextlib.suppress(Exception):
             found = read_index(self._storage)
             others = set() if found is None else {shard.name for shard in found.shards}
-            self._storage.delete([shard.name for shard in self._shards if shard.name not in others])
+            left = [shard.name for shard in self._shards if shard.name not in others]
+            self._storage.delete(left if self._on_shard is None else [*left, NAME])
         with contextlib.suppress(OSError):  # others may use them by now
             for folder in self._missing_folders:
                 os.rmdir(folder)

@@ -359,10 +359,8 @@ class State:
     """Workers of generations whose first step was proven, if a proof is required."""
     num_samples: int | None = None
     blocks: tuple[int, int] = (1, 1)
-    """(samples per block of the data, samples per step), with which the run began. Known once `num_samples` is. The
-    first is below 0 for data that have an order themselves."""
-    contents: str = ""
-    """Digest of what the data's samples are made of; empty: unknown."""
+    """(samples per block of the data, or below 0; samples per step), with which the run began, as with the next."""
+    contents: str = ""  # digest of the data's contents; empty: unknown
     driver: str = ""
     """The driver's name, in what its workers write."""
     rendezvous: Any = None

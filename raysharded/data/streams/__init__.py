@@ -1,0 +1,1 @@
+"""Sources that are read one item after the other, or by shard and item."""

@@ -1,0 +1,1 @@
+"""Packing of text on a Ray cluster."""

@@ -1,0 +1,58 @@
+"""Reading and tokenizing of text on a Ray cluster, for `raysharded data pack --ray`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+
+from raysharded.data.text.part_tokens import PartTokens, Reading, Work
+from raysharded.errors import ConfigError
+
+
+class RayTasks:
+    """Tasks of Ray Data, which read the inputs where they run and return tokens in the order of the parts.
+
+    It connects to the cluster that this machine belongs to, or starts one here. Ray Data needs pandas.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        """Raises ConfigError without Ray Data."""
+        try:
+            import ray.data as ray_data
+        except ImportError as error:
+            raise ConfigError(f"pack on Ray needs Ray Data: {error}. Run `pip install 'ray[data]'`.") from error
+        self._data: Any = ray_data  # its types are incomplete
+        self._reading = reading
+        self._started = not ray.is_initialized()
+
+    def encode(self, work: Iterable[Work]) -> Iterator[PartTokens]:
+        """The tokens of the parts, in their order."""
+        context = self._data.DataContext.get_current()
+        before = context.execution_options.preserve_order
+        context.execution_options.preserve_order = True
+        try:
+            parts = [{"file": file, "part": part} for file, part in work]
+            dataset = self._data.from_items(parts, override_num_blocks=max(1, len(parts)))
+            reading = self._reading
+
+            def encode(row: dict[str, Any]) -> dict[str, Any]:
+                found = reading.packed((row["file"], row["part"]))
+                return {"documents": found.num_documents, "tokens": found.tokens, "tokenizer": found.tokenizer}
+
+            for row in dataset.map(encode).iter_rows():
+                yield PartTokens(int(row["documents"]), row["tokens"], row["tokenizer"])
+        finally:
+            context.execution_options.preserve_order = before
+
+    def __enter__(self) -> Self:
+        if self._started:
+            ray.init(logging_level=logging.WARNING, log_to_driver=False)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._started:
+            ray.shutdown()

@@ -1,0 +1,153 @@
+"""An accelerator with simulated streams, in real processes: the engine and FSDP2 run on it, and races show.
+
+FSDP2 requests streams from `torch.cpu` if its mesh is on the CPU. Torch's are stubs, and are replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raysharded.actors.device import accelerator
+from raysharded.actors.shards.store import ShardBuffer
+from tests import patches
+from tests.actors.device.communicator_double import DoubleAccelerator
+from tests.actors.device.simulated.access_watch import AccessWatch, place
+from tests.actors.device.simulated.removals import Removal, remove
+from tests.actors.device.simulated.timeline import SimulatedEvent, SimulatedStream, Timeline
+
+
+class SimulatedAccelerator(DoubleAccelerator):
+    """A device in host memory whose streams and events have vector clocks."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: each process writes its findings into a file there."""
+        super().__init__()
+        self.timeline = Timeline()
+        self._file = folder / f"{os.getpid()}.json"
+        self._watched = threading.local()
+
+    def enter_thread(self) -> None:
+        if not getattr(self._watched, "is_watched", False):
+            self._watched.is_watched = True
+            AccessWatch(self.timeline).__enter__()  # type: ignore[no-untyped-call]
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        found = super().pinned(size_bytes)
+        self.timeline.page_locked(found.untyped_storage())
+        return found
+
+    def drain(self, device: torch.device) -> None:
+        self.timeline.drain()
+        self.write()
+
+    def new_stream(self, device: torch.device) -> Any:
+        return self.timeline.new_stream()
+
+    def current_stream(self, device: torch.device) -> Any:
+        return self.timeline.current()
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return self.timeline.on(stream)
+
+    def record(self, stream: Any) -> Any:
+        self.write()
+        return stream.record_event()
+
+    def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
+        self.timeline.keep(tensor.untyped_storage(), self.timeline.current())
+
+    def write(self) -> None:
+        """Write what was found so far."""
+        line = self.timeline
+        found = {
+            "problems": line.problems[:1000],
+            "accesses": line.num_accesses,
+            "allocations": line.num_allocations,
+            "streams": line.num_streams,
+            "callers": sorted(line.callers),
+        }
+        self._file.write_text(json.dumps(found), encoding="utf-8")
+
+
+def simulate(folder: str, removal: Removal | None = None) -> None:
+    """In a worker's process: compute on simulated streams, without one call that orders them."""
+    used = SimulatedAccelerator(Path(folder))
+    accelerator.use(used)
+    replace_torch_streams(used.timeline)
+    if removal is not None:
+        remove(removal)
+
+
+def replace_torch_streams(timeline: Timeline) -> None:
+    """Give FSDP2 simulated streams, and let the timeline see the memory that FSDP2 frees and takes again."""
+
+    def new_stream(*_: Any, **__: Any) -> SimulatedStream:
+        return timeline.new_stream()
+
+    def new_event(*_: Any, **__: Any) -> SimulatedEvent:
+        return SimulatedEvent(timeline)
+
+    patches.replace(torch.cpu, "Stream", new_stream)
+    patches.replace(torch.cpu, "Event", new_event)
+    patches.replace(torch.cpu, "current_stream", lambda *_: timeline.current())
+    patches.replace(torch.cpu, "stream", timeline.on)
+    _see_resizes(timeline)
+    _see_lists(timeline)
+    _see_filled_buffers(timeline)
+
+
+def _see_resizes(timeline: Timeline) -> None:
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: Any, size: int) -> Any:
+        before = storage.nbytes()
+        if size < before:
+            timeline.freed(storage)
+        found = resize(storage, size)
+        if size > before:
+            timeline.allocated(storage, "storage that was resized")
+        return found
+
+    setattr(torch.UntypedStorage, "resize_", resized)  # noqa: B010 - for the rest of the process
+
+
+def _see_lists(timeline: Timeline) -> None:
+    """Let the timeline see that `tolist` reads host memory: it is no operation."""
+    read = torch.Tensor.tolist
+
+    def noted(tensor: torch.Tensor) -> Any:
+        if tensor.device.type == "cpu" and type(tensor) is torch.Tensor:
+            storage = tensor.untyped_storage()
+            if timeline.is_page_locked(storage):
+                timeline.access(storage, None, f"tolist at {place()}", writes=False)
+        return read(tensor)
+
+    setattr(torch.Tensor, "tolist", noted)  # noqa: B010
+
+
+def _see_filled_buffers(timeline: Timeline) -> None:
+    """Let the timeline see that a buffer's copy is done for each thread that waits for it, also if another one did."""
+    fill, wait = ShardBuffer.fill, ShardBuffer.wait
+    copies: dict[int, SimulatedEvent] = {}
+    """Storage -> the end of the newest copy to it."""
+
+    def filled(buffer: ShardBuffer, copy: Any) -> None:
+        copies[buffer.data.untyped_storage()._cdata] = copy._done
+        fill(buffer, copy)
+
+    def waited(buffer: ShardBuffer) -> None:
+        is_waited_for = buffer._filling is None
+        wait(buffer)
+        copy = copies.get(buffer.data.untyped_storage()._cdata)
+        if is_waited_for and copy is not None:
+            timeline.waited_by_host(copy.clock)
+
+    setattr(ShardBuffer, "fill", filled)  # noqa: B010
+    setattr(ShardBuffer, "wait", waited)  # noqa: B010

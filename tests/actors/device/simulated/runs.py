@@ -1,0 +1,57 @@
+"""Runs of the real engine in real worker processes on simulated streams, and what they find."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import raysharded as rs
+from tests.actors.device.simulated.accelerator import simulate
+from tests.actors.device.simulated.removals import Removal
+from tests.training.harness import samples, train
+
+_LOCAL = rs.EngineConfig(accumulation="local")
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "shards": (2, {}),
+    "local": (2, {"engine": _LOCAL}),
+    "one worker": (1, {}),
+    "replicas": (4, {"shards": 2}),
+    "all else": (
+        2,
+        {
+            "engine": rs.EngineConfig(audit_every_steps=2),
+            "evaluation": rs.EvalConfig(data=samples(), every_steps=2, num_samples=5),
+            "save_every": 1,
+        },
+    ),
+    "parity": (4, {"engine": rs.EngineConfig(redundancy=rs.Redundancy(parity=(2, 1)))}),
+    "bfloat16": (2, {"engine": rs.EngineConfig(param_dtype="bfloat16")}),
+}
+"""Name -> number of workers, and how they train."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Findings of the workers of one run."""
+
+    problems: tuple[str, ...]
+    callers: frozenset[tuple[str, int]]
+    """Files and lines of the calls that ordered streams."""
+
+
+def findings(name: str, removal: Removal | None = None) -> Findings:
+    """Findings of a run. Raises AssertionError if a worker was not watched."""
+    workers, how = RUNS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        train(workers, use_gpu=True, prepare=partial(simulate, folder, removal), steps=4, microbatches=4, **how)
+        found = [json.loads(file.read_text(encoding="utf-8")) for file in Path(folder).iterdir()]
+    assert len(found) == workers
+    assert all(each["accesses"] > 10_000 and each["streams"] >= 6 for each in found)
+    return Findings(
+        problems=tuple(sorted({problem for each in found for problem in each["problems"]})),
+        callers=frozenset((file, line) for each in found for file, line in each["callers"]),
+    )

@@ -1,0 +1,33 @@
+"""Packing on a Ray cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import ray
+
+from raysharded.data.pack import pack
+from raysharded.data.text import documents
+from raysharded.ray_backend.packing.ray_tasks import RayTasks
+
+pytestmark = pytest.mark.ray
+
+
+def test_tasks_of_a_cluster_write_the_bytes_that_one_process_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pandas")
+    monkeypatch.setattr(documents, "_PART_BYTES", 20_000)
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"text": "x" * (number % 90) + str(number)}) + "\n" for number in range(2000)))
+    alone = pack(source, tmp_path / "alone", tokens_per_file=10_000)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        assert pack(source, tmp_path / "ray", tokens_per_file=10_000, encoders=RayTasks) == alone
+        assert ray.is_initialized()
+    finally:
+        ray.shutdown()
+    stores = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("alone", "ray")]
+    assert stores[0] == stores[1]
