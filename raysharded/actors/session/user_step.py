@@ -81,7 +81,7 @@ class UserStep(NotFollowed):
         self._evaluations = itertools.count()
         self._applying: contextlib.AbstractContextManager[None] | None = None
         self.has_begun = self._is_computed = self._is_applied = self.stays_open = False
-        """`has_begun`: True once its `with` was entered. `stays_open`: it ends with the next request, not its `with`."""
+        """`has_begun`: its `with` was entered. `stays_open`: it ends with the next request, not with its `with`."""
         self.done = False
         """True behind a `with` whose step is complete; False behind one that was undone, and is done again."""
 
