@@ -28,6 +28,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
             "save_every": 1,
         },
     ),
+    "a loss": (3, {"kills": [(1, 3, "backward")]}),
     "parity": (4, {"engine": rs.EngineConfig(redundancy=rs.Redundancy(parity=(2, 1)))}),
     "bfloat16": (2, {"engine": rs.EngineConfig(param_dtype="bfloat16")}),
 }
@@ -49,8 +50,8 @@ def findings(name: str, removal: Removal | None = None) -> Findings:
     with tempfile.TemporaryDirectory() as folder:
         train(workers, use_gpu=True, prepare=partial(simulate, folder, removal), steps=4, microbatches=4, **how)
         found = [json.loads(file.read_text(encoding="utf-8")) for file in Path(folder).iterdir()]
-    assert len(found) == workers
-    assert all(each["accesses"] > 10_000 and each["streams"] >= 6 for each in found)
+    busy = [each for each in found if each["accesses"] > 10_000 and each["streams"] >= 6]
+    assert len(busy) >= workers
     return Findings(
         problems=tuple(sorted({problem for each in found for problem in each["problems"]})),
         callers=frozenset((file, line) for each in found for file, line in each["callers"]),
