@@ -26,6 +26,7 @@ NAVIGATION = {
         "tasks",
         "own-loop",
         "adapters-transformers",
+        "adapters-accelerate",
         "checking",
         "running",
         "saving",

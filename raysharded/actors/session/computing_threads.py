@@ -21,7 +21,7 @@ from raysharded.actors.session.user_step import ENTRY
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.engine import Engine
 from raysharded.actors.task_calls.task_errors import naming
-from raysharded.errors import TaskError
+from raysharded.errors import CollectiveAborted, TaskError
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import Stopped, StopReason
 from raysharded.task import Task
@@ -127,7 +127,8 @@ class FunctionThread:
             )
         except BaseException as found:  # noqa: BLE001 - the boundary to the user's function
             is_aborted, step = session.is_interrupted, session.step
-            if is_aborted and session.end():
+            left = isinstance(found, CollectiveAborted) and step is not None and step.is_undone
+            if left or (is_aborted and session.end()):
                 return None
             if step is None:
                 return found

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from raysharded.actors.model.construction import construct_whole
 from raysharded.actors.session.user_step import UserStep
+from raysharded.actors.shards.whole_tensors import gather_tensors
 from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.config import BatchConfig
 from raysharded.data.loader import MicrobatchLoader
 from raysharded.errors import TaskError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from raysharded.actors.session.user_session import Session
+    from raysharded.actors.step.step import Step
 
 _MOST_READERS = 4
 
@@ -55,6 +63,33 @@ def outputs_of(
         loader.close()
 
 
+def shared_batches(
+    step: UserStep | None, batch: BatchConfig, data: Any, batch_size: int
+) -> Iterator[tuple[list[int], list[Any]]]:
+    """This worker's batches of held-out data, one for each round: the sizes by rank, 0 for padding, and its samples."""
+    loader = MicrobatchLoader(data, batch)
+    try:
+        count = loader.num_samples
+        yield from _open(step, "an evaluation").behind_update(
+            "an evaluation", lambda own: own.steps.parts.evaluator.shared(loader, count, batch_size)
+        )
+    finally:
+        loader.close()
+
+
+def gathered(step: UserStep | None, own: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors of all workers, by rank, on the host. All workers call it together, behind `optimizer.step()`."""
+    return _open(step, "gathering").behind_update("gathering", lambda engine_step: _gathered(engine_step, own))
+
+
+def _gathered(step: Step, own: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    step.steps.meet(step.number, "evaluation")
+    group = step.steps.around.groups.state
+    given = {f"{group.rank}.{place}": one.detach().cpu().contiguous() for place, one in enumerate(own)}
+    found = gather_tensors(given, group)
+    return [[found[f"{rank}.{place}"] for place in range(len(own))] for rank in range(group.size)]
+
+
 def weights_of(step: UserStep | None, *, everywhere: bool = False) -> dict[str, torch.Tensor] | None:
     """Whole parameters, tied ones once, and persistent buffers by name, on the host of rank 0; None on other ranks.
 
@@ -62,6 +97,22 @@ def weights_of(step: UserStep | None, *, everywhere: bool = False) -> dict[str, 
     """
     call = "saving the model"
     return _open(step, call).behind_update(call, lambda own: own.weights(everywhere=everywhere))
+
+
+def begin_step(session: Session) -> UserStep:
+    """The next step, entered, for an adapter that computes it and lets it stay open. Ends the one before."""
+    session.end()
+    while (step := session._next_step()) is None:
+        pass
+    session._step = step
+    return step.__enter__()
+
+
+def copy_of(session: Session, weights: dict[str, torch.Tensor]) -> nn.Module:
+    """A model of the function's `make()` with these weights, for this worker alone."""
+    model = construct_whole(session._task, session.batch.seed, "copy")
+    model.load_state_dict(weights, strict=False)  # tied parameters have one name
+    return model
 
 
 def _open(step: UserStep | None, call: str) -> UserStep:

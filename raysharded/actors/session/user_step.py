@@ -80,8 +80,8 @@ class UserStep(NotFollowed):
         """Comparisons around the step."""
         self._evaluations = itertools.count()
         self._applying: contextlib.AbstractContextManager[None] | None = None
-        self.has_begun = self._is_computed = self._is_applied = self._stays_open = False
-        """`has_begun`: True once its `with` was entered."""
+        self.has_begun = self._is_computed = self._is_applied = self.stays_open = False
+        """`has_begun`: its `with` was entered. `stays_open`: it ends with the next request, not with its `with`."""
         self.done = False
         """True behind a `with` whose step is complete; False behind one that was undone, and is done again."""
 
@@ -115,9 +115,9 @@ class UserStep(NotFollowed):
 
     def end(self) -> bool:
         """Commit the step if `compute` has left it open. True if an error undid it, which is the driver's."""
-        if not self._stays_open:
+        if not self.stays_open:
             return False
-        self._stays_open = False
+        self.stays_open = False
         self.__exit__(None, None, None)
         return not self.done
 
@@ -132,7 +132,7 @@ class UserStep(NotFollowed):
     ) -> bool:
         """Commit the step. Any error ends it, and becomes the driver's: the next step may be this one again."""
         assert self._step is not None
-        if error is None and self._stays_open:
+        if error is None and self.stays_open:
             return False
         try:
             if error is not None:
@@ -146,7 +146,7 @@ class UserStep(NotFollowed):
             self._give_up(found)
             self._training.fail(self._blamed(found))
         finally:
-            self._step = None
+            self._step, self.stays_open = None, False
         return True
 
     def _commit(self, step: Step) -> None:
@@ -247,8 +247,8 @@ class UserStep(NotFollowed):
             for batch in self.microbatches():
                 self.backward(loss_of(batch))
                 del batch
-            self._stays_open = True
-        return self._stays_open
+            self.stays_open = True
+        return self.stays_open
 
     def backward(
         self,
@@ -284,7 +284,7 @@ class UserStep(NotFollowed):
         """The engine's step, if the `with` is open. Raises again what an `except` has swallowed."""
         if self._step is None or not self.has_begun:
             raise TaskError(f"{line_here()}: {call} belongs into `with step:`.")
-        if self._training.engine.is_aborted and not self._stays_open:  # otherwise its end raises it
+        if self._training.engine.is_aborted and not self.stays_open:  # otherwise its end raises it
             raise CollectiveAborted("the generation was aborted")
         return self._step
 
@@ -302,7 +302,7 @@ class UserStep(NotFollowed):
         try:
             applying.__enter__()
         except CollectiveAborted:
-            if not self._stays_open:
+            if not self.stays_open:
                 raise
             applying = contextlib.nullcontext()  # what the optimizer changes now is undone: the end raises this again
         self._applying = applying

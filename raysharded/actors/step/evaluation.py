@@ -124,6 +124,19 @@ class Evaluator:
         agreed = agree(own, num_microbatches(num_samples, size), groups.state.sum_int64)
         return {"loss": agreed.loss, **agreed.averages()}
 
+    def shared(self, loader: Loader, num_samples: int, batch_size: int) -> Iterator[tuple[list[int], list[Any]]]:
+        """This worker's batches of these data, one for each round, not collated: the sizes by rank, and its samples.
+
+        A rank has size 0 in a round in which it computes the first batch again, without a result.
+        """
+        world_size = self._groups.mesh.data.world_size
+        count = num_microbatches(num_samples, batch_size)
+        schedule = Schedule(mode="sharded", num_microbatches=count, mesh=Mesh(shards=world_size))
+        own = shares(loader, num_samples, batch_size, rank=self._groups.rank, world_size=world_size)
+        for number, (_, samples, _) in enumerate(own):
+            places = [schedule.microbatch_of(rank, number) for rank in range(world_size)]
+            yield [0 if at is None else min(batch_size, num_samples - at * batch_size) for at in places], samples
+
     def predict(
         self, step: int, compute: Callable[[Any], Any], loader: Loader, num_samples: int, batch_size: int
     ) -> list[Any]:
