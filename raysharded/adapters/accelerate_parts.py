@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader
 
-    from raysharded.adapters.accelerate import Elastic
-
 
 class TrainBatches:
     """The training data, in place of its `DataLoader`: the microbatches of the run."""
 
-    def __init__(self, loader: DataLoader[Any], accelerator: Elastic) -> None:
-        self.dataset, self._accelerator, self._batch = loader.dataset, accelerator, accelerator.session.batch
+    def __init__(self, loader: DataLoader[Any], accelerator: Any) -> None:
+        self.dataset, self._accelerator = loader.dataset, accelerator
+        self._batch: BatchConfig = accelerator.session.batch
         self._samples = len(loader.dataset)  # type: ignore[arg-type]  # `require_loader` has looked
 
     def epoch_of(self, step: int) -> int:
@@ -40,7 +39,7 @@ class TrainBatches:
         return steps * int(self._accelerator.gradient_accumulation_steps)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._accelerator.microbatches()
+        yield from self._accelerator.microbatches()
 
 
 class HeldOutBatches:
@@ -49,7 +48,7 @@ class HeldOutBatches:
     `Accelerator.gather_for_metrics` brings a round's results together, in the order of the data.
     """
 
-    def __init__(self, loader: DataLoader[Any], accelerator: Elastic) -> None:
+    def __init__(self, loader: DataLoader[Any], accelerator: Any) -> None:
         self._loader, self._accelerator = loader, accelerator
         self.dataset = loader.dataset
 
@@ -69,7 +68,7 @@ class HeldOutBatches:
 class StepScheduler:
     """A scheduler that steps once with each step of the optimizer, at every number of workers."""
 
-    def __init__(self, scheduler: LRScheduler, accelerator: Elastic) -> None:
+    def __init__(self, scheduler: LRScheduler, accelerator: Any) -> None:
         self.scheduler, self._accelerator = scheduler, accelerator
 
     def step(self, *args: Any, **kwargs: Any) -> None:

@@ -18,7 +18,6 @@ from raysharded.errors import TaskError
 if TYPE_CHECKING:
     from torch import nn
 
-    from raysharded.actors.session.user_session import Session
     from raysharded.actors.step.step import Step
 
 _MOST_READERS = 4
@@ -99,16 +98,17 @@ def weights_of(step: UserStep | None, *, everywhere: bool = False) -> dict[str, 
     return _open(step, call).behind_update(call, lambda own: own.weights(everywhere=everywhere))
 
 
-def begin_step(session: Session) -> UserStep:
+def begin_step(session: Any) -> UserStep:
     """The next step, entered, for an adapter that computes it and lets it stay open. Ends the one before."""
     session.end()
-    while (step := session._next_step()) is None:
-        pass
+    step: UserStep | None = None
+    while step is None:
+        step = session._next_step()
     session._step = step
     return step.__enter__()
 
 
-def copy_of(session: Session, weights: dict[str, torch.Tensor]) -> nn.Module:
+def copy_of(session: Any, weights: dict[str, torch.Tensor]) -> nn.Module:
     """A model of the function's `make()` with these weights, for this worker alone."""
     model = construct_whole(session._task, session.batch.seed, "copy")
     model.load_state_dict(weights, strict=False)  # tied parameters have one name
