@@ -36,6 +36,7 @@ HERE: dict[str, dict[str, str]] = {
         "corpus/": "packed/"
     },
     "raysharded data info corpus/ --seq-len 128": {},
+    "raysharded data info corpus/ --documents": {},
     "raysharded plan train.py --workers 8 --workers-per-node 4 --device-memory 80GiB --host-memory 512GiB": {},
     "raysharded plan examples/train_gpt.py examples/train_gpt.yaml data.paths=corpus/ --workers 3": {
         "examples/": f"{ROOT}/examples/"
