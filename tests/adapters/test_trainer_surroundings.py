@@ -176,5 +176,5 @@ def test_seq2seq_trainer_generates_the_same_on_every_worker(tmp_path: Path) -> N
     )
     assert run(3, script, kills=[(1, 3, "backward")]).bits == run(1, script).bits
     lines = (tmp_path / "generated").read_text().splitlines()
-    assert len(lines) == 3
+    assert len(lines) >= 3  # more if a worker joined between: its step is done again
     assert len(set(lines)) == 1
