@@ -99,7 +99,18 @@ def secure_logs() -> None:
 
 LOGGERS = tuple(
     f"raysharded.{name}"
-    for name in ("checkpoint", "cluster", "data", "driver", "driver.events", "host", "job", "metrics", "worker")
+    for name in (
+        "adapters",
+        "checkpoint",
+        "cluster",
+        "data",
+        "driver",
+        "driver.events",
+        "host",
+        "job",
+        "metrics",
+        "worker",
+    )
 )
 """Every logger of raysharded. A filter concerns its own logger's messages alone, not those of loggers below it."""
 
