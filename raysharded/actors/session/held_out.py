@@ -103,8 +103,7 @@ def begin_step(session: Any) -> UserStep:
     session.end()
     step: UserStep | None = None
     while step is None:
-        step = session._next_step()
-    session._step = step
+        step = session.next_step()
     return step.__enter__()
 
 

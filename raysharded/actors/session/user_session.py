@@ -145,12 +145,12 @@ class Session(NotFollowed):
         if self._optimizer is None:
             raise TaskError(f"{line_here()}: session.steps() comes after session.shard(model, optimizer).")
         while True:
-            step = self._step = self._next_step()
+            step = self.next_step()
             if step is not None:
                 yield step
                 if not step.has_begun:
                     raise TaskError(
-                        f"step {step.number} was not entered: write `with step:` around the body of the loop."
+                        f"step {step.number} was not entered: write `with step:` around the body of a loop."
                     )
                 del step
 
@@ -165,12 +165,12 @@ class Session(NotFollowed):
             raise TaskError(f"{line_here()}: session.gradient() comes after session.shard(model, optimizer).")
         self.end()
         while True:
-            self._step = self._next_step()
-            if self._step is not None and self._step.compute(loss_of):
-                return self._step
+            step = self.next_step()
+            if step is not None and step.compute(loss_of):
+                return step
 
-    def _next_step(self) -> UserStep | None:
-        """None if the training ended instead."""
+    def next_step(self) -> UserStep | None:
+        """Begin the next step, for loops that enter it themselves; None if the training ended instead."""
         training = self._now()
         with training.failing():
             if training.engine.is_aborted:
@@ -185,7 +185,8 @@ class Session(NotFollowed):
             self._objects.registered.logged = {}
             self.draws.seed(training.engine.step + 1, ENTRY)
             self._num_steps += 1
-            return UserStep(training, self.draws, self._attempts, is_watched=is_watched)
+            self._step = UserStep(training, self.draws, self._attempts, is_watched=is_watched)
+            return self._step
         return None
 
     def _now(self) -> Training:

@@ -359,7 +359,7 @@ class State:
     """Workers of generations whose first step was proven, if a proof is required."""
     num_samples: int | None = None
     blocks: tuple[int, int] = (1, 1)
-    """(samples per block of the data, or below 0; samples per step), with which the run began, as with the next."""
+    """(samples per block, or below 0 for data that have an order themselves; samples per step), as the run began."""
     contents: str = ""  # digest of the data's contents; empty: unknown
     driver: str = ""
     """The driver's name, in what its workers write."""
