@@ -149,9 +149,7 @@ class Session(NotFollowed):
             if step is not None:
                 yield step
                 if not step.has_begun:
-                    raise TaskError(
-                        f"step {step.number} was not entered: write `with step:` around the body of a loop."
-                    )
+                    raise TaskError(f"step {step.number} was not entered: write `with step:` around the body.")
                 del step
 
     def gradient(self, loss_of: Callable[[Any], Loss | torch.Tensor]) -> UserStep:
