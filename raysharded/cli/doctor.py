@@ -103,6 +103,8 @@ def _gpus(problems: list[str]) -> list[str]:
     try:
         from raysharded.actors.device.accelerator import accelerator
     except (ImportError, OSError) as error:  # a library that torch needs is missing
-        problems.append(f"torch cannot be imported: {error}. Install it again.")
+        # With dill installed, which `datasets` needs, torch's import takes a folder of temporary files.
+        advice = "Set TMPDIR to a folder that can be written" if machine.temporary_problem() else "Install it again"
+        problems.append(f"torch cannot be imported: {error}. {advice}.")
         return []
     return accelerator().names()

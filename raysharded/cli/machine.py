@@ -50,7 +50,7 @@ def home() -> Finding:
     """Whether Ray and torch can keep their files: in the home, the folder of Ray's sessions, and that of torch's."""
     from raysharded.actors.process.surroundings import home_problem, session_problem, working_directory_problem
 
-    problem = working_directory_problem() or home_problem() or session_problem() or _temporary_problem()
+    problem = working_directory_problem() or home_problem() or temporary_problem() or session_problem()
     if problem:
         what, _, advice = problem.partition(". ")
         return Finding(name="home", found=what, ok=False, advice=f"{advice}.")
@@ -66,7 +66,8 @@ def home() -> Finding:
     return Finding(name="home", found=f"HOME={folder} is not writable", ok=False, advice=advice)
 
 
-def _temporary_problem() -> str:
+def temporary_problem() -> str:
+    """The sentence on a machine where no folder of temporary files can be written; empty if one can."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:  # Python has tried to write in each

@@ -111,7 +111,10 @@ def test_fit_in_a_pod_needs_a_volume_and_no_home(pod: Pod) -> None:
     [
         ({"HOME": "/", "TMPDIR": "/srv", "RAY_TMPDIR": "/srv"}, "HOME=/ cannot be written by user 1000770000"),
         ({"TMPDIR": "/srv", "RAY_TMPDIR": "/srv"}, "user 1000770000 has no home: HOME is not set"),
-        ({"HOME": "/srv"}, "Ray keeps its sessions in /tmp/ray, which cannot be written by user 1000770000"),
+        (
+            {"HOME": "/srv", "TMPDIR": "/srv", "RAY_TMPDIR": "/tmp"},
+            "Ray keeps its sessions in /tmp/ray, which cannot be written by user 1000770000",
+        ),
     ],
 )
 def test_what_a_pod_lacks_is_one_sentence_and_doctor_has_it(pod: Pod, variables: dict[str, str], told: str) -> None:
@@ -124,3 +127,11 @@ def test_what_a_pod_lacks_is_one_sentence_and_doctor_has_it(pod: Pod, variables:
     assert seen.returncode == 1
     assert told in seen.stdout
     assert "/dev/shm" in seen.stdout or "shm-size" in seen.stdout
+
+
+def test_doctor_names_the_variable_where_no_folder_of_temporary_files_can_be_written(pod: Pod) -> None:
+    seen = pod.run(sys.executable, "-m", "raysharded", "doctor", "/srv/runs", HOME="/srv")
+    assert seen.returncode == 1
+    assert "no folder of temporary files can be written" in seen.stdout
+    assert "Set TMPDIR to" in seen.stdout
+    assert "Install it again" not in seen.stdout
