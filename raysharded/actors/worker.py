@@ -195,7 +195,7 @@ class Worker:
             place,
             self._groups,
             self._store,
-            self._sources.training,
+            self._objects.loader(self._sources.training),
             self._sources.held_out,
             self._storage,
             self._saver,

@@ -15,6 +15,8 @@ from raysharded.data.dataset import TokenDataset
 from raysharded.data.loader import MicrobatchLoader
 from raysharded.data.mixtures.mixture import Mixture
 from raysharded.data.packed.packed_dataset import PackedDataset
+from raysharded.data.streams.numbered_microbatches import MicrobatchFunction, MicrobatchNumbers, MicrobatchStreams
+from raysharded.data.streams.own_microbatches import OwnMicrobatches
 from raysharded.display.quantities import count
 from raysharded.errors import ConfigError
 from raysharded.ids import derive_seed
@@ -100,12 +102,34 @@ class Sources:
             self.held_out.close()
 
 
+def own_microbatches(
+    source: MicrobatchStreams | MicrobatchFunction,
+    batch: BatchConfig,
+    engine: EngineConfig,
+    max_steps: int,
+    settings: Callable[[], object],
+) -> OwnMicrobatches:
+    """The loader of microbatches that a session's function gives: read in a separate process, or, without
+    prefetching, in the training thread. `settings`: as for `Sources`.
+
+    Draws are no error, as each microbatch is read with the generators seeded by its step and index.
+    """
+    reader: DatasetReader | ProcessReader
+    if engine.prefetch:
+        process = DataProcess([source], refuses=False, settings=settings)
+        reader = ProcessReader(process, 0, type(source).__name__)
+    else:
+        reader = DatasetReader(source, draws=Draws(refuses=False, puts_back=True))
+    return OwnMicrobatches(source, reader, batch, max_steps=max_steps, prefetch=engine.prefetch)
+
+
 def _draws_nothing(data: Any) -> bool:
     """True if reading it runs none of the user's code."""
     if type(data) is Mixture:
         return all(_draws_nothing(source) for source in data.sources.values())
     torch = sys.modules.get("torch")
-    kinds: tuple[type, ...] = (type(None), TokenDataset, PackedDataset, list, tuple, range, np.ndarray, np.memmap)
+    own: tuple[type, ...] = (TokenDataset, PackedDataset, MicrobatchNumbers)
+    kinds: tuple[type, ...] = (type(None), *own, list, tuple, range, np.ndarray, np.memmap)
     if torch is not None:
         kinds += (torch.Tensor, torch.utils.data.TensorDataset)
     return type(data) in kinds

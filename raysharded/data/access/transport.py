@@ -42,8 +42,7 @@ def _reduced(value: Any) -> Any:
         return NotImplemented
     if value.is_neg() or value.is_conj() or value.is_quantized:
         return NotImplemented
-    flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return _tensor, (flat, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+    return tensor_of, (array_of(value), str(value.dtype).removeprefix("torch."), tuple(value.shape))
 
 
 def _by_value() -> Any:
@@ -60,7 +59,15 @@ def _by_value() -> Any:
     return ByValue
 
 
-def _tensor(flat: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+def array_of(tensor: Any) -> Any:
+    """The bytes of a host tensor as a flat array of numpy."""
+    import torch
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def tensor_of(flat: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    """The tensor of a dtype and shape whose bytes are in a flat array of numpy."""
     import torch
 
     kind = getattr(torch, dtype)
