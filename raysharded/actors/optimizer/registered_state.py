@@ -18,6 +18,7 @@ import torch
 from raysharded.actors.comm.host_group import HostGroup
 from raysharded.actors.model.inventory import find_difference
 from raysharded.actors.model.modes import Modes
+from raysharded.actors.task_calls.remarks import Say
 from raysharded.data.plain_data import KINDS, plain, restored
 from raysharded.data.streams.own_microbatches import OwnMicrobatches
 from raysharded.display.quantities import size
@@ -33,6 +34,7 @@ _NO_SETTINGS = ("params", "param_names", "initial_lr")
 _CONSTANTS = (torch.dtype, torch.device, Enum)
 """Settings of a group that are left out, as functions are: they do not change."""
 _NUM_WORDS, _WORD_BYTES = 2, 3
+_ALIGNED_TO = 8
 NO_WORDS = (0,) * 2 * _NUM_WORDS
 """As many words as `words_of` has."""
 
@@ -138,6 +140,17 @@ class RegisteredState:
                 "did from its beginning."
             )
 
+    def exchange_streams(self, step: int, group: HostGroup, say: Say) -> None:
+        """Bring the streams' states to all workers. All call it together, as they end the same step.
+
+        The step becomes the run's last one if a stream has no microbatch for the next one.
+        """
+        if self.streams is not None:
+            ended = self.streams.add(step, _gathered(self.streams.own_part(step), group))
+            if ended:
+                self.is_last = True
+                say("ended streams", ended)
+
     def change_since(self, text: str) -> str | None:
         """The first value that differs from an earlier state, with both values; None if there is none."""
         return first_change(text, self.text())
@@ -184,6 +197,22 @@ def differing(text: str, step: int, members: Sequence[WorkerId], group: HostGrou
         f"has {here}, worker {members[rank]} {there}. Let nothing in the loop depend on the rank, a clock or a file; "
         "register each scheduler in session.shard, and step it once in each step."
     )
+
+
+def _gathered(own: bytes, group: HostGroup) -> list[bytes]:
+    """The bytes of all workers, by rank."""
+    if group.size == 1:
+        return [own]
+    sizes = torch.zeros(group.size, dtype=torch.int64)
+    sizes[group.rank] = len(own)
+    lengths = group.sum_int64(sizes).tolist()
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + -(-length // _ALIGNED_TO) * _ALIGNED_TO)
+    room = torch.zeros(starts[-1], dtype=torch.uint8)
+    room[starts[group.rank] : starts[group.rank] + len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    data = group.sum_int64(room.view(torch.int64)).view(torch.uint8).numpy().tobytes()
+    return [data[start : start + length] for start, length in zip(starts, lengths, strict=False)]
 
 
 def _settings_of(group: Mapping[str, Any], path: str) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from raysharded.actors.shards.store import ShardBuffer
 from raysharded.actors.shards.whole_tensors import whole_weights
 from raysharded.actors.step.assembly import Parts, Surroundings
 from raysharded.actors.step.gradient import Batches, Computed
-from raysharded.actors.step.stream_states import exchange_states
 from raysharded.data import Loader
 from raysharded.errors import CollectiveAborted, InexactError
 from raysharded.layout import StateSpec
@@ -195,7 +194,7 @@ class Steps:
         All workers call it together, as they end the same step with the same evaluations.
         """
         if self.registered is not None:
-            exchange_states(self.registered, step, self.around.groups.state, self.around.say)
+            self.registered.exchange_streams(step, self.around.groups.state, self.around.say)
             text, members = self.registered.text(), self.around.place.spec.members
             if are_different(self.meet(step, "end", words_of(text)), len(members)):
                 raise differing(text, step, members, self.around.groups.state)

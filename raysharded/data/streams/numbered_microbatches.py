@@ -14,8 +14,7 @@ from raysharded.data.access import generators
 from raysharded.data.access.sample_reader import task_error
 from raysharded.data.mixtures.schedule import ENDLESS
 from raysharded.data.plain_data import plain, restored
-from raysharded.data.streams.cursor import Cursor, cursor_at, digest_of
-from raysharded.data.streams.source import Restartable
+from raysharded.data.streams.source import Cursor, Restartable, cursor_at, digest_of
 from raysharded.errors import RayshardedError, TaskError, is_ctrl_c
 from raysharded.ids import derive_seed
 

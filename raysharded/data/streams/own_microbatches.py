@@ -18,8 +18,8 @@ from raysharded.config import BatchConfig
 from raysharded.data.access.prefetch import Prefetcher
 from raysharded.data.access.sample_reader import Reader
 from raysharded.data.loader import Loader, Microbatch, MicrobatchKey
-from raysharded.data.streams.cursor import not_restarting
 from raysharded.data.streams.numbered_microbatches import Given, MicrobatchFunction, MicrobatchStreams, Place
+from raysharded.data.streams.source import not_restarting
 from raysharded.display.quantities import size
 from raysharded.errors import DataError, InexactError, TaskError
 from raysharded.ids import derive_seed

@@ -24,8 +24,7 @@ from blake3 import blake3
 from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
 from raysharded.data.access.repeat_check import add_item
 from raysharded.data.mixtures.schedule import ENDLESS
-from raysharded.data.streams.cursor import Cursor, cursor_at, digest_of, not_restarting
-from raysharded.data.streams.source import StreamSource, as_source
+from raysharded.data.streams.source import Cursor, StreamSource, as_source, cursor_at, digest_of, not_restarting
 from raysharded.data.text.files import PathLike, as_paths
 from raysharded.errors import ConfigError, DataError
 from raysharded.ids import derive_seed
