@@ -35,7 +35,9 @@ from raysharded.actors.task_calls.task_numbers import half_precision
 from raysharded.actors.telemetry import position_record
 from raysharded.actors.telemetry.phases import Phases
 from raysharded.data import Loader, Microbatch
+from raysharded.data.access.prefetch import NUM_AHEAD
 from raysharded.data.ledger import Digest, add as add_digests
+from raysharded.data.loader import MicrobatchKey
 from raysharded.errors import InexactError, TaskError
 from raysharded.protocol.job import Job
 from raysharded.task import Loss
@@ -132,14 +134,23 @@ class StepGradient:
             self._buffers.check(after, step)
 
     def plan_reading(self, step: int) -> None:
-        """Let this worker's microbatches of a step be read in the background."""
-        if step > self._job.max_steps:
-            return
+        """Let this worker's microbatches of a step, and then those of the next ones, be read in the background."""
+        keys: list[MicrobatchKey] = []
+        first = self._microbatches_of(step)
+        for later in range(step, min(step + NUM_AHEAD, self._job.max_steps) + 1):
+            keys += self._microbatches_of(later)
+            if len(keys) >= len(first) + NUM_AHEAD:
+                break
+        if keys:
+            self._loader.plan(keys)
+
+    def _microbatches_of(self, step: int) -> list[MicrobatchKey]:
         rounds = self.rounds
-        rounds.shift = self._shift_of(step)
+        before, rounds.shift = rounds.shift, self._shift_of(step)
         rank = rounds.acting_rank(rounds.rank)
         indices = [rounds.schedule.microbatch_of(rank, index) for index in range(rounds.count)]
-        self._loader.plan([(step, index) for index in indices if index is not None])
+        rounds.shift = before
+        return [(step, index) for index in indices if index is not None]
 
     def compute(self, step: int) -> Batches[Computed]:
         """Compute the step's gradient and leave it with the parameters: each worker has its shard of the sum."""

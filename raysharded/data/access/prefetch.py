@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
+NUM_AHEAD = 2
+"""Values that are read ahead of their use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Prefetcher(Generic[Key, Value]):
     The thread starts with the first plan and ends with `close`. `read` runs in it, one key at a time.
     """
 
-    def __init__(self, read: Callable[[Key], Value], *, depth: int = 2) -> None:
+    def __init__(self, read: Callable[[Key], Value], *, depth: int = NUM_AHEAD) -> None:
         self._read = read
         self._depth = depth
         self._queue: deque[Key] = deque()
