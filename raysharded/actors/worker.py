@@ -5,7 +5,6 @@ The worker does not depend on its launcher: the Ray launcher makes it an actor, 
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import threading
@@ -31,13 +30,13 @@ from raysharded.actors.shards.erasure import erasure_code
 from raysharded.actors.shards.position import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, RankPosition, rendezvous_of
 from raysharded.actors.shards.saver import Saver, fingerprint_of
 from raysharded.actors.shards.store import ShardStore
+from raysharded.actors.step.collation import AheadOfUse
 from raysharded.actors.step.engine import Engine
 from raysharded.actors.step.pending_reports import REPORTS_KEPT
 from raysharded.actors.task_calls.remarks import Notes
 from raysharded.actors.telemetry.busy_sampler import Sampler
 from raysharded.actors.telemetry.stack_probe import look_at
 from raysharded.checkpoint import Storage, open_storage
-from raysharded.data.sources import Sources
 from raysharded.errors import RayshardedError, StaleGeneration, text_of
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Share, parity_of
@@ -75,9 +74,8 @@ class Worker:
         self._storage = storage or open_storage(job.run_url)
         self._store = ShardStore(pin_memory=job.use_gpu)
         self._saver, self._share = Saver(self._storage), Share()
-        engine = replace(job.engine, compile=False)  # the process that reads the data compiles nothing
-        settings = functools.partial(environment.prepare_torch, engine, job.num_threads, use_gpu=False)
-        self._sources = Sources(job.data, job.evaluation, job.batch, job.engine, settings)
+        self._sources = environment.sources_of(job)
+        self._sources.training.ahead = AheadOfUse(job.task, self._device)
         self._job = job = job if self._sources.process is None else job.without_data()
         self._compute_thread: int | None = None
         self._changing = threading.Lock()

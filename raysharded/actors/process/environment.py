@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import platform
 import sys
 import time
+from dataclasses import replace
 from importlib import metadata
 
 import torch
@@ -20,8 +22,10 @@ from raysharded.actors.process.os_processes import start_ticks
 from raysharded.actors.step import recomputation
 from raysharded.config import EngineConfig
 from raysharded.data.loader import MicrobatchLoader
+from raysharded.data.sources import Sources
 from raysharded.errors import ConfigError
 from raysharded.protocol.descriptors import left, raise_limit
+from raysharded.protocol.job import Job
 from raysharded.protocol.messages import WorkerInfo
 
 _KEEPING = ((-3, 32 << 20), (-1, (1 << 31) - 1), (-2, 128 << 20))
@@ -72,6 +76,20 @@ def use_threads(num_threads: int) -> None:
     """Set the number of threads for the calling thread: OpenMP keeps it per thread, and CUDA the current device."""
     torch.set_num_threads(num_threads)
     accelerator().enter_thread()
+
+
+def sources_of(job: Job) -> Sources:
+    """The run's data as this worker reads them. Raises TaskError for data that cannot be pickled."""
+    engine = replace(job.engine, compile=False)  # the process that reads the data compiles nothing
+    return Sources(
+        job.data,
+        job.evaluation,
+        job.batch,
+        job.engine,
+        functools.partial(prepare_torch, engine, job.num_threads, use_gpu=False),
+        collate=job.task.collate,
+        patience_s=job.read_patience_s,
+    )
 
 
 def arithmetic(device: torch.device, num_threads: int) -> dict[str, str]:
