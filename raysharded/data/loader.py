@@ -124,7 +124,7 @@ class MicrobatchLoader:
         """`dataset`: a dataset, or a reader of it.
 
         `lock`: the lock of another loader whose dataset may share objects with this one. `num_threads`: of those that
-        read ahead, for a reader that several may call at once. `collation`: asks the reader for batches.
+        read ahead, for a reader that several may call at once. `collation`: requests batches from the reader.
         """
         self._reader = dataset if isinstance(dataset, Reader) else DatasetReader(dataset, lock=lock)
         own = self._reader

@@ -1,7 +1,7 @@
 """Batches of samples: collated by the task or by torch, and on the worker's device; ahead of their use where possible.
 
-A thread beside the training thread collates by `default_collate`, which runs no code of the user but that of their
-classes, and copies to an accelerator. The task's own `collate` runs in the process that reads the samples. All else is
+A background thread collates by `default_collate`, which runs no code of the user but that of their classes, and
+copies to an accelerator. The task's own `collate` runs in the process that reads the samples. All else is
 done in the training thread. The bits are the same.
 """
 
@@ -81,7 +81,7 @@ class Collator:
 
 
 class AheadOfUse:
-    """Collation by torch, and copies to an accelerator, in threads beside the training thread."""
+    """Collation by torch, and copies to an accelerator, in background threads."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task, self._device = task, device
@@ -95,45 +95,54 @@ class AheadOfUse:
             return microbatch
 
     def _made(self, microbatch: Microbatch) -> Microbatch:
-        batch = microbatch.batch
-        if batch is None and self._task.collate is None:
-            batch = Batch(default_collate(list(microbatch.samples)))
-        elif batch is None or microbatch.samples:  # it is compared with the training thread's
+        is_torchs = microbatch.batch is None and self._task.collate is None
+        if not is_torchs and (microbatch.batch is None or microbatch.samples):  # it is compared with that of the task
             return microbatch
-        if accelerator().has(self._device):
-            return replace(microbatch, samples=[], batch=self._copied(batch.value))
-        return replace(microbatch, samples=[], batch=batch)
+        if not accelerator().has(self._device):
+            batch = Batch(default_collate(list(microbatch.samples))) if is_torchs else microbatch.batch
+            return replace(microbatch, samples=[], batch=batch)
+        stream = self._stream()
+        with accelerator().on(stream):  # samples may lie on the accelerator
+            value = default_collate(list(microbatch.samples)) if is_torchs else microbatch.batch.value
+            return replace(microbatch, samples=[], batch=Copied(value, self._device, stream))
 
-    def _copied(self, value: Any) -> Copied:
+    def _stream(self) -> Stream:
         own = self._of_thread
         if not hasattr(own, "stream"):
             accelerator().enter_thread()
             own.stream = accelerator().new_stream(self._device)
-        return Copied(value, self._device, own.stream)
+        found: Stream = own.stream
+        return found
 
 
 class Copied:
     """A batch on its way to an accelerator."""
 
     def __init__(self, value: Any, device: torch.device, stream: Stream) -> None:
-        """Begin to copy the tensors on `stream`, from page-locked memory."""
+        """Begin to copy the tensors, from page-locked memory, on `stream`, the current one."""
         self._device = device
-        self._tensors: list[torch.Tensor] = []
+        self._on_device: list[torch.Tensor] = []
         self._page_locked: list[torch.Tensor] = []
-        with torch.no_grad(), accelerator().on(stream):
+        with torch.no_grad():
             self._value = _mapped(value, self._copy)
         self._done: Event = accelerator().record(stream)
 
     def take(self) -> Any:
         """The batch, for work on the current stream."""
         accelerator().current_stream(self._device).wait_event(self._done)
-        for tensor in self._tensors:
+        for tensor in self._on_device:
             accelerator().keep_for_current_stream(tensor)
         return to_device(self._value, self._device)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        copied = self._copied(tensor) if tensor.device.type == "cpu" else tensor
+        if accelerator().has(copied.device):
+            self._on_device.append(copied)
+        return copied
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.requires_grad
-        if tensor.device.type != "cpu" or not is_plain or not tensor.numel() or tensor.is_neg() or tensor.is_conj():
+        if not is_plain or not tensor.numel() or tensor.is_neg() or tensor.is_conj() or tensor.is_quantized:
             return tensor
         copied = torch.empty_like(tensor, device=self._device, memory_format=torch.preserve_format)
         flat = accelerator().pinned(tensor.numel() * tensor.element_size()).view(tensor.dtype)
@@ -141,7 +150,6 @@ class Copied:
         page_locked.copy_(tensor)
         copied.copy_(page_locked, non_blocking=True)
         self._page_locked.append(flat)
-        self._tensors.append(copied)
         return copied
 
 

@@ -20,7 +20,7 @@ from raysharded.ids import derive_seed
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A batch that is asked for with some samples."""
+    """A request for a batch of some samples."""
 
     number: int
     """Seed of the function's draws."""
@@ -52,7 +52,7 @@ class Collation:
         return bool(self.reason)
 
     def wish(self, step: int, microbatch: int) -> Wish | None:
-        """The batch to ask for; None: the training thread makes it."""
+        """The batch to request; None: the training thread makes it."""
         with self._changing:
             if self.reason:
                 return None
@@ -82,7 +82,7 @@ def copies_of(samples: Sequence[Any]) -> list[Any]:
 
 
 def collate_here(function: Callable[[list[Any]], Any], samples: Sequence[Any], number: int) -> Batch:
-    """The batch that a task's function makes in a process of its own. Raises what it raises."""
+    """The batch that a task's function makes in this process, which reads data alone. Raises what it raises."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.default_generator.manual_seed(number)

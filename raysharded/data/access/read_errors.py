@@ -20,7 +20,7 @@ _LASTING = (FileNotFoundError, IsADirectoryError, NotADirectoryError, Permission
 def read_again(read: Callable[[], Any], named: Callable[[], str], sleep: Callable[[float], None] = time.sleep) -> Any:
     """The result of `read()`, which may be called up to three times.
 
-    An `OSError`, as of a network or a disk, is tried again twice, after 0.1 and 1 s; another `Exception`, and a file
+    An `OSError`, as of a network or a disk, is retried twice, after 0.1 and 1 s; another `Exception`, and a file
     that is not there, once at once. Each is logged with `named()`, the sample and the time of the read. Raises the last
     error. A `RayshardedError` and what ends a process are raised at once.
     """

@@ -99,6 +99,8 @@ class DataProcess:
             for attempt in range(_ATTEMPTS):
                 started, began = self._running(), time.monotonic()
                 try:
+                    started.wait_until_ready()
+                    began = time.monotonic()
                     answer = started.ask(method, args, None if attempt else self._limit_s(method))
                 except TimeoutError:
                     ends.append(self._end_hanging(started, method, args, time.monotonic() - began))

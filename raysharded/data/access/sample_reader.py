@@ -37,7 +37,7 @@ class Reads:
     """Samples that were read."""
 
     samples: list[Any]
-    """Empty if a batch was made of them elsewhere, and they were not asked for."""
+    """Empty if a batch was made of them elsewhere, and they were not requested."""
     ids: list[int]
     """Ids of the samples actually read, in order."""
     batch: Batch | None = None

@@ -37,6 +37,7 @@ _CHUNK = 1 << 16
 _POLL_S = 0.005
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _PACKAGE = os.path.join(PACKAGE_FOLDER, "data", "")
+_STDLIB = os.path.join(os.path.dirname(os.__file__), "")
 
 
 class _Child(Protocol):
@@ -70,12 +71,15 @@ class StartedProcess:
             send_handle(self.connection, place, self.child.pid)
         os.close(place)
 
-    def ask(self, method: str, args: Sequence[Any], limit_s: float | None = None) -> Any:
-        """The process's answer. Raises what it raised; EOFError or OSError if it has died, TimeoutError after the
-        limit."""
+    def wait_until_ready(self) -> None:
+        """Wait until it has the datasets. Raises as `ask`."""
         if not self._answered_first:
             self._answer()
             self._answered_first = True
+
+    def ask(self, method: str, args: Sequence[Any], limit_s: float | None = None) -> Any:
+        """The process's answer. Raises what it raised; EOFError or OSError if it has died, TimeoutError after the
+        limit."""
         self.connection.send((method, args, self.receiver.freed(), _default_dtype()))
         if limit_s is not None and not self.connection.poll(limit_s):
             raise TimeoutError(method)
@@ -125,12 +129,21 @@ class StartedProcess:
 
 
 def innermost_line(stacks: str) -> str:
-    """`file:line in function` of the innermost call of the thread that reads samples, outside raysharded; or empty."""
+    """`file:line in function` where the thread that reads samples is: the innermost line of the user's, if it has one.
+
+    `stacks`: as `faulthandler` writes them. Empty if no thread calls what it reads.
+    """
     for thread in stacks.split("most recent call first):")[1:]:
         calls = _CALL.findall(thread)
-        if any(_PACKAGE in file for file, _, _ in calls):
-            return next((f"{os.path.basename(f)}:{n} in {name}" for f, n, name in calls if _PACKAGE not in f), "")
+        own = next((place for place, (file, _, _) in enumerate(calls) if file.startswith(_PACKAGE)), 0)
+        if own:
+            file, line, name = next((call for call in calls[:own] if not _is_of_library(call[0])), calls[0])
+            return f"{os.path.basename(file)}:{line} in {name}"
     return ""
+
+
+def _is_of_library(file: str) -> bool:
+    return file.startswith(_STDLIB) or f"{os.sep}site-packages{os.sep}" in file
 
 
 def _default_dtype() -> str:

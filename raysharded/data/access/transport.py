@@ -55,7 +55,7 @@ class _Reducer:
         value = value.detach()
         dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
         strides: tuple[int, ...] | None = None
-        if self._keeps_strides and not value.is_contiguous():
+        if self._keeps_strides and value.numel() and value.stride() != _strides_of(shape):
             extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, value.stride(), strict=True))
             if extent > _MOST_GAPS * value.numel():
                 return NotImplemented
@@ -71,6 +71,15 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         return self._reduced(value)
+
+
+def _strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a new tensor of this shape, row by row. Another one may be contiguous, too, if a size is 1."""
+    found, step = list[int](), 1
+    for size in reversed(shape):
+        found.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(found))
 
 
 def _by_value() -> Any:
