@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from raysharded.data.access.collation import Wish
+from raysharded.data.access.read_errors import innermost_line
 from raysharded.data.access.reader_main import Payload
 from raysharded.data.access.sample_reader import DatasetReader, Reads
-from raysharded.data.access.started_process import StartedProcess, innermost_line
+from raysharded.data.access.started_process import StartedProcess
 from raysharded.data.access.transport import dump, offsets_of, shared_file
 from raysharded.data.order import Int64s
 from raysharded.errors import TaskError, text_of, user_traceback

@@ -12,7 +12,6 @@ import json
 import mmap
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from typing import Any, Protocol
 
 from raysharded.data.access.reader_main import SAMPLE_ID, SHOW_STACKS, Payload, serve
 from raysharded.data.access.transport import Receiver, shared_file
-from raysharded.locations import PACKAGE_FOLDER
 
 _FRESH = (
     "import json, sys; handles, sys.path[:] = json.loads(sys.argv.pop()); "
@@ -35,9 +33,6 @@ _FRESH = (
 _STACKS_WITHIN_S, _NO_MORE_AFTER_S = 0.5, 0.05
 _CHUNK = 1 << 16
 _POLL_S = 0.005
-_CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_PACKAGE = os.path.join(PACKAGE_FOLDER, "data", "")
-_STDLIB = os.path.join(os.path.dirname(os.__file__), "")
 
 
 class _Child(Protocol):
@@ -126,24 +121,6 @@ class StartedProcess:
             name = signal.Signals(-code).name
             return f"was ended by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}"
         return f"ended with exit code {code}"
-
-
-def innermost_line(stacks: str) -> str:
-    """`file:line in function` where the thread that reads samples is: the innermost line of the user's, if it has one.
-
-    `stacks`: as `faulthandler` writes them. Empty if no thread calls what it reads.
-    """
-    for thread in stacks.split("most recent call first):")[1:]:
-        calls = _CALL.findall(thread)
-        own = next((place for place, (file, _, _) in enumerate(calls) if file.startswith(_PACKAGE)), 0)
-        if own:
-            file, line, name = next((call for call in calls[:own] if not _is_of_library(call[0])), calls[0])
-            return f"{os.path.basename(file)}:{line} in {name}"
-    return ""
-
-
-def _is_of_library(file: str) -> bool:
-    return file.startswith(_STDLIB) or f"{os.sep}site-packages{os.sep}" in file
 
 
 def _default_dtype() -> str:
