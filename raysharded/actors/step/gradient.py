@@ -138,22 +138,15 @@ class StepGradient:
 
     def plan_reading(self, step: int) -> None:
         """Let this worker's microbatches of a step, and then those of the next ones, be read in the background."""
-        keys: list[MicrobatchKey] = []
-        first = self._microbatches_of(step)
+        keys, own = list[MicrobatchKey](), 0
         for later in range(step, min(step + self._num_ahead, self._job.max_steps) + 1):
-            keys += self._microbatches_of(later)
-            if len(keys) >= len(first) + self._num_ahead:
+            found = self.rounds.microbatches_shifted(self._shift_of(later))
+            own = own or len(found)
+            keys += [(later, index) for index in found]
+            if len(keys) >= own + self._num_ahead:
                 break
         if keys:
             self._loader.plan(keys)
-
-    def _microbatches_of(self, step: int) -> list[MicrobatchKey]:
-        rounds = self.rounds
-        before, rounds.shift = rounds.shift, self._shift_of(step)
-        rank = rounds.acting_rank(rounds.rank)
-        indices = [rounds.schedule.microbatch_of(rank, index) for index in range(rounds.count)]
-        rounds.shift = before
-        return [(step, index) for index in indices if index is not None]
 
     def compute(self, step: int) -> Batches[Computed]:
         """Compute the step's gradient and leave it with the parameters: each worker has its shard of the sum."""
