@@ -138,13 +138,8 @@ class StepGradient:
 
     def plan_reading(self, step: int) -> None:
         """Let this worker's microbatches of a step, and then those of the next ones, be read in the background."""
-        keys, own = list[MicrobatchKey](), 0
-        for later in range(step, min(step + self._num_ahead, self._job.max_steps) + 1):
-            found = self.rounds.microbatches_shifted(self._shift_of(later))
-            own = own or len(found)
-            keys += [(later, index) for index in found]
-            if len(keys) >= own + self._num_ahead:
-                break
+        steps = range(step, min(step + self._num_ahead, self._job.max_steps) + 1)
+        keys = _upcoming(steps, self._num_ahead, lambda at: self.rounds.microbatches_shifted(self._shift_of(at)))
         if keys:
             self._loader.plan(keys)
 
@@ -313,3 +308,13 @@ class StepGradient:
             self.rounds.first_alone = False
             for reducer in self.reducers:
                 reducer.reset()
+
+
+def _upcoming(steps: range, num_ahead: int, microbatches_of: Callable[[int], list[int]]) -> list[MicrobatchKey]:
+    """The microbatches of the first step, and at least `num_ahead` of those that follow; none without a step."""
+    keys, needed = list[MicrobatchKey](), 0
+    for step in steps:
+        if step == steps.start or len(keys) < needed:
+            keys += [(step, index) for index in microbatches_of(step)]
+            needed = needed or len(keys) + num_ahead
+    return keys
