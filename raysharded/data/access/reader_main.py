@@ -71,8 +71,10 @@ class _Served:
             None if data is None else DatasetReader(data, lock=lock, draws=draws, note=note) for data in datasets
         ]
         self._settings: bytes | None = payload.settings
-        self._pickled, self._dtype = payload.collate, ""
         self._function: Callable[[list[Any]], Any] | None = None
+        if payload.collate:
+            with contextlib.suppress(Exception):  # the training thread makes all batches then
+                self._function = pickle.loads(payload.collate)  # noqa: S301 - from this process's own worker
 
     def num_samples(self, which: int) -> int:
         return self._reader(which).num_samples()
@@ -105,11 +107,9 @@ class _Served:
         return self._with_batch(Reads(samples, ids), wish)
 
     def _with_batch(self, reads: Reads, wish: Wish) -> Reads | _Answers:
+        if self._function is None:
+            return reads
         try:
-            if self._function is None:
-                found: Callable[[list[Any]], Any] = pickle.loads(self._pickled)  # noqa: S301 - from its own worker
-                self._function = found
-                self.settle(self._dtype)  # that may have loaded torch
             batch = collate_here(self._function, reads.samples, wish.number)
         except BaseException:  # noqa: BLE001 - the training thread calls it, too, and raises what it raises
             return reads
@@ -123,7 +123,7 @@ class _Served:
 
     def settle(self, default_dtype: str) -> None:
         """Apply the worker's settings to torch once it is loaded; the contents of samples may depend on them."""
-        torch, self._dtype = sys.modules.get("torch"), default_dtype
+        torch = sys.modules.get("torch")
         if torch is None:
             return
         if self._settings is not None:
