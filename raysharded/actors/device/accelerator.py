@@ -100,6 +100,14 @@ class Accelerator(Protocol):
         """Facts about a device and its libraries that bits depend on."""
         ...
 
+    def complaints(self, device: torch.device) -> tuple[str, ...]:
+        """Reports of the device's driver on it since `select`, each as an object of the verb "reported"."""
+        ...
+
+    def use(self, device: torch.device) -> Mapping[str, float]:
+        """Use of the device now, by name, for metrics; see docs/metrics.md. Any thread; may take milliseconds."""
+        ...
+
     def pinned(self, size_bytes: int) -> torch.Tensor:
         """Page-locked host memory: uint8 [size_bytes], not initialized."""
         ...
