@@ -5,7 +5,6 @@ The worker does not depend on its launcher: the Ray launcher makes it an actor, 
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import threading
@@ -69,14 +68,13 @@ class Worker:
     def __init__(self, worker: WorkerId, job: Job, storage: Storage | None = None) -> None:
         """`storage`: the run's; None: that of the job's URL."""
         self._worker, job = worker, with_session_task(job)
-        self._device = environment.prepare_torch(job.engine, job.num_threads, use_gpu=job.use_gpu)
+        self._device, self._refused = environment.prepare_worker(job)
         compiles = job.engine.compile and job.engine.reduction == "exact"
         self._compilation = Compilation(job.engine.max_compiled_shapes, self._device) if compiles else None
         self._storage = storage or open_storage(job.run_url)
         self._store = ShardStore(pin_memory=job.use_gpu)
         self._saver, self._share = Saver(self._storage), Share()
-        engine = replace(job.engine, compile=False)  # the process that reads the data compiles nothing
-        settings = functools.partial(environment.prepare_torch, engine, job.num_threads, use_gpu=False)
+        settings = environment.reader_settings(job)
         self._sources = Sources(job.data, job.evaluation, job.batch, job.engine, settings)
         self._job = job = job if self._sources.process is None else job.without_data()
         self._compute_thread: int | None = None
@@ -120,6 +118,8 @@ class Worker:
             raise travelling(error, self._words) from None
 
     def _get_ready(self) -> WorkerInfo:
+        if self._refused is not None:
+            raise self._refused
         parity = parity_of(self._job.engine.redundancy)
         if parity is not None:
             erasure_code(parity)  # a missing requirement fails here, not when the run first has enough workers

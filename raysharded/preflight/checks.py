@@ -111,6 +111,8 @@ class _Checking:
         processes."""
         small, began = self.small, time.monotonic()
         own = small.spec
+        if small.use_gpu:
+            requirements.require_gpus()
         shape: Shape | None = None
         unknown = ""
         self.processes.append(self.ending.enter_context(FreshProcess(_HASH_SEEDS[0])))

@@ -132,6 +132,17 @@ def _setting(task: Task, data: Any, batch: BatchConfig, engine: EngineConfig, us
     return setting, f"activations are not counted: {reason}"
 
 
+def require_gpus() -> None:
+    """Raise ConfigError, with the way out, if this process can use no GPU."""
+    from raysharded.actors.device.accelerator import accelerator
+
+    if why := accelerator().why_unusable():
+        raise ConfigError(
+            f"the trainer has ScalingConfig(use_gpu=True), and the check can use no GPU here: {why}. To check it on "
+            "CPUs: --device cpu, or check(device='cpu')."
+        )
+
+
 def _is_built_whole(task: Task) -> bool:
     from raysharded.actors.model.construction import construct
 

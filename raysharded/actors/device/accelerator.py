@@ -50,6 +50,10 @@ class Accelerator(Protocol):
         """True if this process can use such a device."""
         ...
 
+    def why_unusable(self) -> str:
+        """The reason that this process cannot use such a device, and the way out; empty if it can."""
+        ...
+
     def names(self) -> list[str]:
         """Models of the devices that this process sees."""
         ...
@@ -70,7 +74,10 @@ class Accelerator(Protocol):
         ...
 
     def select(self, assigned: Sequence[str]) -> torch.device:
-        """Make this worker's device the process's; returns it. `assigned`: by the scheduler; empty: the first."""
+        """Make this worker's device the process's; returns it. `assigned`: by the scheduler; empty: the first.
+
+        Raises ConfigError, with the way out, if there is none, or if a worker cannot use it.
+        """
         ...
 
     def enter_thread(self) -> None:

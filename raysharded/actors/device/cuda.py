@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from raysharded.actors.device.cuda_presence import cuda_facts, why_unfit, why_unusable
 from raysharded.actors.device.device_waits import wait_for, waits_for_peers
 from raysharded.errors import ConfigError
 
@@ -47,6 +48,9 @@ class Cuda:
     def is_available(self) -> bool:
         return torch.cuda.is_available()
 
+    def why_unusable(self) -> str:
+        return why_unusable(cuda_facts())
+
     def names(self) -> list[str]:
         if not torch.cuda.is_available():
             return []
@@ -74,8 +78,13 @@ class Cuda:
             )
 
     def select(self, assigned: Sequence[str]) -> torch.device:
-        self._index = index_of(assigned, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        self._is_selected = True
+        if missing := self.why_unusable():
+            raise ConfigError(f"ScalingConfig(use_gpu=True): {missing}.")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        index = index_of(assigned, visible)
+        if unfit := why_unfit(self.names(), index, visible):
+            raise ConfigError(f"ScalingConfig(use_gpu=True): a worker cannot use the GPU that it was given: {unfit}.")
+        self._index, self._is_selected = index, True
         self.enter_thread()
         return self.current()
 

@@ -8,6 +8,9 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from importlib import metadata
 
 import torch
@@ -22,6 +25,7 @@ from raysharded.config import EngineConfig
 from raysharded.data.loader import MicrobatchLoader
 from raysharded.errors import ConfigError
 from raysharded.protocol.descriptors import left, raise_limit
+from raysharded.protocol.job import Job
 from raysharded.protocol.messages import WorkerInfo
 
 _KEEPING = ((-3, 32 << 20), (-1, (1 << 31) - 1), (-2, 128 << 20))
@@ -46,6 +50,19 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
         keep_freed_memory()
         return torch.device("cpu")
     return accelerator().select(assigned_gpus())
+
+
+def prepare_worker(job: Job) -> tuple[torch.device, ConfigError | None]:
+    """As `prepare_torch`; also its error, which `Worker.ready` raises. Ray would turn a constructor's into a text."""
+    try:
+        return prepare_torch(job.engine, job.num_threads, use_gpu=job.use_gpu), None
+    except ConfigError as error:
+        return torch.device("cpu"), error
+
+
+def reader_settings(job: Job) -> Callable[[], object]:
+    """Function that configures the process that reads a worker's data: it compiles nothing, and has no GPU."""
+    return partial(prepare_torch, replace(job.engine, compile=False), job.num_threads, use_gpu=False)
 
 
 def gpu_of(device: torch.device) -> str:

@@ -52,6 +52,9 @@ class HostAccelerator(Cuda):
     def is_available(self) -> bool:
         return True
 
+    def why_unusable(self) -> str:
+        return ""
+
     def names(self) -> list[str]:
         return ["host memory"]
 
