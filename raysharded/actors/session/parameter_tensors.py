@@ -115,7 +115,7 @@ class ParameterTensors(NotFollowed):
 
 
 def plain_of(registered: Mapping[str, Stateful | ParameterTensors | None]) -> dict[str, Stateful]:
-    """What is registered besides tensors, by name."""
+    """The other registered objects, by name."""
     return {name: one for name, one in registered.items() if not (one is None or isinstance(one, ParameterTensors))}
 
 
