@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from raysharded.actors.task_calls.task_errors import is_called_from, line_here, line_of
-from raysharded.errors import InexactError, TaskError, text_of, user_traceback
+from raysharded.errors import CollectiveAborted, InexactError, TaskError, text_of, user_traceback
 from raysharded.task import Loss
 
 if TYPE_CHECKING:
@@ -133,3 +133,10 @@ def blamed_behind(number: int, error: BaseException, *, is_undone: bool, is_abor
         f"({text_of(error)})",
         user_traceback(error),
     )
+
+
+def as_lost(error: BaseException, step: int, *, is_aborted: bool) -> BaseException:
+    """The error; that of a lost worker if it followed from one that an `except` swallowed in an aborted generation."""
+    if isinstance(error, TaskError) and is_aborted:
+        return CollectiveAborted(f"a collective of step {step} failed")
+    return error
