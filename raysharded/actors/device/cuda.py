@@ -6,9 +6,9 @@ import contextlib
 import datetime
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -163,6 +163,12 @@ class Cuda:
         from torch._inductor import config as inductor
 
         inductor.deterministic = True
+
+    def forbid_graphs(self, refuse: Callable[[], NoReturn]) -> None:
+        def begun(*_: Any, **__: Any) -> NoReturn:
+            refuse()
+
+        setattr(torch.cuda.CUDAGraph, "__new__", staticmethod(begun))  # noqa: B010 - also for torch.compile's
 
     def communicator(self, name: str, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
         options = dist.ProcessGroupNCCL.Options()

@@ -21,6 +21,7 @@ from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.device.device_errors import drain
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.actors.step import recomputation
+from raysharded.actors.task_calls import unsupported_features
 from raysharded.actors.telemetry import device_use
 from raysharded.config import EngineConfig
 from raysharded.data.loader import MicrobatchLoader
@@ -43,6 +44,7 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
         accelerator().prepare_environment(exact=exact)
     use_threads(num_threads)
     recomputation.install()
+    unsupported_features.install()
     if exact:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # would fill all
