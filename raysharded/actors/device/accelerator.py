@@ -73,6 +73,10 @@ class Accelerator(Protocol):
         """
         ...
 
+    def kept_settings(self) -> tuple[str, ...]:
+        """Settings that the environment had before `prepare_environment`, each as `NAME=VALUE`, with a note."""
+        ...
+
     def select(self, assigned: Sequence[str]) -> torch.device:
         """Make this worker's device the process's; returns it. `assigned`: by the scheduler; empty: the first.
 

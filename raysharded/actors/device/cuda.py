@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +18,6 @@ from raysharded.actors.device.device_waits import wait_for, waits_for_peers
 from raysharded.actors.gpu_health import GpuHealth
 from raysharded.errors import ConfigError
 
-_log = logging.getLogger("raysharded.worker")
 SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -32,6 +30,8 @@ SETTINGS = {
 """NCCL reports errors and ends no process, and connects within 30 s; its flight recorder keeps the newest collectives.
 Memory: segments grow, and host memory of more than 64 MB is not rounded up to a power of two, and is returned."""
 _OF_THE_ENVIRONMENT = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT")
+_OF_USERS = ("NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS")
+"""Beginnings of names of further settings that change how a run computes or communicates."""
 EXACT_SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Reproducible cuBLAS."""
 
@@ -45,6 +45,8 @@ class Cuda:
 
     def __init__(self) -> None:
         self._index, self._is_selected = 0, False
+        self._kept: dict[str, str] = {}
+        """Name -> a setting of the environment that was there before."""
         self._health: GpuHealth | None = None
         self._name = ""
         """The selected GPU's identity."""
@@ -74,12 +76,18 @@ class Cuda:
             if name == "PYTORCH_ALLOC_CONF" and "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
                 continue
             if os.environ.setdefault(name, value) != value:
-                _log.info("%s=%s is kept; raysharded's own value is %s", name, os.environ[name], value)
+                self._kept[name] = f"{name}={os.environ[name]} (raysharded's own value is {value})"
+        for name in sorted(os.environ):
+            if name.startswith(_OF_USERS) and name not in SETTINGS | EXACT_SETTINGS:
+                self._kept[name] = f"{name}={os.environ[name]}"
         if os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] != "0":
             raise ConfigError(
                 f"TORCH_NCCL_ASYNC_ERROR_HANDLING={os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING']}: torch would end "
                 "the survivors of a lost worker. Unset it for every worker: raysharded reports errors itself."
             )
+
+    def kept_settings(self) -> tuple[str, ...]:
+        return tuple(self._kept.values())
 
     def select(self, assigned: Sequence[str]) -> torch.device:
         if missing := self.why_unusable():

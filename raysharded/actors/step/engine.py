@@ -13,6 +13,7 @@ import torch
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.compilation.compiled_blocks import Compilation
+from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.device.device_waits import leave_when
 from raysharded.actors.model.build import Wrapped
 from raysharded.actors.model.inventory import Item, compare
@@ -87,6 +88,8 @@ class Engine:
         )
         self._steps: Steps | None = None
         """None until the generation is prepared."""
+        if kept := accelerator().kept_settings():
+            self._around.say("environment", f"settings of the environment that are kept: {'; '.join(kept)}")
         decisions = place.spec.decisions
         loader.skip(decisions.skips, place.number_of("order"), place.spec.blocks, decisions.weights)
 

@@ -107,8 +107,14 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_settings_are_made_and_those_of_the_user_are_kept(environment: dict[str, str]) -> None:
-    environment["TORCH_FR_BUFFER_SIZE"] = "7"
-    Cuda().prepare_environment(exact=False)
+    environment |= {"TORCH_FR_BUFFER_SIZE": "7", "NCCL_P2P_DISABLE": "1", "OTHER": "0"}
+    environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+    cuda = Cuda()
+    cuda.prepare_environment(exact=False)
+    assert cuda.kept_settings() == (
+        "TORCH_FR_BUFFER_SIZE=7 (raysharded's own value is 2000)",
+        "NCCL_P2P_DISABLE=1",
+    )
     assert environment["TORCH_FR_BUFFER_SIZE"] == "7"
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert "pinned_max_round_threshold_mb:64" in environment["PYTORCH_ALLOC_CONF"]

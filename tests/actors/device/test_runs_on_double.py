@@ -147,3 +147,17 @@ def test_the_use_of_a_device_is_in_each_steps_entry() -> None:
     outcome = train(1, use_gpu=True, prepare=on_used, steps=2, microbatches=2)
     assert [step["gpu"] for step in outcome.of("step")] == [{"used_bytes": 5.0, "utilization": 0.5}] * 2
     assert "gpu" not in on_cpu().of("step")[0]
+
+
+def on_users_settings() -> None:
+    """In a worker's process: compute with settings of the user's environment."""
+    os.environ["NCCL_P2P_DISABLE"] = "1"
+    accelerator.use(DoubleAccelerator())
+
+
+def test_settings_of_the_user_are_kept_and_said_once() -> None:
+    """By one worker, in the first step, also if a generation follows."""
+    kills = [(1, 2, "backward")]
+    outcome = train(2, use_gpu=True, prepare=on_users_settings, steps=3, microbatches=2, kills=kills)
+    said = [remark for step in outcome.of("step") for remark in step.get("remarks", ()) if "environment" in remark]
+    assert said == ["settings of the environment that are kept: NCCL_P2P_DISABLE=1"]
