@@ -69,13 +69,15 @@ def warn_of_too_few(scaling: ScalingConfig) -> None:
         )
 
 
-def warn_of_different_gpus(scaling: ScalingConfig) -> None:
-    """Log a warning if the cluster's GPUs are of different models: a run of equal bits needs one.
+def warn_of_different_gpus(scaling: ScalingConfig, *, exact: bool) -> None:
+    """Log a warning if the cluster's GPUs are of different models: an exact run needs one.
 
     None if each worker requires a model (`resources_per_worker`).
     """
+    if not (scaling.use_gpu and exact):
+        return
     found = gpu_models([node for node in ray.nodes() if node["Alive"]])
-    if scaling.use_gpu and len(found) > 1 and not any(one.startswith(_MODEL) for one in scaling.resources_per_worker):
+    if len(found) > 1 and not any(one.startswith(_MODEL) for one in scaling.resources_per_worker):
         _log.warning("%s", different_gpus_text(found))
 
 

@@ -68,8 +68,7 @@ class RayLauncher:
         self._scaling = scaling
         self._owns_cluster = owns_cluster
         self._placing = places(scaling, owns_cluster=owns_cluster)
-        if job.engine.reduction == "exact":
-            warn_of_different_gpus(scaling)
+        warn_of_different_gpus(scaling, exact=job.engine.reduction == "exact")
         with_groups: Any = ray.remote(concurrency_groups={GROUP: GROUP_SIZE})  # type: ignore[call-overload]  # it has them
         self._actor_class = with_groups(Tenant)
         self._options: dict[str, Any] = {

@@ -14,6 +14,7 @@ from raysharded.ray_backend import capacity
 from raysharded.ray_backend.capacity import different_gpus_text, gpu_models
 from tests.ray.clusters import run_script
 
+H100 = {"accelerator_type:H100": 0.001}
 NODES = [
     {"Alive": True, "NodeManagerHostname": "b", "Resources": {"CPU": 8.0, "GPU": 8.0, "accelerator_type:H100": 1.0}},
     {"Alive": True, "NodeManagerHostname": "a", "Resources": {"CPU": 8.0, "GPU": 8.0, "accelerator_type:A100": 1.0}},
@@ -32,19 +33,24 @@ def test_a_cluster_of_different_gpus_is_described_with_the_choice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "is_warned"),
+    ("scaling", "exact", "is_warned"),
     [
-        (rs.ScalingConfig(num_workers=2, use_gpu=True), True),
-        (rs.ScalingConfig(num_workers=2), False),
-        (rs.ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"accelerator_type:H100": 0.001}), False),
+        (rs.ScalingConfig(num_workers=2, use_gpu=True), True, True),
+        (rs.ScalingConfig(num_workers=2, use_gpu=True), False, False),
+        (rs.ScalingConfig(num_workers=2), True, False),
+        (rs.ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=H100), True, False),
     ],
 )
 def test_different_gpus_are_a_warning_unless_one_model_is_chosen(
-    scaling: rs.ScalingConfig, is_warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scaling: rs.ScalingConfig,
+    exact: bool,
+    is_warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("ray.nodes", lambda: NODES)
     with caplog.at_level(logging.WARNING):
-        capacity.warn_of_different_gpus(scaling)
+        capacity.warn_of_different_gpus(scaling, exact=exact)
     assert bool(caplog.records) == is_warned
 
 

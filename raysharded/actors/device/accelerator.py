@@ -11,7 +11,7 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -100,6 +100,14 @@ class Accelerator(Protocol):
         """Facts about a device and its libraries that bits depend on."""
         ...
 
+    def complaints(self, device: torch.device) -> tuple[str, ...]:
+        """Reports of the device's driver on it since `select`, each as an object of the verb "reported"."""
+        ...
+
+    def use(self, device: torch.device) -> Mapping[str, float]:
+        """Use of the device now, by name, for metrics; see docs/metrics.md. Any thread; may take milliseconds."""
+        ...
+
     def pinned(self, size_bytes: int) -> torch.Tensor:
         """Page-locked host memory: uint8 [size_bytes], not initialized."""
         ...
@@ -130,6 +138,10 @@ class Accelerator(Protocol):
 
     def make_compilation_exact(self) -> None:
         """Let the calling thread compile no kernel whose order of additions depends on measured times."""
+        ...
+
+    def forbid_graphs(self, refuse: Callable[[], NoReturn]) -> None:
+        """Let this process call `refuse` where it begins to record a graph of the device's kernels."""
         ...
 
     def communicator(self, name: str, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:

@@ -6,9 +6,9 @@ import contextlib
 import datetime
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from raysharded.actors.device.cuda_presence import cuda_facts, why_unfit, why_unusable
 from raysharded.actors.device.device_waits import wait_for, waits_for_peers
+from raysharded.actors.gpu_health import GpuHealth
 from raysharded.errors import ConfigError
 
 _log = logging.getLogger("raysharded.worker")
@@ -44,6 +45,9 @@ class Cuda:
 
     def __init__(self) -> None:
         self._index, self._is_selected = 0, False
+        self._health: GpuHealth | None = None
+        self._name = ""
+        """The selected GPU's identity."""
 
     def is_available(self) -> bool:
         return torch.cuda.is_available()
@@ -86,6 +90,8 @@ class Cuda:
             raise ConfigError(f"ScalingConfig(use_gpu=True): a worker cannot use the GPU that it was given: {unfit}.")
         self._index, self._is_selected = index, True
         self.enter_thread()
+        self._health, self._name = GpuHealth(), self.identity(self.current())
+        self._health.watch(self._name)
         return self.current()
 
     def enter_thread(self) -> None:
@@ -112,6 +118,19 @@ class Cuda:
             "driver": str(torch._C._cuda_getDriverVersion()),  # type: ignore[attr-defined]
             "multiprocessors": str(torch.cuda.get_device_properties(device).multi_processor_count),
         } | arithmetic_settings()
+
+    def complaints(self, device: torch.device) -> tuple[str, ...]:
+        return () if self._health is None else self._health.report(self._name).complaints
+
+    def use(self, device: torch.device) -> dict[str, float]:
+        """Also the bytes of torch's tensors, those that its allocator holds, and the most of tensors at a time."""
+        of_torch = torch.cuda.memory_stats(device)
+        found = {
+            "tensor_bytes": float(of_torch.get("allocated_bytes.all.current", 0)),
+            "peak_tensor_bytes": float(of_torch.get("allocated_bytes.all.peak", 0)),
+            "reserved_bytes": float(of_torch.get("reserved_bytes.all.current", 0)),
+        }
+        return found if self._health is None else found | self._health.use(self._name)
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
@@ -144,6 +163,12 @@ class Cuda:
         from torch._inductor import config as inductor
 
         inductor.deterministic = True
+
+    def forbid_graphs(self, refuse: Callable[[], NoReturn]) -> None:
+        def begun(*_: Any, **__: Any) -> NoReturn:
+            refuse()
+
+        setattr(torch.cuda.CUDAGraph, "__new__", staticmethod(begun))  # noqa: B010 - also for torch.compile's
 
     def communicator(self, name: str, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
         options = dist.ProcessGroupNCCL.Options()

@@ -21,6 +21,8 @@ from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.device.device_errors import drain
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.actors.step import recomputation
+from raysharded.actors.task_calls import unsupported_features
+from raysharded.actors.telemetry import device_use
 from raysharded.config import EngineConfig
 from raysharded.data.loader import MicrobatchLoader
 from raysharded.errors import ConfigError
@@ -42,6 +44,7 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
         accelerator().prepare_environment(exact=exact)
     use_threads(num_threads)
     recomputation.install()
+    unsupported_features.install()
     if exact:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # would fill all
@@ -55,7 +58,10 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
 def prepare_worker(job: Job) -> tuple[torch.device, ConfigError | None]:
     """As `prepare_torch`; also its error, which `Worker.ready` raises. Ray would turn a constructor's into a text."""
     try:
-        return prepare_torch(job.engine, job.num_threads, use_gpu=job.use_gpu), None
+        device = prepare_torch(job.engine, job.num_threads, use_gpu=job.use_gpu)
+        if job.use_gpu:
+            device_use.begin(device)
+        return device, None
     except ConfigError as error:
         return torch.device("cpu"), error
 

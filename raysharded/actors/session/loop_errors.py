@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from raysharded.actors.task_calls.task_errors import is_called_from, is_raised_in_torch, line_here, line_of
+from raysharded.actors.task_calls.task_errors import is_raised_in_torch, line_here, line_of
 from raysharded.errors import CollectiveAborted, InexactError, TaskError, text_of, user_traceback
 from raysharded.task import Loss
 
@@ -26,14 +26,6 @@ def with_line(error: E) -> E:
     elif isinstance(error, InexactError) and is_raised_in_torch(error):
         error.args = (f"{line_of(error)}: {error.args[0]}",)
     return error
-
-
-def _with_a_scaler() -> TaskError:
-    return TaskError(
-        f"{line_here()}: a GradScaler changes gradients, whose scale belongs to the step. Leave it out: bfloat16 "
-        '(EngineConfig.param_dtype) needs none, and FailureConfig(on_non_finite="skip") leaves out steps whose numbers '
-        "are not finite."
-    )
 
 
 def require_number(name: str, number: object, agreed: Agreed) -> None:
@@ -70,10 +62,8 @@ def as_one(
     return Loss(loss, weight, metrics or {})
 
 
-def changed_gradients() -> InexactError | TaskError:
+def changed_gradients() -> InexactError:
     """The error for gradients that are not those of the backward when the optimizer's step begins."""
-    if is_called_from("torch.amp.grad_scaler"):
-        return _with_a_scaler()
     return InexactError(
         f"{line_here()}: gradients changed between step.microbatches() and optimizer.step(). Each worker has a part of "
         "them, so that torch's clip_grad_norm_ depends on the number of workers: clip with step.clip_grad_norm_, and "

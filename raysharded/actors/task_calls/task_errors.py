@@ -85,14 +85,6 @@ def line_here() -> str:
     return "the training function"
 
 
-def is_called_from(module: str) -> bool:
-    """True if a frame of the calling thread is one of this module."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != module:
-        frame = frame.f_back
-    return frame is not None
-
-
 def _is_users(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("raysharded", "torch", "contextlib")
 

@@ -82,6 +82,12 @@ class HostAccelerator(Cuda):
     def facts(self, device: torch.device) -> Mapping[str, str]:  # type: ignore[override]
         return {"gpu": "host memory"}
 
+    def complaints(self, device: torch.device) -> tuple[str, ...]:
+        return ()
+
+    def use(self, device: torch.device) -> dict[str, float]:
+        return {}
+
     def pinned(self, size_bytes: int) -> torch.Tensor:
         self.pinned_bytes.append(size_bytes)
         return torch.empty(size_bytes, dtype=torch.uint8)
