@@ -73,7 +73,7 @@ class Needs:
 
     def lines(self) -> list[str]:
         """The requirements as lines for people."""
-        model = "a model that could not be planned"
+        model = ""
         if self.parameters is not None and self.units is not None:
             model = f"{self.parameters:,} parameters in {count(self.units, 'unit')}"
         steps = f"{count(self.steps, 'step')} of {count(self.microbatches, 'microbatch', 'microbatches')}"
@@ -83,7 +83,7 @@ class Needs:
         if self.device_bytes:
             memory += f"; {size(self.device_bytes)} of each of {WORKERS} GPUs"
         found = [
-            model,
+            *([model] if model else []),
             f"{RUNS} runs of {steps} of {count(self.microbatch_size, 'sample')}: {count(self.samples, 'sample')} each",
             memory,
         ]

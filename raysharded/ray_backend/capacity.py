@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +35,12 @@ def refuse_the_impossible(scaling: ScalingConfig) -> None:
     """Raise ClusterError if a cluster that was started here, which does not grow, is too small."""
     lack = _lack(scaling)
     if lack is not None:
-        less = " (cpus_per_worker=0.5, say)" if lack.resource == "CPU" else ""
+        enough = math.floor(100 * lack.have / scaling.min_workers) / 100
+        less = f" (cpus_per_worker={enough:g})" if lack.resource == "CPU" and enough else ""
         raise ClusterError(
             f"the run needs at least {_needed(scaling, lack)}, and this machine has {lack.have:g} {lack.resource}: "
             f"enough for {lack.fits}. {_why_no_gpu(lack)}Lower the minimum in ScalingConfig.num_workers, require less "
-            f"per worker{less}, or connect to a larger cluster with ray.init(address=...)."
+            f"per worker{less}, or use a larger cluster: RAY_ADDRESS=HOST:PORT names one."
         )
 
 

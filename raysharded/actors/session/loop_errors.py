@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from raysharded.actors.task_calls.task_errors import line_here, line_of
+from raysharded.actors.task_calls.task_errors import is_raised_in_torch, line_here, line_of
 from raysharded.errors import CollectiveAborted, InexactError, TaskError, text_of, user_traceback
 from raysharded.task import Loss
 
@@ -19,10 +19,12 @@ E = TypeVar("E", bound=BaseException)
 
 
 def with_line(error: E) -> E:
-    """The error; a TaskError of raysharded's gets the user's part of its traceback."""
+    """The error; a TaskError of raysharded's gets the user's part of its traceback, and a hook's error a line."""
     if isinstance(error, TaskError) and not error.user_traceback:
         error.user_traceback = user_traceback(error)
         error.args = (error.args[0], error.user_traceback)
+    elif isinstance(error, InexactError) and is_raised_in_torch(error):
+        error.args = (f"{line_of(error)}: {error.args[0]}",)
     return error
 
 
@@ -123,6 +125,24 @@ def blamed_behind(number: int, error: BaseException, *, is_undone: bool, is_abor
         f"({text_of(error)})",
         user_traceback(error),
     )
+
+
+def misplaced(call: str, *, is_in_loop: bool) -> TaskError:
+    """The error for a call that belongs behind the microbatches. `is_in_loop`: their loop has begun, and not ended."""
+    if is_in_loop:
+        return TaskError(
+            f"{line_here()}: {call} came before the loop over step.microbatches() has ended. Every microbatch of the "
+            f"step is computed: leave the loop by no `break` or `return`, and call {call} behind it."
+        )
+    if call == "optimizer.step()":
+        return TaskError(f"{line_here()}: {call} belongs behind the loop over step.microbatches(), once in each step.")
+    return TaskError(f"{line_here()}: {call} belongs between the loop over step.microbatches() and optimizer.step().")
+
+
+def require_limit(max_norm: float) -> None:
+    """Raise TaskError unless a limit of the gradient's norm is above 0; infinity is valid."""
+    if not max_norm > 0:
+        raise TaskError(f"{line_here()}: step.clip_grad_norm_({max_norm!r}): give a number above 0.")
 
 
 def as_lost(error: BaseException, step: int, *, is_aborted: bool) -> BaseException:

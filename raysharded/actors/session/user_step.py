@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from raysharded.actors.session.loop_errors import as_lost, as_one, misplaced_forward, with_line, with_numbers
+from raysharded.actors.session.loop_errors import (
+    as_lost,
+    as_one,
+    misplaced,
+    misplaced_forward,
+    require_limit,
+    with_line,
+    with_numbers,
+)
 from raysharded.actors.session.orders import Training
 from raysharded.actors.session.step_comparisons import Attempts, StepWatch
 from raysharded.actors.step.forward_backward import DRAWS
@@ -273,10 +281,8 @@ class UserStep(NotFollowed):
         """
         step = self._now("step.clip_grad_norm_()")
         if self._agreed is None or self._is_applied:
-            raise TaskError(
-                f"{line_here()}: step.clip_grad_norm_() belongs between the loop over step.microbatches() and "
-                "optimizer.step()."
-            )
+            raise misplaced("step.clip_grad_norm_()", is_in_loop=self._is_computed and self._agreed is None)
+        require_limit(max_norm)
         return step.clip_grad_norm_(max_norm)
 
     def _now(self, call: str) -> Step:
@@ -293,9 +299,7 @@ class UserStep(NotFollowed):
         """Give the optimizer this worker's gradients; called as its step begins."""
         step = self._now("optimizer.step()")
         if self._agreed is None or self._is_applied or self._applying is not None:
-            raise TaskError(
-                f"{line_here()}: optimizer.step() belongs behind the loop over step.microbatches(), once in each step."
-            )
+            raise misplaced("optimizer.step()", is_in_loop=self._is_computed and self._agreed is None)
         self.watch.begin_update()
         applying: contextlib.AbstractContextManager[None] = step.applying()
         try:

@@ -93,6 +93,13 @@ def _line(frame: FrameType, line: int) -> str:
     return f"{frame.f_code.co_filename}:{line}"
 
 
+def is_raised_in_torch(error: BaseException) -> bool:
+    """True if the user's code called torch, and the error came from there, as from a hook."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    last = max((place for place, frame in enumerate(frames) if _is_users(frame)), default=-1)
+    return 0 <= last < len(frames) - 1 and str(frames[last + 1].f_globals.get("__name__", "")).startswith("torch.")
+
+
 def line_of(error: BaseException) -> str:
     """`file.py:12` of the outermost such frame that an error has left: a line of the training function."""
     walked = ((frame, line) for cause in causes(error) for frame, line in traceback.walk_tb(cause.__traceback__))

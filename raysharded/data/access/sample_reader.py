@@ -362,5 +362,5 @@ def task_error(what: str, where: str, error: BaseException, hint: str = "") -> T
     """The TaskError for an error of the user's dataset. `hint`: further advice."""
     cause = "".join(traceback.format_exception_only(error)).strip()
     text = user_traceback(error)
-    hint = hint or " Correct the dataset; its traceback is in user_traceback."
+    hint = hint or " Correct the dataset, as its traceback shows (the error's `user_traceback`)."
     return TaskError(f"{what} raised {where}: {cause}.{hint}", text)
