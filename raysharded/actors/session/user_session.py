@@ -17,7 +17,7 @@ from raysharded.actors.session.built_model import BuiltModel
 from raysharded.actors.session.held_out import HeldOut
 from raysharded.actors.session.loop_checks import built_optimizer, hook, require_registered, require_unchanged
 from raysharded.actors.session.loop_errors import refuse_forward, refuse_tensor_parallelism
-from raysharded.actors.session.orders import Orders, Training
+from raysharded.actors.session.orders import Orders, RunOver, Training
 from raysharded.actors.session.parameter_tensors import ParameterTensors, RegisteredTensors, plain_of
 from raysharded.actors.session.session_task import SessionTask
 from raysharded.actors.session.step_comparisons import Attempts
@@ -148,7 +148,10 @@ class Session(NotFollowed):
         if self._optimizer is None:
             raise TaskError(f"{line_here()}: session.steps() comes after session.shard(model, optimizer).")
         while True:
-            step = self.next_step()
+            try:
+                step = self.next_step()
+            except RunOver:
+                return
             if step is not None:
                 yield step
                 if not step.has_begun:
