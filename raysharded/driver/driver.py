@@ -64,7 +64,7 @@ from raysharded.driver.state.events import (
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import State
 from raysharded.driver.workers import node_verdicts
-from raysharded.errors import ClusterError, RayshardedError, RunOwnedElsewhere, StorageError
+from raysharded.errors import ClusterError, RayshardedError, RunOwnedElsewhere
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.entry_text import LOUD, incident_text
 from raysharded.journal.log import Journal, refusing_damage
@@ -73,7 +73,6 @@ from raysharded.journal.writer import Recorder
 from raysharded.ownership.leadership import LeaseTerms, RunLeadership
 from raysharded.protocol.worker_launcher import Launcher
 
-_log = logging.getLogger("raysharded.driver")
 EVENTS_LOG = "raysharded.driver.events"
 """Logger of journal entries that a person should not miss."""
 _events_log = logging.getLogger(EVENTS_LOG)
@@ -279,7 +278,9 @@ class Driver:
         self._error = self._error or self._gcs.error(self.state)
         if self._error is not None:
             raise self._error
-        self._write_last_words()
+        self._unwritten = last_words.write(
+            self._recorder, self._last_words_s(), self._files.name, is_stopped=self.state.stop_requested
+        )
         if self._function_s and self.state.result_fingerprint is not None:
             last_words.let_functions_return(self._launcher, self.state.members, self._function_s)
         if not self.state.stop_requested:  # a stop request does not wait for deletions
@@ -297,15 +298,6 @@ class Driver:
         self._gcs.begin(self._startup.give_up_entries())
         self._do((self.state, found))
         self._do(self._machine.begin(self.state, self._clock.monotonic()))
-
-    def _write_last_words(self) -> None:
-        try:
-            self._recorder.close(self._last_words_s())
-        except StorageError as error:
-            if not self.state.stop_requested:
-                raise
-            self._unwritten = f"the end of the run's journal could not be written: {error}"
-            _log.warning("run %s: %s", self._files.name, self._unwritten)
 
     def _last_words_s(self) -> float:
         return last_words.limit_s(self.state, self._clock.monotonic())

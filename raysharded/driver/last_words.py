@@ -9,7 +9,9 @@ from collections.abc import Iterable
 
 from raysharded.display.quantities import count, listing
 from raysharded.driver.state.state import State
+from raysharded.errors import StorageError
 from raysharded.ids import WorkerId
+from raysharded.journal.writer import Recorder
 from raysharded.protocol.worker_launcher import Launcher, Reply, WorkerLost
 
 _log = logging.getLogger("raysharded.driver")
@@ -30,6 +32,19 @@ def limit_s(state: State, now: float) -> float:
         return _FINISHED_S
     by = state.stop_by
     return max(AT_ONCE_S, by - now if by is not None and math.isfinite(by) else STOPPED_S)
+
+
+def write(recorder: Recorder, within_s: float, run: str, *, is_stopped: bool) -> str:
+    """Write the end of the journal. Raises StorageError; that of a stopped run is returned in words, and logged."""
+    try:
+        recorder.close(within_s)
+    except StorageError as error:
+        if not is_stopped:
+            raise
+        unwritten = f"the end of the run's journal could not be written: {error}"
+        _log.warning("run %s: %s", run, unwritten)
+        return unwritten
+    return ""
 
 
 def let_functions_return(launcher: Launcher, members: Iterable[WorkerId], within_s: float) -> None:
