@@ -54,7 +54,7 @@ def let_functions_return(launcher: Launcher, members: Iterable[WorkerId], within
     """
     waiting, ends_at = set(members), time.monotonic() + within_s
     for worker in waiting:
-        launcher.call(worker, "finish", within_s)
+        launcher.call(worker, "finish", 2 * within_s)  # an answer means that it has returned
     while waiting and (left_s := ends_at - time.monotonic()) > 0:
         for happened in launcher.wait(min(left_s, _LOOK_S)):
             if isinstance(happened, WorkerLost) or (isinstance(happened, Reply) and happened.method == "finish"):

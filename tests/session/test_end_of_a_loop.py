@@ -141,7 +141,7 @@ def test_a_stop_outside_a_step_is_refused() -> None:
 
 
 class Ending(Loop):
-    """Has lines behind its loop: it writes a file, then does what a test asks for."""
+    """Has lines behind its loop: it writes a file, then does what a test wants."""
 
     def __init__(self, folder: Path, kind: str = "") -> None:
         super().__init__()
