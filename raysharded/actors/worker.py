@@ -6,7 +6,6 @@ The worker does not depend on its launcher: the Ray launcher makes it an actor, 
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 import time
 from collections import deque
@@ -37,7 +36,7 @@ from raysharded.actors.telemetry.busy_sampler import Sampler
 from raysharded.actors.telemetry.stack_probe import look_at
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.data.sources import Sources
-from raysharded.errors import RayshardedError, StaleGeneration, text_of
+from raysharded.errors import RayshardedError, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Share, parity_of
 from raysharded.overrides import Decisions
@@ -58,8 +57,6 @@ from raysharded.protocol.messages import (
 from raysharded.protocol.session import PartOf, for_next_driver
 
 T = TypeVar("T")
-
-_log = logging.getLogger("raysharded.worker")
 
 
 class Worker:
@@ -141,15 +138,8 @@ class Worker:
         A newer preparation replaces this one; forming a generation in any other way discards it.
         """
         where = rendezvous_of(spec, self._worker, self._job, MEETING_TIMEOUT_S)
-        try:
-            self._preparations.make(spec.generation, where, spec.attempt, spec.build_seed)
-        except StaleGeneration:
-            raise
-        except BaseException as error:  # noqa: BLE001 - optional: a generation is formed without a preparation, too
-            text = f"{type(error).__name__}: {text_of(error)}"
-            _log.warning("worker %s could not prepare generation %s: %s", self._worker, spec.generation, text)
-            return Prepared(prefix=spec.prefix, error=text)
-        return Prepared(prefix=spec.prefix)
+        error = self._preparations.try_to_make(self._worker, spec, where)
+        return Prepared(prefix=spec.prefix, error=error)
 
     def form(self, spec: GenerationSpec) -> GenerationReady | Stopped:
         """Join a generation: connect, build the model, take over this worker's share of the state."""
@@ -394,6 +384,10 @@ class Worker:
         own = self._store.newest_own()
         assert own is not None
         return fingerprint_of(own, self._share, generation)
+
+    def finish(self, timeout_s: float) -> None:
+        """Let a user's training function return, as the run is over; waits for it up to `timeout_s`."""
+        self._computing.finish(timeout_s)
 
     def _probe(self, phase: str, step: int) -> None:
         if self._job.faults is not None:

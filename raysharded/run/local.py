@@ -32,6 +32,7 @@ from raysharded.run.spec import RunSpec, require_same_settings
 from raysharded.run.start_from import with_initial_weights
 from raysharded.run.status import of_failed_start, with_driver
 from raysharded.run.translation import files_of, job_of, limits_of
+from raysharded.task import TrainFunction
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import Checkpoint, Storage
@@ -239,6 +240,7 @@ class LocalRun(Run):
     def _drive_with(self, launcher: Launcher) -> Result:
         """Drive the run with any launcher; closes it."""
         from raysharded.driver.driver import Driver
+        from raysharded.driver.last_words import FUNCTION_S
         from raysharded.ownership.leadership import LeaseTerms
 
         spec = self._spec
@@ -265,6 +267,7 @@ class LocalRun(Run):
                     lease,
                     spec.run.failure.orphan_wait_s,
                     record_events=spec.run.record_events,
+                    function_s=FUNCTION_S if isinstance(spec.task, TrainFunction) else 0.0,
                 )
                 driver.restore(self._journal)
                 self._journal = None

@@ -5,6 +5,7 @@ The user's objects stay the same for the whole run. A generation gives them othe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from raysharded.actors.session.built_model import BuiltModel
 from raysharded.actors.session.held_out import HeldOut
 from raysharded.actors.session.loop_checks import built_optimizer, hook, require_registered, require_unchanged
 from raysharded.actors.session.loop_errors import refuse_forward, refuse_tensor_parallelism
-from raysharded.actors.session.orders import Orders, Training
+from raysharded.actors.session.orders import Orders, RunOver, Training
 from raysharded.actors.session.parameter_tensors import ParameterTensors, RegisteredTensors, plain_of
 from raysharded.actors.session.session_task import SessionTask
 from raysharded.actors.session.step_comparisons import Attempts
@@ -140,20 +141,20 @@ class Session(NotFollowed):
     # -- the loop --
 
     def steps(self) -> Iterator[UserStep]:
-        """The steps of the run, from `first_step` on. After a change of the workers the same function continues.
+        """The steps of the run, from `first_step` on; after a change of the workers the same function continues.
 
-        The next step has the next number, or that of a step that is done again. The lines between two steps run at
-        least once.
+        The next one has the next number, or that of a step that is done again. Lines between two run at least once.
         """
         if self._optimizer is None:
             raise TaskError(f"{line_here()}: session.steps() comes after session.shard(model, optimizer).")
-        while True:
-            step = self.next_step()
-            if step is not None:
-                yield step
-                if not step.has_begun:
-                    raise TaskError(f"step {step.number} was not entered: write `with step:` around the body.")
-                del step
+        with contextlib.suppress(RunOver):
+            while True:
+                step = self.next_step()
+                if step is not None:
+                    yield step
+                    if not step.has_begun:
+                        raise TaskError(f"step {step.number} was not entered: write `with step:` around the body.")
+                    del step
 
     def gradient(self, loss_of: Callable[[Any], Loss | torch.Tensor]) -> UserStep:
         """Compute the next step's gradient, as often as it takes: for loops whose body cannot be put in a `with`.
