@@ -28,6 +28,7 @@ from raysharded.ids import WorkerId
 from raysharded.layout import parity_of
 from raysharded.ownership.leadership import LeaseTerms
 from raysharded.protocol.job import Job
+from raysharded.task import TrainFunction
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests import patches
@@ -355,11 +356,14 @@ def make_driver(
     record_events: bool = False,
     prepare: Mapping[WorkerId, Callable[[], None]] | None = None,
     on_storage: Mapping[str, Any] | None = None,
+    function_s: float = 20.0,
 ) -> Driver:
     """The driver of a run whose workers are processes; `storage`: the driver's own view of the run's folder; `prepare`:
-    called first in a worker's process; `on_storage`: other fields of `RunFiles`."""
+    called first in a worker's process; `on_storage`: other fields of `RunFiles`; `function_s`: time of a training
+    function at its end."""
     others = {"keep": keep or Keep(last=1), "metadata": metadata or {}, "key": key, **(on_storage or {})}
     files = files_of(job, storage, **others)
     lease = LeaseTerms(take_over=take_over)
     launcher = ProcessLauncher(job, prepare=prepare)
-    return Driver(limits, launcher, files, SystemClock(), listen, lease, record_events=record_events)
+    end = {"function_s": function_s} if isinstance(job.task, TrainFunction) else {}
+    return Driver(limits, launcher, files, SystemClock(), listen, lease, record_events=record_events, **end)

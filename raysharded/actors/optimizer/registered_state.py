@@ -185,8 +185,9 @@ def _plain(value: Any, path: str) -> Any:
     shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
     raise TaskError(
         f"the registered state has a {kind}{shape} at {path}: it must be plain data (numbers, text, None, and lists, "
-        "tuples and dicts of them), as state_dict() returns it. Give what is registered a state_dict() without it, and "
-        "keep tensors of an optimizer in its state, not in its groups."
+        "tuples and dicts of them), as state_dict() returns it. Give what is registered a state_dict() without it. For "
+        "an average of the weights register a raysharded.ParameterTensors, and keep tensors of an optimizer in its "
+        "state, not in its groups."
     )
 
 

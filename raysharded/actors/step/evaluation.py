@@ -1,8 +1,14 @@
-"""Evaluation on held-out data: microbatches are dealt round-robin, so the numbers are the same at any size."""
+"""Evaluation on held-out data: microbatches are dealt round-robin, so the numbers are the same at any size.
+
+Evaluations, and a loop's own forwards, have no backward. FSDP2 frees some units' gathered parameters in the backward
+alone, and would use them again in the next forward, though the parameters have changed meanwhile. `OtherForwards` frees
+them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +17,7 @@ from torch.utils import _pytree
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.guards.forwards import UnitWatch, watching
 from raysharded.actors.model.modes import Modes
+from raysharded.actors.model.sharded_model import ShardedModel
 from raysharded.actors.numerics.grad_norm import NORM_WORDS
 from raysharded.actors.numerics.microbatch_schedule import Schedule
 from raysharded.actors.numerics.step_consensus import Contribution, Flags, MetricNames, agree
@@ -67,6 +74,42 @@ def evaluate(
             if index is not None:
                 results.add(index, loss)
     modes.train()
+
+
+class OtherForwards:
+    """The forwards of one generation's model that are of no microbatch of a step. Training thread only."""
+
+    def __init__(self, sharded: ShardedModel, is_in_microbatch: Callable[[], bool], *, watch: bool) -> None:
+        """`watch`: True where a loop may call the model by itself."""
+        self._sharded, self._is_in_microbatch = sharded, is_in_microbatch
+        self.on_own: Callable[[], None] | None = None
+        """Called ahead of a forward that a loop does outside of microbatches and evaluations."""
+        self._is_evaluating = False
+        if watch:
+            _, root = sharded.hooks[-1]
+            root.before_gather(self._begin)
+            root.at_end(self._end)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context in which forwards are those of an evaluation."""
+        self._is_evaluating = True
+        try:
+            yield
+            self._sharded.drop_gathered()
+        finally:
+            self._is_evaluating = False
+
+    def _begin(self, *_: Any) -> None:
+        if self._is_own() and self.on_own is not None:
+            self.on_own()
+
+    def _end(self, *_: Any) -> None:
+        if self._is_own():
+            self._sharded.drop_gathered()
+
+    def _is_own(self) -> bool:
+        return not (self._is_evaluating or self._is_in_microbatch())
 
 
 class Evaluator:

@@ -216,6 +216,11 @@ def as_loss(value: Any, num_samples: int, where: str) -> Loss:
         _check_weight(value.weight, where)
         _check_metrics(value.metrics, where)
         return value
+    if isinstance(value, Loss):
+        raise TaskError(
+            f"{where} returned a Loss whose total is {kind_of(value.total)}; give the sum as a scalar tensor with its "
+            "graph, without item()."
+        )
     raise TaskError(
         f"{where} returned {kind_of(value)}; return raysharded.Loss(sum, weight) or the mean loss as a scalar tensor."
     )

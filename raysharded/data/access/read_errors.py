@@ -47,7 +47,7 @@ def read_again(read: Callable[[], Any], named: Callable[[], str], sleep: Callabl
 def task_error(what: str, where: str, error: BaseException, hint: str = "") -> TaskError:
     """The TaskError for an error of the user's dataset. `hint`: further advice."""
     text = user_traceback(error)
-    hint = hint or " Correct the dataset; its traceback is in user_traceback."
+    hint = hint or " Correct the dataset, as its traceback shows (the error's `user_traceback`)."
     return TaskError(f"{what} raised {where}: {_cause(error)}.{hint}", text)
 
 

@@ -55,6 +55,9 @@ class HostAccelerator(Cuda):
     def is_available(self) -> bool:
         return True
 
+    def why_unusable(self) -> str:
+        return ""
+
     def names(self) -> list[str]:
         return ["host memory"]
 
@@ -81,6 +84,12 @@ class HostAccelerator(Cuda):
 
     def facts(self, device: torch.device) -> Mapping[str, str]:  # type: ignore[override]
         return {"gpu": "host memory"}
+
+    def complaints(self, device: torch.device) -> tuple[str, ...]:
+        return ()
+
+    def use(self, device: torch.device) -> dict[str, float]:
+        return {}
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         self.pinned_bytes.append(size_bytes)
