@@ -19,7 +19,7 @@ from raysharded.data.order import positions_of_step, sample_ids
 from tests.training.harness import GptTask, Tokens, train
 
 pytestmark = pytest.mark.procs
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def ids_of(step: int, microbatches: int, num_samples: int) -> list[int]:
