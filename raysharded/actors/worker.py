@@ -28,7 +28,7 @@ from raysharded.actors.session.session_task import with_session_task, words_for
 from raysharded.actors.shards.erasure import erasure_code
 from raysharded.actors.shards.position import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, RankPosition, rendezvous_of
 from raysharded.actors.shards.saver import Saver, fingerprint_of
-from raysharded.actors.shards.store import ShardStore
+from raysharded.actors.shards.store import ShardStore, redundant_copies
 from raysharded.actors.step.engine import Engine
 from raysharded.actors.step.pending_reports import REPORTS_KEPT
 from raysharded.actors.task_calls.remarks import Notes
@@ -69,7 +69,7 @@ class Worker:
         compiles = job.engine.compile and job.engine.reduction == "exact"
         self._compilation = Compilation(job.engine.max_compiled_shapes, self._device) if compiles else None
         self._storage = storage or open_storage(job.run_url)
-        self._store = ShardStore(pin_memory=job.use_gpu)
+        self._store = ShardStore(pin_memory=job.use_gpu, redundant_copies=redundant_copies(job.engine))
         self._saver, self._share = Saver(self._storage), Share()
         settings = environment.reader_settings(job)
         self._sources = Sources(job.data, job.evaluation, job.batch, job.engine, settings)

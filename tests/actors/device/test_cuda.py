@@ -118,6 +118,7 @@ def test_settings_are_made_and_those_of_the_user_are_kept(environment: dict[str,
     assert environment["TORCH_FR_BUFFER_SIZE"] == "7"
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert "pinned_max_round_threshold_mb:64" in environment["PYTORCH_ALLOC_CONF"]
+    assert "pinned_num_register_threads:8" in environment["PYTORCH_ALLOC_CONF"]
     assert "CUBLAS_WORKSPACE_CONFIG" not in environment
     Cuda().prepare_environment(exact=True)
     assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
