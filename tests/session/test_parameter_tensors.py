@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +86,36 @@ def test_an_average_has_the_same_bits_at_every_size_and_after_every_loss() -> No
     without = run(1, Averaged(act=nothing))
     assert [numbers["digest"] for numbers in one.numbers] == [numbers["digest"] for numbers in without.numbers]
     assert one.fingerprint != without.fingerprint  # the tensors are part of it
+
+
+@dataclass(frozen=True)
+class KilledAsAveraged:
+    """In step 3 a worker is killed while the parameters have the averages' values."""
+
+    folder: str
+
+    def __call__(self, session: Session, step: Any, model: nn.Module, weights: rs.ParameterTensors) -> None:
+        def loss(batch: torch.Tensor) -> rs.Loss:
+            strikes = step.number == 3 and session.rank == 1
+            if strikes and len(list(Path(self.folder).iterdir())) < 1:
+                Path(self.folder, "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return held_out_loss(model, batch)
+
+        weights.update(averaging)
+        with weights.as_parameters():
+            session.evaluate(loss, Tokens(), num_samples=6, name="average")
+
+
+def test_a_loss_while_the_parameters_are_the_averages_changes_no_bit(tmp_path: Path) -> None:
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "killed").touch()
+    one = run(1, Averaged(act=KilledAsAveraged(str(tmp_path / "done"))))
+    (tmp_path / "kills").mkdir()
+    found = run(3, Averaged(act=KilledAsAveraged(str(tmp_path / "kills"))), losses=1)
+    assert (tmp_path / "kills" / "killed").exists()
+    assert found.of("worker_lost")
+    assert found.bits == one.bits
 
 
 @dataclass(frozen=True)

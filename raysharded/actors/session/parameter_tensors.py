@@ -76,7 +76,7 @@ class ParameterTensors(NotFollowed):
         finally:
             self._exchange()
 
-    def begin(self, key: str, optimizer: ShardOptimizer) -> None:
+    def _begin(self, key: str, optimizer: ShardOptimizer) -> None:
         """Begin a generation, whose state is loaded. `key`: the name under which it is registered."""
         self._key, self._optimizer, self._step = f"{REGISTERED}:{key}", optimizer, None
         for parameter in optimizer.written.values():
@@ -84,8 +84,7 @@ class ParameterTensors(NotFollowed):
                 first = parameter.detach().to(self._dtype or parameter.dtype, copy=True)
                 optimizer.built.parts.keep(parameter, self._key, first)
 
-    def begin_step(self, step: UserStep) -> None:
-        """Note the step that is begun."""
+    def _begin_step(self, step: UserStep) -> None:
         self._step = step
 
     def _open(self, call: str) -> UserStep:
@@ -131,12 +130,12 @@ class RegisteredTensors:
     def begin(self, optimizer: ShardOptimizer) -> None:
         """Begin a generation, whose state is loaded."""
         for name, tensors in self._by_name.items():
-            tensors.begin(name, optimizer)
+            tensors._begin(name, optimizer)
 
     def begin_step(self, step: UserStep) -> None:
         """Note the step that is begun."""
         for tensors in self._by_name.values():
-            tensors.begin_step(step)
+            tensors._begin_step(step)
 
 
 def _apply(rule: Rule, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
