@@ -30,6 +30,7 @@ _EXPORTS = {
     "ShardedItems": "raysharded.data",
     "Stream": "raysharded.data",
     "TokenDataset": "raysharded.data",
+    "ParameterTensors": "raysharded.actors.session.parameter_tensors",
     "ElasticTrainer": "raysharded.trainer",
     "Result": "raysharded.run.results",
     "Run": "raysharded.run.handle",
@@ -40,6 +41,7 @@ _EXPORTS = {
 }
 
 if TYPE_CHECKING:
+    from raysharded.actors.session.parameter_tensors import ParameterTensors as ParameterTensors
     from raysharded.config import (
         BatchConfig as BatchConfig,
         CheckpointConfig as CheckpointConfig,

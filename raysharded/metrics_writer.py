@@ -32,7 +32,8 @@ class StepMetrics:
     values: Mapping[str, float]
     """Values by name: `loss`, `gradient_norm`, `lr`, `workers`, `step_seconds`, `samples_per_second`.
     `tokens_per_second` if all sequences of the data have one length; `seconds/<phase>` of one worker. The task's
-    metrics as `metrics/<name>` and `evaluation/<name>`. Non-finite values are included."""
+    metrics as `metrics/<name>` and `evaluation/<name>`. The use of one worker's GPU as `gpu/<name>`. Non-finite values
+    are included."""
     at: float
     """Wall clock, in seconds."""
 

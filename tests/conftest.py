@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
+import tempfile
 
 from hypothesis import settings
 
@@ -33,8 +35,18 @@ pytest_plugins = ["tests.second_tries", "tests.resumption"]
 # Several ranks share a few cores, and bits are compared between runs: one thread each, set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A run whose folder of Ray's files is named finds no `ray start --temp-dir` of another test. It is Ray's own default.
-os.environ.setdefault("RAY_TMPDIR", os.environ.get("TMPDIR") or "/tmp")
+# Tests that start clusters neither find nor hide those of this machine's users: Ray's files are in a separate folder,
+# with a short path for its sockets. A run whose folder is named finds no `ray start --temp-dir` of another test.
+_OWN_FOLDER = None if "RAY_TMPDIR" in os.environ else tempfile.mkdtemp(prefix="rst", dir=os.environ.get("TMPDIR"))
+if _OWN_FOLDER is not None:
+    os.environ["RAY_TMPDIR"] = _OWN_FOLDER
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """pytest's hook. Logs of Ray stay for a run that failed."""
+    if _OWN_FOLDER is not None and exitstatus == 0:
+        shutil.rmtree(_OWN_FOLDER, ignore_errors=True)
+
 
 # Tests in the background of a shell ignore Ctrl-C, and under `nohup` SIGHUP, which children would inherit: some tests
 # send them to theirs.

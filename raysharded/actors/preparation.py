@@ -7,6 +7,7 @@ generator, and may change settings of the whole process. Nodes have no memory un
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -15,10 +16,13 @@ from raysharded.actors.comm.device_mesh import forget
 from raysharded.actors.comm.groups import Groups, Rendezvous
 from raysharded.actors.model.build import Wrapped, wrap
 from raysharded.actors.process.environment import use_threads
-from raysharded.errors import CollectiveAborted, StaleGeneration
-from raysharded.ids import GenerationId
+from raysharded.errors import CollectiveAborted, StaleGeneration, text_of
+from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.job import Job
+from raysharded.protocol.messages import GenerationSpec
 from raysharded.task import has_tensor_parallelism
+
+_log = logging.getLogger("raysharded.worker")
 
 
 class Preparations:
@@ -49,6 +53,21 @@ class Preparations:
         if before is not None:
             before.discard()
         preparation.make(lambda: use_threads(self._job.num_threads))
+
+    def try_to_make(self, worker: WorkerId, spec: GenerationSpec, where: Rendezvous) -> str:
+        """As `make`; returns the error in words, if there is one: a generation is formed without a preparation, too.
+
+        Raises StaleGeneration. `worker`: this worker, for the log.
+        """
+        try:
+            self.make(spec.generation, where, spec.attempt, spec.build_seed)
+        except StaleGeneration:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the boundary of an optional action
+            text = f"{type(error).__name__}: {text_of(error)}"
+            _log.warning("worker %s could not prepare generation %s: %s", worker, spec.generation, text)
+            return text
+        return ""
 
     def begin_forming(self, generation: GenerationId) -> None:
         """Reject preparations of this generation and older ones from now on. Any thread."""

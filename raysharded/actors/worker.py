@@ -5,9 +5,7 @@ The worker does not depend on its launcher: the Ray launcher makes it an actor, 
 
 from __future__ import annotations
 
-import functools
 import gc
-import logging
 import threading
 import time
 from collections import deque
@@ -30,15 +28,15 @@ from raysharded.actors.session.session_task import with_session_task, words_for
 from raysharded.actors.shards.erasure import erasure_code
 from raysharded.actors.shards.position import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, RankPosition, rendezvous_of
 from raysharded.actors.shards.saver import Saver, fingerprint_of
-from raysharded.actors.shards.store import ShardStore
+from raysharded.actors.shards.store import ShardStore, redundant_copies
+from raysharded.actors.step.collation import AheadOfUse
 from raysharded.actors.step.engine import Engine
 from raysharded.actors.step.pending_reports import REPORTS_KEPT
 from raysharded.actors.task_calls.remarks import Notes
 from raysharded.actors.telemetry.busy_sampler import Sampler
 from raysharded.actors.telemetry.stack_probe import look_at
 from raysharded.checkpoint import Storage, open_storage
-from raysharded.data.sources import Sources
-from raysharded.errors import RayshardedError, StaleGeneration, text_of
+from raysharded.errors import RayshardedError, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Share, parity_of
 from raysharded.overrides import Decisions
@@ -60,8 +58,6 @@ from raysharded.protocol.session import PartOf, for_next_driver
 
 T = TypeVar("T")
 
-_log = logging.getLogger("raysharded.worker")
-
 
 class Worker:
     """One worker of a run. Either `form` or `train` runs at a time; the other methods may be called meanwhile."""
@@ -69,15 +65,14 @@ class Worker:
     def __init__(self, worker: WorkerId, job: Job, storage: Storage | None = None) -> None:
         """`storage`: the run's; None: that of the job's URL."""
         self._worker, job = worker, with_session_task(job)
-        self._device = environment.prepare_torch(job.engine, job.num_threads, use_gpu=job.use_gpu)
+        self._device, self._refused = environment.prepare_worker(job)
         compiles = job.engine.compile and job.engine.reduction == "exact"
         self._compilation = Compilation(job.engine.max_compiled_shapes, self._device) if compiles else None
         self._storage = storage or open_storage(job.run_url)
-        self._store = ShardStore(pin_memory=job.use_gpu)
+        self._store = ShardStore(pin_memory=job.use_gpu, redundant_copies=redundant_copies(job.engine))
         self._saver, self._share = Saver(self._storage), Share()
-        engine = replace(job.engine, compile=False)  # the process that reads the data compiles nothing
-        settings = functools.partial(environment.prepare_torch, engine, job.num_threads, use_gpu=False)
-        self._sources = Sources(job.data, job.evaluation, job.batch, job.engine, settings)
+        self._sources = environment.sources_of(job)
+        self._sources.training.ahead = AheadOfUse(job.task, self._device)
         self._job = job = job if self._sources.process is None else job.without_data()
         self._compute_thread: int | None = None
         self._changing = threading.Lock()
@@ -120,6 +115,8 @@ class Worker:
             raise travelling(error, self._words) from None
 
     def _get_ready(self) -> WorkerInfo:
+        if self._refused is not None:
+            raise self._refused
         parity = parity_of(self._job.engine.redundancy)
         if parity is not None:
             erasure_code(parity)  # a missing requirement fails here, not when the run first has enough workers
@@ -141,15 +138,8 @@ class Worker:
         A newer preparation replaces this one; forming a generation in any other way discards it.
         """
         where = rendezvous_of(spec, self._worker, self._job, MEETING_TIMEOUT_S)
-        try:
-            self._preparations.make(spec.generation, where, spec.attempt, spec.build_seed)
-        except StaleGeneration:
-            raise
-        except BaseException as error:  # noqa: BLE001 - optional: a generation is formed without a preparation, too
-            text = f"{type(error).__name__}: {text_of(error)}"
-            _log.warning("worker %s could not prepare generation %s: %s", self._worker, spec.generation, text)
-            return Prepared(prefix=spec.prefix, error=text)
-        return Prepared(prefix=spec.prefix)
+        error = self._preparations.try_to_make(self._worker, spec, where)
+        return Prepared(prefix=spec.prefix, error=error)
 
     def form(self, spec: GenerationSpec) -> GenerationReady | Stopped:
         """Join a generation: connect, build the model, take over this worker's share of the state."""
@@ -394,6 +384,10 @@ class Worker:
         own = self._store.newest_own()
         assert own is not None
         return fingerprint_of(own, self._share, generation)
+
+    def finish(self, timeout_s: float) -> None:
+        """Let a user's training function return, as the run is over; waits for it up to `timeout_s`."""
+        self._computing.finish(timeout_s)
 
     def _probe(self, phase: str, step: int) -> None:
         if self._job.faults is not None:

@@ -179,7 +179,8 @@ def _read_manifest(storage: Storage, at: str, where: str) -> bytes:
         raise CorruptCheckpoint(str(error)) from error
     except NoSuchKey as error:
         raise NoCheckpoint(
-            f"{where} does not exist: the save was never finished, or has been deleted. Use another checkpoint."
+            f"{where} does not exist: the folder is not a checkpoint's, or the save was never finished, or has been "
+            "deleted. Use another checkpoint."
         ) from error
 
 

@@ -105,7 +105,8 @@ def collectives() -> list[Finding]:
         found = version or "this torch was built without it"
         findings.append(Finding(name="nccl", found=found, ok=bool(version), advice=advice))
     else:
-        findings.append(Finding(name="nccl", found="not needed: no GPU"))
+        advice = f"For ScalingConfig(use_gpu=True): {accelerator().why_unusable()}."
+        findings.append(Finding(name="nccl", found="not needed: no GPU can be used here", advice=advice))
     return findings
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 
 from raysharded import numerics
 from raysharded.clock import Clock
-from raysharded.driver import machine
+from raysharded.driver import last_words, machine
 from raysharded.driver.checkpoints import saves
 from raysharded.driver.checkpoints.committer import Committer, ManifestContext, RunFiles, fingerprint_of
 from raysharded.driver.checkpoints.protected import protected_checkpoints
@@ -65,7 +64,7 @@ from raysharded.driver.state.events import (
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import State
 from raysharded.driver.workers import node_verdicts
-from raysharded.errors import ClusterError, RayshardedError, RunOwnedElsewhere, StorageError
+from raysharded.errors import ClusterError, RayshardedError, RunOwnedElsewhere
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.entry_text import LOUD, incident_text
 from raysharded.journal.log import Journal, refusing_damage
@@ -74,17 +73,10 @@ from raysharded.journal.writer import Recorder
 from raysharded.ownership.leadership import LeaseTerms, RunLeadership
 from raysharded.protocol.worker_launcher import Launcher
 
-_log = logging.getLogger("raysharded.driver")
 EVENTS_LOG = "raysharded.driver.events"
 """Logger of journal entries that a person should not miss."""
 _events_log = logging.getLogger(EVENTS_LOG)
 _TICK_S = 0.25
-_LAST_WORDS_S = 1.0
-"""Time limit for the journal's last entries when the run must end at once."""
-_STOPPED_LAST_WORDS_S = 10.0
-"""Time limit for them after a stop request without a deadline, and for repeating them after an error."""
-_FINISHED_LAST_WORDS_S = 300.0
-"""Time limit for the journal's last entries of a run that has done its steps."""
 _CLEANING_PATIENCE_S = 10.0
 """Longest wait of a finished run for the deletion of its old checkpoints."""
 
@@ -106,9 +98,11 @@ class Driver:
         orphan_wait_s: float = 300.0,
         *,
         record_events: bool = False,
+        function_s: float = 0.0,
     ) -> None:
+        """`function_s`: time that a user's training function has at the end of the run; 0: there is none."""
         self._launcher, self._files, self._clock, self._listen = launcher, files, clock, listen
-        name = secrets.token_hex(4)
+        name, self._function_s = secrets.token_hex(4), function_s
         self._inbox: SimpleQueue[Event] = SimpleQueue()
         self._committer = Committer(files, name, clock, self._inbox.put, lambda: protected_checkpoints(self.state))
         owns, most = self._committer.owns, files.backlog_bytes
@@ -262,8 +256,8 @@ class Driver:
                     "stopped", {"step": self.state.step, "fingerprint": None, "interrupted": True}, durable=True
                 )
             with contextlib.suppress(RayshardedError):  # the error of the run matters more
-                words_s = self._last_words_s() if isinstance(error, Exception) else _LAST_WORDS_S
-                self._recorder.close(words_s, repeat_s=_STOPPED_LAST_WORDS_S)
+                words_s = self._last_words_s() if isinstance(error, Exception) else last_words.AT_ONCE_S
+                self._recorder.close(words_s, repeat_s=last_words.STOPPED_S)
             raise
         finally:
             self._requests.end(f"Run {self._files.name!r} ended before the checkpoint was committed.")
@@ -284,7 +278,11 @@ class Driver:
         self._error = self._error or self._gcs.error(self.state)
         if self._error is not None:
             raise self._error
-        self._write_last_words()
+        self._unwritten = last_words.write(
+            self._recorder, self._last_words_s(), self._files.name, is_stopped=self.state.stop_requested
+        )
+        if self._function_s and self.state.result_fingerprint is not None:
+            last_words.let_functions_return(self._launcher, self.state.members, self._function_s)
         if not self.state.stop_requested:  # a stop request does not wait for deletions
             self._committer.close(_CLEANING_PATIENCE_S, ended=True)
         return self.state
@@ -301,23 +299,8 @@ class Driver:
         self._do((self.state, found))
         self._do(self._machine.begin(self.state, self._clock.monotonic()))
 
-    def _write_last_words(self) -> None:
-        try:
-            self._recorder.close(self._last_words_s())
-        except StorageError as error:
-            if not self.state.stop_requested:
-                raise
-            self._unwritten = f"the end of the run's journal could not be written: {error}"
-            _log.warning("run %s: %s", self._files.name, self._unwritten)
-
     def _last_words_s(self) -> float:
-        """Time limit for the end of the journal; a stop request's deadline bounds it."""
-        state = self.state
-        if not state.stop_requested:
-            return _FINISHED_LAST_WORDS_S
-        by = state.stop_by
-        left = by - self._clock.monotonic() if by is not None and math.isfinite(by) else _STOPPED_LAST_WORDS_S
-        return max(_LAST_WORDS_S, left)
+        return last_words.limit_s(self.state, self._clock.monotonic())
 
     # -- in --
 

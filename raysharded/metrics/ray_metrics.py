@@ -34,6 +34,9 @@ METRICS = {
     "raysharded_metric": Shape("gauge", "The task's own metrics of the newest step", ("name",)),
     "raysharded_evaluation": Shape("gauge", "The newest evaluation", ("name",)),
     "raysharded_phase_seconds": Shape("gauge", "Seconds of the newest step, by phase, of one worker", ("phase",)),
+    "raysharded_gpu_bytes": Shape("gauge", "Memory of one worker's GPU, by use", ("name",)),
+    "raysharded_gpu_utilization": Shape("gauge", "Share of time in which one worker's GPU computes, from 0 to 1"),
+    "raysharded_gpu_temperature_c": Shape("gauge", "Temperature of one worker's GPU, in degrees Celsius"),
     "raysharded_step_seconds": Shape("histogram", "Seconds that steps took"),
     "raysharded_recovery_seconds": Shape("histogram", "Seconds from a loss to the first step without it"),
     "raysharded_checkpoint_step": Shape("gauge", "The step of the newest committed checkpoint"),
@@ -102,6 +105,10 @@ class RayMetrics:
                 self._observe("raysharded_step_seconds", value)
             elif name in _PLAIN:
                 self._set(f"raysharded_{name}", value)
+            elif group == "gpu" and rest.endswith("_bytes"):
+                self._set("raysharded_gpu_bytes", value, name=rest.removesuffix("_bytes"))
+            elif group == "gpu" and f"raysharded_gpu_{rest}" in METRICS:
+                self._set(f"raysharded_gpu_{rest}", value)
             elif group in _GROUPS:
                 metric, tag = _GROUPS[group]
                 self._set(metric, value, **{tag: rest})

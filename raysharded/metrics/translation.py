@@ -54,6 +54,7 @@ class Translator:
             ("seconds", record.seconds),
             ("metrics", record.metrics),
             ("evaluation", record.evaluation),
+            ("gpu", fields.get("gpu", {})),
         ):
             values |= {f"{group}/{one_line(name)}": number for name, number in numbers.items()}
         return StepMetrics(step=record.step, values=values, at=at)

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from raysharded.data.loader import repeated_samples
 from raysharded.display.quantities import count, duration
 from raysharded.errors import InexactError, RayshardedError, TaskError, text_of
 from raysharded.ids import WorkerId
@@ -62,7 +63,8 @@ def check(
             checking = _Checking(small, began + timeout_s, listen or (lambda _: None), ending)
             needed = checking.needs()
             checks = tuple(checking.checks())
-            remarks = (*untested_versions(), *remarks_in(folder))
+            repeated = repeated_samples(small.spec.data, small.spec.batch)
+            remarks = (*untested_versions(), *repeated, *remarks_in(folder))
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Interrupted. Nothing is left of the check.") from None
     return Report(
@@ -111,6 +113,8 @@ class _Checking:
         processes."""
         small, began = self.small, time.monotonic()
         own = small.spec
+        if small.use_gpu:
+            requirements.require_gpus()
         shape: Shape | None = None
         unknown = ""
         self.processes.append(self.ending.enter_context(FreshProcess(_HASH_SEEDS[0])))

@@ -73,7 +73,7 @@ class Needs:
 
     def lines(self) -> list[str]:
         """The requirements as lines for people."""
-        model = "a model that could not be planned"
+        model = ""
         if self.parameters is not None and self.units is not None:
             model = f"{self.parameters:,} parameters in {count(self.units, 'unit')}"
         steps = f"{count(self.steps, 'step')} of {count(self.microbatches, 'microbatch', 'microbatches')}"
@@ -83,7 +83,7 @@ class Needs:
         if self.device_bytes:
             memory += f"; {size(self.device_bytes)} of each of {WORKERS} GPUs"
         found = [
-            model,
+            *([model] if model else []),
             f"{RUNS} runs of {steps} of {count(self.microbatch_size, 'sample')}: {count(self.samples, 'sample')} each",
             memory,
         ]
@@ -130,6 +130,17 @@ def _setting(task: Task, data: Any, batch: BatchConfig, engine: EngineConfig, us
     shapes = FakeModel(task, engine).shapes()
     setting = Setting(shapes=shapes, num_microbatches=batch.num_microbatches, engine=engine, on_gpu=use_gpu)
     return setting, f"activations are not counted: {reason}"
+
+
+def require_gpus() -> None:
+    """Raise ConfigError, with the way out, if this process can use no GPU."""
+    from raysharded.actors.device.accelerator import accelerator
+
+    if why := accelerator().why_unusable():
+        raise ConfigError(
+            f"the trainer has ScalingConfig(use_gpu=True), and the check can use no GPU here: {why}. To check it on "
+            "CPUs: --device cpu, or check(device='cpu')."
+        )
 
 
 def _is_built_whole(task: Task) -> bool:

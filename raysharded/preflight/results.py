@@ -82,7 +82,7 @@ def lines_at_end(report: Report) -> Iterator[str]:
         yield _line("remark", remark)
     for sentence in report.untried:
         yield _line("not tried", sentence)
-    verdict = "all holds" if report.ok else "not all holds"
+    verdict = "all holds" if report.ok else "not everything holds"
     yield f"{verdict}, in {duration(report.took_s)}"
 
 

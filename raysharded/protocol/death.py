@@ -32,27 +32,33 @@ class Death:
     """The last lines of its standard error."""
     stderr_file: str = ""
     """Their file, on its node."""
+    gpu: tuple[str, ...] = ()
+    """Reports on its GPU since the worker was ready: Xids, memory errors, slowdowns. Empty if there is no NVML."""
+    gpu_is_broken: bool = False
+    """Whether the GPU reported a failure of itself, which no program causes."""
 
     @property
     def is_known(self) -> bool:
         """Whether there is more to report than that it ended."""
-        return self.status is not None or bool(self.signal or self.out_of_memory or self.stderr)
+        return self.status is not None or bool(self.signal or self.out_of_memory or self.stderr or self.gpu)
 
     @property
     def is_its_own(self) -> bool:
-        """Whether its own code ended it, with a known status or signal: nobody else's signal, no lack of memory."""
-        if self.from_outside or self.out_of_memory:
+        """Whether its own code ended it, with a known status or signal: nobody else's signal, no lack of memory, no
+        broken GPU."""
+        if self.from_outside or self.out_of_memory or self.gpu_is_broken:
             return False
         return self.status not in (None, 0) or self.signal in FATAL
 
     @property
     def cause(self) -> str:
         """The cause as the predicate of a sentence."""
+        ending = "ended" if self.status is None else f"exited with status {self.status}"
         if self.out_of_memory:
-            return f"was killed: {self.out_of_memory}"
-        if self.signal:
-            return f"was ended by {self.signal}{FATAL.get(self.signal, '')}"
-        return "ended" if self.status is None else f"exited with status {self.status}"
+            ending = f"was killed: {self.out_of_memory}"
+        elif self.signal:
+            ending = f"was ended by {self.signal}{FATAL.get(self.signal, '')}"
+        return f"{ending}; its GPU reported {'; '.join(self.gpu)}" if self.gpu else ending
 
 
 FATAL = {

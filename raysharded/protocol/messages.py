@@ -256,6 +256,8 @@ class StepReport:
     """Seconds of the step's audit, which found nothing; None if it was not audited."""
     remarks: tuple[str, ...] = ()
     """Sentences on what may not be as the task's author intended, since the report of the step before."""
+    gpu: Mapping[str, float] = field(default_factory=dict)
+    """Use of the reporting worker's GPU, by name; empty without one."""
 
     def measured(self) -> dict[str, float]:
         """The step's finite numbers by name, as a checkpoint keeps them; those of the evaluation as `evaluation.*`."""
@@ -277,15 +279,14 @@ class StepReport:
             "reads": self.num_reads,
             "seconds": dict(self.seconds),
         }
-        if self.metrics:
-            fields["metrics"] = dict(self.metrics)
-        if self.evaluation:
-            fields["evaluation"] = dict(self.evaluation)
-        if self.skipped is not None:
-            fields["skipped"] = True
-        if self.remarks:
-            fields["remarks"] = list(self.remarks)
-        return fields
+        only_some: dict[str, object] = {
+            "metrics": dict(self.metrics),
+            "evaluation": dict(self.evaluation),
+            "skipped": self.skipped is not None,
+            "remarks": list(self.remarks),
+            "gpu": dict(self.gpu),
+        }
+        return fields | {name: value for name, value in only_some.items() if value}
 
 
 class StopReason(Enum):

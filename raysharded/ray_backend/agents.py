@@ -78,10 +78,10 @@ class Agents:
             else:
                 self._kills.append(agent.kill.remote(pid, started))
 
-    def watch(self, node_id: str, pid: int, started: int) -> None:
-        """Have a worker watched by its node's agent."""
+    def watch(self, node_id: str, pid: int, started: int, device: str = "") -> None:
+        """Have a worker and its GPU watched by its node's agent."""
         if node_id in self._agents:
-            self._agents[node_id].watch.remote(pid, started)
+            self._agents[node_id].watch.remote(pid, started, device)
 
     def ask_cause(self, worker: WorkerId, node_id: str, pid: int) -> None:
         """Request the cause of a lost worker's death; `causes` has the answer."""
@@ -145,9 +145,9 @@ class OwnNode:
         thread.start()
         self._waiting.append(thread)
 
-    def watch(self, node_id: str, pid: int, started: int) -> None:
-        """Watch a worker."""
-        self._agent.watch(pid, started)
+    def watch(self, node_id: str, pid: int, started: int, device: str = "") -> None:
+        """Watch a worker and its GPU."""
+        self._agent.watch(pid, started, device)
 
     def ask_cause(self, worker: WorkerId, node_id: str, pid: int) -> None:
         """Find out what a lost worker died of; `causes` has the answer."""
@@ -221,7 +221,7 @@ class WorkerEnds:
     def watch(self, facts: WorkerInfo) -> None:
         """Watch a worker that is ready, on its node."""
         self._agents.ensure(facts.node_id)
-        self._agents.watch(facts.node_id, facts.pid, facts.started)
+        self._agents.watch(facts.node_id, facts.pid, facts.started, facts.device)
 
     def forget_node(self, node_id: str) -> None:
         self._agents.forget(node_id)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
 from raysharded.config import ScalingConfig
-from raysharded.display.quantities import count, duration
+from raysharded.display.quantities import count, duration, listing
 from raysharded.errors import ClusterError
 
 _log = logging.getLogger("raysharded.driver")
+_MODEL = "accelerator_type:"
+"""Beginning of the resource by which Ray names a node's model of GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +35,23 @@ def refuse_the_impossible(scaling: ScalingConfig) -> None:
     """Raise ClusterError if a cluster that was started here, which does not grow, is too small."""
     lack = _lack(scaling)
     if lack is not None:
-        less = " (cpus_per_worker=0.5, say)" if lack.resource == "CPU" else ""
+        enough = math.floor(100 * lack.have / scaling.min_workers) / 100
+        less = f" (cpus_per_worker={enough:g})" if lack.resource == "CPU" and enough else ""
         raise ClusterError(
             f"the run needs at least {_needed(scaling, lack)}, and this machine has {lack.have:g} {lack.resource}: "
-            f"enough for {lack.fits}. Lower the minimum in ScalingConfig.num_workers, require less per worker{less}, "
-            "or connect to a larger cluster with ray.init(address=...)."
+            f"enough for {lack.fits}. {_why_no_gpu(lack)}Lower the minimum in ScalingConfig.num_workers, require less "
+            f"per worker{less}, or use a larger cluster: RAY_ADDRESS=HOST:PORT names one."
         )
+
+
+def _why_no_gpu(lack: _TooFew) -> str:
+    """The reason that a machine has no GPU for Ray, as a sentence with a space behind it; empty if it has some."""
+    if lack.resource != "GPU" or lack.have:
+        return ""
+    from raysharded.actors.device.accelerator import accelerator
+
+    why = accelerator().why_unusable() or "Ray counts those that NVML and CUDA_VISIBLE_DEVICES show as it starts"
+    return f"No GPU can be used here: {why}. "
 
 
 def warn_of_too_few(scaling: ScalingConfig) -> None:
@@ -52,6 +67,39 @@ def warn_of_too_few(scaling: ScalingConfig) -> None:
             lack.fits,
             duration(scaling.start_timeout_s),
         )
+
+
+def warn_of_different_gpus(scaling: ScalingConfig, *, exact: bool) -> None:
+    """Log a warning if the cluster's GPUs are of different models: an exact run needs one.
+
+    None if each worker requires a model (`resources_per_worker`).
+    """
+    if not (scaling.use_gpu and exact):
+        return
+    found = gpu_models([node for node in ray.nodes() if node["Alive"]])
+    if len(found) > 1 and not any(one.startswith(_MODEL) for one in scaling.resources_per_worker):
+        _log.warning("%s", different_gpus_text(found))
+
+
+def gpu_models(nodes: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Model of GPU, as Ray names it -> names of the nodes that have it. `nodes`: as `ray.nodes` returns them."""
+    found: dict[str, list[str]] = {}
+    for node in nodes:
+        for resource in node["Resources"]:
+            if resource.startswith(_MODEL) and node["Resources"].get("GPU"):
+                found.setdefault(resource.removeprefix(_MODEL), []).append(node["NodeManagerHostname"])
+    return found
+
+
+def different_gpus_text(models: Mapping[str, Sequence[str]]) -> str:
+    """The sentences on a cluster whose GPUs are of these models."""
+    told = "; ".join(f"{model} on {listing(sorted(nodes))}" for model, nodes in sorted(models.items()))
+    first = min(models)
+    return (
+        f"the cluster has different GPUs: {told}. All workers of a run need the same model for the same bits: those "
+        "on another one than the first worker's are refused. Choose one with "
+        f"ScalingConfig(resources_per_worker={{{_MODEL + first!r}: 0.001}})."
+    )
 
 
 def _needed(scaling: ScalingConfig, lack: _TooFew) -> str:

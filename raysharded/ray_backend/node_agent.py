@@ -39,9 +39,9 @@ class Agent:
             time.sleep(_LOOK_EVERY_S)
         return False
 
-    def watch(self, pid: int, started: int) -> bool:
-        """Watch a worker of this node, to explain its death. False if it cannot be watched."""
-        return self._deaths.watch(pid, started)
+    def watch(self, pid: int, started: int, device: str = "") -> bool:
+        """Watch a worker of this node and its GPU, to explain its death. False if it cannot be watched."""
+        return self._deaths.watch(pid, started, device)
 
     def explain(self, pid: int) -> Death | None:
         """The cause of a watched worker's death; waits a moment for its end. None if it is not known."""

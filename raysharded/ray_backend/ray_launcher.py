@@ -28,7 +28,7 @@ from raysharded.protocol.worker_launcher import (
 from raysharded.ray_backend import adoption, other_versions
 from raysharded.ray_backend.agents import WorkerEnds
 from raysharded.ray_backend.bundles import places
-from raysharded.ray_backend.capacity import needs_of, shortage_text
+from raysharded.ray_backend.capacity import needs_of, shortage_text, warn_of_different_gpus
 from raysharded.ray_backend.death_causes import cause_of_death, is_from_outside
 from raysharded.ray_backend.drain_watch import DrainWatch
 from raysharded.ray_backend.node_watch import NodeWatch
@@ -68,6 +68,7 @@ class RayLauncher:
         self._scaling = scaling
         self._owns_cluster = owns_cluster
         self._placing = places(scaling, owns_cluster=owns_cluster)
+        warn_of_different_gpus(scaling, exact=job.engine.reduction == "exact")
         with_groups: Any = ray.remote(concurrency_groups={GROUP: GROUP_SIZE})  # type: ignore[call-overload]  # it has them
         self._actor_class = with_groups(Tenant)
         self._options: dict[str, Any] = {

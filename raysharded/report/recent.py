@@ -44,8 +44,8 @@ class Recent:
     """The content of the newest segments."""
 
     members: tuple[int, ...]
-    """Workers of the newest generation, by rank; empty if it is far older than the segments read. While `starting`, it
-    is an earlier driver's."""
+    """Workers of the newest generation that are not lost, by rank; empty if it is far older than the segments read.
+    While `starting`, it is an earlier driver's."""
     starting: Starting | None
     """The workers of a driver that has decided no generation yet; None: the newest driver has."""
     generation: int | None
@@ -101,7 +101,8 @@ class RecentReader:
         found = self.entries()
         happened = _happened(found)
         workers = self._workers
-        generation, members = workers.generation or (None, ())
+        generation, formed = workers.generation or (None, ())
+        members = tuple(member for member in formed if member not in workers.lost)
         known = {member: workers.ready[member] for member in members if member in workers.ready}
         return Recent(
             members=members,
@@ -145,6 +146,8 @@ class _Workers:
         """The newest generation, and its members."""
         self.ready: dict[int, tuple[int, str, float]] = {}
         """Worker -> its process id, its node, and the time when it was ready last."""
+        self.lost: set[int] = set()
+        """Workers that were lost, or left, since it was decided."""
         self.below_maximum = ""
         """The workers that it would take in addition, and what they lack."""
         self._is_starting: bool | None = None
@@ -169,9 +172,10 @@ class _Workers:
                 case "worker_lost" | "worker_left" | "worker_refused":
                     self._joined.discard(int(entry["worker"]))
                     self._left.add(int(entry["worker"]))
+                    self.lost.add(int(entry["worker"]))
                 case "generation":
                     self.generation = int(entry["generation"]), tuple(map(int, entry["members"]))
-                    self._is_starting, self.below_maximum = False, ""
+                    self._is_starting, self.below_maximum, self.lost = False, "", set()
                 case "below_maximum":
                     self.below_maximum = below_maximum_text(entry)
                 case "resize":
@@ -183,6 +187,7 @@ class _Workers:
         for entry in entries:
             whole.add(entry)
         whole.below_maximum = self.below_maximum if self.generation else self.below_maximum or whole.below_maximum
+        whole.lost = self.lost if self.generation else self.lost | whole.lost
         whole.generation = self.generation or whole.generation
         whole.ready |= self.ready
         if self._is_starting is None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raysharded.clock import SystemClock
+from raysharded.data.loader import repeated_samples
 from raysharded.display import uncaught_errors
 from raysharded.display.quantities import count
 from raysharded.display.raylet_output import quiet_raylet
@@ -31,6 +32,7 @@ from raysharded.run.spec import RunSpec, require_same_settings
 from raysharded.run.start_from import with_initial_weights
 from raysharded.run.status import of_failed_start, with_driver
 from raysharded.run.translation import files_of, job_of, limits_of
+from raysharded.task import TrainFunction
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import Checkpoint, Storage
@@ -212,7 +214,8 @@ class LocalRun(Run):
         self._spec = with_initial_weights(self._spec, self._storage, starts, self._files.key, vouched=vouched)
         if self._spec.initial_weights is not None:
             self._files = files_of(self._spec, self._storage, versions())
-        for sentence in (*untested_versions(), *file_limits(self._spec.scaling.max_workers)):
+        repeated = repeated_samples(self._spec.data, self._spec.batch)
+        for sentence in (*untested_versions(), *file_limits(self._spec.scaling.max_workers), *repeated):
             _log.warning("%s", sentence)
         self._groups.check_memory()
         if self._launch is None:
@@ -237,6 +240,7 @@ class LocalRun(Run):
     def _drive_with(self, launcher: Launcher) -> Result:
         """Drive the run with any launcher; closes it."""
         from raysharded.driver.driver import Driver
+        from raysharded.driver.last_words import FUNCTION_S
         from raysharded.ownership.leadership import LeaseTerms
 
         spec = self._spec
@@ -263,6 +267,7 @@ class LocalRun(Run):
                     lease,
                     spec.run.failure.orphan_wait_s,
                     record_events=spec.run.record_events,
+                    function_s=FUNCTION_S if isinstance(spec.task, TrainFunction) else 0.0,
                 )
                 driver.restore(self._journal)
                 self._journal = None
@@ -284,6 +289,10 @@ class LocalRun(Run):
         newest = _newest(self._files)
         if newest is None or newest.step < self._spec.run.max_steps:
             return None
+        _log.warning(
+            "run %r is finished with step %d, and max_steps is %d: nothing is trained; a larger max_steps continues it",
+            *(self.name, newest.step, self._spec.run.max_steps),
+        )
         return self._with_best(of_checkpoint(newest, self._storage, self.name, self._spec.url))
 
     def _result_of(self, state: State) -> Result:

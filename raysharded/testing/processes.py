@@ -140,7 +140,7 @@ class ProcessLauncher:
                     happened.append(pipe.recv())
                     facts = getattr(happened[-1], "value", None)
                     if isinstance(facts, WorkerInfo):
-                        self._deaths.watch(facts.pid, facts.started)
+                        self._deaths.watch(facts.pid, facts.started, facts.device)
             except (EOFError, ConnectionResetError):
                 process = self._processes[worker]
                 process.join()

@@ -60,4 +60,4 @@ def test_a_process_that_is_no_worker_is_left_alone(tmp_path: Path, process: subp
 def test_a_worker_elsewhere_and_one_that_never_was_are_named(tmp_path: Path) -> None:
     run = run_with(tmp_path, ready(1, 10, "another"))
     assert f"worker 1 is on another, and this is {platform.node()}" in invoke("kill", run, "--worker", "1").stderr
-    assert "has no worker 4 that was ready; it had: 1." in invoke("kill", run, "--worker", "4").stderr
+    assert "has been ready; these have: 1." in invoke("kill", run, "--worker", "4").stderr

@@ -419,6 +419,14 @@ def test_workers_that_a_driver_took_over_are_ready_and_keep_their_processes(tmp_
     assert json.loads(succeed("status", folder, "--json"))["pids"] == {"1": 12}
 
 
+def test_a_worker_that_was_lost_is_no_member_until_the_next_generation(tmp_path: Path) -> None:
+    journal_now(tmp_path / "x", [*at_work(), ("worker_lost", {"worker": 1, "reason": "SIGKILL", "step": 2})])
+    storage = open_storage(str(tmp_path / "x"))
+    assert read_recent(storage).members == (0,)
+    journal_now(tmp_path / "x", generation(2, [0, 2], 2))
+    assert read_recent(storage).members == (0, 2)
+
+
 def test_a_start_that_takes_long_is_seen_beyond_the_newest_segments(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     waits: list[Entry] = [("waiting", {"ready": 1, "needed": 2, "missing": "no GPU"})] * 300

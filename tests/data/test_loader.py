@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from raysharded.config import BatchConfig
 from raysharded.data.access.prefetch import Prefetcher
 from raysharded.data.ledger import ReadRecorder, StepReads, check, expected_digest, total
-from raysharded.data.loader import Loader, Microbatch, MicrobatchLoader
+from raysharded.data.loader import Loader, Microbatch, MicrobatchLoader, repeated_samples
 from raysharded.data.order import positions_of_microbatch, positions_of_step, sample_ids
 from raysharded.errors import ConfigError, DataError, TaskError
 from raysharded.overrides import Skips, WeightChanges
@@ -367,3 +367,18 @@ def test_two_loaders_with_one_lock_do_not_read_at_once() -> None:
         assert held_out.load_range(0, 3) == [0, 1, 4]
         assert training.load(*key).samples == [index**2 for index in _ids(*key)]
     training.close()
+
+
+class Unsized:
+    def __len__(self) -> int:
+        raise OSError("not mounted")
+
+
+@pytest.mark.parametrize("data", [range(8), range(9), range(0), Unsized()])
+def test_data_for_a_whole_step_or_of_unknown_length_need_no_word(data: Any) -> None:
+    assert repeated_samples(data, BatchConfig(global_batch_size=8, microbatch_size=2)) == ()
+
+
+def test_fewer_samples_than_a_step_takes_are_named_with_the_setting() -> None:
+    (told,) = repeated_samples(range(7), BatchConfig(global_batch_size=8, microbatch_size=2))
+    assert "7 samples, and a step takes 8 (BatchConfig.global_batch_size)" in told

@@ -81,7 +81,10 @@ NAMES: Mapping[type, Names] = {
     WorkerLost: Names("lost", "worker reason error node_id node_died"),
     DeathExplained: Names("explained", "worker death"),
     Death: Names(
-        "death", "status signal out_of_memory from_outside generation step phase microbatch samples stderr stderr_file"
+        "death",
+        "status signal out_of_memory from_outside generation step phase microbatch samples stderr stderr_file gpu "
+        "gpu_is_broken",
+        later={"gpu": (), "gpu_is_broken": False},
     ),
     LeaveNotice: Names("noticed", "workers reason within_s whole_node"),
     NodeLost: Names("node_lost", "node_id host reason"),
@@ -262,8 +265,8 @@ NAMES: Mapping[type, Names] = {
     messages.StepReport: Names(
         "step_report",
         "generation step world_size loss weight metrics evaluation gradient_norm lr read_digest num_reads "
-        "seconds finished_at save_started save_asked save_late skipped audit_s remarks",
-        later={"remarks": ()},
+        "seconds finished_at save_started save_asked save_late skipped audit_s remarks gpu",
+        later={"remarks": (), "gpu": {}},
     ),
     messages.NonFinite: Names("non_finite", "what loss microbatches"),
     messages.Corruption: Names(

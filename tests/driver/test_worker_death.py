@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from raysharded.driver.state.events import Ready
 from raysharded.errors import RunFailed, StepFailed
 from raysharded.ids import WorkerId
 from raysharded.protocol.death import Death, DeathExplained
-from raysharded.protocol.messages import StopReason
+from raysharded.protocol.messages import StopReason, WorkerInfo
 from tests.driver.scripted import Run, training
 
 
@@ -106,3 +107,30 @@ def test_one_nodes_deaths_are_the_nodes_as_long_as_there_are_others() -> None:
     assert run.error_or_none() is None
     dies(run, 2, status=3)
     assert isinstance(run.error, StepFailed)
+
+
+def test_deaths_on_gpus_that_failed_themselves_are_not_the_programs_and_end_the_gpus_use() -> None:
+    xid = "Xid 79 (it has fallen off the bus)"
+    run = training(4, step=2, max_same_deaths=3)
+    for worker in (0, 1, 2):
+        run.state = run.with_devices({worker: "GPU 7 GPU-bad"})
+        dies(run, worker, signal="SIGABRT", gpu=(xid,), gpu_is_broken=True)
+    assert run.error_or_none() is None, "three of the same would end the run"
+    entries = run.records("worker_died")
+    assert [entry["gpu"] for entry in entries] == [[xid]] * 3
+    assert entries[0]["cause"].endswith(f"; its GPU reported {xid}")
+    facts = WorkerInfo(
+        pid=9, node="node", node_id="node9", arithmetic={"cpu": "x"}, num_samples=100, device="GPU 7 GPU-bad"
+    )
+    run.trained(3)
+    run.hear(Ready(worker=max(run.state.starting), facts=facts))
+    assert run.records("worker_refused")[-1]["reason"].startswith("GPU 7 GPU-bad failed 3 times in this run")
+
+
+def test_a_death_on_a_gpu_that_a_program_may_have_stopped_counts_as_its_own() -> None:
+    run = training(4, step=2, max_same_deaths=3)
+    for worker in (0, 1, 2):
+        dies(run, worker, signal="SIGABRT", gpu=("Xid 31 (an access to memory that is not mapped)",))
+    assert isinstance(run.error, StepFailed)
+    assert "its GPU reported Xid 31" in str(run.error)
+    assert not run.state.device_failures

@@ -97,7 +97,7 @@ def test_a_fault_in_a_checkpoint_costs_a_worker_and_no_bit(tmp_path: Path) -> No
     assert lost(listener) == [ONE]
 
 
-def test_a_trainer_meets_its_faults_on_plain_processes(tmp_path: Path) -> None:
+def test_a_trainer_meets_its_faults_on_plain_processes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The example of docs/testing.md."""
     trainer = rs.ElasticTrainer(
         task=GptTask(),
@@ -114,6 +114,7 @@ def test_a_trainer_meets_its_faults_on_plain_processes(tmp_path: Path) -> None:
     assert result.fingerprint == undisturbed()[1]
     with contextlib.suppress(RunFailed):
         assert fit(trainer) == result  # finished already
+    assert f"is finished with step {STEPS}, and max_steps is {STEPS}: nothing is trained" in caplog.text
 
 
 def test_a_connection_that_is_silenced_carries_nothing_and_stays_open() -> None:

@@ -66,6 +66,15 @@ def test_names_and_texts_of_others_reach_a_writer_harmlessly() -> None:
     assert "sftp://me:***@host" in event.text
 
 
+def test_the_use_of_a_gpu_is_among_a_steps_values() -> None:
+    writer = Kept()
+    feed = feed_of(writer)
+    kind, fields = step(1)
+    tell(feed, [started(), (kind, {**fields, "gpu": {"used_bytes": 5.0}}), step(2)])
+    close([feed], WAIT_S)
+    assert [values.values.get("gpu/used_bytes") for values in writer.steps] == [5.0, None]
+
+
 def test_a_steps_values_have_names_that_do_not_meet() -> None:
     writer = Kept()
     feed = feed_of(writer)

@@ -25,6 +25,9 @@ VALUES = {
     "seconds/forward": 0.2,
     "metrics/accuracy": 0.75,
     "evaluation/loss": 1.5,
+    "gpu/used_bytes": 7e9,
+    "gpu/utilization": 0.75,
+    "gpu/temperature_c": 60.0,
 }
 
 
@@ -86,6 +89,8 @@ def test_ray_exports_every_metric_by_the_name_that_the_dashboard_requests() -> N
     assert value(lines, "ray_raysharded_recoveries_total") == 2
     assert value(lines, "ray_raysharded_loss") == 0.5
     assert value(lines, "ray_raysharded_metric", 'name="accuracy"') == 0.75
+    assert value(lines, "ray_raysharded_gpu_bytes", 'name="used"') == 7e9
+    assert value(lines, "ray_raysharded_gpu_utilization") == 0.75
     assert value(lines, "ray_raysharded_checkpoint_timestamp_seconds") == 5
     assert value(lines, "ray_raysharded_checkpoints_failing") == 2
     assert value(lines, "ray_raysharded_storage_failing_seconds") == 42

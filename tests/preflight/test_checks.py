@@ -166,7 +166,7 @@ def test_where_the_task_raises_is_shown_once_and_nothing_of_ours(tmp_path: Path,
     assert "Raises.loss in step 1, microbatch 0 raised LookupError: no such target" in result.stdout
     assert result.stderr.count("Traceback") == result.stderr.count("LookupError: no such target") == 1
     assert "raysharded/" not in result.stderr
-    assert result.stdout.splitlines()[-1].startswith("not all holds, in ")
+    assert result.stdout.splitlines()[-1].startswith("not everything holds, in ")
 
 
 def test_ctrl_c_ends_it_with_one_sentence(tmp_path: Path, forks: list[int]) -> None:

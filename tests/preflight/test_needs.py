@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 import raysharded as rs
+from raysharded.actors.device import accelerator
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
 from raysharded.preflight.requirements import Needs, needs_of, require_room, shape_of
 from raysharded.preflight.small_run import Small
 from raysharded.testing import Fault, FaultPlan
+from tests.actors.device.host_accelerator import HostAccelerator
 from tests.preflight.tasks import trainer_of
 from tests.training.harness import GptTask, Tokens
 from tests.training.llama import LlamaTask
@@ -132,3 +134,21 @@ def test_what_is_left_out_is_reported(change: Callable[[rs.ElasticTrainer], None
     assert all(any(line.startswith(sentence) for line in told) for sentence in sentences), told
     made = small(trainer, device="cpu").made(2)
     assert (made.engine.reduction, made.scaling.tensor_parallel_degree, made.scaling.use_gpu) == ("exact", 1, False)
+
+
+def test_a_check_on_gpus_where_there_are_none_ends_at_once_with_the_way_out() -> None:
+    trainer = trainer_of(GptTask(), "runs")
+    _on_gpus(trainer)
+    undo = accelerator.use(Hidden())
+    try:
+        with pytest.raises(ConfigError, match=r"can use no GPU here: CUDA_VISIBLE_DEVICES='' hides .*--device cpu"):
+            trainer.check()
+    finally:
+        undo()
+
+
+class Hidden(HostAccelerator):
+    """GPUs that the environment hides."""
+
+    def why_unusable(self) -> str:
+        return "CUDA_VISIBLE_DEVICES='' hides all GPUs"

@@ -27,6 +27,7 @@ MODULES = tuple(
         "session/held_out",
         "session/loop_checks",
         "session/loop_errors",
+        "session/parameter_tensors",
         "session/step_comparisons",
         "session/user_session",
         "session/user_step",
@@ -39,6 +40,8 @@ TESTS = (
     "tests/session/test_behind_a_step.py",
     "tests/session/test_registered_state.py",
     "tests/session/test_call_form.py",
+    "tests/session/test_end_of_a_loop.py",
+    "tests/session/test_parameter_tensors.py",
 )
 LIMIT_S = 600.0
 

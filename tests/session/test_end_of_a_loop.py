@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ from raysharded.actors.session.held_out import outputs_of, weights_of
 from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
 from raysharded.errors import TaskError
+from raysharded.ids import WorkerId
 from raysharded.task import TrainFunction
 from tests.session.loops import MICROBATCHES, STEPS, Average, Loop, by_task, optimizer_of, run, schedule
-from tests.training.harness import Gpt, GptTask, make_driver, make_limits, samples, train
+from tests.training.harness import Gpt, GptTask, log_into, make_driver, make_limits, samples, train
 from tests.training.test_checkpoints import Listening, fingerprint, resume, small_job
 
 pytestmark = pytest.mark.procs
@@ -135,3 +138,43 @@ class Early:
 def test_a_stop_outside_a_step_is_refused() -> None:
     with pytest.raises(TaskError, match=r"session\.stop\(\) belongs into `with step:`"):
         run(1, Early())
+
+
+class Ending(Loop):
+    """Has lines behind its loop: it writes a file, then does what a test wants."""
+
+    def __init__(self, folder: Path, kind: str = "") -> None:
+        super().__init__()
+        self._folder, self._kind = folder, kind
+
+    def __call__(self, session: Session) -> None:
+        super().__call__(session)
+        (self._folder / f"{session.rank}").touch()
+        if self._kind == "raises":
+            raise ValueError("no such account")
+        if self._kind == "sleeps":
+            time.sleep(60)
+
+
+@pytest.mark.parametrize("kills", [[], [(1, STEPS, "snapshot")]], ids=["", "with a loss at its end"])
+def test_lines_behind_the_loop_run_once_the_run_is_over(tmp_path: Path, kills: list[Any]) -> None:
+    assert run(3, Ending(tmp_path), kills=kills).bits == by_task().bits
+    assert sorted(file.name for file in tmp_path.iterdir()) == (["0", "1"] if kills else ["0", "1", "2"])
+
+
+@pytest.mark.parametrize(("kind", "function_s"), [("raises", 20.0), ("sleeps", 2.0)])
+def test_nothing_behind_the_loop_changes_the_runs_result(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, function_s: float
+) -> None:
+    job = small_job(f"{tmp_path}/run", task=TrainFunction(Ending(tmp_path, kind)), steps=3)
+    log = tmp_path / "log"
+    driver = make_driver(
+        job, make_limits(job, 1), Listening(), prepare={WorkerId(0): partial(log_into, str(log))}, function_s=function_s
+    )
+    assert fingerprint(driver.run()) == by_task(3).fingerprint
+    assert (tmp_path / "0").exists()
+    if kind == "raises":
+        assert "raised behind the run's last step, which is done" in log.read_text()
+        assert "ValueError: no such account" in log.read_text()
+    else:
+        assert "training function of 1 worker (0) has not returned 2 s after the run's last step" in caplog.text

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+import raysharded as rs
 from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
 from raysharded.errors import InexactError, TaskError
 from tests.session import loops
 from tests.session.loops import Average, Loop, by_task, compute, optimizer_of, run, schedule
-from tests.training.harness import Gpt
+from tests.training.harness import Gpt, GptTask, samples
 
 pytestmark = pytest.mark.procs
 STEPS = 4
@@ -461,3 +462,40 @@ def test_a_forward_at_another_place_or_of_some_workers_is_refused(
 ) -> None:
     with pytest.raises(error, match=sentence):
         run(2, loop, steps=STEPS)
+
+
+class Stale(OwnForward):
+    """In a step that is not proven, another forward gathers the weights, and then they change."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place)
+
+    def computed(self, session: Session, step: UserStep, model: nn.Module) -> None:
+        if step.number == 4:
+            self._forward("computed", session)
+
+    def applied(self, session: Session, step: UserStep, *_: object) -> None:  # type: ignore[override]
+        if step.number == 4:
+            self._forward("applied", session)
+            if self._place == "evaluated":
+                session.evaluate(self.loss, samples()[:5])
+            if self._place != "computed":
+                with torch.no_grad():
+                    for param in self._model.parameters():
+                        param.mul_(0.9)
+
+    def loss(self, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        return GptTask().loss(self._model, batch)
+
+
+class Shrinking(Stale):
+    """As `Stale`, without another forward."""
+
+    def _forward(self, place: str, session: Session) -> None: ...
+
+
+@pytest.mark.parametrize("place", ["computed", "applied", "evaluated"])
+def test_weights_that_change_behind_another_forward_are_gathered_anew(place: str) -> None:
+    plain = run(1, Shrinking(place if place == "computed" else "applied"))
+    for workers in (1, 3):
+        assert [n["loss"] for n in run(workers, Stale(place)).numbers] == [n["loss"] for n in plain.numbers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from tests.session.loops import Average, Loop, by_task, compute, optimizer_of, r
 from tests.training.harness import Gpt, Tokens
 
 STEPS = 3
+NORMS = {"-1.0": -1.0, "0.0": 0.0, "nan": math.nan}
 FILE = re.escape(__file__)
 
 
@@ -118,7 +120,7 @@ class Mistake:
                 if kind == "two loops":
                     for batch in step.microbatches():
                         compute(step, model, batch)
-                step.clip_grad_norm_(0.7)
+                step.clip_grad_norm_(NORMS.get(kind.removeprefix("clips to "), 0.7))
                 if kind == "no step":
                     continue
                 if kind == "invalid rate":
@@ -194,7 +196,13 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
         TaskError,
         r":\d+: a forward of the model came behind step\.backward\(loss\)\. Add all losses",
     ),
-    ("leaves the microbatches", 1, TaskError, r"step\.clip_grad_norm_\(\) belongs between"),
+    (
+        "leaves the microbatches",
+        1,
+        TaskError,
+        FILE + r":\d+: step\.clip_grad_norm_\(\) came before the loop over step\.microbatches\(\) has ended.*`break`",
+    ),
+    *((f"clips to {norm}", 1, TaskError, rf"step\.clip_grad_norm_\({norm}\): give a number above 0") for norm in NORMS),
     ("two loops", 1, TaskError, FILE + r":\d+: step\.microbatches\(\) was called twice in step 1"),
     ("no step", 1, TaskError, r"step 1 ended without optimizer\.step\(\)"),
     ("invalid rate", 1, TaskError, r"parameter group 1 is -0\.1 in step 1.*give a finite number"),
@@ -214,7 +222,12 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
     ("clips with torch", 2, InexactError, FILE + r":\d+: gradients changed between .*clip with step\.clip_grad_norm_"),
     ("changes a gradient", 2, InexactError, FILE + r":\d+: gradients changed between .* in a hook of the optimizer"),
     ("depends on the rank", 2, InexactError, r"step 1: when microbatch \d was computed a second time, to prove"),
-    ("calls backward itself", 1, InexactError, r"came while the loss was computed.*do not call backward\(\) in it"),
+    (
+        "calls backward itself",
+        1,
+        InexactError,
+        FILE + r":\d+: a gradient .* came while the loss was computed\. call step\.backward\(loss\), once for each",
+    ),
     ("scales the loss", 1, TaskError, r":\d+: a GradScaler changes gradients.*Leave it out"),
     ("enters again", 1, TaskError, FILE + r":\d+: step 1 is over; take the next one from session\.steps"),
     ("returns", 1, TaskError, r"returned before the run's last step: iterate over session\.steps\(\)"),

@@ -28,6 +28,7 @@ from raysharded.ids import WorkerId
 from raysharded.layout import parity_of
 from raysharded.ownership.leadership import LeaseTerms
 from raysharded.protocol.job import Job
+from raysharded.task import TrainFunction
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests import patches
@@ -194,6 +195,7 @@ def train(
     prepare: Callable[[], None] | None = None,
     retries: int = 0,
     done: int | None = None,
+    read_patience_s: float = 60.0,
 ) -> Outcome:
     """Train from the start with so many workers, in groups of `shards` if that is given and of not fewer than
     `least_shards`, with a tensor parallel degree of `tensor`; raises the error that the run failed with. `nodes`: a
@@ -202,7 +204,7 @@ def train(
 
     `kills`: (worker, step, phase) of every worker to kill; `faults`: others; that all of them strike is checked.
     `losses`: the workers that may be lost besides those. `retries`: of a step whose task raised. `done`: the step that
-    a loop makes the last one.
+    a loop makes the last one. `read_patience_s`: as of `Job`, long enough for a busy machine.
     """
     with tempfile.TemporaryDirectory() as folder:
         killed = [Fault(worker=WorkerId(worker), step=step, phase=phase) for worker, step, phase in kills]
@@ -220,6 +222,7 @@ def train(
             save_every=save_every,
             faults=plan if plan.faults else None,
             on_non_finite=on_non_finite,
+            read_patience_s=read_patience_s,
         )
         limits = make_limits(
             job,
@@ -272,6 +275,7 @@ def make_job(
     faults: FaultPlan | None = None,
     grace_s: float = 25.0,
     on_non_finite: OnNonFinite = "stop",
+    read_patience_s: float = 60.0,
 ) -> Job:
     """A run in the folder at `url`."""
     return Job(
@@ -290,6 +294,7 @@ def make_job(
         collective_timeout_s=60.0,
         grace_s=grace_s,
         on_non_finite=on_non_finite,
+        read_patience_s=read_patience_s,
         faults=faults,
     )
 
@@ -351,11 +356,14 @@ def make_driver(
     record_events: bool = False,
     prepare: Mapping[WorkerId, Callable[[], None]] | None = None,
     on_storage: Mapping[str, Any] | None = None,
+    function_s: float = 20.0,
 ) -> Driver:
     """The driver of a run whose workers are processes; `storage`: the driver's own view of the run's folder; `prepare`:
-    called first in a worker's process; `on_storage`: other fields of `RunFiles`."""
+    called first in a worker's process; `on_storage`: other fields of `RunFiles`; `function_s`: time of a training
+    function at its end."""
     others = {"keep": keep or Keep(last=1), "metadata": metadata or {}, "key": key, **(on_storage or {})}
     files = files_of(job, storage, **others)
     lease = LeaseTerms(take_over=take_over)
     launcher = ProcessLauncher(job, prepare=prepare)
-    return Driver(limits, launcher, files, SystemClock(), listen, lease, record_events=record_events)
+    end = {"function_s": function_s} if isinstance(job.task, TrainFunction) else {}
+    return Driver(limits, launcher, files, SystemClock(), listen, lease, record_events=record_events, **end)

@@ -218,3 +218,25 @@ def test_a_resumed_run_continues_past_the_data_that_was_skipped(tmp_path: Path) 
     state = driver.run()
     assert state.result_fingerprint == rewinding().fingerprint
     assert sorted(listener.numbers) == [5]
+
+
+class Broken(GptTask):
+    """A weight of the first model is NaN."""
+
+    def build_model(self) -> torch.nn.Module:
+        model = super().build_model()
+        with torch.no_grad():
+            next(model.parameters()).fill_(math.nan)
+        return model
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_weights_that_are_not_finite_are_named_with_the_way_out(policy: Any) -> None:
+    told = r"step 1: the loss is nan .*: 'embedding\.weight' has weights that are not finite before the step; give them"
+    with pytest.raises(NonFiniteLoss, match=told):
+        train(2, task=Broken(), microbatches=MICROBATCHES, steps=2, on_non_finite=policy)
+
+
+def test_the_first_step_is_not_advised_to_lower_the_rate() -> None:
+    with pytest.raises(NonFiniteLoss, match=r"look at the model's forward, and at the data of this step\. Or let"):
+        run(1, [(1, 2)], "stop", steps=1)

@@ -11,7 +11,7 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,10 @@ class Stream(Protocol):
         """Let later work of this stream wait for all work of another so far."""
         ...
 
+    def wait_event(self, event: Any) -> None:
+        """Let later work of this stream wait for the place in another."""
+        ...
+
 
 class Accelerator(Protocol):
     """A kind of device with streams, and the communicators between devices of this kind."""
@@ -48,6 +52,10 @@ class Accelerator(Protocol):
 
     def is_available(self) -> bool:
         """True if this process can use such a device."""
+        ...
+
+    def why_unusable(self) -> str:
+        """The reason that this process cannot use such a device, and the way out; empty if it can."""
         ...
 
     def names(self) -> list[str]:
@@ -69,8 +77,15 @@ class Accelerator(Protocol):
         """
         ...
 
+    def kept_settings(self) -> tuple[str, ...]:
+        """Settings that the environment had before `prepare_environment`, each as `NAME=VALUE`, with a note."""
+        ...
+
     def select(self, assigned: Sequence[str]) -> torch.device:
-        """Make this worker's device the process's; returns it. `assigned`: by the scheduler; empty: the first."""
+        """Make this worker's device the process's; returns it. `assigned`: by the scheduler; empty: the first.
+
+        Raises ConfigError, with the way out, if there is none, or if a worker cannot use it.
+        """
         ...
 
     def enter_thread(self) -> None:
@@ -91,6 +106,14 @@ class Accelerator(Protocol):
 
     def facts(self, device: torch.device) -> Mapping[str, str]:
         """Facts about a device and its libraries that bits depend on."""
+        ...
+
+    def complaints(self, device: torch.device) -> tuple[str, ...]:
+        """Reports of the device's driver on it since `select`, each as an object of the verb "reported"."""
+        ...
+
+    def use(self, device: torch.device) -> Mapping[str, float]:
+        """Use of the device now, by name, for metrics; see docs/metrics.md. Any thread; may take milliseconds."""
         ...
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
@@ -123,6 +146,10 @@ class Accelerator(Protocol):
 
     def make_compilation_exact(self) -> None:
         """Let the calling thread compile no kernel whose order of additions depends on measured times."""
+        ...
+
+    def forbid_graphs(self, refuse: Callable[[], NoReturn]) -> None:
+        """Let this process call `refuse` where it begins to record a graph of the device's kernels."""
         ...
 
     def communicator(self, name: str, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from raysharded.actors.device.cuda_presence import cuda_facts, why_unfit, why_unusable
 from raysharded.actors.device.device_waits import wait_for, waits_for_peers
+from raysharded.actors.gpu_health import GpuHealth
 from raysharded.errors import ConfigError
 
-_log = logging.getLogger("raysharded.worker")
 SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -25,11 +25,17 @@ SETTINGS = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",
     "TORCH_FR_BUFFER_SIZE": "2000",
-    "PYTORCH_ALLOC_CONF": ("expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"),
+    "PYTORCH_ALLOC_CONF": (
+        "expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64,"
+        "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+    ),
 }
 """NCCL reports errors and ends no process, and connects within 30 s; its flight recorder keeps the newest collectives.
-Memory: segments grow, and host memory of more than 64 MB is not rounded up to a power of two, and is returned."""
+Memory: segments grow, and host memory of more than 64 MB is not rounded up to a power of two, and is returned. Eight
+threads lock its pages."""
 _OF_THE_ENVIRONMENT = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT")
+_OF_USERS = ("NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS")
+"""Beginnings of names of further settings that change how a run computes or communicates."""
 EXACT_SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Reproducible cuBLAS."""
 
@@ -43,9 +49,17 @@ class Cuda:
 
     def __init__(self) -> None:
         self._index, self._is_selected = 0, False
+        self._kept: dict[str, str] = {}
+        """Name -> a setting of the environment that was there before."""
+        self._health: GpuHealth | None = None
+        self._name = ""
+        """The selected GPU's identity."""
 
     def is_available(self) -> bool:
         return torch.cuda.is_available()
+
+    def why_unusable(self) -> str:
+        return why_unusable(cuda_facts())
 
     def names(self) -> list[str]:
         if not torch.cuda.is_available():
@@ -66,17 +80,30 @@ class Cuda:
             if name == "PYTORCH_ALLOC_CONF" and "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
                 continue
             if os.environ.setdefault(name, value) != value:
-                _log.info("%s=%s is kept; raysharded's own value is %s", name, os.environ[name], value)
+                self._kept[name] = f"{name}={os.environ[name]} (raysharded's own value is {value})"
+        for name in sorted(os.environ):
+            if name.startswith(_OF_USERS) and name not in SETTINGS | EXACT_SETTINGS:
+                self._kept[name] = f"{name}={os.environ[name]}"
         if os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] != "0":
             raise ConfigError(
                 f"TORCH_NCCL_ASYNC_ERROR_HANDLING={os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING']}: torch would end "
                 "the survivors of a lost worker. Unset it for every worker: raysharded reports errors itself."
             )
 
+    def kept_settings(self) -> tuple[str, ...]:
+        return tuple(self._kept.values())
+
     def select(self, assigned: Sequence[str]) -> torch.device:
-        self._index = index_of(assigned, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        self._is_selected = True
+        if missing := self.why_unusable():
+            raise ConfigError(f"ScalingConfig(use_gpu=True): {missing}.")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        index = index_of(assigned, visible)
+        if unfit := why_unfit(self.names(), index, visible):
+            raise ConfigError(f"ScalingConfig(use_gpu=True): a worker cannot use the GPU that it was given: {unfit}.")
+        self._index, self._is_selected = index, True
         self.enter_thread()
+        self._health, self._name = GpuHealth(), self.identity(self.current())
+        self._health.watch(self._name)
         return self.current()
 
     def enter_thread(self) -> None:
@@ -103,6 +130,19 @@ class Cuda:
             "driver": str(torch._C._cuda_getDriverVersion()),  # type: ignore[attr-defined]
             "multiprocessors": str(torch.cuda.get_device_properties(device).multi_processor_count),
         } | arithmetic_settings()
+
+    def complaints(self, device: torch.device) -> tuple[str, ...]:
+        return () if self._health is None else self._health.report(self._name).complaints
+
+    def use(self, device: torch.device) -> dict[str, float]:
+        """Also the bytes of torch's tensors, those that its allocator holds, and the most of tensors at a time."""
+        of_torch = torch.cuda.memory_stats(device)
+        found = {
+            "tensor_bytes": float(of_torch.get("allocated_bytes.all.current", 0)),
+            "peak_tensor_bytes": float(of_torch.get("allocated_bytes.all.peak", 0)),
+            "reserved_bytes": float(of_torch.get("reserved_bytes.all.current", 0)),
+        }
+        return found if self._health is None else found | self._health.use(self._name)
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
@@ -135,6 +175,12 @@ class Cuda:
         from torch._inductor import config as inductor
 
         inductor.deterministic = True
+
+    def forbid_graphs(self, refuse: Callable[[], NoReturn]) -> None:
+        def begun(*_: Any, **__: Any) -> NoReturn:
+            refuse()
+
+        setattr(torch.cuda.CUDAGraph, "__new__", staticmethod(begun))  # noqa: B010 - also for torch.compile's
 
     def communicator(self, name: str, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
         options = dist.ProcessGroupNCCL.Options()

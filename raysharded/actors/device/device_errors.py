@@ -88,4 +88,11 @@ def require_device(device: torch.device) -> None:
     if not failed and not drain(device):
         failed = f"earlier work takes more than {PATIENCE_S:g} s, or fails"
     if failed:
-        raise DeviceFailed(f"the GPU does not work in this process: {failed}")
+        raise DeviceFailed(failure_text(device, failed))
+
+
+def failure_text(device: torch.device, failed: str, first: str = "") -> str:
+    """The sentence on a device that does not work: its error now, the first one, and what its driver reported."""
+    before = "" if first in ("", failed) else f" (first: {first})"
+    reported = "; ".join(accelerator().complaints(device))
+    return f"the GPU does not work in this process: {failed}{before}{f'. It reported {reported}' if reported else ''}"

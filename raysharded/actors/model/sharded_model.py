@@ -50,6 +50,15 @@ class ShardedModel:
     replicated_units: frozenset[str] = frozenset()
     """The names of the units that every worker has whole."""
 
+    def drop_gathered(self) -> None:
+        """Free the gathered parameters that a forward without a backward has left: the next forward gathers anew.
+
+        FSDP2 keeps those of the root, and of units that are not freed after a forward. They would outlive a change of
+        the parameters.
+        """
+        for _, unit in self.units:
+            unit.reshard()
+
     def release(self) -> None:
         """Leave the model without memory and without hooks of this generation. Idempotent."""
         self.tree.detach(hooks for _, hooks in self.hooks)

@@ -7,7 +7,7 @@ temporarily replaces the parameters for a trial.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,10 @@ import torch
 from torch import nn
 
 from raysharded.actors.task_calls.object_contents import SavedContents, reachable
+from raysharded.errors import TaskError
+
+REGISTERED = "registered"
+"""Path of the state that a user's loop has registered beside the optimizers' own: its names are `registered:<name>`."""
 
 
 class OptimizerParts:
@@ -32,8 +36,14 @@ class OptimizerParts:
         self.groups: tuple[dict[str, Any], ...] = tuple(groups.values())
         """Parameter groups of all optimizers, each once: optimizers may share groups or have copies."""
         states = {id(one.state): (path, one.state) for path, one in reversed(found)}
-        self._states = dict(reversed(states.values()))
+        self._states: dict[str, MutableMapping[torch.Tensor, dict[str, Any]]] = dict(reversed(states.values()))
         """Path of an optimizer -> its state. A state that several optimizers share is listed once."""
+
+    def hold_registered(self) -> None:
+        """Keep state of the loop's own, too. Raises TaskError if an inner optimizer has its path."""
+        if REGISTERED in self._states:
+            raise TaskError(f"the optimizer holds another one as {REGISTERED!r}: give that attribute another name.")
+        self._states[REGISTERED] = {}
 
     @property
     def lists(self) -> list[list[Any]]:
@@ -70,8 +80,8 @@ class OptimizerParts:
 
     def counts(self, param: torch.Tensor) -> Iterator[tuple[dict[str, Any], str]]:
         """Places that count a parameter's steps: (dict, key)."""
-        for state in self._states.values():
-            kept = state.get(param, {})
+        for path, state in self._states.items():
+            kept = {} if path == REGISTERED else state.get(param, {})
             if "step" in kept and (isinstance(kept["step"], (int, float)) or kept["step"].numel() == 1):
                 yield kept, "step"
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.optimizer.inner_optimizers import OptimizerParts
-from raysharded.actors.optimizer.loaded_state import LoadedState, remark_others
+from raysharded.actors.optimizer.loaded_state import LoadedState, is_registered, not_registered, remark_others
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.errors import CheckpointError, InexactError
 
@@ -75,7 +75,7 @@ class KeptState:
         remark_others(self._kind, others, say)
         for full_name, value in values.items():
             name, _, key = full_name.rpartition(".")
-            if name in others:
+            if name in others and not is_registered(key):
                 continue
             if name not in self._params:
                 raise CheckpointError(
@@ -89,6 +89,8 @@ class KeptState:
             try:
                 self._parts.keep(self._params[name], key, kept)
             except KeyError:
+                if is_registered(key):
+                    raise CheckpointError(not_registered(key)) from None
                 raise CheckpointError(
                     f"the saved state has {key!r} of {name!r}, and this {self._kind} holds no such "
                     "optimizer. Restore the one that the run was started with, or give the run another name."

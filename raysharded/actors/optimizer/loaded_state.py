@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from raysharded.actors.model.inventory import group_items
-from raysharded.actors.optimizer.inner_optimizers import OptimizerParts
+from raysharded.actors.optimizer.inner_optimizers import REGISTERED, OptimizerParts
 from raysharded.actors.optimizer.trial import Verdict
 from raysharded.actors.task_calls.remarks import Say
 
@@ -97,7 +97,8 @@ class LoadedState:
         """
         found: dict[str, set[str]] = {}
         for name, _, key in (full_name.rpartition(".") for full_name in kept):
-            found.setdefault(name, set()).add(key)
+            if not is_registered(key):
+                found.setdefault(name, set()).add(key)
         return {
             name: keys
             for name, keys in found.items()
@@ -106,6 +107,8 @@ class LoadedState:
 
     def note(self, name: str, key: str, value: Any) -> None:
         """Record that the optimizer now has this entry for a parameter."""
+        if is_registered(key):
+            return
         self._keys.setdefault(name, set()).add(key)
         if name in self._keeps and key not in self._keeps[name]:
             self._strange.setdefault(name, {})[key] = _AsLoaded.of(value)
@@ -136,6 +139,20 @@ class LoadedState:
             if name in self._keeps and keys != self._keeps[name]:
                 return f": for {name!r} that has {listed(keys)}, and it keeps {listed(self._keeps[name]) or 'nothing'}"
         return ""
+
+
+def is_registered(key: str) -> bool:
+    """True for state that a user's loop has registered, not an optimizer's."""
+    return key.startswith(f"{REGISTERED}:")
+
+
+def not_registered(key: str) -> str:
+    """Sentence on state that a user's loop has registered, and the present one has not."""
+    name = key.removeprefix(f"{REGISTERED}:")
+    return (
+        f"the saved state has tensors that were registered as {name!r}, and this program registers none of that name. "
+        f"Register them: session.shard(model, optimizer, {name}=raysharded.ParameterTensors())."
+    )
 
 
 def remark_begun(begun: Collection[str], say: Say) -> None:

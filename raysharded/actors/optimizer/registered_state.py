@@ -233,7 +233,8 @@ def _plain(value: Any, path: str) -> Any:
 
 _REFUSAL = (
     "it must be plain data (numbers, text, None, and lists, tuples and dicts of them), as state_dict() returns it. "
-    "Give what is registered a state_dict() without it; keep an optimizer's tensors in its state, not in its groups."
+    "Give what is registered a state_dict() without it. For an average of the weights register a "
+    "raysharded.ParameterTensors, and keep tensors of an optimizer in its state, not in its groups."
 )
 
 

@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from raysharded.actors.gpu_health import GpuHealth, GpuReport
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.actors.telemetry import position_record
 from raysharded.display.quantities import size
@@ -62,6 +63,8 @@ class _Watched:
     """Size of the file of its standard error when the watch began."""
     oom_counter: Path | None
     oom_kills: int
+    device: str
+    """Its GPU, as its worker names it; empty for none."""
     ended_at: float | None = None
     """Monotonic time at which it was first seen to have ended."""
 
@@ -69,13 +72,18 @@ class _Watched:
 class DeathWatch:
     """Watches processes of this machine. Any thread; `explain` may wait. Those of no interest are forgotten later."""
 
-    def __init__(self, *, asks_kernel: bool = True) -> None:
-        """`asks_kernel`: False to go by the signs alone, as on a kernel before 6.15."""
+    def __init__(self, *, asks_kernel: bool = True, health: GpuHealth | None = None) -> None:
+        """`asks_kernel`: False to go by the signs alone, as on a kernel before 6.15. `health`: of this machine's GPUs;
+        None: from NVML, once a worker has a GPU."""
         self._asks_kernel = asks_kernel
+        self._health = health
         self._watched: dict[int, _Watched] = {}
 
-    def watch(self, pid: int, started: int) -> bool:
-        """Watch a process with this start (`os_processes.start_ticks`). False if it has ended, or cannot be watched."""
+    def watch(self, pid: int, started: int, device: str = "") -> bool:
+        """Watch a process with this start (`os_processes.start_ticks`). False if it has ended, or cannot be watched.
+
+        `device`: its GPU (`WorkerInfo.device`), if it has one.
+        """
         try:
             process = os.pidfd_open(pid)
         except OSError:
@@ -85,6 +93,9 @@ class DeathWatch:
             return False
         self._forget_old()
         self.forget(pid)
+        if device:
+            self._health = self._health or GpuHealth()
+            self._health.watch(device)
         name, file, begin = _stderr_of(pid)
         counter = _oom_counter_of(pid)
         self._watched[pid] = _Watched(
@@ -95,6 +106,7 @@ class DeathWatch:
             stderr_from=begin,
             oom_counter=counter,
             oom_kills=_oom_kills(counter),
+            device=device,
         )
         return True
 
@@ -116,6 +128,7 @@ class DeathWatch:
                 if one is not watched and one.oom_counter == watched.oom_counter:
                     one.oom_kills += 1
         self.forget(pid)
+        gpu = self._health.report(watched.device) if self._health is not None else GpuReport()
         return Death(
             status=status,
             signal=number,
@@ -127,6 +140,8 @@ class DeathWatch:
             samples=position.samples,
             stderr=_last_lines(tail),
             stderr_file=watched.stderr_file,
+            gpu=gpu.complaints,
+            gpu_is_broken=gpu.is_broken,
         )
 
     def _ending(self, watched: _Watched, position: position_record.Position, tail: str) -> tuple[int | None, str]:

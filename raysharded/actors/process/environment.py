@@ -8,6 +8,8 @@ import os
 import platform
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from importlib import metadata
 
 import torch
@@ -18,10 +20,14 @@ from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.device.device_errors import drain
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.actors.step import recomputation
+from raysharded.actors.task_calls import unsupported_features
+from raysharded.actors.telemetry import device_use
 from raysharded.config import EngineConfig
 from raysharded.data.loader import MicrobatchLoader
+from raysharded.data.sources import Sources
 from raysharded.errors import ConfigError
 from raysharded.protocol.descriptors import left, raise_limit
+from raysharded.protocol.job import Job
 from raysharded.protocol.messages import WorkerInfo
 
 _KEEPING = ((-3, 32 << 20), (-1, (1 << 31) - 1), (-2, 128 << 20))
@@ -38,6 +44,7 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
         accelerator().prepare_environment(exact=exact)
     use_threads(num_threads)
     recomputation.install()
+    unsupported_features.install()
     if exact:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # would fill all
@@ -46,6 +53,17 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
         keep_freed_memory()
         return torch.device("cpu")
     return accelerator().select(assigned_gpus())
+
+
+def prepare_worker(job: Job) -> tuple[torch.device, ConfigError | None]:
+    """As `prepare_torch`; also its error, which `Worker.ready` raises. Ray would turn a constructor's into a text."""
+    try:
+        device = prepare_torch(job.engine, job.num_threads, use_gpu=job.use_gpu)
+        if job.use_gpu:
+            device_use.begin(device)
+        return device, None
+    except ConfigError as error:
+        return torch.device("cpu"), error
 
 
 def gpu_of(device: torch.device) -> str:
@@ -72,6 +90,22 @@ def use_threads(num_threads: int) -> None:
     """Set the number of threads for the calling thread: OpenMP keeps it per thread, and CUDA the current device."""
     torch.set_num_threads(num_threads)
     accelerator().enter_thread()
+
+
+def sources_of(job: Job) -> Sources:
+    """The run's data as this worker reads them. Raises TaskError for data that cannot be pickled.
+
+    The process that reads them compiles nothing, and has no GPU.
+    """
+    return Sources(
+        job.data,
+        job.evaluation,
+        job.batch,
+        job.engine,
+        partial(prepare_torch, replace(job.engine, compile=False), job.num_threads, use_gpu=False),
+        collate=job.task.collate,
+        patience_s=job.read_patience_s,
+    )
 
 
 def arithmetic(device: torch.device, num_threads: int) -> dict[str, str]:

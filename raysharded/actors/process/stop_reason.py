@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raysharded.actors.device.device_errors import device_error_in, failure_of
+from raysharded.actors.device.device_errors import device_error_in, failure_of, failure_text
 from raysharded.actors.task_calls.task_errors import is_collective_failure
 from raysharded.errors import (
     CheckpointError,
@@ -55,8 +55,7 @@ def ending_of(error: BaseException, *, interrupted: bool, device: torch.device =
     if isinstance(error, DeviceFailed) or device_error_in(error):
         if failed := failure_of(device, _PROBE_S, must_finish=False):
             first = text_of(error) if isinstance(error, DeviceFailed) else device_error_in(error)
-            before = "" if first == failed else f" (first: {first})"
-            text = f"the GPU does not work in this process: {failed}{before}"
+            text = failure_text(device, failed, first)
             cause = error.__cause__ if isinstance(error, DeviceFailed) else error
             return Ending(reason=StopReason.DEVICE, error=DeviceFailed(text, user_traceback(cause or error)))
         if isinstance(error, DeviceFailed) and error.__cause__ is not None:  # of one call of the task's

@@ -5,6 +5,8 @@ OpenMP and the allocator keep state per thread, so all calls that compute are ma
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.model.construction import construct
 from raysharded.actors.session.loop_errors import blamed_behind
-from raysharded.actors.session.orders import Orders
+from raysharded.actors.session.orders import Orders, RunOver
 from raysharded.actors.session.session_task import SessionTask
 from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import ENTRY
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+_log = logging.getLogger("raysharded.worker")
 
 
 class ComputingThread(Protocol):
@@ -45,6 +48,10 @@ class ComputingThread(Protocol):
 
     def train(self, begin: Callable[[], Engine], ended: Callable[[Callable[[], StopReason]], Stopped]) -> Stopped:
         """Train a generation. `begin`: returns its engine. `ended`: makes the answer of the end, or of its error."""
+        ...
+
+    def finish(self, timeout_s: float) -> None:
+        """Let a user's function return, as the run is over; waits for it up to `timeout_s`."""
         ...
 
 
@@ -66,6 +73,9 @@ class TaskThread:
     def train(self, begin: Callable[[], Engine], ended: Callable[[Callable[[], StopReason]], Stopped]) -> Stopped:
         return self.submit(lambda: ended(begin().run)).result()
 
+    def finish(self, timeout_s: float) -> None:
+        pass  # no code of the task runs between its methods
+
 
 class FunctionThread:
     """The thread of a worker that runs a user's training function; it serves calls while that waits in its session."""
@@ -79,7 +89,7 @@ class FunctionThread:
     ) -> None:
         """`begin`: called first in the thread. `new_session`: makes the session of a call of the function."""
         self._begin, self._function, self._new_session, self._orders = begin, function, new_session, orders
-        self._is_built = threading.Event()
+        self._is_built, self._is_over, self._has_returned = (threading.Event() for _ in range(3))
         self._error: BaseException | None = None
         """The error with which the function ended before it was built."""
 
@@ -96,6 +106,11 @@ class FunctionThread:
     def train(self, begin: Callable[[], Engine], ended: Callable[[Callable[[], StopReason]], Stopped]) -> Stopped:
         return self._orders.train(begin, ended).result()
 
+    def finish(self, timeout_s: float) -> None:
+        self._is_over.set()
+        self._orders.finish()
+        self._has_returned.wait(timeout_s)
+
     def _run(self) -> None:
         self._begin()
         error: BaseException | None = None
@@ -105,7 +120,9 @@ class FunctionThread:
         if not self._is_built.is_set():
             self._error = error
             self._is_built.set()
-        session.serve_after(error)
+        with contextlib.suppress(RunOver):
+            session.serve_after(error)
+        self._has_returned.set()
 
     def _call(self, session: Session) -> BaseException | None:
         """Call the function once. The error that every later training ends with; None to call it again.
@@ -118,6 +135,8 @@ class FunctionThread:
         try:
             with naming(name):
                 self._function(session)
+            if self._is_over.is_set():
+                return RunOver(f"{name} has returned")
             if session.end():
                 return None
             return TaskError(
@@ -126,6 +145,10 @@ class FunctionThread:
                 else f"{name} returned without session.shard(model, optimizer) and a loop over session.steps()."
             )
         except BaseException as found:  # noqa: BLE001 - the boundary to the user's function
+            if self._is_over.is_set():
+                if not isinstance(found, RunOver):
+                    _log.warning("%s raised behind the run's last step, which is done: %s", name, found)
+                return found
             is_aborted, step = session.is_interrupted, session.step
             left = isinstance(found, CollectiveAborted) and step is not None and step.is_undone
             if left or (is_aborted and session.end()):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from raysharded.actors.task_calls.task_errors import is_called_from, line_here, line_of
-from raysharded.errors import InexactError, TaskError, text_of, user_traceback
+from raysharded.actors.task_calls.task_errors import is_raised_in_torch, line_here, line_of
+from raysharded.errors import CollectiveAborted, InexactError, TaskError, text_of, user_traceback
 from raysharded.task import Loss
 
 if TYPE_CHECKING:
@@ -19,19 +19,13 @@ E = TypeVar("E", bound=BaseException)
 
 
 def with_line(error: E) -> E:
-    """The error; a TaskError of raysharded's gets the user's part of its traceback."""
+    """The error; a TaskError of raysharded's gets the user's part of its traceback, and a hook's error a line."""
     if isinstance(error, TaskError) and not error.user_traceback:
         error.user_traceback = user_traceback(error)
         error.args = (error.args[0], error.user_traceback)
+    elif isinstance(error, InexactError) and is_raised_in_torch(error):
+        error.args = (f"{line_of(error)}: {error.args[0]}",)
     return error
-
-
-def _with_a_scaler() -> TaskError:
-    return TaskError(
-        f"{line_here()}: a GradScaler changes gradients, whose scale belongs to the step. Leave it out: bfloat16 "
-        '(EngineConfig.param_dtype) needs none, and FailureConfig(on_non_finite="skip") leaves out steps whose numbers '
-        "are not finite."
-    )
 
 
 def require_number(name: str, number: object, agreed: Agreed) -> None:
@@ -68,10 +62,8 @@ def as_one(
     return Loss(loss, weight, metrics or {})
 
 
-def changed_gradients() -> InexactError | TaskError:
+def changed_gradients() -> InexactError:
     """The error for gradients that are not those of the backward when the optimizer's step begins."""
-    if is_called_from("torch.amp.grad_scaler"):
-        return _with_a_scaler()
     return InexactError(
         f"{line_here()}: gradients changed between step.microbatches() and optimizer.step(). Each worker has a part of "
         "them, so that torch's clip_grad_norm_ depends on the number of workers: clip with step.clip_grad_norm_, and "
@@ -133,3 +125,28 @@ def blamed_behind(number: int, error: BaseException, *, is_undone: bool, is_abor
         f"({text_of(error)})",
         user_traceback(error),
     )
+
+
+def misplaced(call: str, *, is_in_loop: bool) -> TaskError:
+    """The error for a call that belongs behind the microbatches. `is_in_loop`: their loop has begun, and not ended."""
+    if is_in_loop:
+        return TaskError(
+            f"{line_here()}: {call} came before the loop over step.microbatches() has ended. Every microbatch of the "
+            f"step is computed: leave the loop by no `break` or `return`, and call {call} behind it."
+        )
+    if call == "optimizer.step()":
+        return TaskError(f"{line_here()}: {call} belongs behind the loop over step.microbatches(), once in each step.")
+    return TaskError(f"{line_here()}: {call} belongs between the loop over step.microbatches() and optimizer.step().")
+
+
+def require_limit(max_norm: float) -> None:
+    """Raise TaskError unless a limit of the gradient's norm is above 0; infinity is valid."""
+    if not max_norm > 0:
+        raise TaskError(f"{line_here()}: step.clip_grad_norm_({max_norm!r}): give a number above 0.")
+
+
+def as_lost(error: BaseException, step: int, *, is_aborted: bool) -> BaseException:
+    """The error; that of a lost worker if it followed from one that an `except` swallowed in an aborted generation."""
+    if isinstance(error, TaskError) and is_aborted:
+        return CollectiveAborted(f"a collective of step {step} failed")
+    return error

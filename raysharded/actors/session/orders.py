@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from raysharded.actors.step.engine import Engine
+from raysharded.errors import RayshardedError
 from raysharded.protocol.messages import Stopped, StopReason
 
 T = TypeVar("T")
@@ -27,6 +28,10 @@ class Call:
             self.result.set_result(self.do())
         except BaseException as error:  # noqa: BLE001 - handed over to the waiting thread
             self.result.set_exception(error)
+
+
+class RunOver(RayshardedError):
+    """The run is over, and the function may return: no step comes any more."""
 
 
 class Training:
@@ -104,7 +109,7 @@ class Orders:
     """The calls that wait for the thread. An executor for the other threads."""
 
     def __init__(self) -> None:
-        self._waiting: SimpleQueue[Call | Training] = SimpleQueue()
+        self._waiting: SimpleQueue[Call | Training | None] = SimpleQueue()
 
     def submit(self, call: Callable[..., T], /, *args: Any) -> Future[T]:
         """Have the thread make a call."""
@@ -120,10 +125,20 @@ class Orders:
         self._waiting.put(Training(begin, ended, result))
         return result
 
+    def finish(self) -> None:
+        """Have the thread end: the run is over."""
+        self._waiting.put(None)
+
     def next_training(self) -> Training:
-        """Serve calls until a generation is to be trained, and begin with it. Thread of the function only."""
+        """Serve calls until a generation is to be trained, and begin with it. Thread of the function only.
+
+        Raises RunOver at the end of the run.
+        """
         while True:
             order = self._waiting.get()
+            if order is None:
+                self._waiting.put(None)  # a later call raises it, too
+                raise RunOver("the run is over")
             if isinstance(order, Call):
                 order.run()
                 continue

@@ -48,7 +48,7 @@ class OwnData:
             raise TaskError(f"{line_here()}: {call} takes the place of the trainer's data: leave data= out there.")
         engine = replace(job.engine, compile=False)  # the process that reads compiles nothing
         settings = functools.partial(environment.prepare_torch, engine, job.num_threads, use_gpu=False)
-        self.loader = own_microbatches(source, job.batch, job.engine, job.max_steps, settings)
+        self.loader = own_microbatches(source, job.batch, job.engine, job.max_steps, settings, job.read_patience_s)
         self.loader.check()
 
     def collate(self, given: Collate | None) -> Collate | None:

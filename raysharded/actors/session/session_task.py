@@ -58,6 +58,14 @@ _WORDS = (
     (r"\bTask\.max_grad_norm\b", "step.clip_grad_norm_"),
     (r"\breturn Loss\((\w+), ([\w ]+)\)", r"call step.backward(\1, weight=\2)"),
     (r"\breturn raysharded\.Loss\(sum, weight\)", "call step.backward(sum, weight=...)"),
+    (
+        r"raysharded calls backward itself(.*), when the loss has returned: do not call backward\(\) in it, return",
+        r"call step.backward(loss)\1, not loss.backward(), and give it",
+    ),
+    (
+        r"raysharded calls backward itself(.*): do not call backward\(\) in the loss,",
+        r"call step.backward(loss)\1, not loss.backward(),",
+    ),
     (r"\bthe task's computation\b", "the loop's computation"),
 )
 """Methods of a task, as errors and remarks name them -> what a loop has in their place."""

@@ -53,7 +53,7 @@ class StepWatch:
     """The comparisons of one step. Thread of the function only."""
 
     def __init__(self, step: Step, attempts: Attempts, *, is_watched: bool) -> None:
-        self._step, self._steps, self._attempts, self._is_watched = step, step.steps, attempts, is_watched
+        self._step, self._steps, self._attempts, self.is_watched = step, step.steps, attempts, is_watched
         self._with_gradient: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._gradients: int | None = None
         self._updated: int | None = None
@@ -64,7 +64,7 @@ class StepWatch:
     def begin_microbatches(self) -> None:
         """Call ahead of the microbatches."""
         self._note("microbatches")
-        if self._is_watched:
+        if self.is_watched:
             self._refuse_hooks()
 
     def computed(self) -> None:
@@ -74,7 +74,7 @@ class StepWatch:
                 if own is not param:
                     own.grad = local_of(param.grad)
                 self._with_gradient.append((param, own))
-        if self._is_watched:
+        if self.is_watched:
             self._gradients = self._steps.digest("gradients")
 
     def begin_update(self) -> None:
@@ -95,7 +95,7 @@ class StepWatch:
 
     def end_update(self) -> None:
         """Call behind the optimizer's step and its hooks."""
-        if self._is_watched:
+        if self.is_watched:
             self._updated = self._steps.digest("parameters")
 
     def commit(self) -> None:

@@ -5,6 +5,7 @@ The user's objects stay the same for the whole run. A generation gives them othe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ from raysharded.actors.session.built_model import BuiltModel
 from raysharded.actors.session.held_out import HeldOut
 from raysharded.actors.session.loop_checks import built_optimizer, hook, require_registered, require_unchanged
 from raysharded.actors.session.loop_errors import refuse_forward, refuse_tensor_parallelism
-from raysharded.actors.session.orders import Orders, Training
+from raysharded.actors.session.orders import Orders, RunOver, Training
 from raysharded.actors.session.own_data import OwnData
+from raysharded.actors.session.parameter_tensors import ParameterTensors, RegisteredTensors, plain_of
 from raysharded.actors.session.session_task import SessionTask
 from raysharded.actors.session.step_comparisons import Attempts
 from raysharded.actors.session.user_step import ENTRY, LEFT, Draws, UserStep
@@ -100,10 +102,9 @@ class Session(NotFollowed):
         return self._built.model
 
     def streams(self, make: Callable[[int, int], Any]) -> None:
-        """Read microbatch i of a step's M from `make(i, M)`, an iterable with `state_dict()` and `load_state_dict()`.
+        """Read microbatch i of a step's M from the restartable iterable `make(i, M)`, whose state goes back with a step.
 
-        Its state goes back with the step. Call it before `shard`; the trainer has no `data`.
-        """
+        It has `state_dict()` and `load_state_dict()`. Call this before `shard`; the trainer has no `data`."""
         self._own_data.streams(make)
 
     def reads(self, read: Callable[[int, int], Any]) -> None:
@@ -118,13 +119,14 @@ class Session(NotFollowed):
         wrap: Callable[[nn.Module], Sequence[nn.Module] | None] | None = None,
         parallelize: object = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        **registered: Stateful | None,
+        **registered: Stateful | ParameterTensors | None,
     ) -> None:
         """Share the model and its optimizer over the workers, in place, and return with the state of `first_step`.
 
         `wrap`: as `Task.wrap`, `collate`: as `Task.collate`. Each other keyword registers an object by its name, which
         has `state_dict()` and `load_state_dict()`: a learning rate scheduler, counters. Its state is plain data of at
-        most 64 KiB in all; it goes back with the step, as the numbers in the optimizer's groups do.
+        most 64 KiB in all; it goes back with the step, as the numbers in the optimizer's groups do. Or the object is a
+        `raysharded.ParameterTensors`.
         """
         built = self._built
         if built is None or model is not built.model or self._optimizer is not None:
@@ -132,9 +134,10 @@ class Session(NotFollowed):
         refuse_tensor_parallelism(parallelize)
         built.end()
         self._task.units, self._task.collate = wrap, self._own_data.collate(collate)
-        things = {name: thing for name, thing in registered.items() if thing is not None}
+        things = plain_of(registered)
         own = built_optimizer(model, optimizer, things)
         built.renew(own)
+        self._tensors = RegisteredTensors(registered, own.parts)
         state = RegisteredState(own.parts.groups, things, self._own_data.with_states)
         self._objects.adopt(built.construction, own, state, self._own_data.loader, self._job.batch.seed)
         self._optimizer, self._things = optimizer, things
@@ -147,18 +150,18 @@ class Session(NotFollowed):
     # -- the loop --
 
     def steps(self) -> Iterator[UserStep]:
-        """The steps of the run, from `first_step` on. After a change of the workers the same function continues.
+        """The steps of the run, from `first_step` on; after a change of the workers the same function continues.
 
-        The next step has the next number, or that of a step that is done again. The lines between two steps run at
-        least once.
+        The next one has the next number, or that of a step that is done again. Lines between two run at least once.
         """
-        while True:
-            step = self.next_step()
-            if step is not None:
-                yield step
-                if not step.has_begun:
-                    raise TaskError(f"step {step.number} was not entered: write `with step:` around the body.")
-                del step
+        with contextlib.suppress(RunOver):
+            while True:
+                step = self.next_step()
+                if step is not None:
+                    yield step
+                    if not step.has_begun:
+                        raise TaskError(f"step {step.number} was not entered: write `with step:` around the body.")
+                    del step
 
     def gradient(self, loss_of: Callable[[Any], Loss | torch.Tensor]) -> UserStep:
         """Compute the next step's gradient, as often as it takes: for loops whose body cannot be put in a `with`.
@@ -192,6 +195,7 @@ class Session(NotFollowed):
             self.draws.seed(training.engine.step + 1, ENTRY)
             self._num_steps += 1
             self.step = UserStep(training, self.draws, self._attempts, is_watched=is_watched)
+            self._tensors.begin_step(self.step)
             return self.step
         return None
 
@@ -203,10 +207,11 @@ class Session(NotFollowed):
             if self._training.ends_if_done():
                 continue
             engine = self._training.engine
-            engine.steps.on_own_forward = refuse_forward
+            engine.steps.forwards.on_own = refuse_forward
             self._attempts.begin(engine.decisions)
             self._rank = engine.rank
             self._first_step = self._first_step or self._training.engine.step + 1
+            self._tensors.begin(engine.steps.parts.optimizer)
         return self._training
 
     def _before_update(self, *_: object) -> None:
@@ -262,10 +267,7 @@ class Session(NotFollowed):
         self._now().engine.request_save()
 
     def stop(self) -> None:
-        """Make the present step the run's last one. Call it in the `with`, on every worker.
-
-        The step gets the last checkpoint. A later `fit()` of the run finds it done.
-        """
+        """Make the present step the run's last one, with the last checkpoint. In the `with`, on every worker."""
         if self.step is None or self._objects.registered is None:
             raise TaskError(f"{line_here()}: session.stop() belongs into `with step:`.")
         self._objects.registered.is_last = True

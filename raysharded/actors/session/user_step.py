@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from raysharded.actors.session.loop_errors import as_one, misplaced_forward, with_line, with_numbers
+from raysharded.actors.session.loop_errors import (
+    as_lost,
+    as_one,
+    misplaced,
+    misplaced_forward,
+    require_limit,
+    with_line,
+    with_numbers,
+)
 from raysharded.actors.session.orders import Training
 from raysharded.actors.session.step_comparisons import Attempts, StepWatch
 from raysharded.actors.step.forward_backward import DRAWS
@@ -75,7 +83,7 @@ class UserStep(NotFollowed):
         self.number: int = self._step.number
         """Number of the step, from 1 on."""
         self._agreed: Agreed | None = None
-        training.engine.steps.on_own_forward = self._meet
+        training.engine.steps.forwards.on_own = self._meet
         self.watch = StepWatch(self._step, attempts, is_watched=is_watched)
         """Comparisons around the step."""
         self._evaluations = itertools.count()
@@ -144,7 +152,7 @@ class UserStep(NotFollowed):
             self._draws.seed(self.number, LEFT)
         except BaseException as found:  # noqa: BLE001 - the boundary to the user's function
             self._give_up(found)
-            self._training.fail(self._blamed(found))
+            self._training.fail(as_lost(found, self.number, is_aborted=self._training.is_aborted))
         finally:
             self._step, self.stays_open = None, False
         return True
@@ -167,12 +175,6 @@ class UserStep(NotFollowed):
         elif self._agreed.flags.boundary:
             engine.commit_last()
             self._training.stop(StopReason.BOUNDARY)
-
-    def _blamed(self, error: BaseException) -> BaseException:
-        """The error, or that of a lost worker if it followed from one that an `except` swallowed."""
-        if isinstance(error, TaskError) and self._training.engine.is_aborted:
-            return CollectiveAborted(f"a collective of step {self.number} failed")
-        return error
 
     def _give_up(self, error: BaseException) -> None:
         """End what is open, and free what the frames below the `with` hold."""
@@ -217,9 +219,7 @@ class UserStep(NotFollowed):
 
     def behind_update(self, call: str, communicate: Callable[[Step], T]) -> T:
         """Do what communicates behind `optimizer.step()`. Raises CollectiveAborted if the workers change meanwhile."""
-        step = self._now(call)
-        if not self._is_applied:
-            raise TaskError(f"{line_here()}: {call} belongs into `with step:`, behind optimizer.step().")
+        step = self.require_update(call)
         try:
             found = communicate(step)
         except BaseException as error:
@@ -228,6 +228,13 @@ class UserStep(NotFollowed):
             raise
         self._draws.seed(self.number, EVALUATED - next(self._evaluations))
         return found
+
+    def require_update(self, call: str) -> Step:
+        """The engine's step. Raises TaskError if `optimizer.step()` is still to come."""
+        step = self._now(call)
+        if not self._is_applied:
+            raise TaskError(f"{line_here()}: {call} belongs into `with step:`, behind optimizer.step().")
+        return step
 
     def _meet(self) -> None:
         """Meet the other workers ahead of a forward of the model that is of no microbatch and no evaluation."""
@@ -274,10 +281,8 @@ class UserStep(NotFollowed):
         """
         step = self._now("step.clip_grad_norm_()")
         if self._agreed is None or self._is_applied:
-            raise TaskError(
-                f"{line_here()}: step.clip_grad_norm_() belongs between the loop over step.microbatches() and "
-                "optimizer.step()."
-            )
+            raise misplaced("step.clip_grad_norm_()", is_in_loop=self._is_computed and self._agreed is None)
+        require_limit(max_norm)
         return step.clip_grad_norm_(max_norm)
 
     def _now(self, call: str) -> Step:
@@ -294,9 +299,7 @@ class UserStep(NotFollowed):
         """Give the optimizer this worker's gradients; called as its step begins."""
         step = self._now("optimizer.step()")
         if self._agreed is None or self._is_applied or self._applying is not None:
-            raise TaskError(
-                f"{line_here()}: optimizer.step() belongs behind the loop over step.microbatches(), once in each step."
-            )
+            raise misplaced("optimizer.step()", is_in_loop=self._is_computed and self._agreed is None)
         self.watch.begin_update()
         applying: contextlib.AbstractContextManager[None] = step.applying()
         try:

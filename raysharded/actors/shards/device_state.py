@@ -16,6 +16,7 @@ from raysharded.actors.shards.async_copy import AsyncHostCopy
 from raysharded.actors.shards.store import ShardBuffer, torch_dtype
 from raysharded.errors import CheckpointError, InexactError
 from raysharded.layout import Piece, ShardMap, StateSpec, TensorSpec
+from raysharded.layout.sharding import ALIGNMENT
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -225,6 +226,17 @@ class DeviceState:
 def _parameter_of(name: str) -> str:
     """The parameter of a tensor of optimizer state, by the tensor's name in the state."""
     return name.partition(".")[2].rpartition(".")[0]
+
+
+def shard_bytes(parameters: Mapping[str, torch.Tensor], keeps: Mapping[str, Collection[str]]) -> int:
+    """About the size of a worker's shard once the optimizer has state: `keeps` are the keys that it makes for each
+    parameter, by name. A key counts as large as its parameter, but for the number of steps."""
+    found = 0
+    for name, param in parameters.items():
+        local = local_of(param)
+        copies = 1 + len(set(keeps.get(name, ())) - {"step"})
+        found += copies * (local.numel() * local.element_size() + ALIGNMENT)
+    return found
 
 
 def state_spec(tensors: Mapping[str, tuple[str, tuple[int, ...]]], cuts: ParamLayout | None = None) -> StateSpec:

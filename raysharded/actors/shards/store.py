@@ -15,8 +15,10 @@ import torch
 
 from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.shards.async_copy import PendingCopy
+from raysharded.actors.shards.pinned_arena import PinnedArena
+from raysharded.config import EngineConfig
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Held, Parity, Piece, ShardMap, StateSpec, shard_map
+from raysharded.layout import Held, Parity, Piece, ShardMap, StateSpec, parity_of, shard_map
 
 HostMedium = Literal["snapshot", "mirror", "parity"]
 
@@ -88,8 +90,11 @@ class ShardBuffer:
 class ShardStore:
     """All shard buffers of one worker. Used by one thread at a time."""
 
-    def __init__(self, *, pin_memory: bool = False) -> None:
-        self._pin_memory = pin_memory
+    def __init__(self, *, pin_memory: bool = False, redundant_copies: float = 0.0) -> None:
+        """`pin_memory`: take page-locked memory. `redundant_copies`: what a worker holds for others, at several
+        workers, in units of its shard's size."""
+        self._arena = PinnedArena(lambda size: accelerator().pinned(size)) if pin_memory else None
+        self._redundant_copies, self._expected_bytes = redundant_copies, 0
         self._buffers: list[ShardBuffer] = []
         self._registered: dict[int, str] = {}
         """Step -> the registered state of a session."""
@@ -123,11 +128,34 @@ class ShardStore:
         newest = max(same, key=lambda b: b.step, default=None)
         pieces = newest.pieces if newest and newest.spec is spec else shard_map(spec, world_size, rank, degree)
         size = pieces.size_bytes if size_bytes is None else size_bytes
-        data = accelerator().pinned(size) if self._pin_memory else torch.empty(size, dtype=torch.uint8)
+        del same, oldest, newest  # a buffer that was removed is free for this one
+        data = self._memory(size, layout, world_size, spec)
         buffer = ShardBuffer(step, layout, medium, world_size, rank, spec, pieces, degree, data, parity)
         buffer.registered = self._registered.get(step, "")
         self._buffers.append(buffer)
         return buffer
+
+    def expect(self, size_bytes: int) -> None:
+        """Announce the size of this worker's shard once the optimizer has state, before the first buffer."""
+        self._expected_bytes = size_bytes
+
+    def _memory(self, size_bytes: int, layout: GenerationId, world_size: int, spec: StateSpec) -> torch.Tensor:
+        """Memory for one buffer. All of a first layout is allocated with its first buffer: no step waits for it.
+
+        A later layout begins with one snapshot and one redundant copy. Its others take the place of the older layout.
+        Buffers of before the optimizer's state lie at the other end than those that replace them.
+        """
+        if self._arena is None:
+            return torch.empty(size_bytes, dtype=torch.uint8)
+        redundant = self._redundant_copies if world_size > 1 else 0.0
+        own = [buffer for buffer in self._buffers if buffer.layout == layout]
+        ahead_bytes = 0
+        if not self._buffers:
+            ahead_bytes = round((2 + redundant) * max(size_bytes, self._expected_bytes)) - size_bytes
+        elif not own:
+            ahead_bytes = round(redundant / 2 * size_bytes)
+        is_grown = any(buffer.spec is not spec for buffer in own)
+        return self._arena.take(size_bytes, at_end=(layout + is_grown) % 2 == 1, ahead_bytes=ahead_bytes)
 
     def register(self, step: int, state: str) -> None:
         """Keep a session's state as of a step, for as long as there are buffers of the step; call it before `begin`."""
@@ -188,9 +216,22 @@ class ShardStore:
         return {b.step: b.spec for b in self._buffers if b.complete}
 
     @property
+    def pinned_bytes(self) -> int:
+        """Bytes of page-locked memory, also of free pieces."""
+        return 0 if self._arena is None else self._arena.size_bytes
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of host memory in use."""
         return sum(buffer.data.numel() for buffer in self._buffers)
+
+
+def redundant_copies(engine: EngineConfig) -> float:
+    """Copies that a worker of several holds for others, two steps of each, in units of its shard's size."""
+    parity = parity_of(engine.redundancy)
+    if parity is not None:
+        return 2 * parity.m / parity.k
+    return 2.0 if engine.mirrors else 0.0
 
 
 def torch_dtype(name: str) -> torch.dtype:

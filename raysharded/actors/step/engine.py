@@ -13,9 +13,11 @@ import torch
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.compilation.compiled_blocks import Compilation
+from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.device.device_waits import leave_when
 from raysharded.actors.model.build import Wrapped
 from raysharded.actors.model.inventory import Item, compare
+from raysharded.actors.shards.device_state import shard_bytes
 from raysharded.actors.shards.parity import keeper_of
 from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.restore import Restored, hand_over, restore
@@ -87,6 +89,8 @@ class Engine:
         )
         self._steps: Steps | None = None
         """None until the generation is prepared."""
+        if kept := accelerator().kept_settings():
+            self._around.say("environment", f"settings of the environment that are kept: {'; '.join(kept)}")
         decisions = place.spec.decisions
         loader.skip(decisions.skips, place.number_of("order"), place.spec.blocks, decisions.weights)
 
@@ -176,6 +180,7 @@ class Engine:
             own = [*live.inventory.items_without(live.carried), *optimizer.group_items(), *drawn]
             compare(own, self._place.spec.members, type(job.task).__name__, groups.state)
 
+        self._store.expect(shard_bytes(parts.sharded.parameters, parts.tried.keeps))
         with self._in_phase("reshard"):
             if objects.registered is not None:
                 hand_over(objects.registered, self._place, self._store, self._around.storage, groups.state)

@@ -1,8 +1,14 @@
-"""Evaluation on held-out data: microbatches are dealt round-robin, so the numbers are the same at any size."""
+"""Evaluation on held-out data: microbatches are dealt round-robin, so the numbers are the same at any size.
+
+Evaluations, and a loop's own forwards, have no backward. FSDP2 frees some units' gathered parameters in the backward
+alone, and would use them again in the next forward, though the parameters have changed meanwhile. `OtherForwards` frees
+them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +17,12 @@ from torch.utils import _pytree
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.guards.forwards import UnitWatch, watching
 from raysharded.actors.model.modes import Modes
+from raysharded.actors.model.sharded_model import ShardedModel
 from raysharded.actors.numerics.grad_norm import NORM_WORDS
 from raysharded.actors.numerics.microbatch_schedule import Schedule
 from raysharded.actors.numerics.step_consensus import Contribution, Flags, MetricNames, agree
 from raysharded.actors.shards.whole_tensors import gather_tensors
+from raysharded.actors.step.collation import Collator
 from raysharded.actors.step.forward_backward import Computer, Results
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.task_calls.task_numbers import half_precision
@@ -48,6 +56,7 @@ def shares(loader: Loader, num_samples: int, microbatch_size: int, *, rank: int,
 def evaluate(
     modes: Modes,
     computer: Computer,
+    collator: Collator,
     step: int,
     dealt: Iterator[Share],
     results: Results,
@@ -57,7 +66,7 @@ def evaluate(
     modes.evaluate()
     with torch.no_grad():
         for index, samples, ids in dealt:
-            batch = computer.batch(samples, ids, "evaluate", step, index or 0)
+            batch = collator.batch(samples, ids, "evaluate", step, index or 0)
             with watching(units, "evaluate", step, index):
                 loss = computer.evaluate(step, index or 0, batch, len(samples))
             results.note_names(loss)
@@ -65,6 +74,42 @@ def evaluate(
             if index is not None:
                 results.add(index, loss)
     modes.train()
+
+
+class OtherForwards:
+    """The forwards of one generation's model that are of no microbatch of a step. Training thread only."""
+
+    def __init__(self, sharded: ShardedModel, is_in_microbatch: Callable[[], bool], *, watch: bool) -> None:
+        """`watch`: True where a loop may call the model by itself."""
+        self._sharded, self._is_in_microbatch = sharded, is_in_microbatch
+        self.on_own: Callable[[], None] | None = None
+        """Called ahead of a forward that a loop does outside of microbatches and evaluations."""
+        self._is_evaluating = False
+        if watch:
+            _, root = sharded.hooks[-1]
+            root.before_gather(self._begin)
+            root.at_end(self._end)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context in which forwards are those of an evaluation."""
+        self._is_evaluating = True
+        try:
+            yield
+            self._sharded.drop_gathered()
+        finally:
+            self._is_evaluating = False
+
+    def _begin(self, *_: Any) -> None:
+        if self._is_own() and self.on_own is not None:
+            self.on_own()
+
+    def _end(self, *_: Any) -> None:
+        if self._is_own():
+            self._sharded.drop_gathered()
+
+    def _is_own(self) -> bool:
+        return not (self._is_evaluating or self._is_in_microbatch())
 
 
 class Evaluator:
@@ -75,6 +120,7 @@ class Evaluator:
         job: Job,
         modes: Modes,
         computer: Computer,
+        collator: Collator,
         loader: Loader | None,
         names: MetricNames,
         groups: Groups,
@@ -86,6 +132,7 @@ class Evaluator:
         """`modes`: modes of the model's modules. `loader`: reads the held-out data. `units`: watches the forwards.
         `numbers`: the number of the rule. `say`: reports remarks."""
         self._job, self._modes, self._computer, self._loader = job, modes, computer, loader
+        self._collator = collator
         self._names, self._groups, self._units = names, groups, units
         self._numbers, self._say = numbers, say
 
@@ -106,7 +153,7 @@ class Evaluator:
         mesh = groups.mesh
         rank, world_size = mesh.data_rank_of(groups.rank), mesh.data.world_size
         dealt = shares(loader, num_samples, size, rank=rank, world_size=world_size)
-        evaluate(self._modes, self._computer, step, dealt, results, self._units)
+        evaluate(self._modes, self._computer, self._collator, step, dealt, results, self._units)
         if results.half:
             self._say("half precision", half_precision(self._computer.name_of("evaluate", step), results.half))
         self._names.agree("evaluate", results.metric_names or ())
@@ -149,7 +196,7 @@ class Evaluator:
         self._modes.evaluate()
         with torch.no_grad():
             for index, samples, ids in shares(loader, num_samples, batch_size, rank=rank, world_size=world_size):
-                batch = self._computer.batch(samples, ids, "evaluate", step, index or 0)
+                batch = self._collator.batch(samples, ids, "evaluate", step, index or 0)
                 with watching(self._units, "evaluate", step, index):
                     output = self._computer.predict(step, index or 0, compute, batch)
                 form = found, _ = _pytree.tree_flatten(output)

@@ -10,6 +10,7 @@ from collections import deque
 from raysharded.actors.numerics.step_consensus import Agreed
 from raysharded.actors.shards.saver import Decision
 from raysharded.actors.task_calls.remarks import Notes
+from raysharded.actors.telemetry import device_use
 from raysharded.actors.telemetry.phases import Phases
 from raysharded.ids import GenerationId
 from raysharded.protocol.messages import NonFinite, StepReport
@@ -71,6 +72,7 @@ class Reports:
             skipped=skipped,
             audit_s=audit_s,
             remarks=self._notes.take(),
+            gpu=device_use.newest(),
         )
         with self.updated:
             self.recent.append(report)

@@ -30,6 +30,7 @@ from raysharded.actors.shards.saver import decide
 from raysharded.actors.shards.store import ShardBuffer
 from raysharded.actors.shards.whole_tensors import whole_weights
 from raysharded.actors.step.assembly import Parts, Surroundings
+from raysharded.actors.step.evaluation import OtherForwards
 from raysharded.actors.step.gradient import Batches, Computed
 from raysharded.data import Loader
 from raysharded.errors import CollectiveAborted, InexactError
@@ -61,12 +62,10 @@ class Steps:
         self._spec_is_final = False
         """True once the optimizer has made its state of the used parameters, in its first step."""
         self._memory_is_checked = False
-        self.on_own_forward: Callable[[], None] | None = None
-        """Called ahead of a forward of the model that is neither of a microbatch nor of an evaluation."""
-        self.is_evaluating = False
-        if registered is not None:
-            _, root = parts.sharded.hooks[-1]
-            root.before_gather(self._note_forward)
+        self.forwards = OtherForwards(
+            parts.sharded, lambda: parts.gradient.forward is not None, watch=registered is not None
+        )
+        """Forwards of the model that are of no microbatch."""
         parts.gradient.rounds.on_gradient = self._on_gradient
 
     def _on_gradient(self, index: int, gradient: torch.Tensor) -> None:
@@ -77,20 +76,6 @@ class Steps:
         if not self.parts.gradient.rounds.first_alone:  # a proof's recomputation is no part of the step
             self.parts.audit.note(index, gradient)
             self.parts.proof.note(index, gradient)
-
-    def _note_forward(self, *_: Any) -> None:
-        expected = self.is_evaluating or self.parts.gradient.forward is not None
-        if not expected and self.on_own_forward is not None:
-            self.on_own_forward()
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """A context in which forwards are those of an evaluation."""
-        self.is_evaluating = True
-        try:
-            yield
-        finally:
-            self.is_evaluating = False
 
     def check_memory(self) -> None:
         """Check the units' memory once: FSDP2 completes its initialisation in the first forward."""
@@ -337,7 +322,7 @@ class Step:
         """
         steps, around, parts, step = self.steps, self._around, self._parts, self.number
         steps.meet(step, "evaluation")
-        with around.calling_the_task(), around.in_phase("evaluate"), steps.evaluating():
+        with around.calling_the_task(), around.in_phase("evaluate"), steps.forwards.evaluating():
             found = parts.evaluator.evaluate(step, data, num_samples)
             parts.gradient.check_buffers("evaluation", step)
         self._evaluation |= {f"{name}.{key}" if name else key: value for key, value in found.items()}
@@ -347,7 +332,7 @@ class Step:
         """The outputs for each batch of the first samples of these data, on every worker. As `evaluate`."""
         steps, around, parts, step = self.steps, self._around, self._parts, self.number
         steps.meet(step, "evaluation")
-        with around.calling_the_task(), around.in_phase("evaluate"), steps.evaluating():
+        with around.calling_the_task(), around.in_phase("evaluate"), steps.forwards.evaluating():
             found = parts.evaluator.predict(step, compute, data, num_samples, batch_size)
             parts.gradient.check_buffers("evaluation", step)
         return found
@@ -366,7 +351,7 @@ class Step:
         steps.done = step
         evaluation = self._evaluation
         if parts.evaluator.is_due(step):
-            with around.calling_the_task(), around.in_phase("evaluate"), steps.evaluating():
+            with around.calling_the_task(), around.in_phase("evaluate"), steps.forwards.evaluating():
                 evaluation = parts.evaluator.evaluate_due(step)
                 parts.gradient.check_buffers("evaluation", step)
         with around.in_phase("snapshot"):

@@ -6,7 +6,7 @@ The error for a loss or gradient that is not finite names the microbatches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from raysharded.actors.device.device_waits import numbers_of
+from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.numerics.step_consensus import Agreed, non_finite, require_weight
 from raysharded.actors.optimizer.learning_rate import own_rates, set_rates
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
@@ -45,13 +46,25 @@ def located(
     return replace(found, microbatches=tuple(index for index, count in enumerate(bad.tolist()) if count))
 
 
-def error_of(found: NonFinite, step: int, *, is_located: bool) -> NonFiniteLoss:
-    """Error with which a worker stops. `is_located`: True if each microbatch was checked."""
+def error_of(found: NonFinite, step: int, *, is_located: bool, broken: Sequence[str] = ()) -> NonFiniteLoss:
+    """Error with which a worker stops.
+
+    `is_located`: True if each microbatch was checked. `broken`: parameters that are not finite before the step.
+    """
+    said = f"step {step}: {_said_of(found, is_located=is_located)}"
+    if broken:
+        also = f", and {len(broken) - 1} others have," if len(broken) > 1 else ""
+        remedy = "give them finite first values" if step == 1 else "continue from a checkpoint that has finite ones"
+        return NonFiniteLoss(f"{said}: {broken[0]!r} has{also} weights that are not finite before the step; {remedy}.")
+    remedy = "look at the model's forward, and at the data of this step"
+    if step > 1:
+        remedy = (
+            "lower the learning rate, set max_grad_norm, or look at the data of this step; then resume from the newest "
+            "checkpoint"
+        )
     return NonFiniteLoss(
-        f"step {step}: {_said_of(found, is_located=is_located)}. It will be the same at every try, since computation "
-        f"is reproducible: {_way_out(found)}lower the learning rate, set max_grad_norm, or look at the data of this "
-        "step; then resume from the newest checkpoint. Or let the run go on by itself: "
-        'FailureConfig(on_non_finite="skip") or "rewind".'
+        f"{said}. It will be the same at every try, since computation is reproducible: {_way_out(found)}{remedy}. Or "
+        'let the run go on by itself: FailureConfig(on_non_finite="skip") or "rewind".'
     )
 
 
@@ -114,9 +127,17 @@ class StepUpdate:
             return None
         with self._in_phase("locate"):
             found = yield from located(found, step, self._gradient, self._sum)
-        if self._job.on_non_finite != "skip":
-            raise error_of(found, step, is_located=bool(self._gradient.reducers))
+            broken = self._not_finite()
+        if self._job.on_non_finite != "skip" or broken:
+            raise error_of(found, step, is_located=bool(self._gradient.reducers), broken=broken)
         return found
+
+    def _not_finite(self) -> list[str]:
+        """Parameters of the optimizer that have values which are not finite, on any worker."""
+        written = self._optimizer.written
+        flags = [local_of(param).isfinite().all().logical_not().long() for param in written.values()]
+        counts = self._sum(torch.tensor([int(flag) for flag in numbers_of(flags)], dtype=torch.int64)).tolist()
+        return [name for name, count in zip(written, counts, strict=True) if count]
 
     def leave_out(self, step: int) -> float:
         """Change nothing; returns the learning rate that the step would have had."""

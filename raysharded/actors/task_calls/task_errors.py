@@ -85,20 +85,19 @@ def line_here() -> str:
     return "the training function"
 
 
-def is_called_from(module: str) -> bool:
-    """True if a frame of the calling thread is one of this module."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != module:
-        frame = frame.f_back
-    return frame is not None
-
-
 def _is_users(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("raysharded", "torch", "contextlib")
 
 
 def _line(frame: FrameType, line: int) -> str:
     return f"{frame.f_code.co_filename}:{line}"
+
+
+def is_raised_in_torch(error: BaseException) -> bool:
+    """True if the user's code called torch, and the error came from there, as from a hook."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    last = max((place for place, frame in enumerate(frames) if _is_users(frame)), default=-1)
+    return 0 <= last < len(frames) - 1 and str(frames[last + 1].f_globals.get("__name__", "")).startswith("torch.")
 
 
 def line_of(error: BaseException) -> str:

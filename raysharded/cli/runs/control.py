@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 def pause(run: RunName, address: Address = None, as_json: AsJson = False) -> None:
     """Pause a run at the next step. Its workers keep their state in memory."""
     found = _attached(run, address)
+    is_paused = found.status().phase == "paused"
     found.pause()
-    _say(found, "pauses at the next step", as_json)
+    _say(found, "is paused already" if is_paused else "pauses at the next step", as_json)
 
 
 def resume(run: RunName, address: Address = None, as_json: AsJson = False) -> None:

@@ -52,7 +52,7 @@ def _process_of(storage: Storage, worker: int) -> int:
     found: dict[str, Any] | None = ready.get(worker)
     if found is None:
         known = ", ".join(map(str, sorted(ready))) or "none"
-        raise ConfigError(f"the run at {storage.url} has no worker {worker} that was ready; it had: {known}.")
+        raise ConfigError(f"no worker {worker} of the run at {storage.url} has been ready; these have: {known}.")
     pid, node = int(found["pid"]), str(found["node"])
     if node != platform.node():
         raise ConfigError(f"worker {worker} is on {node}, and this is {platform.node()}: run the command there.")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
 
 from raysharded.data.access import generators
-from raysharded.data.access.sample_reader import task_error
+from raysharded.data.access.read_errors import task_error
 from raysharded.data.mixtures.schedule import ENDLESS
 from raysharded.data.plain_data import plain, restored
 from raysharded.data.streams.source import Cursor, Restartable, cursor_at, digest_of

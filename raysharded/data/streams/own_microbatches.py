@@ -67,7 +67,7 @@ class OwnMicrobatches:
         self._numbers: Loader | None = None
         self._attempt = 0
         self._planned: dict[int, list[int]] = {}
-        """This worker's microbatches of the newest two steps."""
+        """This worker's microbatches of the newest steps."""
         self._held: dict[MicrobatchKey, Given] = {}
         """Read ahead of their step."""
         self._after: dict[MicrobatchKey, Given] = {}
@@ -129,7 +129,7 @@ class OwnMicrobatches:
             raise self._changed(microbatch)
         self._after[step, microbatch] = given._replace(batch=None)
         self._read_ahead()
-        return replace(counted, samples=[given.batch])
+        return replace(counted, samples=[given.batch], batch=None)
 
     def _taken(self, step: int, index: int) -> Given:
         key = self._attempt, step, index
@@ -152,14 +152,15 @@ class OwnMicrobatches:
         return is_known and step <= self._max_steps and key not in self._after and key not in self._held
 
     def plan(self, upcoming: Sequence[MicrobatchKey]) -> None:
-        """These are loaded next: all of this worker's microbatches of a step."""
+        """These are loaded next: all of this worker's microbatches of a step, and perhaps of the next ones."""
         assert self._numbers is not None, "over comes first"
         self._numbers.plan(upcoming)
-        for step in {step for step, _ in upcoming}:
-            self._planned[step] = [index for at, index in upcoming if at == step]
-            self._planned = {at: own for at, own in self._planned.items() if step - 2 < at <= step}
-            self._held, self._after = (_from(step - 1, one) for one in (self._held, self._after))
-            self._digests = _from(step - 1, self._digests)
+        first = upcoming[0][0]
+        self._planned = {first - 1: self._planned.get(first - 1, [])}
+        for step, index in upcoming:
+            self._planned.setdefault(step, []).append(index)
+        self._held, self._after = (_from(first - 1, one) for one in (self._held, self._after))
+        self._digests = _from(first - 1, self._digests)
         self._read_ahead()
 
     # -- states --

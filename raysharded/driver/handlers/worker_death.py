@@ -13,6 +13,7 @@ from raysharded.display.quantities import listing
 from raysharded.driver.checkpoints import saves
 from raysharded.driver.state.commands import Command, Outcome, Record, prepend
 from raysharded.driver.state.state import OwnDeath, State
+from raysharded.driver.workers import device_failures
 from raysharded.errors import StepFailed
 from raysharded.ids import WorkerId
 from raysharded.protocol.death import Death, DeathExplained
@@ -39,6 +40,10 @@ def on_explained(state: State, event: DeathExplained, at: float) -> Outcome:
         "stderr": list(death.stderr),
         "stderr_file": death.stderr_file,
     }
+    if death.gpu:
+        fields["gpu"] = list(death.gpu)
+    if death.gpu_is_broken:
+        state = device_failures.remember_death(state, worker, death.generation)
     commands: list[Command] = [Record(kind="worker_died", fields=fields, durable=True)]
     state = _with_reason(state, worker, death)
     if not death.is_its_own or step <= state.step:  # of a step that was done since

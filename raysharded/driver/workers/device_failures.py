@@ -28,6 +28,13 @@ def remember(state: State, worker: WorkerId, stopped: Stopped) -> State:
     return replace(state, device_failures=with_entry(state.device_failures, device, failures))
 
 
+def remember_death(state: State, worker: WorkerId, generation: int) -> State:
+    """As `remember`, for a worker that died as its GPU reported a failure of itself: no step is to blame."""
+    device = _device(state, worker)
+    failures = (*state.device_failures.get(device, ()), (0, generation))
+    return replace(state, device_failures=with_entry(state.device_failures, device, failures))
+
+
 def number(state: State, device: str) -> int:
     """Failures of a GPU in this run."""
     return len(state.device_failures.get(device, ()))

@@ -7,6 +7,7 @@ the node.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from raysharded.ids import WorkerId
 from raysharded.layout import Mesh
 from raysharded.protocol.messages import Source, Stopped, StopReason
 
+_MICROBATCHES = re.compile(r"\bmicrobatch(es)? [\d, ]+")
 _LONGEST = 8000
 """Characters of a traceback that the journal keeps, from its end."""
 
@@ -57,7 +59,8 @@ def count(state: State, errors: Mapping[WorkerId, Stopped], at: float) -> Outcom
     commands: list[Command] = [_entry(state, worker, stopped, sorted(errors), retries=retries)]
     if retries:
         return state, commands
-    error = _of_all_attempts(first, stopped.error, state.failed_at, len(state.members))
+    num_nodes = len({_node_id(state, worker) for worker in state.members})
+    error = _of_all_attempts(first, stopped.error, state.failed_at, num_nodes)
     return prepend(saves.end(state, error, at), commands)
 
 
@@ -114,20 +117,20 @@ def _place(state: State, worker: WorkerId) -> tuple[WorkerId, str]:
 
 
 def _of_all_attempts(
-    first: BaseException | None, last: BaseException | None, places: Sequence[tuple[WorkerId, str]], num_workers: int
+    first: BaseException | None, last: BaseException | None, places: Sequence[tuple[WorkerId, str]], num_nodes: int
 ) -> BaseException | None:
     """The first error, with the workers and nodes of all attempts, and the last error if that differs."""
     if not isinstance(first, RayshardedError):
         return first
     same = _is_same(first, last)
     other = "" if same else f"\n(Attempt {len(places)} ended with another error, {type(last).__name__}: {last})"
-    message = f"{first}{other}\n({_who(places, num_workers, same=same)})"
+    message = f"{first}{other}\n({_who(places, num_nodes, same=same)})"
     if isinstance(first, TaskError):
         return type(first)(message, first.user_traceback)
     return type(first)(message)
 
 
-def _who(places: Sequence[tuple[WorkerId, str]], num_workers: int, *, same: bool) -> str:
+def _who(places: Sequence[tuple[WorkerId, str]], num_nodes: int, *, same: bool) -> str:
     named = [f"worker {worker}{f' on {host}' if host else ''}" for worker, host in places]
     if len(named) == 1:
         return f"Raised in {named[0]}."
@@ -135,7 +138,7 @@ def _who(places: Sequence[tuple[WorkerId, str]], num_workers: int, *, same: bool
     hosts = {host for _, host in places if host}
     if same and len(hosts) > 1:
         return f"{text} It comes on several nodes: look for it in the task or its data."
-    if len({worker for worker, _ in places}) == 1 and num_workers > 1:
+    if len({worker for worker, _ in places}) == 1 and num_nodes > 1:
         return f"{text} It is the same worker each time: its node may be the cause."
     return text
 
@@ -144,4 +147,4 @@ def _is_same(one: BaseException, other: BaseException | None) -> bool:
     """Whether both errors have the same cause: the microbatch or worker that met a bug first is chance."""
     if isinstance(one, TaskError) and isinstance(other, TaskError) and one.user_traceback:
         return one.user_traceback == other.user_traceback
-    return (type(one), str(one)) == (type(other), str(other))
+    return (type(one), _MICROBATCHES.sub("", str(one))) == (type(other), _MICROBATCHES.sub("", str(other)))

@@ -233,7 +233,7 @@ class DriverActor:
             submission.put_stop(self._key, arguments)
         self._made.wait()
         if self._run is None:
-            raise RunFailed(f"Run {self._order.name if self._order else '?'!r} is over.")
+            raise RunFailed(f"Run {self._order.name if self._order else '?'!r} is over: start it again to continue it.")
         return self._run.answer(what, arguments)
 
 

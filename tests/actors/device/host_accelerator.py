@@ -33,6 +33,9 @@ class HostStream:
     def wait_stream(self, stream: Any) -> None:
         pass
 
+    def wait_event(self, event: Any) -> None:
+        pass
+
 
 class HostAccelerator(Cuda):
     """One device in host memory. All tensors on the CPU count as the device's; communicators are still NCCL's."""
@@ -51,6 +54,9 @@ class HostAccelerator(Cuda):
 
     def is_available(self) -> bool:
         return True
+
+    def why_unusable(self) -> str:
+        return ""
 
     def names(self) -> list[str]:
         return ["host memory"]
@@ -78,6 +84,12 @@ class HostAccelerator(Cuda):
 
     def facts(self, device: torch.device) -> Mapping[str, str]:  # type: ignore[override]
         return {"gpu": "host memory"}
+
+    def complaints(self, device: torch.device) -> tuple[str, ...]:
+        return ()
+
+    def use(self, device: torch.device) -> dict[str, float]:
+        return {}
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         self.pinned_bytes.append(size_bytes)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from raysharded.actors.device.cuda import Cuda, arithmetic_settings, entry_of, index_of
+from raysharded.actors.device.cuda_presence import CudaFacts, why_unfit, why_unusable
 from raysharded.errors import ConfigError
+from tests.training.harness import GptTask, train
 
 
 @pytest.mark.parametrize(
@@ -39,6 +44,61 @@ def test_a_gpu_is_named_by_its_own_entry(monkeypatch: pytest.MonkeyPatch) -> Non
     assert Cuda().identity(torch.device("cuda", 1)) == "GPU 7 GPU-b"
 
 
+FACTS = CudaFacts(torch="2.13.0", built_for="13.0", driver=13000, driver_suffices=True, visible="0,1", number=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, ""),
+        ({"built_for": "", "driver": 0, "driver_suffices": False, "number": 0}, "torch 2.13.0 was built without CUDA"),
+        ({"driver": 0, "driver_suffices": False, "number": 0}, "has no NVIDIA driver, or its container does not see"),
+        (
+            {"driver": 12020, "driver_suffices": False, "number": 0},
+            "too old: it supports CUDA 12.2, and .* for CUDA 13.0. Update the driver, or install a torch for CUDA 12$",
+        ),
+        ({"visible": "", "number": 0}, "CUDA_VISIBLE_DEVICES='' hides all GPUs"),
+        ({"visible": "-1", "number": 0}, "CUDA_VISIBLE_DEVICES='-1' hides all GPUs"),
+        ({"visible": "7", "number": 0}, r"finds no GPU \(CUDA_VISIBLE_DEVICES='7'\).*MIG mode without an instance"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_has_a_sentence(changes: dict[str, Any], sentence: str) -> None:
+    found = why_unusable(replace(FACTS, **changes))
+    assert re.search(sentence, found) if sentence else found == ""
+
+
+@pytest.mark.parametrize(
+    ("names", "index", "visible", "sentence"),
+    [
+        (["NVIDIA H100 80GB HBM3"], 0, "0", ""),
+        (["NVIDIA A100-SXM4-40GB MIG 1g.5gb"], 0, "0", "it is a MIG instance .*MIG 1g.5gb.*nvidia-smi -mig 0"),
+        (["NVIDIA A100-SXM4-40GB"], 0, "MIG-5c4f", "it is a MIG instance"),
+        (["NVIDIA H100 80GB HBM3"], 1, "4,5", "CUDA shows 1 GPUs, and number 1 was assigned"),
+    ],
+)
+def test_a_gpu_that_is_unfit_for_a_worker_has_a_sentence(
+    names: list[str], index: int, visible: str, sentence: str
+) -> None:
+    found = why_unfit(names, index, visible)
+    assert re.search(sentence, found) if sentence else found == ""
+
+
+class NeverBuilt(GptTask):
+    """A task that is not to be built."""
+
+    def build_model(self) -> Any:
+        raise AssertionError("the model was built")
+
+
+@pytest.mark.procs
+def test_a_run_on_gpus_ends_at_once_where_there_are_none() -> None:
+    """In real processes, before a model is built: this torch has no CUDA, or this machine no GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ConfigError, match=r"ScalingConfig\(use_gpu=True\): .*(CUDA|driver)"):
+        train(2, use_gpu=True, task=NeverBuilt())
+
+
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     found: dict[str, str] = {}
@@ -47,11 +107,18 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_settings_are_made_and_those_of_the_user_are_kept(environment: dict[str, str]) -> None:
-    environment["TORCH_FR_BUFFER_SIZE"] = "7"
-    Cuda().prepare_environment(exact=False)
+    environment |= {"TORCH_FR_BUFFER_SIZE": "7", "NCCL_P2P_DISABLE": "1", "OTHER": "0"}
+    environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+    cuda = Cuda()
+    cuda.prepare_environment(exact=False)
+    assert cuda.kept_settings() == (
+        "TORCH_FR_BUFFER_SIZE=7 (raysharded's own value is 2000)",
+        "NCCL_P2P_DISABLE=1",
+    )
     assert environment["TORCH_FR_BUFFER_SIZE"] == "7"
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert "pinned_max_round_threshold_mb:64" in environment["PYTORCH_ALLOC_CONF"]
+    assert "pinned_num_register_threads:8" in environment["PYTORCH_ALLOC_CONF"]
     assert "CUBLAS_WORKSPACE_CONFIG" not in environment
     Cuda().prepare_environment(exact=True)
     assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

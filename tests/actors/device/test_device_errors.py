@@ -31,7 +31,11 @@ class Dying(DoubleAccelerator):
     def __init__(self) -> None:
         super().__init__()
         self.is_dead = False
+        self.reported: tuple[str, ...] = ()
         self.on_call = self._fail
+
+    def complaints(self, device: torch.device) -> tuple[str, ...]:
+        return self.reported
 
     def _fail(self, call: str) -> None:
         if self.is_dead:
@@ -211,3 +215,13 @@ def test_memory_of_a_device_that_never_finishes_is_not_given_back(
     environment.free_memory(CPU, twice=False)
     device.reached.set()
     assert "release_freed_memory" not in calls
+
+
+def test_a_failed_device_is_described_with_what_its_driver_reported(device: Dying) -> None:
+    device.is_dead, device.reported = True, ("Xid 94 (an uncorrectable memory error, contained)", "lower clocks")
+    sentence = "It reported Xid 94 (an uncorrectable memory error, contained); lower clocks"
+    found = ending_of(torch.AcceleratorError(TEXT), interrupted=False, device=CPU)
+    assert found.reason is StopReason.DEVICE
+    assert str(found.error).endswith(f"device-side assert triggered. {sentence}")
+    with pytest.raises(DeviceFailed, match=r"It reported Xid 94"):
+        require_device(CPU)

@@ -129,3 +129,35 @@ def test_survivors_drain_their_devices_after_the_abort_and_before_they_allocate_
         drained = second - 1 - calls[:second][::-1].index("drain")
         assert "abort" in calls[:drained]
         assert not {"pinned", "new_stream", "all_to_all"} & set(calls[drained:second])
+
+
+class Used(DoubleAccelerator):
+    """A device with a use to report."""
+
+    def use(self, device: torch.device) -> dict[str, float]:
+        return {"used_bytes": 5.0, "utilization": 0.5}
+
+
+def on_used() -> None:
+    """In a worker's process: compute on a device whose use is known."""
+    accelerator.use(Used())
+
+
+def test_the_use_of_a_device_is_in_each_steps_entry() -> None:
+    outcome = train(1, use_gpu=True, prepare=on_used, steps=2, microbatches=2)
+    assert [step["gpu"] for step in outcome.of("step")] == [{"used_bytes": 5.0, "utilization": 0.5}] * 2
+    assert "gpu" not in on_cpu().of("step")[0]
+
+
+def on_users_settings() -> None:
+    """In a worker's process: compute with settings of the user's environment."""
+    os.environ["NCCL_P2P_DISABLE"] = "1"
+    accelerator.use(DoubleAccelerator())
+
+
+def test_settings_of_the_user_are_kept_and_said_once() -> None:
+    """By one worker, in the first step, also if a generation follows."""
+    kills = [(1, 2, "backward")]
+    outcome = train(2, use_gpu=True, prepare=on_users_settings, steps=3, microbatches=2, kills=kills)
+    said = [remark for step in outcome.of("step") for remark in step.get("remarks", ()) if "environment" in remark]
+    assert said == ["settings of the environment that are kept: NCCL_P2P_DISABLE=1"]

@@ -46,6 +46,7 @@ WITHOUT_THE_MARK = {
     "Engine._prepare": INSIDE,
     "Engine.settle": LOCAL,
     "FunctionThread.build": "the user's function, in another thread",
+    "FunctionThread.finish": "the user's function, at the end of the run",
     "FunctionThread.train": LAUNCHER,
     "Groups._register": TORCH,
     "HangupWatch.close": LOCAL,

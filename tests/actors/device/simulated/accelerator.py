@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from raysharded.actors.device import accelerator
+from raysharded.actors.shards.pinned_arena import PinnedArena
 from raysharded.actors.shards.store import ShardBuffer
 from tests import patches
 from tests.actors.device.communicator_double import DoubleAccelerator
@@ -101,6 +102,7 @@ def replace_torch_streams(timeline: Timeline) -> None:
     _see_resizes(timeline)
     _see_lists(timeline)
     _see_filled_buffers(timeline)
+    _see_carved_memory(timeline)
 
 
 def _see_resizes(timeline: Timeline) -> None:
@@ -130,6 +132,18 @@ def _see_lists(timeline: Timeline) -> None:
         return read(tensor)
 
     setattr(torch.Tensor, "tolist", noted)  # noqa: B010
+
+
+def _see_carved_memory(timeline: Timeline) -> None:
+    """Let the timeline see the parts of page-locked memory that the arena gives to buffers."""
+    take = PinnedArena.take
+
+    def taken(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found = take(*args, **kwargs)
+        timeline.carved(found.untyped_storage())
+        return found
+
+    setattr(PinnedArena, "take", taken)  # noqa: B010
 
 
 def _see_filled_buffers(timeline: Timeline) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.actors.device.simulated.removals import removals
@@ -22,10 +24,17 @@ def test_the_engine_orders_all_that_it_and_fsdp2_do(name: str) -> None:
         ("local", "tree_reducer", "accelerator().keep_for_current_stream(gradient)", "reused while in use"),
         ("shards", "async_copy", "stream.wait_stream(accelerator().current_stream(device))", "race"),
         ("shards", "_fsdp_collectives", "reduce_scatter_stream.wait_stream(current_stream)", "race"),
+        ("one worker", "collation", "accelerator().current_stream(self._device).wait_event(self._done)", "race"),
     ],
-    ids=["memory that is kept", "snapshot", "exchange"],
+    ids=["memory that is kept", "snapshot", "exchange", "copy ahead"],
 )
 def test_a_wait_that_is_removed_is_found(name: str, module: str, text: str, kind: str) -> None:
+    """A missing wait leaves one stream unordered with others, so all problems have that stream in common.
+
+    It may also show as a reuse: memory that the stream allocates may still be in use by another one. That depends on
+    when the host last waited for the other stream, hence on the speed of the threads that send mirrors.
+    """
     (removal,) = (one for one in removals() if one.module.endswith(f".{module}") and one.text == text)
-    kinds = {problem.partition(": ")[0] for problem in findings(name, removal).problems}
-    assert kind in kinds
+    problems = findings(name, removal).problems
+    assert kind in {problem.partition(": ")[0] for problem in problems}
+    assert set.intersection(*({*re.findall(r"stream \d+|the host", problem)} for problem in problems)), problems

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from raysharded.actors.shards.pinned_arena import PinnedArena
 from tests.actors.device.simulated.access_watch import AccessWatch
 from tests.actors.device.simulated.timeline import SimulatedEvent, Timeline
 
@@ -160,3 +161,16 @@ def test_writes_by_lists_and_by_out_are_seen(line: Timeline) -> None:
     line.problems.clear()
     torch.add(values[0], 1.0, out=values[0])
     assert line.problems
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_part_of_page_locked_memory_is_given_away_after_the_copy_to_it(line: Timeline, waits: bool) -> None:
+    arena = PinnedArena(lambda size: torch.empty(size, dtype=torch.uint8))
+    part, values = arena.take(100), torch.ones(100, dtype=torch.uint8)
+    line.carved(part.untyped_storage())
+    part.copy_(values, non_blocking=True)
+    if waits:
+        line.default.record_event().synchronize()
+    del part
+    line.carved(arena.take(50).untyped_storage())
+    assert bool(line.problems) is not waits

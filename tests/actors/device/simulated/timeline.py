@@ -55,6 +55,8 @@ class Block:
     stream: int
     """Id of the stream that it was allocated on; `HOST` for page-locked memory."""
     where: str
+    addresses: range = range(0)
+    """Those of page-locked memory that its owner gives to other buffers by itself; else empty."""
     reads: dict[int, Access] = field(default_factory=dict)
     writes: dict[int, Access] = field(default_factory=dict)
     kept_for: set[int] = field(default_factory=set)
@@ -74,6 +76,7 @@ class Timeline:
         self._blocks: dict[int, Block] = {}
         self._freed: dict[int, list[tuple[str, dict[int, Access]]]] = {}
         """Stream -> memory freed since its last allocation, with the uses on other streams that nothing covers."""
+        self._freed_parts: list[Block] = []
         self._lock = threading.RLock()
         self._local = threading.local()
         self._streams: list[SimulatedStream] = []
@@ -143,6 +146,26 @@ class Timeline:
         with self._lock:
             self._blocks[storage._cdata] = Block(StorageWeakRef(storage), storage.nbytes(), HOST, "page-locked memory")
 
+    def carved(self, storage: torch.UntypedStorage) -> None:
+        """As `page_locked`, for a part of such memory. Nothing but the calling thread orders it after earlier parts."""
+        addresses = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+        with self._lock:
+            self._collect()
+            for block in [block for block in self._freed_parts if _overlap(block.addresses, addresses)]:
+                self._freed_parts.remove(block)
+                self._require_seen_by_host(block)
+            self.page_locked(storage)
+            self._blocks[storage._cdata].addresses = addresses
+
+    def _require_seen_by_host(self, block: Block) -> None:
+        for kind in (block.reads, block.writes):
+            for line, access in kind.items():
+                if line != HOST and self.host.get(line, 0) < access.count:
+                    self.problems.append(
+                        f"reused while in use: page-locked memory is given to another buffer while {access.what} on "
+                        f"{_name(line)} uses it"
+                    )
+
     def is_page_locked(self, storage: torch.UntypedStorage) -> bool:
         block = self._blocks.get(storage._cdata)
         return block is not None and block.stream == HOST
@@ -196,10 +219,12 @@ class Timeline:
                 )
 
     def _block(self, storage: torch.UntypedStorage) -> Block:
-        """A storage of before the simulation counts as one of the default stream."""
+        """A storage of before the simulation counts as one of the default stream, and an array's as the host's."""
         found = self._blocks.get(storage._cdata)
         if found is None:
-            found = Block(StorageWeakRef(storage), storage.nbytes(), self.default.id, "earlier")
+            is_of_torch = storage.resizable()
+            owner, name = (self.default.id, "earlier") if is_of_torch else (HOST, "an array")
+            found = Block(StorageWeakRef(storage), storage.nbytes(), owner, name)
             self._blocks[storage._cdata] = found
         return found
 
@@ -209,6 +234,8 @@ class Timeline:
 
     def _free(self, block: Block) -> None:
         if block.stream == HOST:  # its allocator waits for the streams that used it
+            if block.addresses:
+                self._freed_parts.append(block)
             return
         uses = {
             line: access
@@ -227,6 +254,10 @@ class Timeline:
                         f"reused while in use: memory of {freed}, freed on {_name(stream.id)}, may be given to {where} "
                         f"while {access.what} on {_name(line)} uses it"
                     )
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
 
 
 def _name(line: int) -> str:
