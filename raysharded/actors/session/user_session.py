@@ -102,9 +102,9 @@ class Session(NotFollowed):
         return self._built.model
 
     def streams(self, make: Callable[[int, int], Any]) -> None:
-        """Read microbatch i of a step's M from the restartable iterable `make(i, M)`, whose state goes back with a step.
+        """Read microbatch i of a step's M from the iterable `make(i, M)`. Call it before `shard`; there is no `data`.
 
-        It has `state_dict()` and `load_state_dict()`. Call this before `shard`; the trainer has no `data`."""
+        The iterable has `state_dict()` and `load_state_dict()`, and its state goes back with the step."""
         self._own_data.streams(make)
 
     def reads(self, read: Callable[[int, int], Any]) -> None:
