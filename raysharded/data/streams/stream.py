@@ -303,8 +303,8 @@ class Stream:
 def superseded(newest: int) -> list[int]:
     """Numbers of the restarts that go when restart `newest` is written, counted from 1.
 
-    Law: of those up to n, the ones stay that are among the newest 64, or divisible by 2^k with 2^k the largest power of
-    two up to (n - number) / 32.
+    Law: the newest 64 stay. Of an older one, let 2^k be the largest power of two up to (newest - number) / 32. It stays
+    if 2^k divides its number.
     """
     found, step = [], 2
     while (number := newest - _NEWEST // 2 * step) > 0:
