@@ -147,6 +147,13 @@ def own_microbatches(
     return OwnMicrobatches(source, reader, batch, max_steps=max_steps, prefetch=engine.prefetch)
 
 
+def vocabulary(data: Any) -> int | None:
+    """Number of tokens in the vocabulary of token data, also of a mixture of them; None where it is not known."""
+    if type(data) is Mixture:
+        return next(filter(None, map(vocabulary, data.sources.values())), None)
+    return data.vocab_size if type(data) in (TokenDataset, PackedDataset) else None
+
+
 def _packed(collate: Callable[[list[Any]], Any]) -> bytes:
     """The function's pickle; empty if it has none: then the training thread calls it."""
     try:

@@ -13,6 +13,7 @@ import torch
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.compilation.compiled_blocks import Compilation
+from raysharded.actors.guards.inputs import vocabulary_remark
 from raysharded.actors.guards.shard_memory import check_memory
 from raysharded.actors.model.build import Wrapped
 from raysharded.actors.model.modes import Modes
@@ -159,6 +160,8 @@ def assemble(
     live = DeviceState(sharded, optimizer)
     for about, sentence in sharded.inventory.remarks.items():
         say(about, sentence)
+    if is_new and (remark := vocabulary_remark(job.data, sharded.model)):
+        say("vocabulary", remark)
     every, sum_int64 = job.engine.audit_every_steps, groups.state.sum_int64
     return Parts(
         sharded=sharded,

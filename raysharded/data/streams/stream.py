@@ -8,11 +8,16 @@ source's state, and the digest of the items since the last one. Where a folder f
 files there, the same ones from every writer. A reader that has to go to another place begins at the nearest restart
 before it. One that comes to a restart that is there compares the digests: a source that gave other items is
 found there.
+
+The files of the newest 64 restarts of a shard stay. Of older ones those stay that are about a 64th of their distance to
+the newest apart, so their number grows with the logarithm of the number of items. Files are not needed, but save
+reading: without them a shard is read from its beginning.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -26,11 +31,14 @@ from raysharded.data.access.repeat_check import add_item
 from raysharded.data.mixtures.schedule import ENDLESS
 from raysharded.data.streams.source import Cursor, StreamSource, as_source, cursor_at, digest_of, not_restarting
 from raysharded.data.text.files import PathLike, as_paths
-from raysharded.errors import ConfigError, DataError
+from raysharded.errors import ConfigError, DataError, StorageError
 from raysharded.ids import derive_seed
 
+_log = logging.getLogger("raysharded.data")
 _RESTARTS = 8
 """Restarts of a shard in memory."""
+_NEWEST = 64
+"""Files of restarts of a shard that stay, as the newest ones."""
 _CHECKED = 4
 """Items that are read again after a restart, before training."""
 
@@ -81,6 +89,8 @@ class Stream:
         self._cursors: dict[int, Cursor] = {}
         self._restarts: dict[int, OrderedDict[int, _Restart]] = {}
         self._storage: Storage | None = None
+        self._has_failed = False
+        """Whether the folder could not be used, which is reported once."""
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -144,7 +154,11 @@ class Stream:
         known: Mapping[int, _Restart] = self._restarts.get(shard, {})
         here = max((at for at in known if at <= item), default=0)
         if self.states is not None and item - here > self.every:
-            names = self._folder().list(_folder_of(shard))
+            try:
+                names = list(self._folder().list(_folder_of(shard)))
+            except StorageError as error:
+                names = []
+                self._report(error)
             there = [int(name.removeprefix(f"{_folder_of(shard)}/item-").removesuffix(".json")) for name in names]
             furthest = max((at for at in there if at <= item and at % self.every == 0), default=0)
             found = self._read(shard, furthest) if furthest > here else None
@@ -190,9 +204,7 @@ class Stream:
         before = known.get(cursor.item)
         restart = _Restart(item=cursor.item, epoch=cursor.epoch, state=self._state_of(shard, cursor), digest=digest)
         if before is None and self.states is not None:
-            data = json.dumps({"epoch": restart.epoch, "state": restart.state, "digest": digest}).encode()
-            if not self._folder().put_if_absent(_key(shard, cursor.item), data):
-                before = self._read(shard, cursor.item)
+            before = self._put(shard, restart)
         if before is not None and before.digest != digest:
             raise DataError(
                 f"{self!r}: items {cursor.item - self.every} to {cursor.item - 1} of shard {shard} are others than "
@@ -202,6 +214,23 @@ class Stream:
         known[cursor.item] = restart
         if len(known) > _RESTARTS:
             known.popitem(last=False)
+
+    def _put(self, shard: int, restart: _Restart) -> _Restart | None:
+        """Write a restart, and remove older ones; returns the one that is there already."""
+        data = json.dumps({"epoch": restart.epoch, "state": restart.state, "digest": restart.digest}).encode()
+        try:
+            is_new = self._folder().put_if_absent(_key(shard, restart.item), data)
+            superfluous = [number * self.every for number in superseded(restart.item // self.every)]
+            self._folder().delete([_key(shard, item) for item in superfluous])
+        except StorageError as error:
+            self._report(error)
+            return None
+        return None if is_new else self._read(shard, restart.item)
+
+    def _report(self, error: StorageError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            _log.warning("%r reads on without states, which can be neither written nor read: %s", self, error)
 
     def _state_of(self, shard: int, cursor: Cursor) -> Any:
         """The source's state as JSON gives it back. Raises DataError if it is no JSON."""
@@ -226,18 +255,35 @@ class Stream:
             return _Restart(item=item, epoch=int(told["epoch"]), state=told["state"], digest=str(told["digest"]))
         except NoSuchKey:
             return None
+        except StorageError as error:
+            self._report(error)
+            return None
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{self.states}: {_key(shard, item)} is damaged: {error!r}. Delete it: it is written again."
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_cursors", "_restarts", "_storage", "_lock")
+        left_out = ("_cursors", "_restarts", "_storage", "_has_failed", "_lock")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()
+
+
+def superseded(newest: int) -> list[int]:
+    """Numbers of the restarts that go when restart `newest` is written, counted from 1.
+
+    Law: the newest 64 stay. Of an older one, let 2^k be the largest power of two up to (newest - number) / 32. It stays
+    if 2^k divides its number.
+    """
+    found, step = [], 2
+    while (number := newest - _NEWEST // 2 * step) > 0:
+        if number % step and number % (step // 2) == 0:
+            found.append(number)
+        step *= 2
+    return found
 
 
 def _folder_of(shard: int) -> str:
