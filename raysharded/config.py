@@ -516,6 +516,9 @@ class EngineConfig:
     prefetch: bool = True
     """Read the samples of the next microbatches in the background; a custom dataset is read in a separate process.
     False: read them in the training thread."""
+    data_processes: int | None = None
+    """Number of processes of each worker that read a custom dataset, and call the task's `collate`. None: one for a
+    custom dataset; others are read in a thread, and `collate` is called in the training thread. Changes no bits."""
     audit_every_steps: int | None = None
     """Number of steps between audits. An audit computes the gradient a second time on other workers and compares the
     bits. It detects a worker that computes wrong numbers. 100 costs about 1 %; None: no audits. Needs exact
@@ -551,6 +554,15 @@ class EngineConfig:
         require(
             self.redundancy is None or self.mirrors,
             "EngineConfig: with redundancy a run of few workers has mirrors; leave out either it or mirrors=False.",
+        )
+        processes = self.data_processes
+        require(
+            processes is None or (is_int(processes) and processes >= 1),
+            f"EngineConfig.data_processes={processes!r}: give a whole number of 1 or more, or None.",
+        )
+        require(
+            processes is None or self.prefetch,
+            "EngineConfig: data_processes needs prefetch=True; omit one of the two.",
         )
         most = self.max_compiled_shapes
         require(

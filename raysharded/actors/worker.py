@@ -29,13 +29,13 @@ from raysharded.actors.shards.erasure import erasure_code
 from raysharded.actors.shards.position import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, RankPosition, rendezvous_of
 from raysharded.actors.shards.saver import Saver, fingerprint_of
 from raysharded.actors.shards.store import ShardStore, redundant_copies
+from raysharded.actors.step.collation import AheadOfUse
 from raysharded.actors.step.engine import Engine
 from raysharded.actors.step.pending_reports import REPORTS_KEPT
 from raysharded.actors.task_calls.remarks import Notes
 from raysharded.actors.telemetry.busy_sampler import Sampler
 from raysharded.actors.telemetry.stack_probe import look_at
 from raysharded.checkpoint import Storage, open_storage
-from raysharded.data.sources import Sources
 from raysharded.errors import RayshardedError, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Share, parity_of
@@ -71,8 +71,8 @@ class Worker:
         self._storage = storage or open_storage(job.run_url)
         self._store = ShardStore(pin_memory=job.use_gpu, redundant_copies=redundant_copies(job.engine))
         self._saver, self._share = Saver(self._storage), Share()
-        settings = environment.reader_settings(job)
-        self._sources = Sources(job.data, job.evaluation, job.batch, job.engine, settings)
+        self._sources = environment.sources_of(job)
+        self._sources.training.ahead = AheadOfUse(job.task, self._device)
         self._job = job = job if self._sources.process is None else job.without_data()
         self._compute_thread: int | None = None
         self._changing = threading.Lock()
@@ -185,7 +185,7 @@ class Worker:
             place,
             self._groups,
             self._store,
-            self._sources.training,
+            self._objects.loader(self._sources.training),
             self._sources.held_out,
             self._storage,
             self._saver,

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from raysharded.config import BatchConfig
-from raysharded.data.access.prefetch import Prefetcher
+from raysharded.data.access.collation import Batch, Collation, Wish
+from raysharded.data.access.prefetch import Prefetcher, num_ahead
+from raysharded.data.access.reader_process import CollatingReader
 from raysharded.data.access.sample_reader import DatasetReader, Reader
 from raysharded.data.ledger import Digest, ReadRecorder, digest_of_reads
 from raysharded.data.order import NO_BLOCKS, Blocks, Int64s, positions_of_microbatch, sample_ids
@@ -52,11 +54,18 @@ class Microbatch:
     ids: Int64s
     """Ids of the samples actually read, in order."""
     samples: list[Any]
-    """The samples in order, as the dataset returned them."""
+    """The samples in order, as the dataset returned them; empty if a batch was made of them ahead."""
     digest: Digest
     """Digest of the actual reads. The digests of a step's microbatches add up to `expected_digest`."""
     num_reads: int
     """Number of reads that the digest covers."""
+    batch: Any = None
+    """The batch that a worker made of the samples ahead of its use; None if it made none."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples, also of those that are in a batch."""
+        return len(self.samples) or len(self.ids)
 
     @classmethod
     def from_reads(
@@ -74,9 +83,11 @@ class Microbatch:
         return _proved(step, index, samples, recorder.ids, positions)
 
 
-def _proved(step: int, index: int, samples: list[Any], ids: Int64s, positions: Int64s) -> Microbatch:
+def _proved(
+    step: int, index: int, samples: list[Any], ids: Int64s, positions: Int64s, batch: Batch | None = None
+) -> Microbatch:
     proof = digest_of_reads(step, positions, ids)
-    return Microbatch(step=step, index=index, ids=ids, samples=samples, digest=proof, num_reads=len(ids))
+    return Microbatch(step=step, index=index, ids=ids, samples=samples, digest=proof, num_reads=len(ids), batch=batch)
 
 
 class Loader(Protocol):
@@ -110,7 +121,7 @@ class MicrobatchLoader:
     """Loader of a map-style dataset in the order of `raysharded.data.order`.
 
     One thread at a time reads the dataset. With `prefetch` a background thread reads what `plan` announced, at most two
-    microbatches ahead. `load` returns the same with and without.
+    microbatches ahead. `load` returns the same samples with and without.
     """
 
     def __init__(
@@ -120,13 +131,17 @@ class MicrobatchLoader:
         *,
         prefetch: bool = False,
         lock: threading.Lock | None = None,
+        num_threads: int = 1,
+        collation: Collation | None = None,
     ) -> None:
         """`dataset`: a dataset, or a reader of it.
 
-        `lock`: the lock of another loader whose dataset may share objects with this one.
+        `lock`: the lock of another loader whose dataset may share objects with this one. `num_threads`: of those that
+        read ahead, for a reader that several may call at once. `collation`: requests batches from the reader.
         """
         self._reader = dataset if isinstance(dataset, Reader) else DatasetReader(dataset, lock=lock)
-        self.lock = self._reader.lock if isinstance(self._reader, DatasetReader) else threading.Lock()
+        own = self._reader
+        self.lock = own.lock if isinstance(own, (DatasetReader, CollatingReader)) else threading.Lock()
         """Held by the thread that reads the dataset in this process."""
         self._batch = batch
         self._num_samples: int | None = None
@@ -135,7 +150,13 @@ class MicrobatchLoader:
         self._order = 1
         self._blocks = NO_BLOCKS
         self._weights: WeightChanges = ()
-        self._prefetcher: Prefetcher[_Place, Microbatch] | None = Prefetcher(self._read) if prefetch else None
+        self.collation = collation
+        """Whether batches are made where samples are read; None: they are not."""
+        self.ahead: Callable[[Microbatch], Microbatch] = lambda microbatch: microbatch
+        """Called with each microbatch that is read ahead, in the thread that reads; must not raise."""
+        self._prefetcher: Prefetcher[_Place, Microbatch] | None = None
+        if prefetch:
+            self._prefetcher = Prefetcher(self._read_ahead, depth=num_ahead(num_threads), num_threads=num_threads)
         self._upcoming = _Upcoming(self._reader, batch.microbatch_size, self._ids_of)
 
     @property
@@ -226,15 +247,23 @@ class MicrobatchLoader:
         positions = (np.asarray(firsts, dtype=np.int64)[:, None] + within).reshape(-1)
         return sample_ids(self._batch.seed, positions, self.num_samples, self._order, self._blocks)
 
-    def _read(self, place: _Place) -> Microbatch:
+    def _read_ahead(self, place: _Place) -> Microbatch:
+        wish = None if self.collation is None else self.collation.wish(place[0], place[1])
+        found = self._read(place, wish)
+        if self.collation is not None and wish is not None and found.batch is None:
+            self.collation.refuse("it fails in the process that reads the samples, or its batch cannot be pickled")
+        return self.ahead(found)
+
+    def _read(self, place: _Place, wish: Wish | None = None) -> Microbatch:
         step, index, skipped, order, blocks, weights = place
         batch = self._batch
         positions = positions_of_microbatch(step, index, batch.global_batch_size, batch.microbatch_size, skipped)
         known = self._upcoming.ids(step, index) if place == self._place((step, index)) else None
         ids = sample_ids(batch.seed, positions, self.num_samples, order, blocks) if known is None else known
         number = derive_seed(batch.seed, "samples", step, index)
-        reads = self._reader.read_samples(ids.tolist(), f"in step {step}, microbatch {index}", number, weights)
-        return _proved(step, index, reads.samples, np.asarray(reads.ids, dtype=np.int64), positions)
+        where = f"in step {step}, microbatch {index}"
+        reads = self._reader.read_samples(ids.tolist(), where, number, weights, wish)
+        return _proved(step, index, reads.samples, np.asarray(reads.ids, dtype=np.int64), positions, reads.batch)
 
 
 class _Upcoming:

@@ -9,12 +9,17 @@ from typing import Any
 import numpy as np
 
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig
-from raysharded.data.access.reader_process import DataProcess, ProcessReader
+from raysharded.data.access.collation import Collation
+from raysharded.data.access.reader_process import CollatingReader, DataProcess, DataProcesses, ProcessReader
 from raysharded.data.access.sample_reader import DatasetReader, Draws
+from raysharded.data.access.transport import packed
 from raysharded.data.dataset import TokenDataset
 from raysharded.data.loader import MicrobatchLoader
 from raysharded.data.mixtures.mixture import Mixture
 from raysharded.data.packed.packed_dataset import PackedDataset
+from raysharded.data.streams.numbered_microbatches import MicrobatchFunction, MicrobatchNumbers, MicrobatchStreams
+from raysharded.data.streams.own_microbatches import OwnMicrobatches
+from raysharded.data.streams.stream import Stream
 from raysharded.display.quantities import count
 from raysharded.errors import ConfigError
 from raysharded.ids import derive_seed
@@ -37,28 +42,48 @@ class Sources:
         batch: BatchConfig,
         engine: EngineConfig,
         settings: Callable[[], object],
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        patience_s: float | None = None,
     ) -> None:
-        """`settings`: called in the process of the data once torch is loaded there."""
+        """`settings`: called in the process of the data once torch is loaded there. `collate`: the task's own.
+        `patience_s`: as of `DataProcess`."""
         self._evaluation, self._batch = evaluation, batch
         self._exact = engine.reduction == "exact"
         held_out = None if evaluation is None else evaluation.data
         self._reads_strangers = not all(_draws_nothing(one) for one in (data, held_out))
-        self.process: DataProcess | None = None
+        self.process: DataProcess | DataProcesses | None = None
         """Process that reads the data; None: this process does."""
-        self._reader: DatasetReader | ProcessReader
+        number = engine.data_processes
+        pickled = b"" if collate is None or not engine.prefetch else _packed(collate)
+        collation = Collation(batch.seed) if pickled and (self._reads_strangers or number) else None
+        self._collating: DataProcesses | None = None
+        """Processes that collate what this one reads."""
+
+        def started(*datasets: Any) -> DataProcess:
+            return DataProcess(datasets, refuses=self._exact, settings=settings, collate=pickled, patience_s=patience_s)
+
+        self._reader: DatasetReader | ProcessReader | CollatingReader
         self._held_out: DatasetReader | ProcessReader | None = None
         name, held_out_name = type(data).__name__, type(held_out).__name__
         own = DatasetReader(data, draws=self._draws())
         if self._reads_strangers and engine.prefetch:
-            self.process = DataProcess([data, held_out], refuses=self._exact, settings=settings)
+            self.process = started(data, held_out)
+            if number is not None and number > 1 and not isinstance(data, Stream):
+                self.process = DataProcesses(self.process, number)
             self._reader = ProcessReader(self.process, 0, name)
             if held_out is not None:
                 self._held_out = ProcessReader(self.process, 1, held_out_name)
         else:
             self._reader = own
+            if collation is not None:
+                self._collating = DataProcesses(started(), number or 1)
+                self._reader = CollatingReader(own, self._collating)
             if held_out is not None:
                 self._held_out = DatasetReader(held_out, lock=own.lock, draws=self._draws())
-        self.training = MicrobatchLoader(self._reader, batch, prefetch=engine.prefetch)
+        self.training = MicrobatchLoader(
+            self._reader, batch, prefetch=engine.prefetch, num_threads=number or 1, collation=collation
+        )
         self.held_out = None if self._held_out is None else MicrobatchLoader(self._held_out, batch)
 
     def _draws(self) -> Draws | None:
@@ -91,7 +116,7 @@ class Sources:
 
     def stacks(self) -> str:
         """Stacks of the data's process while it reads, as `faulthandler` writes them; empty without a process."""
-        return "" if self.process is None else self.process.stacks()
+        return next((found.stacks() for found in (self.process, self._collating) if found is not None), "")
 
     def close(self) -> None:
         """End the readers. Thread-safe."""
@@ -100,12 +125,50 @@ class Sources:
             self.held_out.close()
 
 
+def own_microbatches(
+    source: MicrobatchStreams | MicrobatchFunction,
+    batch: BatchConfig,
+    engine: EngineConfig,
+    max_steps: int,
+    settings: Callable[[], object],
+    patience_s: float | None = None,
+) -> OwnMicrobatches:
+    """The loader of microbatches that a session's function gives: read in a separate process, or, without
+    prefetching, in the training thread. `settings`, `patience_s`: as for `Sources`.
+
+    Draws are no error, as each microbatch is read with the generators seeded by its step and index.
+    """
+    reader: DatasetReader | ProcessReader
+    if engine.prefetch:
+        process = DataProcess([source], refuses=False, settings=settings, patience_s=patience_s)
+        reader = ProcessReader(process, 0, type(source).__name__)
+    else:
+        reader = DatasetReader(source, draws=Draws(refuses=False, puts_back=True))
+    return OwnMicrobatches(source, reader, batch, max_steps=max_steps, prefetch=engine.prefetch)
+
+
+def vocabulary(data: Any) -> int | None:
+    """Number of tokens in the vocabulary of token data, also of a mixture of them; None where it is not known."""
+    if type(data) is Mixture:
+        return next(filter(None, map(vocabulary, data.sources.values())), None)
+    return data.vocab_size if type(data) in (TokenDataset, PackedDataset) else None
+
+
+def _packed(collate: Callable[[list[Any]], Any]) -> bytes:
+    """The function's pickle; empty if it has none: then the training thread calls it."""
+    try:
+        return packed(collate)
+    except Exception:  # noqa: BLE001 - the boundary to the user's classes
+        return b""
+
+
 def _draws_nothing(data: Any) -> bool:
     """True if reading it runs none of the user's code."""
     if type(data) is Mixture:
         return all(_draws_nothing(source) for source in data.sources.values())
     torch = sys.modules.get("torch")
-    kinds: tuple[type, ...] = (type(None), TokenDataset, PackedDataset, list, tuple, range, np.ndarray, np.memmap)
+    own: tuple[type, ...] = (TokenDataset, PackedDataset, MicrobatchNumbers)
+    kinds: tuple[type, ...] = (type(None), *own, list, tuple, range, np.ndarray, np.memmap)
     if torch is not None:
         kinds += (torch.Tensor, torch.utils.data.TensorDataset)
     return type(data) in kinds

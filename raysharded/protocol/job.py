@@ -40,6 +40,8 @@ class Job:
     use_gpu: bool
     num_threads: int
     collective_timeout_s: float
+    read_patience_s: float = 2.5
+    """A read of samples that takes longer, and 5 times the longest so far, hangs: it is done again by a new process."""
     grace_s: float = 25.0
     """Longest time that a worker stays after SIGTERM."""
     preemption_notices: tuple[Any, ...] = ()

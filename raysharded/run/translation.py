@@ -109,6 +109,7 @@ def job_of(spec: RunSpec) -> Job:
         use_gpu=spec.scaling.use_gpu,
         num_threads=spec.threads_per_worker,
         collective_timeout_s=max(60.0, 2 * spec.run.failure.progress_timeout_s),
+        read_patience_s=spec.run.failure.hang_timeout_s / 2,
         grace_s=spec.run.checkpoint.grace_s,
         on_non_finite=spec.run.failure.on_non_finite,
         preemption_notices=spec.run.failure.preemption_notices,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,52 @@ class Unlike(Large):
             raise KeyError("no such row")
         if index == 5:
             raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+class OnceEach(Large):
+    """Samples that give trouble at their first reading: by index, one that hangs, dies, or raises."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(3)
+        self.folder = str(folder)
+
+    def is_first(self, what: str, times: int = 1) -> bool:
+        """True for the first readings of a sample, in any process."""
+        for number in range(times):
+            try:
+                Path(self.folder, f"{what}-{number}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            return True
+        return False
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3 and self.is_first("hangs"):
+            time.sleep(600)
+        if index == 4 and self.is_first("is killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == 5 and self.is_first("fails", times=2):
+            raise OSError(5, "Input/output error", "shard-7.tar")
+        if index == 6 and self.is_first("is wrong"):
+            raise KeyError("no such row")
+        return super().__getitem__(index)
+
+
+class Together(Large):
+    """Each sample waits until the samples of `number` processes are being read."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        super().__init__(3)
+        self.folder, self.number = str(folder), number
+
+    def __getitem__(self, index: int) -> Any:
+        Path(self.folder, str(os.getpid())).touch()
+        deadline = time.monotonic() + 60
+        while len(os.listdir(self.folder)) < self.number:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.number} processes do not read at once")
+            time.sleep(0.005)
         return super().__getitem__(index)
 
 

@@ -14,7 +14,9 @@ import pytest
 
 from raysharded.config import BatchConfig, EngineConfig
 from raysharded.data import Mixture, ShardedItems, Stream
+from raysharded.data.access.repeat_check import differ
 from raysharded.data.sources import Sources
+from raysharded.data.streams.stream import superseded
 from raysharded.errors import ConfigError, DataError, RayshardedError
 
 BATCH = BatchConfig(global_batch_size=4, microbatch_size=2, seed=1)
@@ -173,6 +175,36 @@ def test_wrong_sources_are_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a Stream, which decides the order"):
         len(Mixture({"a": data, "b": [1]}, {"a": 1, "b": 1}))
     assert [position["at"][2] for position in map(Stream(Counting(0, 0, 3)).__getitem__, range(5))] == [0, 1, 2, 0, 1]
+
+
+def test_of_old_states_fewer_stay_the_older_they_are(tmp_path: Path) -> None:
+    kept: set[int] = set()
+    for newest in range(1, 20_001):
+        kept = (kept | {newest}) - set(superseded(newest))
+    assert set(range(20_000 - 63, 20_001)) <= kept
+    assert len(kept) < 64 + 32 * 10
+    ordered = sorted(kept)
+    for before, after in itertools.pairwise([0, *ordered]):
+        assert after - before <= max(1, (20_000 - before) // 32)
+    data = Stream(Shards((10_000, 10_000)), states=tmp_path, every=2)
+    for position in range(2 * 1000):
+        data[position]
+    assert len(list(tmp_path.rglob("*.json"))) < 2 * (64 + 32 * 4)
+    again = pickle.loads(pickle.dumps(data))
+    assert not differ([again[position] for position in (300, 301)], [data[position] for position in (300, 301)])
+
+
+def test_a_folder_of_states_that_fails_ends_no_reading_and_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = [Stream(Shards((50,)))[position] for position in range(30)]
+    blocked = tmp_path / "states"
+    blocked.write_text("a file is no folder")
+    data = Stream(Shards((50,)), states=blocked, every=5)
+    assert not differ([data[position] for position in range(30)], expected)
+    assert not differ(pickle.loads(pickle.dumps(data))[29], expected[29])
+    reported = [message for message in caplog.messages if "reads on without states" in message]
+    assert len(reported) == 2, "once for each reader"
 
 
 def test_items_of_shards_are_read_once_in_an_epoch_and_may_be_mixed() -> None:

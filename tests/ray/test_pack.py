@@ -10,6 +10,7 @@ import ray
 
 from raysharded.data.pack import pack
 from raysharded.data.text import documents
+from raysharded.ray_backend.packing import ray_tasks
 from raysharded.ray_backend.packing.ray_tasks import RayTasks
 
 pytestmark = pytest.mark.ray
@@ -20,6 +21,7 @@ def test_tasks_of_a_cluster_write_the_bytes_that_one_process_writes(
 ) -> None:
     pytest.importorskip("pandas")
     monkeypatch.setattr(documents, "_PART_BYTES", 20_000)
+    monkeypatch.setattr(ray_tasks, "PARTS_AT_ONCE", 3)  # several times as many parts
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"text": "x" * (number % 90) + str(number)}) + "\n" for number in range(2000)))
     alone = pack(source, tmp_path / "alone", tokens_per_file=10_000)

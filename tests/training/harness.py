@@ -195,6 +195,7 @@ def train(
     prepare: Callable[[], None] | None = None,
     retries: int = 0,
     done: int | None = None,
+    read_patience_s: float = 60.0,
 ) -> Outcome:
     """Train from the start with so many workers, in groups of `shards` if that is given and of not fewer than
     `least_shards`, with a tensor parallel degree of `tensor`; raises the error that the run failed with. `nodes`: a
@@ -203,7 +204,7 @@ def train(
 
     `kills`: (worker, step, phase) of every worker to kill; `faults`: others; that all of them strike is checked.
     `losses`: the workers that may be lost besides those. `retries`: of a step whose task raised. `done`: the step that
-    a loop makes the last one.
+    a loop makes the last one. `read_patience_s`: as of `Job`, long enough for a busy machine.
     """
     with tempfile.TemporaryDirectory() as folder:
         killed = [Fault(worker=WorkerId(worker), step=step, phase=phase) for worker, step, phase in kills]
@@ -221,6 +222,7 @@ def train(
             save_every=save_every,
             faults=plan if plan.faults else None,
             on_non_finite=on_non_finite,
+            read_patience_s=read_patience_s,
         )
         limits = make_limits(
             job,
@@ -273,6 +275,7 @@ def make_job(
     faults: FaultPlan | None = None,
     grace_s: float = 25.0,
     on_non_finite: OnNonFinite = "stop",
+    read_patience_s: float = 60.0,
 ) -> Job:
     """A run in the folder at `url`."""
     return Job(
@@ -291,6 +294,7 @@ def make_job(
         collective_timeout_s=60.0,
         grace_s=grace_s,
         on_non_finite=on_non_finite,
+        read_patience_s=read_patience_s,
         faults=faults,
     )
 

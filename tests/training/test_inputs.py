@@ -8,19 +8,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors.guards.inputs import arguments, rounded, tensors_in
+from raysharded.actors.guards.inputs import arguments, rounded, tensors_in, vocabulary_remark
 from raysharded.clock import SystemClock
+from raysharded.data.store.layout import Kind
+from raysharded.data.store.writer import StoreWriter
 from raysharded.errors import ConfigError
 from raysharded.journal.log import Journal
 from raysharded.run.local import LocalRun
 from tests.cases import tried_each_time
 from tests.test_config import trainer
-from tests.training.harness import Outcome, log_into, train
+from tests.training.harness import SEQUENCE, VOCABULARY, Outcome, log_into, train
 
 TIMES = (914.0, 3.0, 257.0)
 
@@ -181,3 +184,22 @@ def test_the_setting_is_recorded_and_a_run_that_is_older_counts_as_all(
     Journal(run._storage, SystemClock(), "before").append("started", settings, durable=True)
     with pytest.raises(ConfigError, match=r"started with cast_inputs='all' and is resumed with 'none'"):
         run.drive()
+
+
+def test_a_model_without_an_embedding_for_some_tokens_is_named_before_training(tmp_path: Path) -> None:
+    kind = Kind(tokenizer="bytes", vocab_size=257)
+    with StoreWriter(f"{tmp_path}/store", kind, 1 << 20) as writer:
+        writer.write(np.random.default_rng(0).integers(0, VOCABULARY, 5000, dtype=np.uint32))
+    data = rs.TokenDataset(tmp_path / "store", seq_len=SEQUENCE)
+    outcome = train(1, data=data, steps=1, microbatches=2)
+    remarks = [text for fields in outcome.of("step") for text in fields.get("remarks", ())]
+    sentence = (
+        f"the vocabulary of the data has 257 tokens, and the model's largest embedding {VOCABULARY} rows: a token from "
+        f"{VOCABULARY} on would raise IndexError. Give the model 257 rows, or the data the model's tokenizer."
+    )
+    assert sentence in remarks
+    mixture = rs.Mixture({"a": data, "b": data}, {"a": 1, "b": 1})
+    assert vocabulary_remark(mixture, nn.Embedding(256, 2))
+    assert not vocabulary_remark(mixture, nn.Embedding(257, 2))
+    assert not vocabulary_remark(mixture, nn.Linear(2, 2))
+    assert not vocabulary_remark([1, 2], nn.Embedding(2, 2))

@@ -36,6 +36,10 @@ class Stream(Protocol):
         """Let later work of this stream wait for all work of another so far."""
         ...
 
+    def wait_event(self, event: Any) -> None:
+        """Let later work of this stream wait for the place in another."""
+        ...
+
 
 class Accelerator(Protocol):
     """A kind of device with streams, and the communicators between devices of this kind."""

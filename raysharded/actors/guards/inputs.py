@@ -20,6 +20,19 @@ from raysharded.actors.in_place.unit_hooks import UnitHooks
 from raysharded.actors.model.build import DTYPES, casts_inputs
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.config import EngineConfig
+from raysharded.data.sources import vocabulary
+
+
+def vocabulary_remark(data: Any, model: nn.Module) -> str:
+    """Sentence on a model that has no embedding for some tokens of its data; empty if it has, or is unknown."""
+    size = vocabulary(data)
+    rows = max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
+    if size is None or not 0 < rows < size:
+        return ""
+    return (
+        f"the vocabulary of the data has {size} tokens, and the model's largest embedding {rows} rows: a token from "
+        f"{rows} on would raise IndexError. Give the model {size} rows, or the data the model's tokenizer."
+    )
 
 
 class InputWatch:

@@ -8,7 +8,6 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -25,6 +24,7 @@ from raysharded.actors.task_calls import unsupported_features
 from raysharded.actors.telemetry import device_use
 from raysharded.config import EngineConfig
 from raysharded.data.loader import MicrobatchLoader
+from raysharded.data.sources import Sources
 from raysharded.errors import ConfigError
 from raysharded.protocol.descriptors import left, raise_limit
 from raysharded.protocol.job import Job
@@ -66,11 +66,6 @@ def prepare_worker(job: Job) -> tuple[torch.device, ConfigError | None]:
         return torch.device("cpu"), error
 
 
-def reader_settings(job: Job) -> Callable[[], object]:
-    """Function that configures the process that reads a worker's data: it compiles nothing, and has no GPU."""
-    return partial(prepare_torch, replace(job.engine, compile=False), job.num_threads, use_gpu=False)
-
-
 def gpu_of(device: torch.device) -> str:
     """Number and UUID of a GPU on its machine, as far as they are known; empty for a CPU."""
     return accelerator().identity(device) if accelerator().has(device) else ""
@@ -95,6 +90,22 @@ def use_threads(num_threads: int) -> None:
     """Set the number of threads for the calling thread: OpenMP keeps it per thread, and CUDA the current device."""
     torch.set_num_threads(num_threads)
     accelerator().enter_thread()
+
+
+def sources_of(job: Job) -> Sources:
+    """The run's data as this worker reads them. Raises TaskError for data that cannot be pickled.
+
+    The process that reads them compiles nothing, and has no GPU.
+    """
+    return Sources(
+        job.data,
+        job.evaluation,
+        job.batch,
+        job.engine,
+        partial(prepare_torch, replace(job.engine, compile=False), job.num_threads, use_gpu=False),
+        collate=job.task.collate,
+        patience_s=job.read_patience_s,
+    )
 
 
 def arithmetic(device: torch.device, num_threads: int) -> dict[str, str]:

@@ -119,6 +119,14 @@ class ReductionState:
     def microbatch(self, rank: int) -> int | None:
         return self.schedule.microbatch_of(self.acting_rank(rank), self.index)
 
+    def microbatches_shifted(self, shift: int) -> list[int]:
+        """This worker's microbatches of a step with such a shift, in order."""
+        before, self.shift = self.shift, shift
+        rank = self.acting_rank(self.rank)
+        found = [self.schedule.microbatch_of(rank, index) for index in range(self.count)]
+        self.shift = before
+        return [index for index in found if index is not None]
+
     def acting_rank(self, rank: int) -> int:
         """The rank whose microbatches `rank` computes.
 

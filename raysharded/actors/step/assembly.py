@@ -13,6 +13,7 @@ import torch
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.compilation.compiled_blocks import Compilation
+from raysharded.actors.guards.inputs import vocabulary_remark
 from raysharded.actors.guards.shard_memory import check_memory
 from raysharded.actors.model.build import Wrapped
 from raysharded.actors.model.modes import Modes
@@ -26,6 +27,7 @@ from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.saver import Saver
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.audit import Audit
+from raysharded.actors.step.collation import Collator
 from raysharded.actors.step.evaluation import Evaluator
 from raysharded.actors.step.first_step_proof import Proof
 from raysharded.actors.step.forward_backward import Computer
@@ -36,7 +38,7 @@ from raysharded.actors.task_calls.process_state import STAYS_CHANGED, Left, put_
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.telemetry.phases import Phases
 from raysharded.checkpoint import Storage
-from raysharded.data import Loader
+from raysharded.data import Loader, MicrobatchLoader
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import FromMemory
 
@@ -127,15 +129,18 @@ def assemble(
         objects.registered.modes = modes
     objects.tried = tried = optimizer.try_out(objects.tried, say)
     draws = place.number_of("draws")
-    computer = Computer(
-        job.task, sharded.model, around.device, job.batch.seed, draws, watches_memory=not job.engine.compile
-    )
+    computer = Computer(job.task, sharded.model, job.batch.seed, draws, watches_memory=not job.engine.compile)
+    collation = around.loader.collation if isinstance(around.loader, MicrobatchLoader) else None
+    if collation is not None and draws == 1:  # Python's and NumPy's draws of a loss follow those of `collate`
+        collation.refuse("the run began with a version whose losses depend on its draws")
+    collator = Collator(job.task, around.device, job.batch.seed, collation, say)
     names = MetricNames(type(job.task).__name__, groups.state.max_int)
     gradient = StepGradient(
         job,
         sharded,
         optimizer,
         computer,
+        collator,
         around.loader,
         names,
         around.in_phase,
@@ -150,11 +155,13 @@ def assemble(
         shifted=place.spec.shift,
     )
     evaluator = Evaluator(
-        job, modes, computer, around.eval_loader, names, groups, gradient.units, numbers=numbers, say=say
+        job, modes, computer, collator, around.eval_loader, names, groups, gradient.units, numbers=numbers, say=say
     )
     live = DeviceState(sharded, optimizer)
     for about, sentence in sharded.inventory.remarks.items():
         say(about, sentence)
+    if is_new and (remark := vocabulary_remark(job.data, sharded.model)):
+        say("vocabulary", remark)
     every, sum_int64 = job.engine.audit_every_steps, groups.state.sum_int64
     return Parts(
         sharded=sharded,

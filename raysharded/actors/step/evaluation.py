@@ -22,6 +22,7 @@ from raysharded.actors.numerics.grad_norm import NORM_WORDS
 from raysharded.actors.numerics.microbatch_schedule import Schedule
 from raysharded.actors.numerics.step_consensus import Contribution, Flags, MetricNames, agree
 from raysharded.actors.shards.whole_tensors import gather_tensors
+from raysharded.actors.step.collation import Collator
 from raysharded.actors.step.forward_backward import Computer, Results
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.task_calls.task_numbers import half_precision
@@ -55,6 +56,7 @@ def shares(loader: Loader, num_samples: int, microbatch_size: int, *, rank: int,
 def evaluate(
     modes: Modes,
     computer: Computer,
+    collator: Collator,
     step: int,
     dealt: Iterator[Share],
     results: Results,
@@ -64,7 +66,7 @@ def evaluate(
     modes.evaluate()
     with torch.no_grad():
         for index, samples, ids in dealt:
-            batch = computer.batch(samples, ids, "evaluate", step, index or 0)
+            batch = collator.batch(samples, ids, "evaluate", step, index or 0)
             with watching(units, "evaluate", step, index):
                 loss = computer.evaluate(step, index or 0, batch, len(samples))
             results.note_names(loss)
@@ -118,6 +120,7 @@ class Evaluator:
         job: Job,
         modes: Modes,
         computer: Computer,
+        collator: Collator,
         loader: Loader | None,
         names: MetricNames,
         groups: Groups,
@@ -129,6 +132,7 @@ class Evaluator:
         """`modes`: modes of the model's modules. `loader`: reads the held-out data. `units`: watches the forwards.
         `numbers`: the number of the rule. `say`: reports remarks."""
         self._job, self._modes, self._computer, self._loader = job, modes, computer, loader
+        self._collator = collator
         self._names, self._groups, self._units = names, groups, units
         self._numbers, self._say = numbers, say
 
@@ -149,7 +153,7 @@ class Evaluator:
         mesh = groups.mesh
         rank, world_size = mesh.data_rank_of(groups.rank), mesh.data.world_size
         dealt = shares(loader, num_samples, size, rank=rank, world_size=world_size)
-        evaluate(self._modes, self._computer, step, dealt, results, self._units)
+        evaluate(self._modes, self._computer, self._collator, step, dealt, results, self._units)
         if results.half:
             self._say("half precision", half_precision(self._computer.name_of("evaluate", step), results.half))
         self._names.agree("evaluate", results.metric_names or ())
@@ -192,7 +196,7 @@ class Evaluator:
         self._modes.evaluate()
         with torch.no_grad():
             for index, samples, ids in shares(loader, num_samples, batch_size, rank=rank, world_size=world_size):
-                batch = self._computer.batch(samples, ids, "evaluate", step, index or 0)
+                batch = self._collator.batch(samples, ids, "evaluate", step, index or 0)
                 with watching(self._units, "evaluate", step, index):
                     output = self._computer.predict(step, index or 0, compute, batch)
                 form = found, _ = _pytree.tree_flatten(output)

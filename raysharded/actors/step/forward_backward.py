@@ -1,21 +1,16 @@
-"""Forward and backward of one step's microbatches: losses and gradients that do not depend on the rank.
-
-Errors name samples that cannot be collated.
-"""
+"""Forward and backward of one step's microbatches: losses and gradients that do not depend on the rank."""
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from raysharded.actors.device.accelerator import seed_torch
 from raysharded.actors.device.device_waits import on_device, on_host
@@ -24,65 +19,14 @@ from raysharded.actors.model.meta_watch import MemoryWatch
 from raysharded.actors.model.sharded_model import clean_name
 from raysharded.actors.numerics.microbatch_schedule import microbatch_name
 from raysharded.actors.numerics.step_consensus import Pair
-from raysharded.actors.task_calls.explanations import narrowed, without_tables
+from raysharded.actors.task_calls.explanations import narrowed
 from raysharded.actors.task_calls.object_contents import reachable
-from raysharded.actors.task_calls.task_errors import naming, task_error
+from raysharded.actors.task_calls.task_errors import naming
 from raysharded.actors.task_calls.task_numbers import HALF, TENSORS, kind_of, number_of
 from raysharded.data.access import generators
-from raysharded.errors import TaskError, is_ctrl_c, text_of, user_traceback
+from raysharded.errors import TaskError
 from raysharded.ids import derive_seed
 from raysharded.task import Loss, Task
-
-_MOST_NAMED = 8
-
-
-def collation_error(error: BaseException, samples: Sequence[Any], where: str, ids: Sequence[int]) -> TaskError:
-    """Error for samples with which `default_collate` raised `error`.
-
-    `where`: description of the samples. `ids`: their indices.
-    """
-    start, text = f"collating {where}, of {_named(ids)},", f"{type(error).__name__}: {without_tables(text_of(error))}"
-    return TaskError(f"{start} raised {text}{_cause(samples, ids)}", user_traceback(error))
-
-
-def _cause(samples: Sequence[Any], ids: Sequence[int]) -> str:
-    for sample, index in zip(samples, ids, strict=False):
-        for path, value in leaves("", sample):
-            if value is None:
-                what = f"has None at {path}" if path else "is None"
-                return f". Sample {index} {what}: leave it out of the dataset, or give a placeholder value."
-    shapes: dict[str, tuple[int, torch.Size]] = {}
-    for sample, index in zip(samples, ids, strict=False):
-        for path, value in leaves("", sample):
-            if isinstance(value, torch.Tensor):
-                first, shape = shapes.setdefault(path, (index, value.shape))
-                if value.shape != shape:
-                    where = f" at {path}" if path else ""
-                    return (
-                        f". Sample {index} has the shape {tuple(value.shape)}{where} and sample {first} "
-                        f"{tuple(shape)}: pad them to one shape in the dataset, or set microbatch_size=1."
-                    )
-    return ". Samples are tensors, arrays, numbers or text, or dicts, lists and tuples of them, all alike."
-
-
-def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Values in a sample, each with its path."""
-    match value:
-        case Mapping():
-            for key, item in value.items():
-                yield from leaves(f"{path}[{key!r}]", item)
-        case list() | tuple():
-            for place, item in enumerate(value):
-                yield from leaves(f"{path}[{place}]", item)
-        case _ if hasattr(value, "__array__") and not isinstance(value, torch.Tensor):
-            yield path, torch.empty(getattr(value, "shape", ()), device="meta")
-        case _:
-            yield path, value
-
-
-def _named(ids: Sequence[int]) -> str:
-    named = ", ".join(map(str, ids[:_MOST_NAMED])) + (", ..." if len(ids) > _MOST_NAMED else "")
-    return f"sample {named}" if len(ids) == 1 else f"samples {named}"
 
 
 def operand_name(model: nn.Module, tensor: torch.Tensor) -> str:
@@ -195,7 +139,6 @@ class Computer:
         self,
         task: Task,
         model: nn.Module,
-        device: torch.device,
         seed: int,
         draws: int = 1,
         *,
@@ -206,31 +149,8 @@ class Computer:
         self._unwatched = {"train", "evaluate"} if watches_memory else set[str]()
         self._draws = DRAWS[draws]
         self._task = task
-        self._name, self._collate = type(task).__name__, task.collate
         self._model = model
-        self._device = device
         self._seed = seed
-
-    def batch(self, samples: Sequence[Any], ids: Sequence[int], purpose: str, step: int, microbatch: int) -> Any:
-        """Collate the samples of a microbatch, `ids` of the data, and move them to the device.
-
-        Random draws of the task's own `collate` depend on (seed, step, microbatch).
-        """
-        given = list(samples)
-        if self._collate is not None:
-            _seed_all(self._seed, f"collate for {purpose}", step, microbatch)
-            given = [copy.copy(one) if isinstance(one, dict) else one for one in given]  # collators remove keys
-        try:
-            collated = (self._collate or default_collate)(given)
-        except BaseException as error:  # the boundary to the user's classes, which may call sys.exit()
-            if is_ctrl_c(error):
-                raise
-            of = f"step {step}" if purpose == "train" else f"the evaluation after step {step}"
-            where = f"{microbatch_name(microbatch)} of {of}"
-            if self._collate is not None:
-                raise task_error(f"{self._name}.collate of {where}, of {_named(ids)},", error) from error
-            raise collation_error(error, samples, where, ids) from error
-        return _to_device(collated, self._device)
 
     def evaluate(self, step: int, microbatch: int, batch: Any, num_samples: int) -> Loss:
         """The task's held-out loss of a microbatch."""
@@ -338,15 +258,3 @@ def _is_pair(value: Any) -> bool:
         return len(value) == 2 and all(number_of(one) is not None for one in value)
     except TypeError:  # it has no length, or is not iterable
         return False
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return on_device(value, device)
-    if isinstance(value, dict):
-        return {key: _to_device(item, device) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to_device(item, device) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to_device(item, device) for item in value)
-    return value

@@ -28,6 +28,7 @@ from raysharded.actors.numerics.step_consensus import MetricNames
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.actors.reduction.gradient_exchange import Hosts
 from raysharded.actors.reduction.tree_reducer import ReductionState, ScalarGradients, install
+from raysharded.actors.step.collation import Collator
 from raysharded.actors.step.forward_backward import Computer, Results, as_loss
 from raysharded.actors.step.parameter_use import ParameterUse
 from raysharded.actors.task_calls.remarks import Say
@@ -35,7 +36,9 @@ from raysharded.actors.task_calls.task_numbers import half_precision
 from raysharded.actors.telemetry import position_record
 from raysharded.actors.telemetry.phases import Phases
 from raysharded.data import Loader, Microbatch
+from raysharded.data.access.prefetch import num_ahead
 from raysharded.data.ledger import Digest, add as add_digests
+from raysharded.data.loader import MicrobatchKey
 from raysharded.errors import InexactError, TaskError
 from raysharded.protocol.job import Job
 from raysharded.task import Loss
@@ -65,6 +68,7 @@ class StepGradient:
         sharded: ShardedModel,
         optimizer: ShardOptimizer,
         computer: Computer,
+        collator: Collator,
         loader: Loader,
         names: MetricNames,
         phases: Phases,
@@ -86,6 +90,7 @@ class StepGradient:
         (step, shift): other workers compute the microbatches of this step, as with `compute_again`."""
         self._shifted, self._further = shifted, 0
         self._job, self._optimizer, self._computer, self._loader = job, optimizer, computer, loader
+        self._collator, self._num_ahead = collator, num_ahead(job.engine.data_processes or 1)
         self._names, self._in_phase, self._numbers, self._say = names, phases, numbers, say
         self._model, self._root, self._modes = sharded.model, sharded.tree.root, modes
         self._exact, self._on_backward = job.engine.reduction == "exact", on_reduce
@@ -132,14 +137,11 @@ class StepGradient:
             self._buffers.check(after, step)
 
     def plan_reading(self, step: int) -> None:
-        """Let this worker's microbatches of a step be read in the background."""
-        if step > self._job.max_steps:
-            return
-        rounds = self.rounds
-        rounds.shift = self._shift_of(step)
-        rank = rounds.acting_rank(rounds.rank)
-        indices = [rounds.schedule.microbatch_of(rank, index) for index in range(rounds.count)]
-        self._loader.plan([(step, index) for index in indices if index is not None])
+        """Let this worker's microbatches of a step, and then those of the next ones, be read in the background."""
+        steps = range(step, min(step + self._num_ahead, self._job.max_steps) + 1)
+        keys = _upcoming(steps, self._num_ahead, lambda at: self.rounds.microbatches_shifted(self._shift_of(at)))
+        if keys:
+            self._loader.plan(keys)
 
     def compute(self, step: int) -> Batches[Computed]:
         """Compute the step's gradient and leave it with the parameters: each worker has its shard of the sum."""
@@ -158,14 +160,14 @@ class StepGradient:
             self._in_phase.note_place(step, index)
             with self._in_phase("data"):
                 if index is None:
-                    taken = taken or self._padding(step)
+                    taken = self._padding(step) if taken is None or taken.batch is not None else taken
                 else:
                     taken = self._loader.load(step, index)
                     digest = add_digests(digest, taken.digest)
                     num_reads += taken.num_reads
                 position_record.note_samples(taken.ids[: position_record.MOST_SAMPLES].tolist())
-                batch = self._computer.batch(taken.samples, taken.ids.tolist(), "train", taken.step, taken.index)
-            self._begin_forward(step, index, len(taken.samples))
+                batch = self._collator.training_batch(taken)
+            self._begin_forward(step, index, taken.num_samples)
             yield batch
             del batch
             if self.forward is not None:
@@ -306,3 +308,13 @@ class StepGradient:
             self.rounds.first_alone = False
             for reducer in self.reducers:
                 reducer.reset()
+
+
+def _upcoming(steps: range, num_ahead: int, microbatches_of: Callable[[int], list[int]]) -> list[MicrobatchKey]:
+    """The microbatches of the first step, and at least `num_ahead` of those that follow; none without a step."""
+    keys, needed = list[MicrobatchKey](), 0
+    for step in steps:
+        if step == steps.start or len(keys) < needed:
+            keys += [(step, index) for index in microbatches_of(step)]
+            needed = needed or len(keys) + num_ahead
+    return keys

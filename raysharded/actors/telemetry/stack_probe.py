@@ -61,7 +61,7 @@ def look_at(thread_id: int | None, elsewhere: Callable[[], str] = lambda: "") ->
 
     If the thread waits for another one that runs the user's code (samples are read ahead), that one's stack is added.
     If it waits for samples, the stack of the process that reads them is added, which `elsewhere` returns as
-    `faulthandler` writes it.
+    `faulthandler` writes it, after a line that names the sample.
     """
     running = _stacks()
     frames = running.get(thread_id or 0, [])
@@ -69,10 +69,12 @@ def look_at(thread_id: int | None, elsewhere: Callable[[], str] = lambda: "") ->
     if not waits and not where:
         others = (found for other, found in running.items() if other not in (thread_id, get_ident()))
         helping = next((found for found in others if _users_line(found)), [])
+        at = ""
         if not helping and any(frame.filename.startswith(_DATA) for frame in frames):
-            helping = frames_of_dump(elsewhere())
+            at, _, dump = elsewhere().partition("\n")
+            helping = frames_of_dump(dump)
         if helping:
-            where = _users_line(helping)
+            where = _users_line(helping) + at
             stack += "It waits for:\n" + "".join(traceback.format_list(helping))
     return Whereabouts(waits=waits, stack=stack, where=where)
 

@@ -1,8 +1,9 @@
-"""Bounded reading ahead in one background thread."""
+"""Bounded reading ahead in background threads."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -10,6 +11,11 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
+
+
+def num_ahead(num_threads: int) -> int:
+    """Number of values that so many threads read ahead of their use."""
+    return num_threads + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +29,19 @@ class Outcome(Generic[Value]):
 class Prefetcher(Generic[Key, Value]):
     """Read planned keys in order, at most `depth` ahead of those that were taken. Thread-safe.
 
-    The thread starts with the first plan and ends with `close`. `read` runs in it, one key at a time.
+    The threads start with the first plan and end with `close`. `read` runs in them, one key at a time in each.
     """
 
-    def __init__(self, read: Callable[[Key], Value], *, depth: int = 2) -> None:
+    def __init__(self, read: Callable[[Key], Value], *, depth: int = 2, num_threads: int = 1) -> None:
         self._read = read
-        self._depth = depth
+        self._depth, self._num_threads = depth, num_threads
         self._queue: deque[Key] = deque()
         self._ready: dict[Key, Outcome[Value]] = {}
-        self._in_flight: Key | None = None
+        self._in_flight: set[Key] = set()
         self._planned: frozenset[Key] = frozenset()
         self._closed = False
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def plan(self, keys: Iterable[Key]) -> None:
         """Read these keys next, in this order, instead of earlier planned keys that are not among them."""
@@ -43,10 +49,11 @@ class Prefetcher(Generic[Key, Value]):
         with self._changed:
             self._planned = frozenset(ordered)
             self._ready = {key: outcome for key, outcome in self._ready.items() if key in self._planned}
-            self._queue = deque(key for key in ordered if key not in self._ready and key != self._in_flight)
-            if self._thread is None and self._queue and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="raysharded-prefetch", daemon=True)
-                self._thread.start()
+            self._queue = deque(key for key in ordered if key not in self._ready and key not in self._in_flight)
+            if not self._threads and self._queue and not self._closed:
+                for _ in range(self._num_threads):
+                    self._threads.append(threading.Thread(target=self._run, name="raysharded-prefetch", daemon=True))
+                    self._threads[-1].start()
             self._changed.notify_all()
 
     def take(self, key: Key) -> Outcome[Value] | None:
@@ -55,7 +62,7 @@ class Prefetcher(Generic[Key, Value]):
         The caller then reads it.
         """
         with self._changed:
-            self._changed.wait_for(lambda: key in self._ready or key != self._in_flight or self._closed)
+            self._changed.wait_for(lambda: key in self._ready or key not in self._in_flight or self._closed)
             outcome = self._ready.pop(key, None)
             if outcome is None and key in self._queue:
                 self._queue.remove(key)
@@ -63,30 +70,39 @@ class Prefetcher(Generic[Key, Value]):
             return outcome
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the thread. Waits for the read in progress, but no longer than `timeout_s`."""
+        """End the threads. Waits for the reads in progress, but no longer than `timeout_s`."""
         with self._changed:
             self._closed = True
             self._queue.clear()
             self._ready.clear()
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout_s)
+            threads = list(self._threads)
+        until = time.monotonic() + timeout_s
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
         while (key := self._next()) is not None:
             outcome = self._attempt(key)
             with self._changed:
-                self._in_flight = None
+                self._in_flight.discard(key)
                 if key in self._planned and not self._closed:
                     self._ready[key] = outcome
                 self._changed.notify_all()
 
     def _next(self) -> Key | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or (self._queue and len(self._ready) < self._depth))
-            self._in_flight = None if self._closed else self._queue.popleft()
-            return self._in_flight
+            self._changed.wait_for(lambda: self._closed or (self._queue and self._num_held < self._depth))
+            if self._closed:
+                return None
+            key = self._queue.popleft()
+            self._in_flight.add(key)
+            return key
+
+    @property
+    def _num_held(self) -> int:
+        return len(self._ready) + len(self._in_flight)
 
     def _attempt(self, key: Key) -> Outcome[Value]:
         try:

@@ -12,19 +12,23 @@ import os
 import pickle
 import select
 import signal
+import struct
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
-from raysharded.data.access.sample_reader import DatasetReader, Draws, Reads, task_error
+from raysharded.data.access.collation import Wish, collate_here
+from raysharded.data.access.read_errors import task_error
+from raysharded.data.access.sample_reader import DatasetReader, Draws, Reads
 from raysharded.data.access.transport import Sender, load
 from raysharded.errors import RayshardedError
 from raysharded.overrides import WeightChanges
 
+SAMPLE_ID = struct.Struct("<q")
 SHOW_STACKS = signal.SIGRTMAX - 4
 """Signal that makes the process write its threads' stacks: from C, also while an extension holds the GIL."""
 
@@ -42,19 +46,35 @@ class Payload:
     """Value for `Draws.refuses`."""
     settings: bytes
     """A pickled function without arguments, called once torch is loaded."""
+    collate: bytes = b""
+    """The pickled function that makes a batch of samples; empty: none."""
 
     @property
     def length(self) -> int:
         return max([self.data_bytes, *(at + size for at, size in zip(self.offsets, self.sizes, strict=True))])
 
 
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """Forms of an answer: the first that can be pickled is sent."""
+
+    forms: tuple[Any, ...]
+
+
 class _Served:
     """The calls that the process carries out."""
 
-    def __init__(self, datasets: Sequence[Any], refuses: bool, settings: bytes) -> None:
-        draws, lock = Draws(refuses=refuses, puts_back=False), threading.Lock()
-        self._readers = [None if data is None else DatasetReader(data, lock=lock, draws=draws) for data in datasets]
-        self._settings: bytes | None = settings
+    def __init__(self, datasets: Sequence[Any], payload: Payload, note: Callable[[int], object]) -> None:
+        """`note`: called with each sample's id before it is read."""
+        draws, lock = Draws(refuses=payload.refuses, puts_back=False), threading.Lock()
+        self._readers = [
+            None if data is None else DatasetReader(data, lock=lock, draws=draws, note=note) for data in datasets
+        ]
+        self._settings: bytes | None = payload.settings
+        self._function: Callable[[list[Any]], Any] | None = None
+        if payload.collate:
+            with contextlib.suppress(Exception):  # the training thread makes all batches then
+                self._function = pickle.loads(payload.collate)  # noqa: S301 - from this process's own worker
 
     def num_samples(self, which: int) -> int:
         return self._reader(which).num_samples()
@@ -72,9 +92,28 @@ class _Served:
         self._reader(which).require_position(position, weights)
 
     def read_samples(
-        self, which: int, ids: Sequence[int], where: str, number: int, weights: WeightChanges = ()
-    ) -> Reads:
-        return self._reader(which).read_samples(ids, where, number, weights)
+        self,
+        which: int,
+        ids: Sequence[int],
+        where: str,
+        number: int,
+        weights: WeightChanges = (),
+        wish: Wish | None = None,
+    ) -> Reads | _Answers:
+        reads = self._reader(which).read_samples(ids, where, number, weights)
+        return reads if wish is None else self._with_batch(reads, wish)
+
+    def collate(self, samples: list[Any], ids: list[int], wish: Wish) -> Reads | _Answers:
+        return self._with_batch(Reads(samples, ids), wish)
+
+    def _with_batch(self, reads: Reads, wish: Wish) -> Reads | _Answers:
+        if self._function is None:
+            return reads
+        try:
+            batch = collate_here(self._function, reads.samples, wish.number)
+        except BaseException:  # noqa: BLE001 - the training thread calls it, too, and raises what it raises
+            return reads
+        return _Answers((replace(reads, samples=reads.samples if wish.keeps_samples else [], batch=batch), reads))
 
     def check(self, which: int, ids: Sequence[int]) -> None:
         self._reader(which).check(ids)
@@ -118,7 +157,7 @@ def serve(connection: Connection, alive: Connection, stacks: Connection) -> None
         handle = recv_handle(connection)
         error = None
         try:
-            served = _Served(_unpacked(handle, payload), payload.refuses, payload.settings)
+            served = _Served(_unpacked(handle, payload), payload, _noting(connection))
         except BaseException as raised:  # noqa: BLE001 - the boundary to the user's code
             error = _converted(raised, "The dataset's pickle", "in the process that reads it")
         os.close(handle)
@@ -146,16 +185,29 @@ def _unpacked(handle: int, payload: Payload) -> Any:
 
 def _answer(sender: Sender, method: Callable[..., Any], args: Sequence[Any]) -> None:
     try:
-        answer: tuple[bool, Any] = (True, method(*args))
+        value = method(*args)
+        answers = [(True, form) for form in (value.forms if isinstance(value, _Answers) else (value,))]
     except BaseException as raised:  # noqa: BLE001 - the boundary of the process: everything becomes a message
-        answer = (False, _converted(raised, "The dataset"))
-    try:
-        sender.send(answer)
-    except (BrokenPipeError, ConnectionResetError):
-        raise
-    except Exception as raised:  # noqa: BLE001 - the user's classes
-        what = "A sample, which cannot be pickled and so cannot leave the process that reads it,"
-        sender.send((False, _converted(raised, what)))
+        answers = [(False, _converted(raised, "The dataset"))]
+    for answer in answers:
+        try:
+            sender.send(answer)
+        except (BrokenPipeError, ConnectionResetError):
+            raise
+        except Exception as raised:  # noqa: BLE001 - the user's classes
+            failed = raised
+        else:
+            return
+    what = "A sample, which cannot be pickled and so cannot leave the process that reads it,"
+    sender.send((False, _converted(failed, what)))
+
+
+def _noting(connection: Connection) -> Callable[[int], object]:
+    """A function that leaves the id of the sample which is read next where the worker sees it."""
+    handle = recv_handle(connection)
+    memory = mmap.mmap(handle, SAMPLE_ID.size)
+    os.close(handle)
+    return lambda index: SAMPLE_ID.pack_into(memory, 0, index)
 
 
 def _converted(error: BaseException, what: str, where: str = "while it was read") -> BaseException:

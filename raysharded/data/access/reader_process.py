@@ -1,130 +1,58 @@
 """One worker's data, read in a separate process: started, called, observed, and restarted when it has died.
 
-Only the dataset runs in that process and draws from its generators. It is a fresh interpreter, or a fork of the server
-that this process itself was forked from: never of a process that has threads.
+Only the dataset runs in that process and draws from its generators.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
+import copy
 import logging
 import mmap
-import multiprocessing
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
 from typing import Any, Protocol
 
-from raysharded.data.access.reader_main import SHOW_STACKS, Payload, serve
-from raysharded.data.access.sample_reader import Reads
-from raysharded.data.access.transport import Receiver, dump, offsets_of, shared_file
+from raysharded.data.access.collation import Wish
+from raysharded.data.access.read_errors import innermost_line
+from raysharded.data.access.reader_main import Payload
+from raysharded.data.access.sample_reader import DatasetReader, Reads
+from raysharded.data.access.started_process import StartedProcess
+from raysharded.data.access.transport import dump, offsets_of, shared_file
 from raysharded.data.order import Int64s
 from raysharded.errors import TaskError, text_of, user_traceback
 from raysharded.overrides import WeightChanges
 
 _log = logging.getLogger("raysharded.data")
-_FRESH = (
-    "import json, sys; handles, sys.path[:] = json.loads(sys.argv.pop()); "
-    "from raysharded.data.access.reader_main import serve_here; serve_here(handles)"
-)
 _ATTEMPTS = 2
-_STACKS_WITHIN_S, _NO_MORE_AFTER_S = 0.5, 0.05
-_CHUNK = 1 << 16
-_ENDS_WITHIN_S, _POLL_S = 2.0, 0.005
-
-
-class _Child(Protocol):
-    """A started process: `subprocess`'s, or `multiprocessing`'s."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-    def kill(self) -> None: ...
-    def wait(self) -> int | None: ...
-
-
-class _Started:
-    """One process, from its start to its end."""
-
-    def __init__(self, payload: Payload, handle: int) -> None:
-        self.connection, theirs = multiprocessing.Pipe()
-        alive, self._alive = multiprocessing.Pipe(duplex=False)
-        self._stacks, stacks = multiprocessing.Pipe(duplex=False)
-        self.receiver = Receiver(self.connection)
-        self._answered_first = False
-        self.child = _start((theirs, alive, stacks))
-        for end in (theirs, alive, stacks):
-            end.close()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is dead: the first call will notice
-            self.connection.send(payload)
-            send_handle(self.connection, handle, self.child.pid)
-
-    def ask(self, method: str, args: Sequence[Any]) -> Any:
-        """The process's answer. Raises what it raised; EOFError or OSError if it has died."""
-        if not self._answered_first:
-            self._answer()
-            self._answered_first = True
-        self.connection.send((method, args, self.receiver.freed(), _default_dtype()))
-        return self._answer()
-
-    def _answer(self) -> Any:
-        ok, value = self.receiver.receive()
-        if not ok:
-            raise value
-        return value
-
-    def stacks(self) -> str:
-        """Stacks of its threads as `faulthandler` writes them; empty if it does not write them soon."""
-        found = bytearray()
-        with contextlib.suppress(OSError, EOFError):
-            os.kill(self.child.pid, SHOW_STACKS)
-            while self._stacks.poll(_NO_MORE_AFTER_S if found else _STACKS_WITHIN_S):
-                read = os.read(self._stacks.fileno(), _CHUNK)
-                if not read:
-                    break
-                found += read
-        return found.decode(errors="replace")
-
-    def kill(self) -> None:
-        """Kill the process unless it has ended, as its id may then belong to another."""
-        with contextlib.suppress(ProcessLookupError):
-            if self.child.poll() is None:
-                self.child.kill()
-
-    def end(self, *, within_s: float = 0.0) -> str:
-        """Text on how it ended. It is killed if it does not end by itself within that time."""
-        deadline = time.monotonic() + within_s
-        while self.child.poll() is None and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        self.kill()
-        code = self.child.wait()
-        for end in (self.connection, self._alive, self._stacks):
-            end.close()
-        if code is not None and code < 0:
-            name = signal.Signals(-code).name
-            return f"was ended by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}"
-        return f"ended with exit code {code}"
+_ENDS_WITHIN_S = 2.0
+_LIMITED = ("read_samples", "collate")
+_LONGEST_FACTOR = 5.0
+"""A call that takes this many times the longest one so far hangs, and is not slow."""
 
 
 class DataProcess:
     """The process that reads some datasets, which may share objects. Thread-safe; calls run one at a time."""
 
-    def __init__(self, datasets: Sequence[Any], *, refuses: bool, settings: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[Any],
+        *,
+        refuses: bool,
+        settings: Callable[[], object],
+        collate: bytes = b"",
+        patience_s: float | None = None,
+    ) -> None:
         """Start the process without waiting for it.
 
-        `refuses`: as in `Draws`. `settings`: called in the process once torch is loaded. Raises TaskError for datasets
-        that cannot be pickled.
+        `refuses`: as in `Draws`. `settings`: called in the process once torch is loaded. `collate`: the pickled
+        function for batches. `patience_s`: a call may take as long, or 5 times as long as the longest so far; then it
+        hangs. None: for ever. Raises TaskError for datasets that cannot be pickled.
         """
+        self._names = [type(one).__name__ for one in datasets]
+        self._patience_s, self._longest_s = patience_s, 0.0
         try:
             data, buffers = dump(list(datasets))
         except Exception as error:  # the boundary to the user's classes
@@ -136,14 +64,16 @@ class DataProcess:
             ) from error
         sizes = tuple(buffer.nbytes for buffer in buffers)
         offsets, _ = offsets_of([len(data), *sizes])
-        self._payload = Payload(len(data), tuple(offsets[1:]), sizes, refuses, pickle.dumps(settings))
+        self._payload = Payload(len(data), tuple(offsets[1:]), sizes, refuses, pickle.dumps(settings), collate)
         self._handle = shared_file("raysharded-data")
         _write(self._handle, self._payload, data, buffers)
         self.lock = threading.Lock()
         """Held by the thread that calls the process."""
         self._changing = threading.Lock()
         self._closed = False
-        self._started: _Started | None = _Started(self._payload, self._handle)
+        self._asked: tuple[str, Sequence[Any]] | None = None
+        """The newest call."""
+        self._started: StartedProcess | None = StartedProcess(self._payload, self._handle)
 
     @property
     def pid(self) -> int | None:
@@ -151,17 +81,31 @@ class DataProcess:
         started = self._started
         return None if started is None else started.child.pid
 
-    def ask(self, method: str, *args: Any) -> Any:
-        """The process's answer. If the process has died, it is restarted and the call is repeated once.
+    def another(self) -> DataProcess:
+        """A further process that reads the same datasets, which exist once in shared memory."""
+        found = copy.copy(self)
+        found._handle = os.dup(self._handle)
+        found.lock, found._changing = threading.Lock(), threading.Lock()
+        found._started = StartedProcess(self._payload, found._handle)
+        return found
 
-        Raises what the process raises; TaskError if it dies at that call again, RuntimeError after `close`.
+    def ask(self, method: str, *args: Any) -> Any:
+        """The process's answer. If the process has died, or hangs, it is restarted and the call is repeated once.
+
+        The repeated call may take as long as it takes. Raises what the process raises; TaskError if it dies at that
+        call again, RuntimeError after `close`.
         """
         with self.lock:
-            ends, killed = list[str](), ""
-            for _ in range(_ATTEMPTS):
-                started = self._running()
+            ends, killed, self._asked = list[str](), "", (method, args)
+            for attempt in range(_ATTEMPTS):
+                started, began = self._running(), time.monotonic()
                 try:
-                    answer = started.ask(method, args)
+                    started.wait_until_ready()
+                    began = time.monotonic()
+                    answer = started.ask(method, args, None if attempt else self._limit_s(method))
+                except TimeoutError:
+                    ends.append(self._end_hanging(started, method, args, time.monotonic() - began))
+                    continue
                 except (EOFError, OSError):
                     if self._closed:
                         raise RuntimeError("this loader is closed") from None
@@ -170,29 +114,60 @@ class DataProcess:
                     raise
                 else:
                     _report(killed)
+                    if method in _LIMITED:
+                        self._longest_s = max(self._longest_s, time.monotonic() - began)
                     return answer
                 ends.append(started.end(within_s=_ENDS_WITHIN_S))
-                killed = f"process {started.child.pid}, which read the data, {ends[-1]}"
+                killed = (
+                    f"process {started.child.pid}, which read the data, {ends[-1]}{self._at(started, method, args)}"
+                )
                 self._started = None
             raise TaskError(
                 f"the process that reads the data {ends[0]}; it was started again, and {ends[1]}, both times at "
-                f"{method}{args}. Look for os._exit, a crash of an extension, or too little memory for a second "
-                "process (EngineConfig(prefetch=False) reads in the training thread)."
+                f"{_shown(method, args)}{self._at(started, method, args)}. Look for os._exit, a crash of an extension, "
+                "or too little memory for a second process (EngineConfig(prefetch=False) reads in the training thread)."
             )
 
-    def _running(self) -> _Started:
+    def _limit_s(self, method: str) -> float | None:
+        if self._patience_s is None or method not in _LIMITED or not self._longest_s:
+            return None
+        return max(self._patience_s, _LONGEST_FACTOR * self._longest_s)
+
+    def _end_hanging(self, started: StartedProcess, method: str, args: Sequence[Any], seconds: float) -> str:
+        """Kill a process that hangs, and report where it hung; returns a text on that."""
+        line = innermost_line(started.stacks())
+        pid, at = started.child.pid, self._at(started, method, args)
+        started.end()
+        self._started = None
+        if self._closed:
+            raise RuntimeError("this loader is closed")
+        text = f"did not answer for {seconds:.1f} s{at}{f', in {line}' if line else ''}, and was killed"
+        _log.warning("process %d, which read the data, %s; another one reads that again", pid, text)
+        return text
+
+    def _at(self, started: StartedProcess, method: str, args: Sequence[Any]) -> str:
+        """The sample that is being read, as the end of a sentence."""
+        return f" at {self._names[args[0]]}[{started.sample()}]" if method == "read_samples" else ""
+
+    def _running(self) -> StartedProcess:
         with self._changing:
             if self._closed:
                 raise RuntimeError("this loader is closed")
             if self._started is None:
-                self._started = _Started(self._payload, self._handle)
+                self._started = StartedProcess(self._payload, self._handle)
             return self._started
 
     def stacks(self) -> str:
-        """Stacks of the process during a call, as `faulthandler` writes them. Waits half a second."""
+        """Stacks of the process during a call, as `faulthandler` writes them, after a line that names the sample.
+
+        Waits half a second. Empty if there is no call.
+        """
         with self._changing:
             started = self._started
-        return started.stacks() if started is not None and self.lock.locked() else ""
+        asked = self._asked
+        if started is None or not self.lock.locked() or asked is None:
+            return ""
+        return f"{self._at(started, *asked)}\n{started.stacks()}"
 
     def close(self) -> None:
         """Kill the process, and wake threads that wait for an answer."""
@@ -208,10 +183,52 @@ class DataProcess:
                 started.end()
 
 
+class DataProcesses:
+    """Several processes that read the same datasets. A call goes to one with the fewest calls. Thread-safe."""
+
+    def __init__(self, first: DataProcess, number: int) -> None:
+        """Start `number - 1` processes beside the first one."""
+        self._processes = [first, *(first.another() for _ in range(number - 1))]
+        self._calls = [0] * number
+        self._choosing = threading.Lock()
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Current ids of the processes."""
+        return [process.pid for process in self._processes]
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """As `DataProcess.ask`."""
+        with self._choosing:
+            chosen = self._calls.index(min(self._calls))
+            self._calls[chosen] += 1
+        try:
+            return self._processes[chosen].ask(method, *args)
+        finally:
+            with self._choosing:
+                self._calls[chosen] -= 1
+
+    def stacks(self) -> str:
+        """As `DataProcess.stacks`, of the first process that has a call."""
+        return next((text for text in (process.stacks() for process in self._processes) if text), "")
+
+    def close(self) -> None:
+        """As `DataProcess.close`."""
+        for process in self._processes:
+            process.close()
+
+
+class Asked(Protocol):
+    """One or several processes that read the same datasets."""
+
+    def ask(self, method: str, *args: Any) -> Any: ...
+    def close(self) -> None: ...
+
+
 class ProcessReader:
     """A `Reader` that uses one of a process's datasets."""
 
-    def __init__(self, process: DataProcess, which: int, name: str) -> None:
+    def __init__(self, process: Asked, which: int, name: str) -> None:
         self.name = name
         self._process, self._which = process, which
 
@@ -230,8 +247,10 @@ class ProcessReader:
     def require_position(self, position: int, weights: WeightChanges) -> None:
         self._process.ask("require_position", self._which, position, weights)
 
-    def read_samples(self, ids: Sequence[int], where: str, number: int, weights: WeightChanges = ()) -> Reads:
-        more = (weights,) if weights else ()
+    def read_samples(
+        self, ids: Sequence[int], where: str, number: int, weights: WeightChanges = (), wish: Wish | None = None
+    ) -> Reads:
+        more = () if not weights and wish is None else (weights,) if wish is None else (weights, wish)
         reads: Reads = self._process.ask("read_samples", self._which, ids, where, number, *more)
         return reads
 
@@ -251,10 +270,56 @@ class ProcessReader:
         self._process.close()
 
 
-def _default_dtype() -> str:
-    """torch's default dtype here, which `build_model` may have set; empty where torch is not loaded."""
-    torch = sys.modules.get("torch")
-    return "" if torch is None else str(torch.get_default_dtype()).removeprefix("torch.")
+class CollatingReader:
+    """A `Reader` in this process, whose samples are collated in others."""
+
+    def __init__(self, reader: DatasetReader, processes: DataProcesses) -> None:
+        self.name, self._reader, self._processes = reader.name, reader, processes
+        self.lock = reader.lock
+
+    def num_samples(self) -> int:
+        return self._reader.num_samples()
+
+    def samples_per_block(self) -> int:
+        return self._reader.samples_per_block()
+
+    def order_text(self) -> str:
+        return self._reader.order_text()
+
+    def contents(self) -> str:
+        return self._reader.contents()
+
+    def require_position(self, position: int, weights: WeightChanges) -> None:
+        self._reader.require_position(position, weights)
+
+    def read_samples(
+        self, ids: Sequence[int], where: str, number: int, weights: WeightChanges = (), wish: Wish | None = None
+    ) -> Reads:
+        reads = self._reader.read_samples(ids, where, number, weights)
+        if wish is None:
+            return reads
+        collated: Reads = self._processes.ask("collate", reads.samples, reads.ids, wish)
+        return collated
+
+    def check(self, ids: Sequence[int]) -> None:
+        self._reader.check(ids)
+
+    def validate(self) -> None:
+        self._reader.validate()
+
+    def num_read_ahead(self) -> int:
+        return self._reader.num_read_ahead()
+
+    def read_ahead(self, ids: Int64s, *, anew: bool, weights: WeightChanges) -> None:
+        self._reader.read_ahead(ids, anew=anew, weights=weights)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._processes.close()
+
+
+def _shown(method: str, args: Sequence[Any]) -> str:
+    return f"{method}{args}" if method != "collate" else f"collate of samples {args[1]}"
 
 
 def _write(handle: int, payload: Payload, data: bytes, buffers: Sequence[memoryview]) -> None:
@@ -272,44 +337,3 @@ def _report(killed: str) -> None:
     """
     if killed:
         _log.warning("%s", killed)
-
-
-def _start(ends: tuple[Connection, Connection, Connection]) -> _Child:
-    if forkserver.get_inherited_fds() is not None:
-        with contextlib.suppress(OSError, EOFError, ValueError):  # that server has exited
-            return _forked(ends)
-    handles = [end.fileno() for end in ends]
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as multiprocessing does
-    return subprocess.Popen(
-        [sys.executable, *flags, "-c", _FRESH, json.dumps([handles, sys.path])],
-        pass_fds=handles,
-        stdin=subprocess.DEVNULL,
-    )
-
-
-def _forked(ends: tuple[Connection, Connection, Connection]) -> _Child:
-    """Fork the process from the server that this process was forked from.
-
-    CPython passes the server's address on, but would still start another server. `Process.start` would reject the call,
-    as workers are daemons. This process ends with its worker without that, and may have children.
-    """
-    from multiprocessing.popen_forkserver import Popen
-
-    process = multiprocessing.get_context("forkserver").Process(target=serve, args=ends, daemon=False)
-    with _the_server_is_running():
-        started: _Child = Popen(process)
-    return started
-
-
-@contextlib.contextmanager
-def _the_server_is_running() -> Any:
-    server = vars(forkserver)["_forkserver"]
-    with _starting:
-        server.ensure_running = functools.partial(lambda: None)
-        try:
-            yield
-        finally:
-            del server.ensure_running
-
-
-_starting = threading.Lock()

@@ -10,24 +10,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from raysharded.data.access import generators
+from raysharded.data.access.collation import Batch, Wish
+from raysharded.data.access.read_errors import read_again, task_error
 from raysharded.data.access.repeat_check import differ
 from raysharded.data.ledger import ReadRecorder
 from raysharded.data.order import Int64s
-from raysharded.errors import (
-    ConfigError,
-    DataError,
-    InexactError,
-    RayshardedError,
-    TaskError,
-    is_ctrl_c,
-    user_traceback,
-)
+from raysharded.errors import ConfigError, DataError, InexactError, RayshardedError, is_ctrl_c
 from raysharded.ids import derive_seed
 from raysharded.overrides import WeightChanges
 
@@ -44,8 +37,11 @@ class Reads:
     """Samples that were read."""
 
     samples: list[Any]
+    """Empty if a batch was made of them elsewhere, and they were not requested."""
     ids: list[int]
     """Ids of the samples actually read, in order."""
+    batch: Batch | None = None
+    """The batch that was made of them where they were read; None if none was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +118,14 @@ class Reader(Protocol):
         """Raise DataError if a mixture, with these changed weights, ends before a position."""
         ...
 
-    def read_samples(self, ids: Sequence[int], where: str, number: int, weights: WeightChanges = ()) -> Reads:
+    def read_samples(
+        self, ids: Sequence[int], where: str, number: int, weights: WeightChanges = (), wish: Wish | None = None
+    ) -> Reads:
         """The samples with these ids.
 
         `where`: the time of the read, for errors. `number`: seed for the generators, if they are seeded. `weights`: of
-        a mixture, as they were changed while the run trained.
+        a mixture, as they were changed while the run trained. `wish`: a batch that is made of them, if this reader
+        makes batches.
 
         Raises TaskError with the user's traceback if the dataset fails, DataError for damaged files, InexactError for a
         sample that shows a draw, RuntimeError after `close`.
@@ -160,10 +159,18 @@ class Reader(Protocol):
 class DatasetReader:
     """A `Reader` in this process."""
 
-    def __init__(self, dataset: Dataset, *, lock: threading.Lock | None = None, draws: Draws | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        lock: threading.Lock | None = None,
+        draws: Draws | None = None,
+        note: Callable[[int], object] = lambda _: None,
+    ) -> None:
         """`lock`: the lock of another reader whose dataset may share objects with this one.
 
-        `draws`: None for a dataset that is known to draw nothing.
+        `draws`: None for a dataset that is known to draw nothing. `note`: called with each sample's id before it is
+        read.
         """
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
@@ -172,7 +179,7 @@ class DatasetReader:
         self.name = type(dataset).__name__
         self.lock = lock or threading.Lock()
         """Held by the thread that reads the dataset."""
-        self._dataset, self._draws = dataset, draws
+        self._dataset, self._draws, self._note = dataset, draws, note
         self._closing = threading.Event()
         self._weighing = threading.Lock()
         self._changed: tuple[WeightChanges, Dataset] | None = None
@@ -223,7 +230,9 @@ class DatasetReader:
                 raise
             raise task_error(f"{self.name}.{what}", "at the start", error) from error
 
-    def read_samples(self, ids: Sequence[int], where: str, number: int, weights: WeightChanges = ()) -> Reads:
+    def read_samples(
+        self, ids: Sequence[int], where: str, number: int, weights: WeightChanges = (), wish: Wish | None = None
+    ) -> Reads:
         dataset = self._weighted(weights)
         with self.lock:
             if self._draws is None:
@@ -336,8 +345,9 @@ class DatasetReader:
     def _sample(self, dataset: Dataset, index: int, where: str) -> Any:  # the user's dataset may return anything
         if self._closing.is_set():
             raise RuntimeError("this loader is closed")
+        self._note(index)
         try:
-            return dataset[index]
+            return read_again(lambda: dataset[index], lambda: f"{self.name}[{index}] {where}")
         except RayshardedError:
             raise
         except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
@@ -356,11 +366,3 @@ class DatasetReader:
 def _settle(number: int) -> generators.Marks:
     generators.seed(number)
     return generators.marks()
-
-
-def task_error(what: str, where: str, error: BaseException, hint: str = "") -> TaskError:
-    """The TaskError for an error of the user's dataset. `hint`: further advice."""
-    cause = "".join(traceback.format_exception_only(error)).strip()
-    text = user_traceback(error)
-    hint = hint or " Correct the dataset, as its traceback shows (the error's `user_traceback`)."
-    return TaskError(f"{what} raised {where}: {cause}.{hint}", text)

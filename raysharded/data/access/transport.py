@@ -21,29 +21,64 @@ from typing import Any
 
 import numpy as np
 
+from raysharded.data.access.collation import Batch
+
 _ALIGNED_TO = 64
 _INLINE_BYTES = 64 << 10
 """Arrays of fewer bytes go through the pipe."""
+_MOST_GAPS = 4
+"""A tensor whose elements lie further apart than this times their number is pickled with all of its memory."""
 _SPARE = 4
 """Number of unused segments that are kept."""
 
 
+class _Reducer:
+    """The forms in which a value's parts are pickled. Parts of a batch keep their strides, as kernels depend on them.
+
+    A batch is the last part of a value that has one.
+    """
+
+    def __init__(self) -> None:
+        self._keeps_strides = False
+
+    def __call__(self, value: Any) -> Any:
+        if type(value) is Batch:
+            self._keeps_strides = True
+            return NotImplemented
+        torch = sys.modules.get("torch")
+        if torch is None or type(value) is not torch.Tensor:
+            return NotImplemented
+        if value.device.type != "cpu" or value.layout is not torch.strided or value.requires_grad:
+            return NotImplemented
+        if value.is_neg() or value.is_conj() or value.is_quantized:
+            return NotImplemented
+        value = value.detach()
+        dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+        strides: tuple[int, ...] | None = None
+        if self._keeps_strides and value.numel() and value.stride() != _strides_of(shape):
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, value.stride(), strict=True))
+            if extent > _MOST_GAPS * value.numel():
+                return NotImplemented
+            value, strides = value.as_strided((extent,), (1,)), tuple(value.stride())
+        return tensor_of, (array_of(value), dtype, shape, strides)
+
+
 class _Pickler(pickle.Pickler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._reduced = _Reducer()
+
     def reducer_override(self, value: Any) -> Any:
-        return _reduced(value)
+        return self._reduced(value)
 
 
-def _reduced(value: Any) -> Any:
-    """Pickled form of a plain tensor: an array of its bytes."""
-    torch = sys.modules.get("torch")
-    if torch is None or type(value) is not torch.Tensor:
-        return NotImplemented
-    if value.device.type != "cpu" or value.layout is not torch.strided or value.requires_grad:
-        return NotImplemented
-    if value.is_neg() or value.is_conj() or value.is_quantized:
-        return NotImplemented
-    flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return _tensor, (flat, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+def _strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a new tensor of this shape, row by row. Another one may be contiguous, too, if a size is 1."""
+    found, step = list[int](), 1
+    for size in reversed(shape):
+        found.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(found))
 
 
 def _by_value() -> Any:
@@ -51,16 +86,25 @@ def _by_value() -> Any:
     cloudpickle = sys.modules.get("ray.cloudpickle")
     if cloudpickle is None:
         return None
+    found = _Reducer()
 
     class ByValue(cloudpickle.CloudPickler):  # type: ignore[misc, name-defined] # of a type that Ray chooses
         def reducer_override(self, value: Any) -> Any:
-            reduced = _reduced(value)
+            reduced = found(value)
             return super().reducer_override(value) if reduced is NotImplemented else reduced
 
     return ByValue
 
 
-def _tensor(flat: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+def array_of(tensor: Any) -> Any:
+    """The bytes of a host tensor as a flat array of numpy."""
+    import torch
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def tensor_of(flat: Any, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Any:
+    """The tensor of a dtype and shape whose bytes are in a flat array of numpy."""
     import torch
 
     kind = getattr(torch, dtype)
@@ -68,7 +112,8 @@ def _tensor(flat: Any, dtype: str, shape: tuple[int, ...]) -> Any:
         return torch.empty(shape, dtype=kind)
     if not flat.flags.writeable:
         flat = flat.copy()
-    return torch.from_numpy(flat).view(kind).reshape(shape)
+    found = torch.from_numpy(flat).view(kind)
+    return found.reshape(shape) if strides is None else found.as_strided(shape, strides)
 
 
 def dump(value: object) -> tuple[bytes, list[memoryview]]:
@@ -85,6 +130,20 @@ def dump(value: object) -> tuple[bytes, list[memoryview]]:
         file = io.BytesIO()
         pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
     return file.getvalue(), [buffer.raw() for buffer in buffers]
+
+
+def packed(value: object) -> bytes:
+    """The value's pickle, with its arrays inside. Raises what pickling raises."""
+    file = io.BytesIO()
+    try:
+        pickle.Pickler(file, protocol=5).dump(value)
+    except Exception:
+        pickler = _by_value()
+        if pickler is None:
+            raise
+        file = io.BytesIO()
+        pickler(file, protocol=5).dump(value)
+    return file.getvalue()
 
 
 def load(data: bytes | memoryview, buffers: Sequence[Any]) -> Any:

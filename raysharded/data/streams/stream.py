@@ -8,15 +8,20 @@ source's state, and the digest of the items since the last one. Where a folder f
 files there, the same ones from every writer. A reader that has to go to another place begins at the nearest restart
 before it. One that comes to a restart that is there compares the digests: a source that gave other items is
 found there.
+
+The files of the newest 64 restarts of a shard stay. Of older ones those stay that are about a 64th of their distance to
+the newest apart, so their number grows with the logarithm of the number of items. Files are not needed, but save
+reading: without them a shard is read from its beginning.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from blake3 import blake3
@@ -24,13 +29,16 @@ from blake3 import blake3
 from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
 from raysharded.data.access.repeat_check import add_item
 from raysharded.data.mixtures.schedule import ENDLESS
-from raysharded.data.streams.source import Restartable, StreamSource, as_source
+from raysharded.data.streams.source import Cursor, StreamSource, as_source, cursor_at, digest_of, not_restarting
 from raysharded.data.text.files import PathLike, as_paths
-from raysharded.errors import ConfigError, DataError
+from raysharded.errors import ConfigError, DataError, StorageError
 from raysharded.ids import derive_seed
 
+_log = logging.getLogger("raysharded.data")
 _RESTARTS = 8
 """Restarts of a shard in memory."""
+_NEWEST = 64
+"""Files of restarts of a shard that stay, as the newest ones."""
 _CHECKED = 4
 """Items that are read again after a restart, before training."""
 
@@ -45,21 +53,6 @@ class _Restart:
     """None: the beginning of the epoch."""
     digest: str = ""
     """Digest of the items since the restart before it."""
-
-
-@dataclass(slots=True)
-class _Cursor:
-    """A shard that is being read."""
-
-    item: int
-    """Number of the next item, over all epochs."""
-    epoch: int
-    opened: Restartable
-    items: Iterator[Any]
-    hasher: blake3 = field(default_factory=blake3)
-    """Digest of the items since the last restart."""
-    num_items: int = 1
-    """Items of this epoch so far; it begins above 0 where a cursor begins in the middle of one."""
 
 
 class Stream:
@@ -93,9 +86,11 @@ class Stream:
         self._begin()
 
     def _begin(self) -> None:
-        self._cursors: dict[int, _Cursor] = {}
+        self._cursors: dict[int, Cursor] = {}
         self._restarts: dict[int, OrderedDict[int, _Restart]] = {}
         self._storage: Storage | None = None
+        self._has_failed = False
+        """Whether the folder could not be used, which is reported once."""
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -147,19 +142,10 @@ class Stream:
         one = self._opened(0, _Restart(item=0))
         self._draw(0, one)
         state = self._state_of(0, one)
-        further = [self._digest_of(self._draw(0, one)) for _ in range(_CHECKED)]
+        further = [digest_of(self._draw(0, one)) for _ in range(_CHECKED)]
         other = self._opened(0, _Restart(item=1, epoch=0, state=state))
-        again = [self._digest_of(self._draw(0, other)) for _ in range(_CHECKED)]
-        if further != again:
-            raise DataError(
-                f"{self!r}: after load_state_dict() the source does not continue with the item that followed its "
-                "state_dict(). Give one that restarts exactly: not one that is shuffled through a buffer, or draws."
-            )
-
-    def _digest_of(self, item: Any) -> str:
-        hasher = blake3()
-        add_item(hasher, item)
-        return hasher.hexdigest()
+        if further != [digest_of(self._draw(0, other)) for _ in range(_CHECKED)]:
+            raise not_restarting(repr(self))
 
     # -- places --
 
@@ -168,7 +154,11 @@ class Stream:
         known: Mapping[int, _Restart] = self._restarts.get(shard, {})
         here = max((at for at in known if at <= item), default=0)
         if self.states is not None and item - here > self.every:
-            names = self._folder().list(_folder_of(shard))
+            try:
+                names = list(self._folder().list(_folder_of(shard)))
+            except StorageError as error:
+                names = []
+                self._report(error)
             there = [int(name.removeprefix(f"{_folder_of(shard)}/item-").removesuffix(".json")) for name in names]
             furthest = max((at for at in there if at <= item and at % self.every == 0), default=0)
             found = self._read(shard, furthest) if furthest > here else None
@@ -176,16 +166,12 @@ class Stream:
                 return found
         return known[here] if here else _Restart(item=0)
 
-    def _opened(self, shard: int, restart: _Restart) -> _Cursor:
-        opened = self._source.open_shard(shard, restart.epoch)
-        if restart.state is not None:
-            opened.load_state_dict(restart.state)
-        of_epoch = 0 if restart.state is None else 1
-        return _Cursor(restart.item, restart.epoch, opened, iter(opened), num_items=of_epoch)
+    def _opened(self, shard: int, restart: _Restart) -> Cursor:
+        return cursor_at(self._source, shard, item=restart.item, epoch=restart.epoch, state=restart.state)
 
     # -- items --
 
-    def _next(self, shard: int, cursor: _Cursor) -> Any:
+    def _next(self, shard: int, cursor: Cursor) -> Any:
         """The next item; at a multiple of `every` its restart is kept, or compared."""
         item = self._draw(shard, cursor)
         add_item(cursor.hasher, item)
@@ -193,7 +179,7 @@ class Stream:
             self._keep(shard, cursor)
         return item
 
-    def _draw(self, shard: int, cursor: _Cursor) -> Any:
+    def _draw(self, shard: int, cursor: Cursor) -> Any:
         while True:
             try:
                 item = next(cursor.items)
@@ -212,15 +198,13 @@ class Stream:
 
     # -- restarts --
 
-    def _keep(self, shard: int, cursor: _Cursor) -> None:
+    def _keep(self, shard: int, cursor: Cursor) -> None:
         digest, cursor.hasher = cursor.hasher.hexdigest(), blake3()
         known = self._restarts.setdefault(shard, OrderedDict())
         before = known.get(cursor.item)
         restart = _Restart(item=cursor.item, epoch=cursor.epoch, state=self._state_of(shard, cursor), digest=digest)
         if before is None and self.states is not None:
-            data = json.dumps({"epoch": restart.epoch, "state": restart.state, "digest": digest}).encode()
-            if not self._folder().put_if_absent(_key(shard, cursor.item), data):
-                before = self._read(shard, cursor.item)
+            before = self._put(shard, restart)
         if before is not None and before.digest != digest:
             raise DataError(
                 f"{self!r}: items {cursor.item - self.every} to {cursor.item - 1} of shard {shard} are others than "
@@ -231,7 +215,24 @@ class Stream:
         if len(known) > _RESTARTS:
             known.popitem(last=False)
 
-    def _state_of(self, shard: int, cursor: _Cursor) -> Any:
+    def _put(self, shard: int, restart: _Restart) -> _Restart | None:
+        """Write a restart, and remove older ones; returns the one that is there already."""
+        data = json.dumps({"epoch": restart.epoch, "state": restart.state, "digest": restart.digest}).encode()
+        try:
+            is_new = self._folder().put_if_absent(_key(shard, restart.item), data)
+            superfluous = [number * self.every for number in superseded(restart.item // self.every)]
+            self._folder().delete([_key(shard, item) for item in superfluous])
+        except StorageError as error:
+            self._report(error)
+            return None
+        return None if is_new else self._read(shard, restart.item)
+
+    def _report(self, error: StorageError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            _log.warning("%r reads on without states, which can be neither written nor read: %s", self, error)
+
+    def _state_of(self, shard: int, cursor: Cursor) -> Any:
         """The source's state as JSON gives it back. Raises DataError if it is no JSON."""
         state: Mapping[str, Any] = cursor.opened.state_dict()
         try:
@@ -254,18 +255,35 @@ class Stream:
             return _Restart(item=item, epoch=int(told["epoch"]), state=told["state"], digest=str(told["digest"]))
         except NoSuchKey:
             return None
+        except StorageError as error:
+            self._report(error)
+            return None
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{self.states}: {_key(shard, item)} is damaged: {error!r}. Delete it: it is written again."
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_cursors", "_restarts", "_storage", "_lock")
+        left_out = ("_cursors", "_restarts", "_storage", "_has_failed", "_lock")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()
+
+
+def superseded(newest: int) -> list[int]:
+    """Numbers of the restarts that go when restart `newest` is written, counted from 1.
+
+    Law: the newest 64 stay. Of an older one, let 2^k be the largest power of two up to (newest - number) / 32. It stays
+    if 2^k divides its number.
+    """
+    found, step = [], 2
+    while (number := newest - _NEWEST // 2 * step) > 0:
+        if number % step and number % (step // 2) == 0:
+            found.append(number)
+        step *= 2
+    return found
 
 
 def _folder_of(shard: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,6 +12,9 @@ import ray
 
 from raysharded.data.text.part_tokens import PartTokens, Reading, Work
 from raysharded.errors import ConfigError
+
+PARTS_AT_ONCE = 4096
+"""Parts that Ray Data is given together: their list is in memory, 16 GiB of JSON Lines."""
 
 
 class RayTasks:
@@ -35,16 +39,16 @@ class RayTasks:
         before = context.execution_options.preserve_order
         context.execution_options.preserve_order = True
         try:
-            parts = [{"file": file, "part": part} for file, part in work]
-            dataset = self._data.from_items(parts, override_num_blocks=max(1, len(parts)))
-            reading = self._reading
+            reading, left = self._reading, iter(work)
 
             def encode(row: dict[str, Any]) -> dict[str, Any]:
                 found = reading.packed((row["file"], row["part"]))
                 return {"documents": found.num_documents, "tokens": found.tokens, "tokenizer": found.tokenizer}
 
-            for row in dataset.map(encode).iter_rows():
-                yield PartTokens(int(row["documents"]), row["tokens"], row["tokenizer"])
+            while parts := [{"file": file, "part": part} for file, part in islice(left, PARTS_AT_ONCE)]:
+                dataset = self._data.from_items(parts, override_num_blocks=len(parts))
+                for row in dataset.map(encode).iter_rows():
+                    yield PartTokens(int(row["documents"]), row["tokens"], row["tokenizer"])
         finally:
             context.execution_options.preserve_order = before
 

@@ -33,6 +33,9 @@ class HostStream:
     def wait_stream(self, stream: Any) -> None:
         pass
 
+    def wait_event(self, event: Any) -> None:
+        pass
+
 
 class HostAccelerator(Cuda):
     """One device in host memory. All tensors on the CPU count as the device's; communicators are still NCCL's."""

@@ -148,7 +148,7 @@ def test_what_is_refused_inside_a_tasks_forward_stays_a_refusal_however_the_task
             error = _raised(InexactError("unit blocks.0"), hidden=False)
             raise error
 
-    computer = Computer(Wrapping(), nn.Identity(), torch.device("cpu"), seed=1)
+    computer = Computer(Wrapping(), nn.Identity(), seed=1)
     with pytest.raises(InexactError, match=r"^unit blocks\.0$"):
         computer.evaluate(1, 0, torch.zeros(1), 1)
 

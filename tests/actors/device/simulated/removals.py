@@ -20,6 +20,7 @@ MODULES = (
     "raysharded.actors.device.device_waits",
     "raysharded.actors.reduction.tree_reducer",
     "raysharded.actors.shards.async_copy",
+    "raysharded.actors.step.collation",
     f"{FSDP}._fsdp_collectives",
     f"{FSDP}._fsdp_param_group",
     f"{FSDP}._fsdp_state",

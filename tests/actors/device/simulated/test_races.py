@@ -24,8 +24,9 @@ def test_the_engine_orders_all_that_it_and_fsdp2_do(name: str) -> None:
         ("local", "tree_reducer", "accelerator().keep_for_current_stream(gradient)", "reused while in use"),
         ("shards", "async_copy", "stream.wait_stream(accelerator().current_stream(device))", "race"),
         ("shards", "_fsdp_collectives", "reduce_scatter_stream.wait_stream(current_stream)", "race"),
+        ("one worker", "collation", "accelerator().current_stream(self._device).wait_event(self._done)", "race"),
     ],
-    ids=["memory that is kept", "snapshot", "exchange"],
+    ids=["memory that is kept", "snapshot", "exchange", "copy ahead"],
 )
 def test_a_wait_that_is_removed_is_found(name: str, module: str, text: str, kind: str) -> None:
     """A missing wait leaves one stream unordered with others, so all problems have that stream in common.

@@ -219,10 +219,12 @@ class Timeline:
                 )
 
     def _block(self, storage: torch.UntypedStorage) -> Block:
-        """A storage of before the simulation counts as one of the default stream."""
+        """A storage of before the simulation counts as one of the default stream, and an array's as the host's."""
         found = self._blocks.get(storage._cdata)
         if found is None:
-            found = Block(StorageWeakRef(storage), storage.nbytes(), self.default.id, "earlier")
+            is_of_torch = storage.resizable()
+            owner, name = (self.default.id, "earlier") if is_of_torch else (HOST, "an array")
+            found = Block(StorageWeakRef(storage), storage.nbytes(), owner, name)
             self._blocks[storage._cdata] = found
         return found
 

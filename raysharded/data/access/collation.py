@@ -1,0 +1,90 @@
+"""Batches that the process which reads the samples makes of them, by the task's own function.
+
+The draws of that function begin at a seed of the microbatch, and torch has the worker's settings there, so the batches
+are those of the training thread. This is checked for the first one. From then on the samples stay in the
+process.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raysharded.data.access import generators
+from raysharded.ids import derive_seed
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A request for a batch of some samples."""
+
+    number: int
+    """Seed of the function's draws."""
+    keeps_samples: bool
+    """Whether the samples are needed, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Collated samples."""
+
+    value: Any
+
+
+class Collation:
+    """Whether batches are made in the process that reads the samples, for one worker. Thread-safe."""
+
+    def __init__(self, seed: int) -> None:
+        """`seed`: of the run."""
+        self._seed = seed
+        self._changing = threading.Lock()
+        self._is_proved = False
+        self.reason = ""
+        """The reason for which the training thread makes all batches; empty: it does not."""
+
+    @property
+    def is_refused(self) -> bool:
+        """True if the training thread makes all batches from now on."""
+        return bool(self.reason)
+
+    def wish(self, step: int, microbatch: int) -> Wish | None:
+        """The batch to request; None: the training thread makes it."""
+        with self._changing:
+            if self.reason:
+                return None
+            return Wish(seed_of(self._seed, "train", step, microbatch), keeps_samples=not self._is_proved)
+
+    def judge(self, *, is_equal: bool) -> None:
+        """A batch is, or is not, the one that the training thread makes of the same samples."""
+        if not is_equal:
+            self.refuse("its batch in the process that reads the samples is another one")
+        with self._changing:
+            self._is_proved = True
+
+    def refuse(self, reason: str) -> None:
+        """Let the training thread make all batches from now on."""
+        with self._changing:
+            self.reason = self.reason or reason
+
+
+def seed_of(seed: int, purpose: str, step: int, microbatch: int) -> int:
+    """Seed of the draws for a microbatch's collation. `purpose`: "train" or "evaluate"."""
+    return derive_seed(seed, f"collate for {purpose}", step, microbatch)
+
+
+def copies_of(samples: Sequence[Any]) -> list[Any]:
+    """The samples for a collator, which may remove keys: dicts are copied."""
+    return [copy.copy(one) if isinstance(one, dict) else one for one in samples]
+
+
+def collate_here(function: Callable[[list[Any]], Any], samples: Sequence[Any], number: int) -> Batch:
+    """The batch that a task's function makes in this process, which reads data alone. Raises what it raises."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.manual_seed(number)
+    generators.seed(number, with_torch=False)
+    return Batch(function(copies_of(samples)))
