@@ -47,15 +47,20 @@ class ElasticTrainer:
         *,
         task: Task | None = None,
         train_fn: Callable[[Any], None] | None = None,
-        data: Any,
+        data: Any = None,
         batch: BatchConfig,
         scaling: ScalingConfig,
         run: RunConfig,
         engine: EngineConfig | None = None,
         evaluation: EvalConfig | None = None,
     ) -> None:
-        """Give a `task`; or a `train_fn`, which owns its training loop. It is called with a session, in each worker."""
+        """Give a `task`; or a `train_fn`, which owns its training loop. It is called with a session, in each worker.
+
+        Leave `data` out for a `train_fn` that reads its own microbatches: `session.streams` or `session.reads`.
+        """
         self.task = _task_of(task, train_fn)
+        if data is None:
+            data = _no_data(self.task)
         self.data, self.batch, self.scaling, self.run = data, batch, scaling, run
         self.engine = engine or EngineConfig()
         self.evaluation = evaluation
@@ -288,6 +293,17 @@ def _task_of(task: Task | None, train_fn: Callable[[Any], None] | None) -> Task:
             "is called with the session; one of both."
         )
     return TrainFunction(train_fn)
+
+
+def _no_data(task: Task) -> Any:
+    """The data of a run whose function reads its own microbatches."""
+    if not isinstance(task, TrainFunction):
+        raise ConfigError(
+            "ElasticTrainer: data= is missing: give a map-style dataset, as raysharded.TokenDataset(...)."
+        )
+    from raysharded.data.streams.numbered_microbatches import MicrobatchNumbers
+
+    return MicrobatchNumbers()
 
 
 def _check_methods(task: Task) -> None:

@@ -20,6 +20,8 @@ from raysharded.actors.optimizer.loaded_state import TriedOptimizer
 from raysharded.actors.optimizer.registered_state import RegisteredState
 from raysharded.actors.task_calls.process_state import Left
 from raysharded.config import EngineConfig
+from raysharded.data import Loader
+from raysharded.data.streams.own_microbatches import OwnMicrobatches
 from raysharded.task import Task, has_tensor_parallelism
 
 
@@ -39,6 +41,7 @@ class BuiltObjects:
         """Result of the trial of the optimizer, also of one that is built anew."""
         self.registered: RegisteredState | None = None
         """State that goes back with the step; None unless a session owns the loop."""
+        self._own_data: OwnMicrobatches | None = None
 
     def units(self, axes: DeviceMeshes | None, seed: int) -> Units:
         """The model's units; builds the model if it is not built. Call it where the task's code may be called.
@@ -49,12 +52,29 @@ class BuiltObjects:
             self._units = build_units_of(self._task, self._config, axes, seed)
         return self._units
 
-    def adopt(self, built: Construction, optimizer: BuiltOptimizer, registered: RegisteredState, seed: int) -> None:
-        """Take over what a session has built, in place of what an earlier one has. Raises as `build_units_of`."""
+    def adopt(
+        self,
+        built: Construction,
+        optimizer: BuiltOptimizer,
+        registered: RegisteredState,
+        own_data: OwnMicrobatches | None,
+        seed: int,
+    ) -> None:
+        """Take over what a session has built, in place of what an earlier one has. Raises as `build_units_of`.
+
+        `own_data`: the loader of the session's own microbatches, if it reads them itself.
+        """
         self.release()
+        if self._own_data is not None:
+            self._own_data.close()
+        self._own_data = own_data
         self._modes = self.tried = None
         self._units = build_units_of(self._task, self._config, None, seed, built)
         self.optimizer, self.registered = optimizer, registered
+
+    def loader(self, data: Loader) -> Loader:
+        """The loader of the microbatches: of the run's data, or that of the session over it."""
+        return data if self._own_data is None else self._own_data.over(data)
 
     def attach(self, prepared: Wrapped | None, axes: DeviceMeshes, seed: int, device: torch.device) -> ShardedModel:
         """The model with memory for this generation, also in the optimizer's groups, if that is built.

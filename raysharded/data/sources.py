@@ -17,6 +17,8 @@ from raysharded.data.dataset import TokenDataset
 from raysharded.data.loader import MicrobatchLoader
 from raysharded.data.mixtures.mixture import Mixture
 from raysharded.data.packed.packed_dataset import PackedDataset
+from raysharded.data.streams.numbered_microbatches import MicrobatchFunction, MicrobatchNumbers, MicrobatchStreams
+from raysharded.data.streams.own_microbatches import OwnMicrobatches
 from raysharded.data.streams.stream import Stream
 from raysharded.display.quantities import count
 from raysharded.errors import ConfigError
@@ -123,6 +125,28 @@ class Sources:
             self.held_out.close()
 
 
+def own_microbatches(
+    source: MicrobatchStreams | MicrobatchFunction,
+    batch: BatchConfig,
+    engine: EngineConfig,
+    max_steps: int,
+    settings: Callable[[], object],
+    patience_s: float | None = None,
+) -> OwnMicrobatches:
+    """The loader of microbatches that a session's function gives: read in a separate process, or, without
+    prefetching, in the training thread. `settings`, `patience_s`: as for `Sources`.
+
+    Draws are no error, as each microbatch is read with the generators seeded by its step and index.
+    """
+    reader: DatasetReader | ProcessReader
+    if engine.prefetch:
+        process = DataProcess([source], refuses=False, settings=settings, patience_s=patience_s)
+        reader = ProcessReader(process, 0, type(source).__name__)
+    else:
+        reader = DatasetReader(source, draws=Draws(refuses=False, puts_back=True))
+    return OwnMicrobatches(source, reader, batch, max_steps=max_steps, prefetch=engine.prefetch)
+
+
 def vocabulary(data: Any) -> int | None:
     """Number of tokens in the vocabulary of token data, also of a mixture of them; None where it is not known."""
     if type(data) is Mixture:
@@ -143,7 +167,8 @@ def _draws_nothing(data: Any) -> bool:
     if type(data) is Mixture:
         return all(_draws_nothing(source) for source in data.sources.values())
     torch = sys.modules.get("torch")
-    kinds: tuple[type, ...] = (type(None), TokenDataset, PackedDataset, list, tuple, range, np.ndarray, np.memmap)
+    own: tuple[type, ...] = (TokenDataset, PackedDataset, MicrobatchNumbers)
+    kinds: tuple[type, ...] = (type(None), *own, list, tuple, range, np.ndarray, np.memmap)
     if torch is not None:
         kinds += (torch.Tensor, torch.utils.data.TensorDataset)
     return type(data) in kinds

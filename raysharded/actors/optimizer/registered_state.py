@@ -1,24 +1,26 @@
 """State of a user's own loop that goes back with the step: numbers in an optimizer's groups, modes, registered objects.
 
 torch's schedulers do not restore the groups of their optimizer, so these belong to it. It is plain data as JSON, of a
-limited size. Every worker keeps it for the newest two steps, a worker that joins gets it, and each checkpoint has it.
+limited size; states of a session's streams follow in a second line. Every worker keeps it for the newest two steps, a
+worker that joins gets it, and each checkpoint has it.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from hashlib import blake2b
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from raysharded.actors.comm.host_group import HostGroup
 from raysharded.actors.model.inventory import find_difference
 from raysharded.actors.model.modes import Modes
+from raysharded.actors.task_calls.remarks import Say
+from raysharded.data.plain_data import KINDS, plain, restored
+from raysharded.data.streams.own_microbatches import OwnMicrobatches
 from raysharded.display.quantities import size
 from raysharded.errors import InexactError, TaskError
 from raysharded.ids import WorkerId
@@ -26,12 +28,13 @@ from raysharded.ids import WorkerId
 MOST_BYTES = 1 << 16
 """Largest size of the state as JSON, in bytes."""
 _OF_GROUPS, _LOGGED, _MODES, _IS_LAST = "optimizer", "log", "modes", "last"
+_STREAMS = "session.streams"
 _NO_SETTINGS = ("params", "param_names", "initial_lr")
 """Keys of a group that are left out: its parameters, and the rate as built, which only new schedulers read."""
-_NUMPY = (np.bool_, np.integer, np.float16, np.float32, np.float64)
 _CONSTANTS = (torch.dtype, torch.device, Enum)
 """Settings of a group that are left out, as functions are: they do not change."""
 _NUM_WORDS, _WORD_BYTES = 2, 3
+_ALIGNED_TO = 8
 NO_WORDS = (0,) * 2 * _NUM_WORDS
 """As many words as `words_of` has."""
 
@@ -47,8 +50,17 @@ class Stateful(Protocol):
 class RegisteredState:
     """The state of one worker's loop. Training thread only."""
 
-    def __init__(self, groups: Sequence[dict[str, Any]], things: Mapping[str, Stateful]) -> None:
-        """`groups`: the optimizer's. `things`: registered objects by name. Raises TaskError if one is not plain."""
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        things: Mapping[str, Stateful],
+        streams: OwnMicrobatches | None = None,
+    ) -> None:
+        """`groups`: the optimizer's. `things`: registered objects by name. `streams`: the session's, if it has some.
+
+        Raises TaskError if one is not plain.
+        """
+        self.streams = streams
         taken = sorted(things.keys() & {_OF_GROUPS, _LOGGED, _MODES, _IS_LAST})
         if taken:
             raise TaskError(f"session.shard({taken[0]}=...): the name is taken; register the object by another one.")
@@ -80,6 +92,8 @@ class RegisteredState:
             values[_LOGGED] = _plain(self.logged, _LOGGED)
         if self.is_last:
             values[_IS_LAST] = True
+        if self.streams is not None:
+            values[_STREAMS] = self.streams.place()
         text = json.dumps(values, separators=(",", ":"))
         if len(text) > MOST_BYTES:
             sizes = {name: len(json.dumps(value)) for name, value in values.items()}
@@ -89,12 +103,14 @@ class RegisteredState:
                 f"limit is {size(MOST_BYTES)}, since every worker keeps it twice. Register numbers and settings; keep "
                 "what grows, such as a history, in the journal or a file."
             )
-        return text
+        return text if self.streams is None else f"{text}\n{self.streams.states_text()}"
 
     def load(self, text: str) -> None:
         """Bring the groups and the registered objects to this state. Raises TaskError if it has other objects."""
+        text, _, states = text.partition("\n")
         values = json.loads(text)
-        self.logged = _restored(values.pop(_LOGGED, {"dict": []}))
+        self._go_to(values.pop(_STREAMS, None), states)
+        self.logged = restored(values.pop(_LOGGED, {"dict": []}))
         changes = values.pop(_MODES, [])
         if self.modes is not None and (changes or self.modes.changes):
             self.modes.set(changes)
@@ -106,24 +122,50 @@ class RegisteredState:
                 f"{sorted(self._things)}. Register the same objects in session.shard, and build the same groups."
             )
         for group, settings in zip(self._groups, values[_OF_GROUPS], strict=True):
-            for key, value in ((key, _restored(value)) for key, value in settings.items()):
+            for key, value in ((key, restored(value)) for key, value in settings.items()):
                 if isinstance(group.get(key), torch.Tensor):
                     group[key].fill_(value)
                 else:
                     group[key] = value
         for name, thing in self._things.items():
-            thing.load_state_dict(_restored(values[name]))
+            thing.load_state_dict(restored(values[name]))
+
+    def _go_to(self, place: Mapping[str, Any] | None, states: str) -> None:
+        if self.streams is not None and place is not None:
+            self.streams.go_to(place, states)
+        elif self.streams is not None or place is not None:
+            have, has = ("no streams", "has some") if place is None else ("states of streams", "has none")
+            raise TaskError(
+                f"the state that is to be loaded has {have}, and this program {has}: call session.streams as the run "
+                "did from its beginning."
+            )
+
+    def exchange_streams(self, step: int, group: HostGroup, say: Say) -> None:
+        """Bring the streams' states to all workers. All call it together, as they end the same step.
+
+        The step becomes the run's last one if a stream has no microbatch for the next one.
+        """
+        if self.streams is not None:
+            ended = self.streams.add(step, _gathered(self.streams.own_part(step), group))
+            if ended:
+                self.is_last = True
+                say("ended streams", ended)
 
     def change_since(self, text: str) -> str | None:
         """The first value that differs from an earlier state, with both values; None if there is none."""
         return first_change(text, self.text())
 
 
+def settings_of(text: str) -> str:
+    """A state without the streams' own states, which follow in a separate line."""
+    return text.partition("\n")[0]
+
+
 def first_change(text: str, now: str) -> str | None:
     """The first value that differs between two states, with both values; None if there is none."""
     if now == text:
         return None
-    was, has = (dict(leaf.split(" = ", 1) for leaf in _leaves(json.loads(one))) for one in (text, now))
+    was, has = (dict(leaf.split(" = ", 1) for leaf in _leaves(json.loads(settings_of(one)))) for one in (text, now))
     for path, value in has.items():
         if path not in was:
             return f"{path} = {value} has appeared"
@@ -147,7 +189,7 @@ def are_different(sums: Sequence[int], world_size: int) -> bool:
 
 def differing(text: str, step: int, members: Sequence[WorkerId], group: HostGroup) -> InexactError:
     """The error for texts that differ between workers. Every member must call it."""
-    found = find_difference(list(_leaves(json.loads(text))), len(members), group)
+    found = find_difference(list(_leaves(json.loads(settings_of(text)))), len(members), group)
     here, there = (found.first, found.other) if found else ("", "")
     rank = found.rank if found else 0
     return InexactError(
@@ -155,6 +197,22 @@ def differing(text: str, step: int, members: Sequence[WorkerId], group: HostGrou
         f"has {here}, worker {members[rank]} {there}. Let nothing in the loop depend on the rank, a clock or a file; "
         "register each scheduler in session.shard, and step it once in each step."
     )
+
+
+def _gathered(own: bytes, group: HostGroup) -> list[bytes]:
+    """The bytes of all workers, by rank."""
+    if group.size == 1:
+        return [own]
+    sizes = torch.zeros(group.size, dtype=torch.int64)
+    sizes[group.rank] = len(own)
+    lengths = group.sum_int64(sizes).tolist()
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + -(-length // _ALIGNED_TO) * _ALIGNED_TO)
+    room = torch.zeros(starts[-1], dtype=torch.uint8)
+    room[starts[group.rank] : starts[group.rank] + len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    data = group.sum_int64(room.view(torch.int64)).view(torch.uint8).numpy().tobytes()
+    return [data[start : start + length] for start, length in zip(starts, lengths, strict=False)]
 
 
 def _settings_of(group: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -166,47 +224,18 @@ def _settings_of(group: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, path: str) -> Any:
-    """A value as JSON that `_restored` brings back with its types. Raises TaskError for what is not plain data."""
-    if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
-        return value
-    if isinstance(value, _NUMPY):  # its type decides how later products are rounded
-        return {"numpy": [value.dtype.name, value.item()]}
-    if isinstance(value, torch.Tensor) and not value.dim():
-        return {"tensor": [str(value.dtype).removeprefix("torch."), value.item()]}
-    if isinstance(value, (list, tuple)):
-        items = [_plain(one, f"{path}[{place}]") for place, one in enumerate(value)]
-        return {"tuple": items} if isinstance(value, tuple) else items
-    if isinstance(value, Mapping):
-        pairs = [[_plain(key, path), _plain(one, f"{path}.{key}")] for key, one in value.items()]
-        return {
-            "Counter" if isinstance(value, Counter) else "dict": sorted(pairs, key=lambda pair: json.dumps(pair[0]))
-        }
-    kind = type(value).__name__
-    shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
-    raise TaskError(
-        f"the registered state has a {kind}{shape} at {path}: it must be plain data (numbers, text, None, and lists, "
-        "tuples and dicts of them), as state_dict() returns it. Give what is registered a state_dict() without it. For "
-        "an average of the weights register a raysharded.ParameterTensors, and keep tensors of an optimizer in its "
-        "state, not in its groups."
-    )
+    """A value as JSON. Raises TaskError for what is not plain data."""
+    try:
+        return plain(value, path, _REFUSAL)
+    except TaskError as error:
+        raise TaskError(f"the registered state has a {error}") from None
 
 
-_MAKERS: Mapping[str, Callable[[Any], Any]] = {
-    "tuple": lambda items: tuple(_restored(one) for one in items),
-    "dict": lambda pairs: {_restored(key): _restored(one) for key, one in pairs},
-    "Counter": lambda pairs: Counter({_restored(key): one for key, one in pairs}),
-    "numpy": lambda pair: np.dtype(pair[0]).type(pair[1]),
-    "tensor": lambda pair: torch.tensor(pair[1], dtype=getattr(torch, pair[0])),
-}
-
-
-def _restored(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_restored(one) for one in value]
-    if isinstance(value, dict):
-        ((kind, inner),) = value.items()
-        return _MAKERS[kind](inner)
-    return value
+_REFUSAL = (
+    "it must be plain data (numbers, text, None, and lists, tuples and dicts of them), as state_dict() returns it. "
+    "Give what is registered a state_dict() without it. For an average of the weights register a "
+    "raysharded.ParameterTensors, and keep tensors of an optimizer in its state, not in its groups."
+)
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[str]:
@@ -214,7 +243,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[str]:
     if isinstance(value, dict) and len(value) == 1 and next(iter(value)) in ("dict", "Counter"):
         for key, one in next(iter(value.values())):
             yield from _leaves(one, f"{path}.{key}")
-    elif isinstance(value, dict) and len(value) == 1 and next(iter(value)) in _MAKERS:
+    elif isinstance(value, dict) and len(value) == 1 and next(iter(value)) in KINDS:
         yield from _leaves(next(iter(value.values())), path)
     elif isinstance(value, dict):
         for key, one in value.items():

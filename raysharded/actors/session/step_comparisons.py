@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from raysharded.actors.model.sharded_model import local_of
-from raysharded.actors.optimizer.registered_state import first_change
+from raysharded.actors.optimizer.registered_state import first_change, settings_of
 from raysharded.actors.session.loop_errors import changed_gradients
 from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.errors import InexactError
@@ -107,7 +107,7 @@ class StepWatch:
         self._step.commit()
         text = self._steps.around.store.registered(self._step.number)
         assert text is not None
-        self._attempts.note(self._step.number, "end", text)
+        self._attempts.note(self._step.number, "end", settings_of(text))
 
     def _note(self, place: Place) -> None:
         assert self._steps.registered is not None

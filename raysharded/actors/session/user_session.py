@@ -19,6 +19,7 @@ from raysharded.actors.session.held_out import HeldOut
 from raysharded.actors.session.loop_checks import built_optimizer, hook, require_registered, require_unchanged
 from raysharded.actors.session.loop_errors import refuse_forward, refuse_tensor_parallelism
 from raysharded.actors.session.orders import Orders, RunOver, Training
+from raysharded.actors.session.own_data import OwnData
 from raysharded.actors.session.parameter_tensors import ParameterTensors, RegisteredTensors, plain_of
 from raysharded.actors.session.session_task import SessionTask
 from raysharded.actors.session.step_comparisons import Attempts
@@ -47,21 +48,18 @@ class Session(NotFollowed):
         orders: Orders,
     ) -> None:
         self._job, self._task, self._objects, self._store, self._orders = job, task, objects, store, orders
-        self.device = device
-        """The worker's device."""
-        self.max_steps: int = job.max_steps
-        """Number of the run's last step."""
-        self.batch = job.batch
-        """The run's batch."""
+        self.device, self.max_steps, self.batch = device, job.max_steps, job.batch
+        """The worker's device, the number of the run's last step, and the run's batch."""
         self._built: BuiltModel | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._training: Training | None = None
-        self._step: UserStep | None = None
+        self.step: UserStep | None = None
+        """The newest step of this generation."""
         self._things: dict[str, Stateful] = {}
         self.draws = Draws(job.batch.seed)
         """Seeds of its draws."""
         self._held_out = HeldOut(job.batch)
-        self._num_steps, self._attempts = 1, Attempts()
+        self._num_steps, self._attempts, self._own_data = 1, Attempts(), OwnData(job)
         self._at_shard: int | None = None
         """Digest of the parameters as `shard` returned, until the first step, or another generation, begins."""
         self._rank: int | None = None
@@ -103,6 +101,16 @@ class Session(NotFollowed):
             self._built = BuiltModel(build_on_meta(self._task, self._job.engine, self._job.batch.seed))
         return self._built.model
 
+    def streams(self, make: Callable[[int, int], Any]) -> None:
+        """Read microbatch i of a step's M from the iterable `make(i, M)`. Call it before `shard`; there is no `data`.
+
+        The iterable has `state_dict()` and `load_state_dict()`, and its state goes back with the step."""
+        self._own_data.streams(make)
+
+    def reads(self, read: Callable[[int, int], Any]) -> None:
+        """Read microbatch i of step s by `read(s, i)`, a pure function. As `streams`."""
+        self._own_data.reads(read)
+
     def shard(
         self,
         model: nn.Module,
@@ -125,12 +133,13 @@ class Session(NotFollowed):
             raise TaskError(f"{line_here()}: session.shard is called once, with the model that session.build returned.")
         refuse_tensor_parallelism(parallelize)
         built.end()
-        self._task.units, self._task.collate = wrap, collate
+        self._task.units, self._task.collate = wrap, self._own_data.collate(collate)
         things = plain_of(registered)
         own = built_optimizer(model, optimizer, things)
         built.renew(own)
         self._tensors = RegisteredTensors(registered, own.parts)
-        self._objects.adopt(built.construction, own, RegisteredState(own.parts.groups, things), self._job.batch.seed)
+        state = RegisteredState(own.parts.groups, things, self._own_data.with_states)
+        self._objects.adopt(built.construction, own, state, self._own_data.loader, self._job.batch.seed)
         self._optimizer, self._things = optimizer, things
         require_registered(optimizer, things)
         hook(optimizer, self._before_update, self._after_update)
@@ -145,8 +154,6 @@ class Session(NotFollowed):
 
         The next one has the next number, or that of a step that is done again. Lines between two run at least once.
         """
-        if self._optimizer is None:
-            raise TaskError(f"{line_here()}: session.steps() comes after session.shard(model, optimizer).")
         with contextlib.suppress(RunOver):
             while True:
                 step = self.next_step()
@@ -159,12 +166,10 @@ class Session(NotFollowed):
     def gradient(self, loss_of: Callable[[Any], Loss | torch.Tensor]) -> UserStep:
         """Compute the next step's gradient, as often as it takes: for loops whose body cannot be put in a `with`.
 
-        `loss_of(batch)` returns a microbatch's loss as `Task.loss` does. `optimizer.step()`, the scheduler and changes
-        of registered state come behind this call. The step ends when the next one is requested, or when the function
-        returns. After the loss of a worker the same step may be returned again, with registered state as of then.
+        `loss_of(batch)` returns a loss as `Task.loss`. `optimizer.step()` and changes of registered state come behind
+        this call. The step ends when the next one is requested, or when the function returns. After a loss of a worker
+        it may be returned again, with registered state as of then.
         """
-        if self._optimizer is None:
-            raise TaskError(f"{line_here()}: session.gradient() comes after session.shard(model, optimizer).")
         self.end()
         while True:
             step = self.next_step()
@@ -173,29 +178,31 @@ class Session(NotFollowed):
 
     def next_step(self) -> UserStep | None:
         """Begin the next step, for loops that enter it themselves; None if the training ended instead."""
+        if self._optimizer is None:
+            raise TaskError(f"{line_here()}: steps come after session.shard(model, optimizer).")
         training = self._now()
         with training.failing():
             if training.engine.is_aborted:
                 raise CollectiveAborted("the generation was aborted between two steps")
             is_watched = self._num_steps & (self._num_steps - 1) == 0
-            if is_watched and self._optimizer is not None:  # others may have been made behind `shard`
+            if is_watched:  # others may have been made behind `shard`
                 require_registered(self._optimizer, self._things)
             assert self._objects.registered is not None
             at_shard, self._at_shard = self._at_shard, None
-            at_end = None if self._step is None else self._step.watch.at_end
+            at_end = None if self.step is None else self.step.watch.at_end
             require_unchanged(training.engine, self._objects.registered, self._store, at_shard, at_end)
             self._objects.registered.logged = {}
             self.draws.seed(training.engine.step + 1, ENTRY)
             self._num_steps += 1
-            self._step = UserStep(training, self.draws, self._attempts, is_watched=is_watched)
-            self._tensors.begin_step(self._step)
-            return self._step
+            self.step = UserStep(training, self.draws, self._attempts, is_watched=is_watched)
+            self._tensors.begin_step(self.step)
+            return self.step
         return None
 
     def _now(self) -> Training:
         """The present training, which has a step to do; waits for one, and serves the driver meanwhile."""
         while self._training is None or self._training.is_over:
-            self._step = self._training = self._at_shard = None
+            self.step = self._training = self._at_shard = None
             self._training = self._orders.next_training()
             if self._training.ends_if_done():
                 continue
@@ -203,20 +210,19 @@ class Session(NotFollowed):
             engine.steps.forwards.on_own = refuse_forward
             self._attempts.begin(engine.decisions)
             self._rank = engine.rank
+            self._first_step = self._first_step or self._training.engine.step + 1
             self._tensors.begin(engine.steps.parts.optimizer)
-            if self._first_step is None:
-                self._first_step = self._training.engine.step + 1
         return self._training
 
     def _before_update(self, *_: object) -> None:
         if self._training is not None:
-            if self._step is None:
+            if self.step is None:
                 raise TaskError(f"{line_here()}: optimizer.step() belongs into `with step:`.")
-            self._step.begin_update()
+            self.step.begin_update()
 
     def _after_update(self, *_: object) -> None:
-        if self._training is not None and self._step is not None:
-            self._step.end_update()
+        if self._training is not None and self.step is not None:
+            self.step.end_update()
 
     # -- in a step --
 
@@ -233,7 +239,7 @@ class Session(NotFollowed):
 
         They are the same on every worker. Call it in the `with`, after the microbatches.
         """
-        step, registered = self._step, self._objects.registered
+        step, registered = self.step, self._objects.registered
         if step is None or registered is None:
             raise TaskError(f"{line_here()}: session.log() belongs into `with step:`.")
         step.log(numbers)
@@ -249,12 +255,12 @@ class Session(NotFollowed):
     ) -> dict[str, float]:
         """The loss of held-out data and its metrics, the same bits at every number of workers; the journal has them.
 
-        Call it in the `with`, behind `optimizer.step()`, equally often on every worker. `loss_of(batch)` returns the
-        loss as `Task.loss` does; it is called in eval mode, without gradients. `data`: a map-style dataset, of which
-        the first `num_samples` count; None: all. `name`: prefix in the journal, for several evaluations in a step.
+        Call it in the `with`, behind `optimizer.step()`, equally often on every worker. `loss_of(batch)` as in
+        `Task.loss`, in eval mode, without gradients. `data`: a map-style dataset; its first `num_samples` count, None:
+        all. `name`: prefix in the journal, for several evaluations in a step.
         """
         self._task.held_out_loss = loss_of
-        return self._held_out.evaluate(self._step, data, num_samples, name)
+        return self._held_out.evaluate(self.step, data, num_samples, name)
 
     def save(self) -> None:
         """Request a checkpoint: of this step if its microbatches are not computed yet, otherwise of the next."""
@@ -262,14 +268,9 @@ class Session(NotFollowed):
 
     def stop(self) -> None:
         """Make the present step the run's last one, with the last checkpoint. In the `with`, on every worker."""
-        if self._step is None or self._objects.registered is None:
+        if self.step is None or self._objects.registered is None:
             raise TaskError(f"{line_here()}: session.stop() belongs into `with step:`.")
         self._objects.registered.is_last = True
-
-    @property
-    def step(self) -> UserStep | None:
-        """The newest step of this generation."""
-        return self._step
 
     @property
     def is_interrupted(self) -> bool:
@@ -278,7 +279,7 @@ class Session(NotFollowed):
 
     def end(self) -> bool:
         """Commit the step that `gradient` has left open; True if it was undone instead."""
-        return self._step is not None and self._step.end()
+        return self.step is not None and self.step.end()
 
     def serve_after(self, error: BaseException) -> None:
         """Answer the driver for ever: the function has ended. A training that has a step to do ends with this error."""

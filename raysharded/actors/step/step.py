@@ -179,6 +179,7 @@ class Steps:
         All workers call it together, as they end the same step with the same evaluations.
         """
         if self.registered is not None:
+            self.registered.exchange_streams(step, self.around.groups.state, self.around.say)
             text, members = self.registered.text(), self.around.place.spec.members
             if are_different(self.meet(step, "end", words_of(text)), len(members)):
                 raise differing(text, step, members, self.around.groups.state)

@@ -60,8 +60,7 @@ class _Reducer:
             if extent > _MOST_GAPS * value.numel():
                 return NotImplemented
             value, strides = value.as_strided((extent,), (1,)), tuple(value.stride())
-        flat = value.contiguous().reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (flat, dtype, shape, strides)
+        return tensor_of, (array_of(value), dtype, shape, strides)
 
 
 class _Pickler(pickle.Pickler):
@@ -97,7 +96,15 @@ def _by_value() -> Any:
     return ByValue
 
 
-def _tensor(flat: Any, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Any:
+def array_of(tensor: Any) -> Any:
+    """The bytes of a host tensor as a flat array of numpy."""
+    import torch
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def tensor_of(flat: Any, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Any:
+    """The tensor of a dtype and shape whose bytes are in a flat array of numpy."""
     import torch
 
     kind = getattr(torch, dtype)

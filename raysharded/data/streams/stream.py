@@ -20,8 +20,8 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from blake3 import blake3
@@ -29,7 +29,7 @@ from blake3 import blake3
 from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
 from raysharded.data.access.repeat_check import add_item
 from raysharded.data.mixtures.schedule import ENDLESS
-from raysharded.data.streams.source import Restartable, StreamSource, as_source
+from raysharded.data.streams.source import Cursor, StreamSource, as_source, cursor_at, digest_of, not_restarting
 from raysharded.data.text.files import PathLike, as_paths
 from raysharded.errors import ConfigError, DataError, StorageError
 from raysharded.ids import derive_seed
@@ -53,21 +53,6 @@ class _Restart:
     """None: the beginning of the epoch."""
     digest: str = ""
     """Digest of the items since the restart before it."""
-
-
-@dataclass(slots=True)
-class _Cursor:
-    """A shard that is being read."""
-
-    item: int
-    """Number of the next item, over all epochs."""
-    epoch: int
-    opened: Restartable
-    items: Iterator[Any]
-    hasher: blake3 = field(default_factory=blake3)
-    """Digest of the items since the last restart."""
-    num_items: int = 1
-    """Items of this epoch so far; it begins above 0 where a cursor begins in the middle of one."""
 
 
 class Stream:
@@ -101,7 +86,7 @@ class Stream:
         self._begin()
 
     def _begin(self) -> None:
-        self._cursors: dict[int, _Cursor] = {}
+        self._cursors: dict[int, Cursor] = {}
         self._restarts: dict[int, OrderedDict[int, _Restart]] = {}
         self._storage: Storage | None = None
         self._has_failed = False
@@ -157,19 +142,10 @@ class Stream:
         one = self._opened(0, _Restart(item=0))
         self._draw(0, one)
         state = self._state_of(0, one)
-        further = [self._digest_of(self._draw(0, one)) for _ in range(_CHECKED)]
+        further = [digest_of(self._draw(0, one)) for _ in range(_CHECKED)]
         other = self._opened(0, _Restart(item=1, epoch=0, state=state))
-        again = [self._digest_of(self._draw(0, other)) for _ in range(_CHECKED)]
-        if further != again:
-            raise DataError(
-                f"{self!r}: after load_state_dict() the source does not continue with the item that followed its "
-                "state_dict(). Give one that restarts exactly: not one that is shuffled through a buffer, or draws."
-            )
-
-    def _digest_of(self, item: Any) -> str:
-        hasher = blake3()
-        add_item(hasher, item)
-        return hasher.hexdigest()
+        if further != [digest_of(self._draw(0, other)) for _ in range(_CHECKED)]:
+            raise not_restarting(repr(self))
 
     # -- places --
 
@@ -190,16 +166,12 @@ class Stream:
                 return found
         return known[here] if here else _Restart(item=0)
 
-    def _opened(self, shard: int, restart: _Restart) -> _Cursor:
-        opened = self._source.open_shard(shard, restart.epoch)
-        if restart.state is not None:
-            opened.load_state_dict(restart.state)
-        of_epoch = 0 if restart.state is None else 1
-        return _Cursor(restart.item, restart.epoch, opened, iter(opened), num_items=of_epoch)
+    def _opened(self, shard: int, restart: _Restart) -> Cursor:
+        return cursor_at(self._source, shard, item=restart.item, epoch=restart.epoch, state=restart.state)
 
     # -- items --
 
-    def _next(self, shard: int, cursor: _Cursor) -> Any:
+    def _next(self, shard: int, cursor: Cursor) -> Any:
         """The next item; at a multiple of `every` its restart is kept, or compared."""
         item = self._draw(shard, cursor)
         add_item(cursor.hasher, item)
@@ -207,7 +179,7 @@ class Stream:
             self._keep(shard, cursor)
         return item
 
-    def _draw(self, shard: int, cursor: _Cursor) -> Any:
+    def _draw(self, shard: int, cursor: Cursor) -> Any:
         while True:
             try:
                 item = next(cursor.items)
@@ -226,7 +198,7 @@ class Stream:
 
     # -- restarts --
 
-    def _keep(self, shard: int, cursor: _Cursor) -> None:
+    def _keep(self, shard: int, cursor: Cursor) -> None:
         digest, cursor.hasher = cursor.hasher.hexdigest(), blake3()
         known = self._restarts.setdefault(shard, OrderedDict())
         before = known.get(cursor.item)
@@ -260,7 +232,7 @@ class Stream:
             self._has_failed = True
             _log.warning("%r reads on without states, which can be neither written nor read: %s", self, error)
 
-    def _state_of(self, shard: int, cursor: _Cursor) -> Any:
+    def _state_of(self, shard: int, cursor: Cursor) -> Any:
         """The source's state as JSON gives it back. Raises DataError if it is no JSON."""
         state: Mapping[str, Any] = cursor.opened.state_dict()
         try:
