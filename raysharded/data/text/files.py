@@ -126,7 +126,10 @@ def find_files(
         else:
             paths = [p for p, info in fs.glob(path, detail=True).items() if info["type"] != "directory"]
     if not paths:
-        what = f"no file in the folder ends with {suffix!r}" if folder else "no such file, and no file matches it"
+        empty = f"the folder has neither a token store nor a file that ends with {suffix!r}"
+        if not suffix:
+            empty = "the folder has no file, apart from hidden ones"
+        what = empty if folder else "no such file, and no file matches it"
         raise DataError(f"{pattern}: {what}. Check the path, and that this machine can see it.")
     return sorted(File(_name(fs, p), p, fs) for p in paths)
 
@@ -172,4 +175,5 @@ def reading(name: str, verb: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DataError(f"{name}: the file is missing. Restore it, or correct the path.") from error
     except Exception as error:  # the boundary to storage: every protocol has its own errors
-        raise DataError(f"{name}: cannot {verb}: {type(error).__name__}: {error}. Check access to it.") from error
+        cause = f"{type(error).__name__}: {error}".rstrip(".")
+        raise DataError(f"{name}: cannot {verb}: {cause}. Check access to it.") from error
