@@ -170,7 +170,7 @@ class Worker:
     def _form(self, spec: GenerationSpec, wrapped: Wrapped | None) -> GenerationReady:
         assert self._groups is not None
         require_device(self._device)
-        parity = parity_of(self._job.engine.redundancy, spec.tensor)
+        parity = parity_of(self._job.engine.redundancy, spec.tensor, spec.apart)
         place = RankPosition(spec=spec, worker=self._worker, mirrors=self._job.engine.mirrors, parity=parity)
         self._share = place.share
         self._probe("form", spec.source.step + 1)

@@ -13,9 +13,10 @@ Stripes with rotating parity are those of RAID 5 (Patterson, Gibson, Katz: "A Ca
 Disks", 1988). They are over more disks than a stripe is wide: declustered (Holland, Gibson: "Parity Declustering for
 Continuous Operation", 1992).
 
-With tensor parallelism the places in this rotation are not the ranks. First come all workers of tensor rank 0, by data
-shard, then those of tensor rank 1, and so on. So no stripe has two blocks in one tensor parallel group: the loss of a
-whole group, with its node, costs each stripe one block.
+With tensor parallelism, or several workers on a node, the places in this rotation are not the ranks. First come the
+first workers of all groups, or nodes, then their second ones, and so on. So no stripe has two blocks in one tensor
+parallel group: the loss of a whole group, with its node, costs each stripe one block. Workers of a node keep
+consecutive ranks, so that gradients are added inside nodes.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Parity:
     m: int
     tensor: int = 1
     """Tensor parallel degree of the layout."""
+    apart: int = 1
+    """`Mesh.apart` of the layout: a stripe's ranks are so far from each other, where its workers fill whole nodes."""
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.m < 1:
@@ -68,21 +71,35 @@ class Parity:
         return self.rank_at((stripe + number) % world_size, world_size)
 
     def place_of(self, rank: int, world_size: int) -> int:
-        """Place of a rank in the rotation."""
-        return rank % self.tensor * (world_size // self.tensor) + rank // self.tensor
+        """Place of a rank in the rotation: first come the ranks 0, `distance`, 2 `distance`, ..., then those from 1."""
+        row, column = divmod(rank, self.distance)
+        rows, longer = divmod(world_size, self.distance)
+        return column * rows + min(column, longer) + row
 
     def rank_at(self, place: int, world_size: int) -> int:
         """The inverse of `place_of`."""
-        shards = world_size // self.tensor
-        return place % shards * self.tensor + place // shards
+        rows, longer = divmod(world_size, self.distance)
+        if place < longer * (rows + 1):
+            column, row = divmod(place, rows + 1)
+        else:
+            column, row = divmod(place - longer * (rows + 1), rows)
+            column += longer
+        return row * self.distance + column
+
+    @property
+    def distance(self) -> int:
+        """Distance of ranks whose places follow each other."""
+        return max(self.tensor, self.apart)
 
     def __str__(self) -> str:
         return f"parity ({self.k}, {self.m})"
 
 
-def parity_of(redundancy: Redundancy | None, tensor: int = 1) -> Parity | None:
-    """Parity of a user's configuration, with a tensor parallel degree; None without redundancy."""
-    return None if redundancy is None else Parity(k=redundancy.parity[0], m=redundancy.parity[1], tensor=tensor)
+def parity_of(redundancy: Redundancy | None, tensor: int = 1, apart: int = 1) -> Parity | None:
+    """Parity of a user's configuration in a mesh of this degree and distance; None without redundancy."""
+    if redundancy is None:
+        return None
+    return Parity(k=redundancy.parity[0], m=redundancy.parity[1], tensor=tensor, apart=apart)
 
 
 def block_bytes(spec: StateSpec, world_size: int, parity: Parity, tensor: int = 1) -> int:

@@ -275,7 +275,7 @@ NAMES: Mapping[type, Names] = {
         later={"by_proof": False, "takes_back": True},
     ),
     layout.Mesh: Names("mesh", "replicas shards tensor apart"),
-    layout.Parity: Names("parity", "k m tensor"),
+    layout.Parity: Names("parity", "k m tensor apart", later={"apart": 1}),
     layout.Copy: Names("copy", "medium world_size holders tensor layout_id"),
     layout.Held: Names("held", "worker step medium world_size rank layout_id parity tensor"),
     layout.Rebuild: Names("rebuild", "layout_id world_size parity holders keepers lost tensor"),

@@ -132,14 +132,17 @@ class Run:
             where="train.py:7 in read",
         )
 
-    def ready(self, *workers: int, cpu: str = "x", numerics: str = "") -> list[Command]:
-        """These workers are ready, on machines with this CPU; `numerics`: the rules that they can compute under."""
+    def ready(
+        self, *workers: int, cpu: str = "x", numerics: str = "", nodes: Mapping[WorkerId, str] | None = None
+    ) -> list[Command]:
+        """These workers are ready, on machines with this CPU; `numerics`: the rules that they can compute under.
+        `nodes`: where several share a machine."""
         commands: list[Command] = []
         for worker in workers:
             facts = WorkerInfo(
                 pid=worker,
                 node=f"node{worker}",
-                node_id=f"node{worker}",
+                node_id=(nodes or {}).get(WorkerId(worker), f"node{worker}"),
                 arithmetic={"cpu": cpu, **({"numerics": numerics} if numerics else {})},
                 num_samples=100,
             )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from raysharded.driver.membership.member_order import order_members
+from raysharded.driver.membership.member_order import (
+    distance_of_mirrors,
+    distance_of_stripes,
+    number_nodes,
+    order_members,
+)
 from raysharded.driver.membership.state_source import needs
 from raysharded.driver.replay.rerun import load
 from raysharded.ids import WorkerId
-from raysharded.layout import Held, Mesh, Parity, survives
+from raysharded.layout import Held, Mesh, Parity, spread_out, survives
 from raysharded.protocol.messages import FromMemory, FromStart, StopReason
 from tests.driver.recorded import recorded
 from tests.driver.scripted import LIMITS, Run
@@ -107,3 +113,53 @@ def test_it_can_be_replayed(tmp_path: Path) -> None:
     (found,) = load(str(recorded(tmp_path, run)))
     assert not found.differences
     assert "form generation 2 of workers 0, 1, 3, " in found.moments[-1].decided()
+
+
+def nodes_of(*sizes: int) -> dict[WorkerId, str]:
+    """Workers on nodes of these sizes, in a mixed order of ids."""
+    names = [f"n{node}" for place in range(max(sizes)) for node, size in enumerate(sizes) if place < size]
+    return {WorkerId(number): name for number, name in enumerate(names)}
+
+
+@pytest.mark.parametrize(
+    "sizes", [(8,) * 8, (8,) * 7 + (7,), (7,) + (8,) * 7, (2,) * 5, (4, 4)], ids=["64", "63", "63, first", "10", "8"]
+)
+def test_gradients_are_added_inside_nodes_with_parity_and_a_node_may_die(sizes: tuple[int, ...]) -> None:
+    nodes, workers = nodes_of(*sizes), sum(sizes)
+    parity = PARITY if len(sizes) >= PARITY.width else Parity(k=4, m=4)
+    limits = Run(max_workers=workers, parity=parity).state.limits
+    mesh = Mesh(shards=workers)
+    mesh = replace(mesh, apart=distance_of_mirrors(mesh, nodes))
+    order = order_members(FromStart(), frozenset(nodes), limits, nodes, mesh)
+    assert number_nodes(order, nodes, mesh) != (), "a node's workers have consecutive ranks"
+    apart = distance_of_stripes(mesh, order, nodes, parity)
+    assert apart == max(sizes)
+    of_layout = replace(parity, apart=apart)
+    for node in set(nodes.values()):
+        assert survives(of_layout, workers, [rank for rank, worker in enumerate(order) if nodes[worker] != node])
+    near = spread_out(sorted(nodes), nodes, parity.width)
+    assert number_nodes(near, nodes, mesh) == (), "as the workers of a stripe are neighbours"
+
+
+def test_stripes_have_neighbouring_ranks_where_nodes_of_unequal_sizes_would_hold_two_of_a_stripe() -> None:
+    nodes = nodes_of(6, 1, 1, 1, 1)
+    limits = Run(max_workers=10, parity=PARITY).state.limits
+    mesh = Mesh(shards=10)
+    mesh = replace(mesh, apart=distance_of_mirrors(mesh, nodes))
+    order = order_members(FromStart(), frozenset(nodes), limits, nodes, mesh)
+    distance = distance_of_stripes(mesh, order, nodes, PARITY)
+    assert (distance == 1) == (number_nodes(order, nodes, mesh) == ())
+
+
+def test_the_plan_of_a_generation_has_the_distance_of_its_stripes() -> None:
+    """The members learn it, and what they hold is judged by it."""
+    run = Run(min_workers=1, max_workers=10, parity=PARITY)
+    run.ready(*range(10), nodes=nodes_of(2, 2, 2, 2, 2))
+    spec = run.newest_form()
+    assert spec.apart == 2
+    assert spec.nodes == (0, 0, 1, 1, 2, 2, 3, 3, 4, 4)
+    run.formed()
+    run.trained(1, 2, 3)
+    on_node = [worker for rank, worker in enumerate(run.state.members) if rank in (4, 5)]
+    assert not needs(run.state, on_node)
+    assert needs(run.state, [worker for rank, worker in enumerate(run.state.members) if rank in (0, 2)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -34,7 +34,8 @@ PARITIES = st.builds(lambda k, m: Parity(k=k, m=m), st.integers(1, 6), st.intege
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[Parity, int]:
     """A parity, and a number of workers that it protects."""
-    parity = replace(draw(PARITIES), tensor=draw(st.sampled_from([1, 1, 2, 3])))
+    tensor = draw(st.sampled_from([1, 1, 2, 3]))
+    parity = replace(draw(PARITIES), tensor=tensor, apart=draw(st.integers(1, 9)) if tensor == 1 else 1)
     return parity, parity.tensor * draw(st.integers(parity.width, parity.width + 7 // parity.tensor))
 
 
@@ -227,3 +228,14 @@ def test_two_at_once_of_any_six() -> None:
     parity = Parity(k=4, m=2)
     for lost in combinations(range(6), 2):
         assert survives(parity, 6, set(range(6)).difference(lost))
+
+
+@given(st.integers(1, 60), st.integers(1, 70))
+def test_each_rank_has_a_place_and_neighbouring_places_are_a_nodes_size_apart(world: int, apart: int) -> None:
+    parity = Parity(k=1, m=1, apart=apart)
+    places = [parity.place_of(rank, world) for rank in range(world)]
+    assert sorted(places) == list(range(world))
+    assert [parity.rank_at(place, world) for place in places] == list(range(world))
+    ranks = [parity.rank_at(place, world) for place in range(world)]
+    steps = [later - earlier for earlier, later in pairwise(ranks)]
+    assert sum(step != apart for step in steps) == max(0, min(apart, world) - 1), "only between columns"

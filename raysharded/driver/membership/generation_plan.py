@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from raysharded.driver.membership import candidates
-from raysharded.driver.membership.member_order import choose_members, distance_of_mirrors, number_nodes, order_members
+from raysharded.driver.membership.member_order import (
+    choose_members,
+    distance_of_mirrors,
+    distance_of_stripes,
+    number_nodes,
+    order_members,
+)
 from raysharded.driver.membership.state_source import choose_source, newest_source
 from raysharded.driver.state import mesh_choice
 from raysharded.driver.state.mesh_choice import Choice
@@ -51,7 +57,11 @@ def plan_generation(state: State) -> GenerationPlan:
     nodes = {worker: state.facts[worker].node_id for worker in chosen if worker in state.facts}
     mesh = replace(choice.mesh, apart=distance_of_mirrors(choice.mesh, nodes))
     prepared = _prepared(state, chosen, mesh)
-    members = prepared.members if prepared else order_members(source, workers, state.limits, nodes, mesh)
+    if prepared:
+        members, mesh = prepared.members, prepared.mesh
+    else:
+        members = order_members(source, workers, state.limits, nodes, mesh)
+        mesh = _with_stripes(state, mesh, members, nodes)
     why = "; ".join([choice.reason, *_passed_over(state, newest, source)])
     wanted = min(len(state.ready), state.limits.max_workers)
     if len(members) < wanted:
@@ -61,11 +71,21 @@ def plan_generation(state: State) -> GenerationPlan:
 
 
 def _prepared(state: State, chosen: Sequence[WorkerId], mesh: Mesh) -> Preparation | None:
-    """The preparation, if it fits: the same members, in any order, and the same mesh."""
+    """The preparation, if it fits: the same members, in any order, and the same mesh, but for stripes' distance."""
     made = state.preparation
     if made is None or made.awaited or made.failed:
         return None
-    return made if sorted(made.members) == list(chosen) and made.mesh == mesh else None
+    parity = state.limits.parity
+    known = replace(made.mesh, apart=mesh.apart) if parity is not None and parity.protects(mesh) else made.mesh
+    return made if sorted(made.members) == list(chosen) and known == mesh else None
+
+
+def _with_stripes(state: State, mesh: Mesh, members: Sequence[WorkerId], nodes: Mapping[WorkerId, str]) -> Mesh:
+    """The mesh of these members, with the distance of parity's stripes if it has parity."""
+    parity = state.limits.parity
+    if parity is None or not parity.protects(mesh):
+        return mesh
+    return replace(mesh, apart=distance_of_stripes(mesh, members, nodes, parity))
 
 
 def _passed_over(state: State, newest: Source, source: Source) -> list[str]:

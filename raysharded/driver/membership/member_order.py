@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.ids import WorkerId
-from raysharded.layout import Mesh, StateSpec, keep_together, order_workers, spread_out
+from raysharded.layout import Mesh, Parity, StateSpec, keep_together, order_workers, spread_out
+from raysharded.layout.placement.node_spread import most_together
 from raysharded.protocol.messages import FromMemory, Source
 
 Nodes = Mapping[WorkerId, str]
@@ -54,17 +56,50 @@ def order_members(
 
     Each tensor parallel group is on one node wherever possible. With several replicas, the workers of each are on one
     node as far as possible. With one replica, the workers of a node follow each other; with `Mesh.apart`, mirrors are
-    on other nodes. With parity, the workers of a stripe are on as many nodes as possible. Among such orders the result
-    moves the fewest bytes, or with parity nearly so.
+    on other nodes. With parity, the workers of a stripe are on as many nodes as possible: in such an order if that does
+    it, at a distance of `Mesh.apart`, otherwise as neighbours. Among such orders the result moves the fewest bytes, or
+    with parity nearly so.
     """
     parity, tensor = limits.parity, mesh.tensor
     if parity is None or not parity.protects(mesh):
         return _ordered(source, workers, mesh, limits.mirrors, nodes or {})
-    anywhere = _ordered(source, workers, mesh, mirrors=False, nodes=(nodes or {}) if tensor > 1 else {})
+    spread = _spread_out(source, workers, parity.width, nodes or {}, mesh)
+    if tensor > 1 or mesh.apart == 1:
+        return spread
+    together = _ordered(source, workers, mesh, mirrors=False, nodes=nodes or {})
+    return together if distance_of_stripes(mesh, together, nodes or {}, parity, spread) == mesh.apart else spread
+
+
+def distance_of_stripes(
+    mesh: Mesh, members: Sequence[WorkerId], nodes: Nodes, parity: Parity, spread: Sequence[WorkerId] = ()
+) -> int:
+    """`Mesh.apart` for a mesh with parity of these members, by rank: the given one if stripes are on enough nodes.
+
+    They are if the workers of each node follow each other, and a stripe has no more of them than with the order
+    `spread` and neighbouring ranks; without one: than as these members. Otherwise neighbouring ranks have a stripe.
+    With tensor parallelism neighbouring groups have: two columns of ranks may have one group in common.
+    """
+    if mesh.tensor > 1:
+        return mesh.tensor
+    near, far = (replace(parity, apart=apart) for apart in (1, mesh.apart))
+
+    def most(order: Sequence[WorkerId], of: Parity) -> int:
+        places = [order[of.rank_at(place, mesh.shards)] for place in range(mesh.shards)]
+        return most_together(places, nodes, parity.width)
+
+    runs = len(list(groupby(nodes.get(member, "") for member in members)))
+    is_in_runs = runs == len({nodes.get(member, "") for member in members})
+    return mesh.apart if is_in_runs and most(members, far) <= most(spread or members, near) else 1
+
+
+def _spread_out(
+    source: Source, workers: frozenset[WorkerId], width: int, nodes: Nodes, mesh: Mesh
+) -> tuple[WorkerId, ...]:
+    """An order in which the neighbouring tensor parallel groups are on different nodes, as far as possible."""
+    tensor = mesh.tensor
+    anywhere = _ordered(source, workers, mesh, mirrors=False, nodes=nodes if tensor > 1 else {})
     by_leader = {anywhere[first]: anywhere[first : first + tensor] for first in range(0, len(anywhere), tensor)}
-    return tuple(
-        worker for leader in spread_out([*by_leader], nodes or {}, parity.width) for worker in by_leader[leader]
-    )
+    return tuple(worker for leader in spread_out([*by_leader], nodes, width) for worker in by_leader[leader])
 
 
 def choose_members(source: Source, workers: frozenset[WorkerId], mesh: Mesh) -> list[WorkerId]:

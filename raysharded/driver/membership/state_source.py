@@ -66,7 +66,7 @@ def held_by(limits: DriverConfig, mesh: Mesh, members: Sequence[WorkerId], worke
     """Whether these workers would hold the whole state after the members have formed a generation with this mesh."""
     parity = limits.parity
     if parity is not None and parity.protects(mesh):
-        parity = replace(parity, tensor=mesh.tensor)
+        parity = replace(parity, tensor=mesh.tensor, apart=mesh.apart)
         return survives(parity, mesh.shards, [rank for rank, worker in enumerate(members) if worker in workers])
     mirrored, held = limits.mirrors and has_mirrors(mesh), set()
     for rank, worker in enumerate(members):
