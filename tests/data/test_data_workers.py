@@ -73,7 +73,7 @@ def test_a_read_that_hangs_fails_or_dies_is_named_and_done_again_with_the_same_b
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = OnceEach(tmp_path)
-    process = DataProcess([data], refuses=True, settings=leave_torch_alone, patience_s=3.0)
+    process = DataProcess([data], refuses=True, settings=leave_torch_alone, patience_s=2.0)
     reader = ProcessReader(process, 0, "OnceEach")
     try:
         assert reader.read_samples([0], "now", 0).samples[0]["number"] == 0  # the first one may take any time
@@ -87,7 +87,7 @@ def test_a_read_that_hangs_fails_or_dies_is_named_and_done_again_with_the_same_b
         process.close()
     assert (len(set(pids[:3])), len(set(pids[2:]))) == (3, 1), "what hangs is replaced, what fails is read again"
     hanging, killed = caplog.messages
-    assert "did not answer for 3." in hanging
+    assert "did not answer for 2." in hanging
     assert "at OnceEach[3], in samples.py:" in hanging
     assert "in __getitem__, and was killed" in hanging
     assert "was ended by SIGKILL (out of memory?) at OnceEach[4]" in killed
