@@ -14,14 +14,15 @@ import torch
 
 from raysharded.actors.step.collation import is_equal
 from raysharded.config import BatchConfig, EngineConfig
-from raysharded.data import MicrobatchLoader
+from raysharded.data import MicrobatchLoader, Stream
 from raysharded.data.access.collation import Collation, Wish, collate_here
 from raysharded.data.access.read_errors import read_again
 from raysharded.data.access.reader_process import CollatingReader, DataProcess, DataProcesses, ProcessReader
 from raysharded.data.access.sample_reader import DatasetReader, Reads
 from raysharded.data.access.transport import packed
+from raysharded.data.sources import Sources
 from raysharded.errors import ConfigError, TaskError
-from tests.data.samples import Large, OnceEach, Together, Unlike, leave_torch_alone
+from tests.data.samples import Large, OnceEach, Restarting, Together, Unlike, leave_torch_alone
 
 pytestmark = pytest.mark.procs
 BATCH = BatchConfig(global_batch_size=6, microbatch_size=2, seed=1)
@@ -202,6 +203,20 @@ def test_the_number_of_processes_is_checked() -> None:
         EngineConfig(data_processes=0)
     with pytest.raises(ConfigError, match="data_processes needs prefetch=True"):
         EngineConfig(data_processes=2, prefetch=False)
+
+
+def test_a_stream_is_read_by_one_process_in_its_order() -> None:
+    engine = EngineConfig(data_processes=3)
+    for data, pids in ((Stream(Restarting()), 1), (Large(3), 3)):
+        sources = Sources(data, None, BATCH, engine, leave_torch_alone)
+        try:
+            assert isinstance(sources.process, DataProcess if pids == 1 else DataProcesses)
+            assert vars(sources.training)["_prefetcher"]._num_threads == pids
+        finally:
+            sources.close()
+    own = Sources([1, 2, 3], None, BATCH, engine, leave_torch_alone)
+    assert own.process is None
+    own.close()
 
 
 def test_a_collation_is_proved_once_and_refused_for_good() -> None:
