@@ -52,6 +52,7 @@ DEV := $(VENV)/.installed-dev
 COMPILER := $(VENV)/.has-compiler
 S3FS := $(VENV)/.installed-s3fs
 BROWSER := $(VENV)/.has-browser
+TITAN := build/torchtitan/.installed
 PEERS := $(patsubst benchmarks/environments/%.txt,.venv-bench/%/.installed,$(wildcard benchmarks/environments/*.txt))
 
 # Tests run two at a time, but for those that use Ray, which fill both cores by themselves, and those that depend on
@@ -91,13 +92,18 @@ test-clusters: $(DEV)
 
 # Tests that passed at this commit are not repeated: the run may be interrupted at any time and resumes from there.
 LONG := build/long/$(shell git rev-parse --short HEAD 2>/dev/null)
-test-long: $(DEV) $(COMPILER)
+test-long: $(DEV) $(COMPILER) $(TITAN)
 	@$(call timed,long) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "long and not gpu and not s3" \
 		--ignore tests/driver/test_histories.py --passed $(LONG)/cases.txt \
 		$(call files_with,mark\.long|tried_each_time) $(PYTEST_ARGS)
 	@RAYSHARDED_SCHEDULES=3000 $(call timed,long-histories) $(BIN)/python -m pytest $(SIDE_BY_SIDE) \
 		--passed $(LONG)/histories.txt tests/driver/test_simulation.py tests/driver/test_replay.py \
 		tests/driver/test_histories.py $(PYTEST_ARGS)
+
+# torchtitan and what it needs beside the tests' environment: a folder that only its own tests look into.
+$(TITAN): tests/adapters/torchtitan.txt $(DEV)
+	@$(PIP) install --no-deps --upgrade --target $(@D) --requirement $<
+	@touch $@
 
 # Parts that passed for the same commit are not repeated. Results: .venv-compat/results.txt
 compat: $(COMPILER)

@@ -27,6 +27,7 @@ NAVIGATION = {
         "own-loop",
         "adapters-transformers",
         "adapters-accelerate",
+        "adapters-torchtitan",
         "checking",
         "running",
         "saving",

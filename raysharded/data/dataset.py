@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from raysharded.data.store.find import check_shards, find_stores
 from raysharded.data.store.store_source import READ_AHEAD_BLOCKS, Caches, FoundStore, StoreSource
-from raysharded.data.text.files import File, PathLike, as_paths, file_system, find_files, require_files
+from raysharded.data.text.files import File, PathLike, as_paths, find_files, readable_system, require_files
 from raysharded.data.text.token_file import TokenFile, TokenHeader
 from raysharded.data.text.token_reader import TokenReader
 from raysharded.display.quantities import count
@@ -276,7 +276,7 @@ def _require_one_sample(names: Sequence[str], num_tokens: int, num_files: int, s
 
 def _require_no_gap(path: str, files: Sequence[File]) -> None:
     """Raise DataError if a folder lacks a file that `pack` wrote there. A list or a glob may name only some."""
-    folder = f"{file_system(path)[1].rstrip('/')}/"
+    folder = f"{readable_system(path)[1].rstrip('/')}/"
     matches = [_PART.fullmatch(file.path.removeprefix(folder)) for file in files]
     numbers = sorted(int(match[1]) for match in matches if match)
     if len(numbers) < len(files) or numbers[-1] - numbers[0] + 1 == len(numbers):

@@ -23,7 +23,7 @@ from raysharded.data.store.layout import INDEX, Kind
 from raysharded.data.store.progress import PackProgress, Progress
 from raysharded.data.store.writer import StoreWriter
 from raysharded.data.text.documents import InputFormat, documents, parts_of
-from raysharded.data.text.files import File, PathLike, as_paths, file_system, find_files, is_local
+from raysharded.data.text.files import File, PathLike, as_paths, file_system, find_files, is_local, readable_system
 from raysharded.data.text.part_tokens import Encoders, Processes, Reading, Work
 from raysharded.data.text.token_file import COLUMN, TokenHeader, token_dtype
 from raysharded.data.text.tokenizer import Tokenizer, find_tokenizer
@@ -205,7 +205,7 @@ def _find_inputs(paths: Sequence[str], folder: str, skipped: list[str]) -> list[
     files = list({file.name: file for file in found}.values())
     inside = []
     if any(scheme_of(file.name) == scheme_of(folder) for file in files):  # else the output's package may be missing
-        fs, within = file_system(folder)
+        fs, within = readable_system(folder)
         inside = [f.name for f in files if type(f.fs) is type(fs) and f.path.startswith(f"{within.rstrip('/')}/")]
     if inside:
         raise ConfigError(f"pack: the output folder {folder} has inputs in it ({inside[0]}). Choose another output.")

@@ -185,7 +185,7 @@ def _refused(paths: object, *words: str, seq_len: int = 4) -> None:
 def test_nothing_there_is_named(tmp_path: Path) -> None:
     _refused(f"{tmp_path}/*.parquet", f"{tmp_path}/*.parquet", "no file matches")
     _refused(f"{tmp_path}/gone.parquet", "gone.parquet", "no such file")
-    _refused(str(tmp_path), str(tmp_path), "no file in the folder")
+    _refused(str(tmp_path), str(tmp_path), "the folder has neither a token store nor a file that ends with '.parquet'")
     _refused("memory://nowhere/*.parquet", "memory://nowhere/*.parquet", "no file matches")
     _refused("nosuchprotocol://bucket/x", "nosuchprotocol://bucket/x", "install the package")
 

@@ -174,6 +174,7 @@ def test_wrong_input_is_one_sentence_before_training() -> None:
     _wrong("give a dict of names and datasets", sources={})
     _wrong("from position 0 on: they add up to 0", weights={"a": 0, "b": 0})
     _wrong("from position 5 on: they add up to 0", weights=[(0, {"a": 1}), (5, {})])
+    _wrong("they add up to 0", weights={})
     _wrong("'c' is none of the sources a, b", weights={"a": 1, "c": 1})
     _wrong("-1 for 'a': give a finite number", weights={"a": -1, "b": 2})
     _wrong("nan for 'a': give a finite number", weights={"a": float("nan"), "b": 2})

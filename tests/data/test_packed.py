@@ -293,7 +293,7 @@ def test_wrong_input_is_refused_in_a_sentence(tmp_path: Path) -> None:
         PackedDataset(ends, seq_len=8, packing="concatenate").validate()
     PackedDataset(ends, seq_len=8, packing="concatenate", end_of_document=7).validate()
     _refused(DataError, "no token store. Make one of text with", tmp_path)
-    _refused(DataError, "no file in the folder ends with '.parquet'", tmp_path, packing="concatenate")
+    _refused(DataError, "neither a token store nor a file that ends with '.parquet'", tmp_path, packing="concatenate")
     with pytest.raises(ConfigError, match="does not name the token that ends documents"):
         arrange(unnamed, seq_len=8)
     with pytest.raises(ConfigError, match="seq_len=0"):

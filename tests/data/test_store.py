@@ -20,6 +20,7 @@ from raysharded.data import MicrobatchLoader, TokenDataset, sample_ids
 from raysharded.data.convert import convert
 from raysharded.data.order import WINDOW_BLOCKS, Blocks
 from raysharded.data.pack import Layout, pack
+from raysharded.data.store import find
 from raysharded.data.store.block_cache import BlockCache
 from raysharded.data.store.disk_cache import DiskCache
 from raysharded.data.store.layout import HEADER_BYTES, INDEX, Index, Kind, Shard, from_bytes, paged, to_bytes, unpaged
@@ -202,6 +203,38 @@ def test_a_shard_that_is_missing_or_truncated_is_noticed_before_training(
     with pytest.raises(DataError, match=words) as caught:
         TokenDataset(folder, seq_len=10).validate()
     assert "shard-00001" in str(caught.value)
+
+
+def test_a_shard_of_another_store_is_noticed_before_training_with_its_tokenizer(tmp_path: Path) -> None:
+    kinds = {
+        "own": KIND,
+        "same": KIND,
+        "words": Kind(tokenizer=f"sha256:{'0' * 64}", vocab_size=257),
+        "larger": Kind(tokenizer="bytes", vocab_size=300),
+    }
+    folders = {
+        name: _written(tmp_path / name, _tokens(5000, seed=len(name)), per_shard=1000, kind=kind)
+        for name, kind in kinds.items()
+    }
+    dataset = TokenDataset(folders["own"], seq_len=16)
+    dataset.validate()
+    for name, message in (
+        ("words", r"the shard's tokenizer is 'sha256:0+', but that of the store is 'bytes': it is a shard of another"),
+        ("larger", "the shard's vocab_size is 300, but that of the store is 257"),
+        ("same", "the shard was replaced: it has the id"),
+    ):
+        _shards(folders["own"])[3].write_bytes(_shards(folders[name])[3].read_bytes())
+        with pytest.raises(DataError, match=message) as raised:
+            dataset.validate()
+        assert str(raised.value).startswith(str(_shards(folders["own"])[3]))
+
+
+def test_of_many_shards_64_headers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = TokenDataset(_written(tmp_path, _tokens(1500), per_shard=10), seq_len=4)
+    looked_at: list[str] = []
+    monkeypatch.setattr(find, "_check_header", lambda *given: looked_at.append(given[-1].name))
+    dataset.validate()
+    assert len(set(looked_at)) == len(looked_at) == 50, "each third of 150"
 
 
 def test_a_damaged_byte_a_replaced_shard_and_a_truncated_one_are_noticed_at_the_read(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from types import CodeType, FrameType
 import torch
 
 from raysharded.actors.device.device_waits import is_marked
+from raysharded.data.store.shard_reader import oldest_read
 from raysharded.locations import PACKAGE_FOLDER
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -53,7 +54,8 @@ class Whereabouts:
     stack: str
     """The stack, with the innermost call last."""
     where: str
-    """Innermost line outside raysharded and libraries: `file:line in function`; empty if none exists."""
+    """Innermost line outside raysharded and libraries: `file:line in function`; or a read of data; empty if none
+    exists."""
 
 
 def look_at(thread_id: int | None, elsewhere: Callable[[], str] = lambda: "") -> Whereabouts:
@@ -61,7 +63,8 @@ def look_at(thread_id: int | None, elsewhere: Callable[[], str] = lambda: "") ->
 
     If the thread waits for another one that runs the user's code (samples are read ahead), that one's stack is added.
     If it waits for samples, the stack of the process that reads them is added, which `elsewhere` returns as
-    `faulthandler` writes it, after a line that names the sample.
+    `faulthandler` writes it, after a line that names the sample. A read of a token store is named with its shard and
+    place.
     """
     running = _stacks()
     frames = running.get(thread_id or 0, [])
@@ -75,6 +78,8 @@ def look_at(thread_id: int | None, elsewhere: Callable[[], str] = lambda: "") ->
             helping = frames_of_dump(dump)
         if helping:
             where = _users_line(helping) + at
+        elif any(frame.filename.startswith(_DATA) for frame in frames) and (read := oldest_read()):
+            where = f"the read of {read}"
             stack += "It waits for:\n" + "".join(traceback.format_list(helping))
     return Whereabouts(waits=waits, stack=stack, where=where)
 

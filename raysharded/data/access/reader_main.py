@@ -15,6 +15,7 @@ import signal
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -151,7 +152,7 @@ def serve(connection: Connection, alive: Connection, stacks: Connection) -> None
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # keeps the dataset's prints when this process is killed
-    sender, served = Sender(connection), None
+    sender, served, began = Sender(connection), None, time.monotonic()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         payload: Payload = connection.recv()
         handle = recv_handle(connection)
@@ -161,7 +162,7 @@ def serve(connection: Connection, alive: Connection, stacks: Connection) -> None
         except BaseException as raised:  # noqa: BLE001 - the boundary to the user's code
             error = _converted(raised, "The dataset's pickle", "in the process that reads it")
         os.close(handle)
-        sender.send((error is None, error))
+        sender.send((error is None, error or time.monotonic() - began))
         while served is not None:
             method, args, freed, default_dtype = connection.recv()
             sender.freed(freed)

@@ -48,8 +48,8 @@ class DataProcess:
         """Start the process without waiting for it.
 
         `refuses`: as in `Draws`. `settings`: called in the process once torch is loaded. `collate`: the pickled
-        function for batches. `patience_s`: a call may take as long, or 5 times as long as the longest so far; then it
-        hangs. None: for ever. Raises TaskError for datasets that cannot be pickled.
+        function for batches. `patience_s`: a call may take as long, or 5 times as long as the longest so far, or as
+        long as the start of the process; None: for ever. Raises TaskError for datasets that cannot be pickled.
         """
         self._names = [type(one).__name__ for one in datasets]
         self._patience_s, self._longest_s = patience_s, 0.0
@@ -102,7 +102,7 @@ class DataProcess:
                 try:
                     started.wait_until_ready()
                     began = time.monotonic()
-                    answer = started.ask(method, args, None if attempt else self._limit_s(method))
+                    answer = started.ask(method, args, None if attempt else self._limit_s(started, method))
                 except TimeoutError:
                     ends.append(self._end_hanging(started, method, args, time.monotonic() - began))
                     continue
@@ -128,10 +128,10 @@ class DataProcess:
                 "or too little memory for a second process (EngineConfig(prefetch=False) reads in the training thread)."
             )
 
-    def _limit_s(self, method: str) -> float | None:
+    def _limit_s(self, started: StartedProcess, method: str) -> float | None:
         if self._patience_s is None or method not in _LIMITED or not self._longest_s:
             return None
-        return max(self._patience_s, _LONGEST_FACTOR * self._longest_s)
+        return max(self._patience_s, _LONGEST_FACTOR * self._longest_s, started.start_s or 0.0)
 
     def _end_hanging(self, started: StartedProcess, method: str, args: Sequence[Any], seconds: float) -> str:
         """Kill a process that hangs, and report where it hung; returns a text on that."""

@@ -53,7 +53,8 @@ class StartedProcess:
         alive, self._alive = multiprocessing.Pipe(duplex=False)
         self._stacks, stacks = multiprocessing.Pipe(duplex=False)
         self.receiver = Receiver(self.connection)
-        self._answered_first = False
+        self.start_s: float | None = None
+        """Seconds that it took to load the datasets and the function that collates; None until it is ready."""
         self.child = _start((theirs, alive, stacks))
         for end in (theirs, alive, stacks):
             end.close()
@@ -68,9 +69,8 @@ class StartedProcess:
 
     def wait_until_ready(self) -> None:
         """Wait until it has the datasets. Raises as `ask`."""
-        if not self._answered_first:
-            self._answer()
-            self._answered_first = True
+        if self.start_s is None:
+            self.start_s = float(self._answer())
 
     def ask(self, method: str, args: Sequence[Any], limit_s: float | None = None) -> Any:
         """The process's answer. Raises what it raised; EOFError or OSError if it has died, TimeoutError after the

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-from raysharded.checkpoint.storage import open_storage
+from raysharded.checkpoint.storage import Storage, open_storage
 from raysharded.checkpoint.storage.optional_operations import list_sizes
-from raysharded.data.store.layout import INDEX
+from raysharded.data.store.layout import HEADER_BYTES, INDEX, Index, Shard, parse_header
 from raysharded.data.store.shard_reader import read_index
 from raysharded.data.store.store_source import FoundStore
 from raysharded.data.text.files import file_system
 from raysharded.display.plain_text import masked
 from raysharded.errors import DataError, StorageError
 from raysharded.locations import THROUGH_FSSPEC, join_url, local_path, scheme_of
+
+_MOST_HEADERS, _THREADS = 64, 8
 
 
 def find_stores(paths: Sequence[str]) -> tuple[FoundStore, ...]:
@@ -47,7 +51,11 @@ def find_stores(paths: Sequence[str]) -> tuple[FoundStore, ...]:
 
 
 def check_shards(stores: Sequence[FoundStore]) -> None:
-    """Raise DataError with the first shard that is missing, or of another size than in its store's index."""
+    """Raise DataError with the first shard that is missing, or of another size than in its store's index.
+
+    The headers of up to 64 shards of a store, evenly spread, are read, too: a shard of another store is named, with the
+    tokenizer that it has.
+    """
     for store in stores:
         storage, index = open_storage(store.url), store.index
         try:
@@ -66,6 +74,33 @@ def check_shards(stores: Sequence[FoundStore]) -> None:
                     f"{where}: the shard has {size} bytes instead of {expected}: it is truncated, or was replaced. "
                     "Copy it again from its source."
                 )
+        looked_at = index.shards[:: max(1, -(-len(index.shards) // _MOST_HEADERS))]
+        with ThreadPoolExecutor(_THREADS, "raysharded-headers") as threads:
+            list(threads.map(partial(_check_header, storage, index), looked_at))
+
+
+def _check_header(storage: Storage, index: Index, shard: Shard) -> None:
+    where, data = masked(join_url(storage.url, shard.name)), bytearray(HEADER_BYTES)
+    try:
+        storage.read_into(shard.name, 0, [memoryview(data)])
+    except StorageError as error:
+        raise StorageError(f"{where}: cannot be read: {masked(str(error))}") from error
+    kind, _, shard_id = parse_header(bytes(data), where)
+    if shard_id == shard.id:
+        return
+    for what, own, expected in (
+        ("tokenizer", kind.tokenizer, index.kind.tokenizer),
+        ("vocab_size", kind.vocab_size, index.kind.vocab_size),
+    ):
+        if own != expected:
+            raise DataError(
+                f"{where}: the shard's {what} is {own!r}, but that of the store is {expected!r}: it is a shard of "
+                "another store. Restore it from its source."
+            )
+    raise DataError(
+        f"{where}: the shard was replaced: it has the id {shard_id[:12]}, but {shard.id[:12]} in the index {INDEX}. "
+        "Restore it from its source; files must not change while a run uses them."
+    )
 
 
 def _find(path: str) -> FoundStore | None:

@@ -13,6 +13,14 @@ from raysharded.display.plain_text import masked
 from raysharded.errors import DataError, StorageError
 from raysharded.locations import join_url
 
+_in_progress: dict[int, str] = {}
+"""Thread -> the read of a shard that it waits for."""
+
+
+def oldest_read() -> str:
+    """Shard and place of the read that this process has waited for the longest; empty if it waits for none."""
+    return next(iter(_in_progress.copy().values()), "")
+
 
 class ShardReader:
     """Reader of the shards of one store. Any number of threads may call it.
@@ -49,7 +57,8 @@ class ShardReader:
         raise self._explained(shard, offset, size, len(data))
 
     def _fetch(self, shard: Shard, offset: int, size: int) -> Bytes:
-        data = np.empty(size, dtype=np.uint8)
+        data, thread = np.empty(size, dtype=np.uint8), threading.get_ident()
+        _in_progress[thread] = f"{self._where(shard)}, {size} bytes from byte {offset} on"
         try:
             count = self._storage.read_into(shard.name, offset, [data.data])
         except NoSuchKey as error:
@@ -58,6 +67,8 @@ class ShardReader:
             raise StorageError(
                 f"{self._where(shard)}: {size} bytes from byte {offset} on cannot be read: {masked(str(error))}"
             ) from error
+        finally:
+            _in_progress.pop(thread, None)
         self._count(requests=1, size=count)
         return data[:count]
 

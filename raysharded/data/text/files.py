@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,10 +12,12 @@ from typing import Any, TypeAlias
 
 import fsspec
 
-from raysharded.errors import ConfigError, DataError
-from raysharded.locations import local_path, require_file, with_home
+from raysharded.display.plain_text import masked
+from raysharded.errors import ConfigError, DataError, StorageError
+from raysharded.locations import THROUGH_FSSPEC, join_url, local_path, require_file, scheme_of, with_home
 
 PathLike: TypeAlias = str | os.PathLike[str]
+_S3 = re.compile(r"[sS]3://(?P<bucket>[^/?]+)(?P<key>/.*?)?(?P<options>\?[a-z_]+=[^/]?.*)?")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -65,6 +69,34 @@ def file_system(path: str) -> tuple[Any, str]:
     return fs, within
 
 
+def readable_system(path: str) -> tuple[Any, str]:
+    """As `file_system`, for reading. An `s3://` URL is read by boto3 where that is installed, with our URLs' options.
+
+    `?` is a wildcard in a glob, and begins the options where `=` follows.
+    """
+    if path.startswith(THROUGH_FSSPEC):
+        return file_system(path.removeprefix(THROUGH_FSSPEC))
+    if scheme_of(path) != "s3" or importlib.util.find_spec("boto3") is None:
+        return file_system(path)
+    from raysharded.data.text.s3_files import S3Files
+
+    found = _S3.fullmatch(path)
+    if found is None:
+        raise DataError(
+            f"{masked(path)}: not a URL of S3. Give s3://bucket/key, with options as in s3://bucket/key?a=b."
+        )
+    bucket, key, options = found["bucket"], found["key"] or "", found["options"] or ""
+    try:
+        return S3Files(f"s3://{bucket}{options}"), f"{bucket}{key}".rstrip("/")
+    except StorageError as error:
+        raise DataError(f"{masked(path)}: {masked(str(error))}") from error
+
+
+def join_path(path: str, name: str) -> str:
+    """A path or URL of a file in the folder at `path`."""
+    return join_url(path, name) if scheme_of(path) == "s3" else f"{path.rstrip('/')}/{name}"
+
+
 def is_local(fs: Any) -> bool:
     """Whether the files are on this machine's file system."""
     return "file" in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
@@ -83,7 +115,7 @@ def find_files(
     In a folder these are the files that end with `suffix`, also in its folders if `recursive`, without those that
     `hides`. Raises DataError if there is none.
     """
-    fs, path = file_system(pattern)
+    fs, path = readable_system(pattern)
     with reading(pattern, "list"):
         if fs.isfile(path):
             return [File(_name(fs, path), path, fs)]
@@ -94,7 +126,10 @@ def find_files(
         else:
             paths = [p for p, info in fs.glob(path, detail=True).items() if info["type"] != "directory"]
     if not paths:
-        what = f"no file in the folder ends with {suffix!r}" if folder else "no such file, and no file matches it"
+        empty = f"the folder has neither a token store nor a file that ends with {suffix!r}"
+        if not suffix:
+            empty = "the folder has no file, apart from hidden ones"
+        what = empty if folder else "no such file, and no file matches it"
         raise DataError(f"{pattern}: {what}. Check the path, and that this machine can see it.")
     return sorted(File(_name(fs, p), p, fs) for p in paths)
 
@@ -140,4 +175,5 @@ def reading(name: str, verb: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DataError(f"{name}: the file is missing. Restore it, or correct the path.") from error
     except Exception as error:  # the boundary to storage: every protocol has its own errors
-        raise DataError(f"{name}: cannot {verb}: {type(error).__name__}: {error}. Check access to it.") from error
+        cause = f"{type(error).__name__}: {error}".rstrip(".")
+        raise DataError(f"{name}: cannot {verb}: {cause}. Check access to it.") from error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from raysharded.data.text.files import as_paths, file_system, reading, refuse_no_file
+from raysharded.data.text.files import as_paths, join_path, readable_system, reading, refuse_no_file
 from raysharded.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class FileTokenizer:
 
         Raises ConfigError without the package or such a token, DataError if the file cannot be used.
         """
-        fs, within = file_system(path)
+        fs, within = readable_system(path)
         refuse_no_file(fs, within, path)
         with reading(path, "read"):
             content = fs.cat_file(within)
@@ -120,12 +120,12 @@ def find_tokenizer(given: str | os.PathLike[str]) -> str:
     ConfigError if there is none.
     """
     (path,) = as_paths(given, "tokenizer")
-    fs, within = file_system(path)
+    fs, within = readable_system(path)
     with reading(path, "read"):
         if fs.isfile(within):
             return path
         if fs.isdir(within):
-            inside = f"{path.rstrip('/')}/{_TOKENIZER_FILE}"
+            inside = join_path(path, _TOKENIZER_FILE)
             if fs.isfile(f"{within.rstrip('/')}/{_TOKENIZER_FILE}"):
                 return inside
             raise DataError(f"{path}: no {_TOKENIZER_FILE} in the folder. Save it with transformers' fast tokenizer.")

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
 
 from raysharded.actors.telemetry.stack_probe import is_waiting, look_at, parsed
+from raysharded.data import TokenDataset
+from raysharded.data.store.layout import Kind
+from raysharded.data.store.shard_reader import oldest_read
+from raysharded.data.store.store_source import StoreSource
+from raysharded.data.store.writer import StoreWriter
 
 
 def outer(ready: threading.Event, go: threading.Event) -> None:
@@ -35,6 +44,31 @@ def test_a_stack_has_the_innermost_call_last_and_the_line_of_the_users_code() ->
     assert found.where.endswith(" in inner")
     assert found.stack.index("in outer\n    inner(ready, go)") < found.stack.index("in inner\n")
     assert not is_waiting(thread.ident), "it has ended"
+
+
+def test_a_read_of_a_token_store_that_hangs_is_named_with_its_shard_and_place(tmp_path: Path) -> None:
+    with StoreWriter(str(tmp_path), Kind(tokenizer="bytes", vocab_size=257), 1 << 20) as writer:
+        writer.write(np.zeros(200_000, dtype=np.uint32))
+    dataset, gate, begun = TokenDataset(tmp_path, seq_len=16), threading.Event(), threading.Event()
+    assert len(dataset[0]) == 17
+    assert isinstance(dataset._reader, StoreSource)
+    (reader,) = dataset._reader.readers
+    storage = reader._storage
+    code = "lambda *given: [begun.set(), gate.wait(), storage.read_into(*given)][-1]"
+    blocked = eval(code, {"begun": begun, "gate": gate, "storage": storage})  # noqa: S307 - lines of no file
+    reader._storage = SimpleNamespace(url=storage.url, read_into=blocked)
+    thread = threading.Thread(target=dataset.__getitem__, args=(len(dataset) - 1,))
+    thread.start()
+    try:
+        assert begun.wait(60)
+        found = look_at(thread.ident)
+    finally:
+        gate.set()
+        thread.join()
+        dataset.close()
+    assert not found.waits
+    assert re.fullmatch(rf"the read of {tmp_path}/shard-0\S+\.tokens, \d+ bytes from byte [1-9]\d+ on", found.where)
+    assert oldest_read() == ""
 
 
 def test_names_that_are_not_ascii_are_those_of_the_files() -> None:
