@@ -1,8 +1,8 @@
 """Memory of the machine that is next to a GPU: new pages of the process are taken there, where there are several nodes.
 
-A copy between a GPU and the memory of another socket takes twice as long. The kernel is requested to prefer the GPU's node
-(NUMA), and takes pages elsewhere when that one is full. Threads may run anywhere: which processors a worker may use is
-the scheduler's choice.
+A copy between a GPU and the memory of another socket takes twice as long. The kernel then prefers the GPU's node (NUMA)
+for new pages, and takes them elsewhere when that one is full. Threads may run anywhere: which processors a worker may
+use is the scheduler's choice.
 """
 
 from __future__ import annotations
