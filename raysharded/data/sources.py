@@ -54,9 +54,10 @@ class Sources:
         self._reads_strangers = not all(_draws_nothing(one) for one in (data, held_out))
         self.process: DataProcess | DataProcesses | None = None
         """Process that reads the data; None: this process does."""
-        number = engine.data_processes
+        number = 1 if isinstance(data, Stream) else engine.data_processes or 1  # a stream is read in its order
         pickled = b"" if collate is None or not engine.prefetch else _packed(collate)
-        collation = Collation(batch.seed) if pickled and (self._reads_strangers or number) else None
+        beside = self._reads_strangers or engine.data_processes is not None
+        collation = Collation(batch.seed) if pickled and beside else None
         self._collating: DataProcesses | None = None
         """Processes that collate what this one reads."""
 
@@ -69,7 +70,7 @@ class Sources:
         own = DatasetReader(data, draws=self._draws())
         if self._reads_strangers and engine.prefetch:
             self.process = started(data, held_out)
-            if number is not None and number > 1 and not isinstance(data, Stream):
+            if number > 1:
                 self.process = DataProcesses(self.process, number)
             self._reader = ProcessReader(self.process, 0, name)
             if held_out is not None:
@@ -77,12 +78,13 @@ class Sources:
         else:
             self._reader = own
             if collation is not None:
-                self._collating = DataProcesses(started(), number or 1)
+                self._collating = DataProcesses(started(), number)
                 self._reader = CollatingReader(own, self._collating)
             if held_out is not None:
                 self._held_out = DatasetReader(held_out, lock=own.lock, draws=self._draws())
+        num_threads = 1 if self._reader is own else number
         self.training = MicrobatchLoader(
-            self._reader, batch, prefetch=engine.prefetch, num_threads=number or 1, collation=collation
+            self._reader, batch, prefetch=engine.prefetch, num_threads=num_threads, collation=collation
         )
         self.held_out = None if self._held_out is None else MicrobatchLoader(self._held_out, batch)
 

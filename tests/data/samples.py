@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,24 @@ class OnceEach(Large):
         if index == 6 and self.is_first("is wrong"):
             raise KeyError("no such row")
         return super().__getitem__(index)
+
+
+class Restarting:
+    """Numbers without end, which continue at a state."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.at += 1
+            yield self.at - 1
 
 
 class Together(Large):

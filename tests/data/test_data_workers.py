@@ -14,14 +14,15 @@ import torch
 
 from raysharded.actors.step.collation import is_equal
 from raysharded.config import BatchConfig, EngineConfig
-from raysharded.data import MicrobatchLoader
+from raysharded.data import MicrobatchLoader, Stream
 from raysharded.data.access.collation import Collation, Wish, collate_here
 from raysharded.data.access.read_errors import read_again
 from raysharded.data.access.reader_process import CollatingReader, DataProcess, DataProcesses, ProcessReader
 from raysharded.data.access.sample_reader import DatasetReader, Reads
 from raysharded.data.access.transport import packed
+from raysharded.data.sources import Sources
 from raysharded.errors import ConfigError, TaskError
-from tests.data.samples import Large, OnceEach, Together, Unlike, leave_torch_alone
+from tests.data.samples import Large, OnceEach, Restarting, Together, Unlike, leave_torch_alone
 
 pytestmark = pytest.mark.procs
 BATCH = BatchConfig(global_batch_size=6, microbatch_size=2, seed=1)
@@ -73,7 +74,7 @@ def test_a_read_that_hangs_fails_or_dies_is_named_and_done_again_with_the_same_b
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = OnceEach(tmp_path)
-    process = DataProcess([data], refuses=True, settings=leave_torch_alone, patience_s=3.0)
+    process = DataProcess([data], refuses=True, settings=leave_torch_alone, patience_s=2.0)
     reader = ProcessReader(process, 0, "OnceEach")
     try:
         assert reader.read_samples([0], "now", 0).samples[0]["number"] == 0  # the first one may take any time
@@ -87,7 +88,7 @@ def test_a_read_that_hangs_fails_or_dies_is_named_and_done_again_with_the_same_b
         process.close()
     assert (len(set(pids[:3])), len(set(pids[2:]))) == (3, 1), "what hangs is replaced, what fails is read again"
     hanging, killed = caplog.messages
-    assert "did not answer for 3." in hanging
+    assert "did not answer for 2." in hanging
     assert "at OnceEach[3], in samples.py:" in hanging
     assert "in __getitem__, and was killed" in hanging
     assert "was ended by SIGKILL (out of memory?) at OnceEach[4]" in killed
@@ -202,6 +203,20 @@ def test_the_number_of_processes_is_checked() -> None:
         EngineConfig(data_processes=0)
     with pytest.raises(ConfigError, match="data_processes needs prefetch=True"):
         EngineConfig(data_processes=2, prefetch=False)
+
+
+def test_a_stream_is_read_by_one_process_in_its_order() -> None:
+    engine = EngineConfig(data_processes=3)
+    for data, pids in ((Stream(Restarting()), 1), (Large(3), 3)):
+        sources = Sources(data, None, BATCH, engine, leave_torch_alone)
+        try:
+            assert isinstance(sources.process, DataProcess if pids == 1 else DataProcesses)
+            assert vars(sources.training)["_prefetcher"]._num_threads == pids
+        finally:
+            sources.close()
+    own = Sources([1, 2, 3], None, BATCH, engine, leave_torch_alone)
+    assert own.process is None
+    own.close()
 
 
 def test_a_collation_is_proved_once_and_refused_for_good() -> None:
