@@ -235,8 +235,9 @@ def arithmetic_settings() -> dict[str, str]:
 
 def pci_of(properties: Any) -> str:
     """Name of a GPU in the kernel's list of PCI devices; empty for a torch that does not know it."""
-    found = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    return "" if None in found else pci_name(*found)
+    if not hasattr(properties, "pci_domain_id"):
+        return ""
+    return pci_name(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
 
 
 def entry_of(index: int, visible: str | None) -> str:

@@ -161,7 +161,7 @@ def node_id() -> str:
 
 def warm_up_gpu(device: torch.device, config: EngineConfig) -> None:
     """Let a worker's GPU load its libraries before others wait for this worker. Call it in the thread that computes."""
-    warm_up(device, getattr(torch, config.param_dtype or "float32"))
+    warm_up(device, getattr(torch, str(config.param_dtype or "float32")))
 
 
 def facts_of(device: torch.device, num_threads: int, data: MicrobatchLoader) -> WorkerInfo:
