@@ -39,7 +39,12 @@ NAVIGATION = {
         "security",
     ],
     "When something happens": ["faults", "recovery", "control", "troubleshooting"],
-    "Coming from": ["coming-from-ray-train", "coming-from-torchrun", "coming-from-torchft"],
+    "Coming from": [
+        "coming-from-ray-train",
+        "coming-from-torchrun",
+        "coming-from-torchft",
+        "coming-from-hugging-face",
+    ],
     "How exactness works": ["architecture", "glossary", "determinism", "how-it-works", "layouts", "memory"],
     "During and after a run": ["planning", "report", "metrics", "testing", "benchmarks"],
     "Checkpoints": ["checkpoints", "exchange", "storage", "security", "format"],

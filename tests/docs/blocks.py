@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from tests.paths import DOCS, ROOT
@@ -38,3 +39,17 @@ def all_commands() -> dict[str, list[str]]:
         for command in commands(path):
             found.setdefault(command, []).append(path.name)
     return found
+
+
+def sides(diff: str) -> tuple[str, str]:
+    """The programs before and after a diff that has all lines."""
+    rows = [(line[:1], line[1:]) for line in diff.splitlines(keepends=True)]
+    before, after = ("".join(text for mark, text in rows if mark != other) for other in "+-")
+    return before, after
+
+
+def changed_lines(before: str, after: str) -> tuple[int, int]:
+    """(added, removed), white space and empty lines left out."""
+    one, two = ([line.strip() for line in text.splitlines() if line.strip()] for text in (before, after))
+    changes = [code for code in SequenceMatcher(None, one, two, autojunk=False).get_opcodes() if code[0] != "equal"]
+    return sum(end - start for *_, start, end in changes), sum(end - start for _, start, end, *_ in changes)

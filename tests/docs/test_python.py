@@ -15,7 +15,6 @@ import socket
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from difflib import SequenceMatcher
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +26,7 @@ import raysharded as rs
 from raysharded import checkpoint
 from raysharded.testing import processes
 from tests.cli.test_commands import succeed
-from tests.docs.blocks import PAGES, blocks, commands, page
+from tests.docs.blocks import PAGES, blocks, changed_lines, commands, page, sides
 from tests.driver.recorded import recorded
 from tests.driver.scripted import training
 from tests.paths import ROOT
@@ -37,6 +36,7 @@ from tests.training.harness import Tokens
 ELSEWHERE = {
     "README.md": "packaging/test_readme.py",
     "checkpoints.md": "checkpoint/state_dict/test_guide.py",
+    "coming-from-hugging-face.md": "adapters/test_coming_from.py",
     "exchange.md": "checkpoint/interop/test_docs.py",
     "metrics.md": "metrics/test_docs.py",
     "testing.md": "faults/test_docs.py",
@@ -145,20 +145,6 @@ def test_their_side_compiles_and_imports_nothing_unknown(name: str) -> None:
     imported = {node.module for node in ast.walk(ast.parse(theirs)) if isinstance(node, ast.ImportFrom) and node.module}
     for module in imported - NOT_INSTALLED - {"model"}:
         assert importlib.util.find_spec(module), module
-
-
-def sides(diff: str) -> tuple[str, str]:
-    """The programs before and after a diff that has all lines."""
-    rows = [(line[:1], line[1:]) for line in diff.splitlines(keepends=True)]
-    before, after = ("".join(text for mark, text in rows if mark != other) for other in "+-")
-    return before, after
-
-
-def changed_lines(before: str, after: str) -> tuple[int, int]:
-    """(added, removed), white space and empty lines left out."""
-    one, two = ([line.strip() for line in text.splitlines() if line.strip()] for text in (before, after))
-    changes = [code for code in SequenceMatcher(None, one, two, autojunk=False).get_opcodes() if code[0] != "equal"]
-    return sum(end - start for *_, start, end in changes), sum(end - start for _, start, end, *_ in changes)
 
 
 class MeanLoss(rs.Task):
