@@ -122,6 +122,7 @@ class Worker:
             erasure_code(parity)  # a missing requirement fails here, not when the run first has enough workers
         self._computing.build()
         self._sources.check()
+        self._computing.submit(environment.warm_up_gpu, self._device, self._job.engine).result()
         if self._compilation is not None:
             catch_up, seed = self._compilation.catch_up, self._job.batch.seed
             self._computing.submit(catch_up, self._job.task, self._job.engine, self._storage, seed).result()

@@ -17,7 +17,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.utils import set_default_dtype
 
-from raysharded.errors import ConfigError
+from raysharded.errors import CollectiveAborted, ConfigError
 from raysharded.task import Loss
 
 if TYPE_CHECKING:
@@ -61,13 +61,11 @@ class LoaderOf:
 def require_supported(config: Any, session: Session) -> None:
     """Raise ConfigError for a `Trainer.Config` that the session cannot keep, by the setting's name."""
     parallelism, training, batch = config.parallelism, config.training, session.batch
-    degrees = ("tensor", "pipeline", "context", "expert", "data_parallel_replicate", "data_parallel_shard")
-    for kind in degrees:
+    for kind in ("tensor", "pipeline", "context", "expert", "data_parallel_replicate", "data_parallel_shard"):
         name = f"{kind}_degree" if kind.startswith("data") else f"{kind}_parallel_degree"
         _refuse(f"parallelism.{name}", getattr(parallelism, name), (1, -1), _SHARDED)
     _refuse("parallelism.spmd_backend", parallelism.spmd_backend, ("partial_dtensor",), "set 'partial_dtensor'")
     _refuse("checkpoint.enable", config.checkpoint.enable, (False,), "RunConfig(checkpoint=...) writes checkpoints")
-    _refuse("validator.enable", config.validator.enable, (False,), "call session.evaluate in a subclass's train_step")
     _refuse("compile.enable", config.compile.enable, (False,), "EngineConfig(compile=True) compiles blocks")
     _refuse("training.enable_cpu_offload", training.enable_cpu_offload, (False,), _SHARDED)
     _refuse("training.disable_cuda_graphs", training.disable_cuda_graphs, (True,), "workers change: set True")
@@ -75,10 +73,8 @@ def require_supported(config: Any, session: Session) -> None:
     way = f"EngineConfig(param_dtype=...) computes in {dtype}"
     _refuse("training.mixed_precision_param", training.mixed_precision_param, (dtype,), way)
     _refuse("training.local_batch_size", training.local_batch_size, (batch.microbatch_size,), "one number for both")
-    sizes = (batch.global_batch_size,)
-    _refuse(
-        "training.global_batch_size", training.global_batch_size, sizes, f"a step of the run has {sizes[0]} samples"
-    )
+    way, size = "BatchConfig(global_batch_size=...) is the same number", batch.global_batch_size
+    _refuse("training.global_batch_size", training.global_batch_size, (size,), way)
     _refuse("training.steps", training.steps, (session.max_steps,), f"RunConfig(max_steps={session.max_steps})")
     way = "the fused one rounds otherwise for other shards: take 'foreach'"
     _refuse("optimizer.implementation", config.optimizer.implementation, ("foreach", "for-loop"), way)
@@ -116,7 +112,10 @@ class Elastic(Base):  # type: ignore[misc]  # torchtitan is not installed where 
         self.step = -1  # behind the step after it, torchtitan would set time-outs of groups, which are a generation's
         self.optimizers.param_groups = [g for inner in self.optimizers.optimizers for g in inner.param_groups]
         self.session.streams(LoaderOf(config))
-        self.session.shard(model, self.optimizers, wrap=_blocks_of, scheduler=self.lr_schedulers)
+        blocks = [*model.get_submodule("layers").children()]
+        self.session.shard(model, self.optimizers, wrap=lambda _: blocks, scheduler=self.lr_schedulers)
+        if config.validator.enable:
+            self.validator: Any = _Validation(self.validator, self.session)
 
     def init_distributed(self) -> Any:
         return ParallelDims.from_config(self.config.parallelism, 1)
@@ -132,10 +131,9 @@ class Elastic(Base):  # type: ignore[misc]  # torchtitan is not installed where 
         return iter(())  # the session reads
 
     def train_step(self, data_iterator: Any) -> None:
-        rates = self.lr_schedulers.get_metrics()
+        rates, training = self.lr_schedulers.get_metrics(), self.config.training
         step = self.session.gradient(self._loss_of)
         self.step = step.number
-        training = self.config.training
         self.ntokens_seen = step.number * training.global_batch_size * training.seq_len
         norm = step.clip_grad_norm_(training.max_norm)
         self.optimizers.step()
@@ -160,6 +158,27 @@ class Elastic(Base):  # type: ignore[misc]  # torchtitan is not installed where 
             processor.log(self.step, step.loss, step.loss, norm, extra_metrics=seen)
 
 
+class _Validation:
+    """torchtitan's validator, behind a step: each worker computes all of its batches, and rank 0 logs their loss."""
+
+    def __init__(self, validator: Any, session: Session) -> None:
+        self._validator, self._session, self.should_validate = validator, session, validator.should_validate
+        processor = validator.metrics_processor
+        self._log, processor.log_validation = processor.log_validation, self._log_on_first
+
+    def validate(self, model_parts: Any, step: int) -> None:
+        """As `Validator.validate`."""
+        try:
+            self._validator.validate(model_parts, step)
+        except CollectiveAborted:  # a worker was lost: the step is done again, and this with it
+            if not self._session.is_interrupted:
+                raise
+
+    def _log_on_first(self, *args: Any, **kwargs: Any) -> None:
+        if self._session.rank == 0:
+            self._log(*args, **kwargs)
+
+
 class _Model:
     """A function that builds torchtitan's model with its first weights."""
 
@@ -178,7 +197,3 @@ class _Model:
             config.activation_checkpoint.build(dump_folder=config.dump_folder).apply(model)
         built: nn.Module = model
         return built
-
-
-def _blocks_of(model: Any) -> list[nn.Module]:
-    return list(model.layers.values())

@@ -1,4 +1,4 @@
-"""Plain data as JSON that comes back with its types: numbers, texts, and lists, tuples and dicts of them.
+"""Plain data as JSON that comes back with its types: numbers, texts, and lists, tuples and dicts (by key) of them.
 
 Where it is allowed, also bytes, arrays and tensors of any shape. Nothing is pickled.
 """

@@ -14,6 +14,7 @@ from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh
 from raysharded.planning.memory.footprint import Setting, WorkerMemory, first_weights_bytes, worker_memory
+from raysharded.planning.memory.nccl_buffers import with_nccl
 from raysharded.planning.meshes import layouts_of, mesh_of, rounds_per_step
 from raysharded.planning.traffic.worker_traffic import OVERLAPPED, Traffic, worker_traffic
 
@@ -89,8 +90,8 @@ class Option:
 
 def option(setting: Setting, cluster: Cluster, layout: Mesh, *, num_metrics: int = 0) -> Option:
     """The requirements of one layout, and whether it fits."""
-    memory = worker_memory(setting, layout)
     per_node = _per_node(cluster, layout)
+    memory = with_nccl(worker_memory(setting, layout), setting, layout, per_node)
     traffic = worker_traffic(setting, layout, workers_per_node=per_node, num_metrics=num_metrics)
     rounds = rounds_per_step(layout, setting.num_microbatches)
     compute_s = rounds * (setting.trace.flops if setting.trace else 0.0) / cluster.flops
@@ -137,8 +138,9 @@ def nearest(setting: Setting, cluster: Cluster) -> Option | None:
         return mesh_of(1, groups * degree, degree)
 
     def fits(layout: Mesh) -> bool:
-        memory = worker_memory(setting, layout)
-        return not _shortages(memory, _per_node(cluster, layout) * memory.host, cluster)
+        per_node = _per_node(cluster, layout)
+        memory = with_nccl(worker_memory(setting, layout), setting, layout, per_node)
+        return not _shortages(memory, per_node * memory.host, cluster)
 
     few = many = max(1, cluster.workers // degree)
     while not fits(flat(many)):

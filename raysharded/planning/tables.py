@@ -23,6 +23,7 @@ _WHAT = {
     "gathered": "whole parameters of units in use, and the all-gather's buffers",
     "exchange": "gradients on their way",
     "buffers": "the model's buffers",
+    "communicators": "NCCL's buffers, an estimate",
     "snapshots": "this worker's state at finished steps",
     "mirrors": "another worker's state",
 }

@@ -22,7 +22,7 @@ def main(folder: Path, steps: int) -> None:
     sys.path.append(str(FOLDER))
     from torchtitan.trainer import Trainer
 
-    config = config_of(folder, steps)
+    config = config_of(folder, steps, validates=False)
     trainer: Any = Trainer(config)
     (model,) = trainer.model_parts
     for module in model.modules():

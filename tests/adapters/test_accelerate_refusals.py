@@ -26,7 +26,12 @@ DATA: Any = [torch.ones(3)] * 8
 @pytest.fixture(autouse=True)
 def _new_state() -> Iterator[None]:
     """accelerate keeps the first settings of a process."""
+    _forget()
     yield
+    _forget()
+
+
+def _forget() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

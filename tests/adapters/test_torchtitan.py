@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def run(folder: Path, workers: int, steps: int, *kills: tuple[int, int, str]) -> Outcome:
-    task = TrainFunction(Training(folder))
+    task = TrainFunction(Training(folder, "validated" if steps < STEPS else "others"))
     return train(workers, task=task, microbatches=MICROBATCHES, steps=steps, data=MicrobatchNumbers(), kills=kills)
 
 
@@ -73,6 +73,8 @@ def test_the_losses_are_those_of_torchtitan_on_two_ranks(folder: Path) -> None:
 @pytest.mark.parametrize("phase", ["data", "backward", "apply", "snapshot"])
 def test_losses_of_workers_change_no_bit(folder: Path, phase: str) -> None:
     assert run(folder, 2, 5, (1, 3, phase)).bits == run(folder, 1, 5).bits
+    validated = set((folder / "validated").read_text().splitlines())  # by all workers of all runs, some twice
+    assert [line.split()[0] for line in sorted(validated)] == ["1", "2", "4"]
 
 
 SETTINGS: dict[str, Any] = {
@@ -92,7 +94,6 @@ SETTINGS: dict[str, Any] = {
     "training.local_batch_size": 3,
     "training.mixed_precision_param": "bfloat16",
     "training.steps": 7,
-    "validator.enable": True,
 }
 
 

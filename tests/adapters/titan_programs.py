@@ -57,8 +57,8 @@ def write_assets(folder: Path) -> None:
     (folder / "texts" / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
 
 
-def config_of(folder: Path, steps: int) -> Any:
-    """torchtitan's own configuration of its llama debug model, with short sequences."""
+def config_of(folder: Path, steps: int, *, validates: bool = True) -> Any:
+    """torchtitan's own configuration of its llama debug model, with short sequences. `validates`: every other step."""
     from torchtitan.models.common import ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
@@ -72,20 +72,33 @@ def config_of(folder: Path, steps: int) -> Any:
     training.seq_len, training.steps = LENGTH, steps
     training.disable_cuda_graphs, training.mixed_precision_param = True, "float32"
     found.parallelism.spmd_backend = "partial_dtensor"
-    found.checkpoint.enable = found.validator.enable = False
+    found.checkpoint.enable = False
+    found.validator.enable, found.validator.freq, found.validator.steps = validates, 2, 2
+    found.validator.dataloader.dataset = "c4_test"
+    found.validator.dataloader.dataset_path = str(folder / "texts")
     found.dump_folder, found.debug.seed = str(folder / "out"), SEED
     return found
 
 
 class Training:
-    """A training function with torchtitan's `Trainer`."""
+    """A training function with torchtitan's `Trainer`. It writes the losses that it validates, and their step."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, notes: str = "validated") -> None:
+        self._folder, self._notes = folder, notes
 
     def __call__(self, session: Any) -> None:
         from torchtitan.trainer import Trainer
 
         from raysharded.adapters.torchtitan import elastic
 
-        elastic(Trainer, session)(config_of(self._folder, session.max_steps)).train()
+        trainer = elastic(Trainer, session)(config_of(self._folder, session.max_steps))
+        processor = trainer.metrics_processor
+        log = processor.log_validation
+
+        def noted(loss: float, step: int, **others: Any) -> None:
+            with (self._folder / self._notes).open("a") as file:
+                file.write(f"{step} {loss!r}\n")
+            log(loss, step, **others)
+
+        processor.log_validation = noted
+        trainer.train()

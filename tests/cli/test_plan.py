@@ -48,7 +48,7 @@ RUN = ("--global-batch-size", 32, "--seq-len", 16, "--workers", 8)
 
 
 def test_a_config_is_planned(config: str) -> None:
-    out = succeed("plan", config, *RUN, "--device-memory", "1GiB", "--host-memory", "10GB")
+    out = succeed("plan", config, *RUN, "--device-memory", "8GiB", "--host-memory", "10GB")
     for part in (
         "parameters in 6 units",
         "activation checkpointing",
@@ -91,7 +91,7 @@ def test_what_fits_nowhere_ends_with_1_and_the_nearest_that_fits(config: str) ->
     result = invoke("plan", config, *RUN, "--device-memory", "150KB", "--headroom", 0)
     assert result.exit_code == 1
     assert "does not fit" in result.stdout
-    assert result.stderr.startswith("error: no layout of 8 workers fits: 1x8 needs ")
+    assert result.stderr.startswith("error: no layout of 8 workers fits: 8x1 needs ")
     assert result.stderr.count("\n") == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -13,10 +14,12 @@ from raysharded.actors.numerics.summation_tree import TreeSum
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh
 from raysharded.planning.memory.footprint import KINDS, Setting, worker_memory
+from raysharded.planning.memory.nccl_buffers import CHANNEL_BYTES, RING_BYTES, nccl_bytes
 from raysharded.planning.memory.partial_sums import own_sums, rounds_of, schedule_of
 from raysharded.planning.meshes import layouts_of, rounds_per_step
 from raysharded.planning.models.hf_config import parse_config
 from raysharded.planning.models.shapes import ADAMW, ModelShapes, ParameterShape, UnitShape
+from raysharded.planning.search import Cluster, option
 from raysharded.planning.trace import OUTSIDE, Phase, Trace, repeat_unit
 from raysharded.planning.traffic.worker_traffic import AGREEMENT_WORDS, worker_traffic
 from tests.planning.configs import LLAMA_8B
@@ -163,3 +166,33 @@ def test_layouts_refuse_what_is_none() -> None:
         layouts_of(0)
     with pytest.raises(ConfigError, match="all must be 1 or more"):
         Mesh(replicas=0, shards=3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "per_node", "channels"),
+    [
+        (Mesh(shards=8), 8, 7 * 32),
+        (Mesh(shards=64), 8, 7 * 32 + (7 + 8) * 2),
+        (Mesh(shards=63), 8, 7 * 32 + (7 + 8) * 2),
+        (Mesh(shards=8), 1, 7 * 2),
+        (Mesh(replicas=4, shards=8), 8, 7 * 32 + 3 * 2),
+        (Mesh(shards=16, tensor=2), 8, 3 * 32 + 4 * 2),
+    ],
+)
+def test_the_buffers_of_nccl_are_counted_by_peer_and_channel(layout: Mesh, per_node: int, channels: int) -> None:
+    setting = Setting(shapes=SEVEN_ROWS, num_microbatches=8, on_gpu=True)
+    assert nccl_bytes(setting, layout, per_node) == RING_BYTES + channels * CHANNEL_BYTES
+    fast = replace(setting, engine=rs.EngineConfig(reduction="fast"))
+    assert nccl_bytes(fast, layout, per_node) == RING_BYTES
+    assert nccl_bytes(replace(setting, on_gpu=False), layout, per_node) == 0
+
+
+def test_a_report_of_eight_gpus_is_met_and_a_plan_has_it_on_the_device() -> None:
+    setting = Setting(shapes=SEVEN_ROWS, num_microbatches=8, on_gpu=True)
+    found = option(setting, Cluster(workers=8, workers_per_node=8), Mesh(shards=8))
+    assert found.memory.kinds["communicators"] == pytest.approx(4.34e9, rel=1e-6)
+    without = worker_memory(setting, Mesh(shards=8))
+    assert found.memory.device == without.device + found.memory.kinds["communicators"]
+    assert found.memory.host == without.host
+    alone = option(setting, Cluster(workers=1, workers_per_node=8), Mesh(shards=1))
+    assert alone.memory.kinds["communicators"] == 0

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from raysharded.actors.device.cuda_presence import cuda_facts, why_unfit, why_unusable
 from raysharded.actors.device.device_waits import wait_for, waits_for_peers
+from raysharded.actors.device.memory_node import pci_name, prefer_node_of
 from raysharded.actors.gpu_health import GpuHealth
 from raysharded.errors import ConfigError
 
@@ -102,6 +103,7 @@ class Cuda:
             raise ConfigError(f"ScalingConfig(use_gpu=True): a worker cannot use the GPU that it was given: {unfit}.")
         self._index, self._is_selected = index, True
         self.enter_thread()
+        prefer_node_of(pci_of(torch.cuda.get_device_properties(self._index)))
         self._health, self._name = GpuHealth(), self.identity(self.current())
         self._health.watch(self._name)
         return self.current()
@@ -229,6 +231,13 @@ def arithmetic_settings() -> dict[str, str]:
         f"{matmul.allow_bf16_reduced_precision_reduction}",
     }
     return found | {name: os.environ[name] for name in _OF_THE_ENVIRONMENT if name in os.environ}
+
+
+def pci_of(properties: Any) -> str:
+    """Name of a GPU in the kernel's list of PCI devices; empty for a torch that does not know it."""
+    if not hasattr(properties, "pci_domain_id"):
+        return ""
+    return pci_name(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
 
 
 def entry_of(index: int, visible: str | None) -> str:

@@ -22,6 +22,8 @@ _TEXTS = ("CUDA error", "CUDA driver error", "HIP error")
 PATIENCE_S = 10.0
 """Time in which a device has to do a trifle. It may still end an aborted collective."""
 _PAUSE_S = 0.002
+_WARM = 64
+"""Rows and columns of the matrices that a device is warmed up with."""
 
 
 def device_error_in(error: BaseException) -> str:
@@ -57,6 +59,24 @@ def failure_of(device: torch.device, patience_s: float = PATIENCE_S, *, must_fin
     except RuntimeError as error:  # AcceleratorError is one
         return text_of(error).partition("\n")[0]
     return ""
+
+
+def warm_up(device: torch.device, dtype: torch.dtype) -> None:
+    """Load what a device loads at first use: its context, libraries of products, and the commonest kernels.
+
+    It takes seconds, for which a worker's peers would wait in its first step. Draws no random numbers. Raises nothing:
+    `require_device` finds a device that fails. Returns at once for a device without streams.
+    """
+    if not accelerator().has(device):
+        return
+    with contextlib.suppress(RuntimeError):
+        weight = torch.full((_WARM, _WARM), 0.5, dtype=dtype, device=device, requires_grad=True)
+        inputs = torch.full((2, _WARM, _WARM), 0.5, dtype=dtype, device=device, requires_grad=True)
+        normed = torch.nn.functional.layer_norm(inputs, (_WARM,))
+        attended = torch.nn.functional.scaled_dot_product_attention(normed, normed, normed)
+        found = torch.nn.functional.gelu(torch.nn.functional.linear(attended, weight)).float()
+        found.log_softmax(-1).square().sum().backward()
+        drain(device)
 
 
 def drain(device: torch.device, patience_s: float = PATIENCE_S) -> bool:

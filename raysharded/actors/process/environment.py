@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from raysharded import numerics
 from raysharded.actors.device.accelerator import accelerator
-from raysharded.actors.device.device_errors import drain
+from raysharded.actors.device.device_errors import drain, warm_up
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.actors.step import recomputation
 from raysharded.actors.task_calls import unsupported_features
@@ -157,6 +157,11 @@ def node_id() -> str:
     if ray is None or not ray.is_initialized():
         return platform.node()
     return str(ray.get_runtime_context().get_node_id())
+
+
+def warm_up_gpu(device: torch.device, config: EngineConfig) -> None:
+    """Let a worker's GPU load its libraries before others wait for this worker. Call it in the thread that computes."""
+    warm_up(device, getattr(torch, str(config.param_dtype or "float32")))
 
 
 def facts_of(device: torch.device, num_threads: int, data: MicrobatchLoader) -> WorkerInfo:

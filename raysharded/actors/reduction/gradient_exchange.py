@@ -105,7 +105,48 @@ def _deliver(
     is_even = in_sizes[0] > 0 and len({*in_sizes, *out_sizes}) == 1  # with empty parts some pass sizes, so all must
     send = _by_receiver(own, lengths) if own else like
     all_to_all(received.view(-1), send, None if is_even else out_sizes, None if is_even else in_sizes)
-    return zip((node for of_shard in nodes for node in of_shard), received, strict=True)
+    arrived = [node for of_shard in nodes for node in of_shard]
+    if accumulator(like).dtype != like.dtype:  # the copies in the sums' dtype are made one by one
+        return zip(arrived, received, strict=True)
+    return add_siblings(arrived, received)
+
+
+def add_siblings(nodes: Sequence[Node], rows: torch.Tensor) -> Terms:
+    """The nodes that remain of these, with their values, once all neighbours that are siblings are added in place.
+
+    `rows` is [nodes, elements]. A whole level of neighbours is one operation: for a device, launching an addition costs
+    more than the addition. The sums are those of `TreeSum`.
+    """
+    left = [(node, row) for row, node in enumerate(nodes)]
+    while True:
+        pairs = [place for place in range(len(left) - 1) if _are_siblings(left[place][0], left[place + 1][0])]
+        if not pairs:
+            return iter([(node, rows[row]) for node, row in left])
+        for even, odd in _evenly_spaced([(left[place][1], left[place + 1][1]) for place in pairs]):
+            rows[even].add_(rows[odd])
+        parents = {place: (left[place][0][0] + 1, left[place][0][1] >> 1) for place in pairs}
+        absorbed = {place + 1 for place in pairs}
+        left = [(parents.get(place, node), row) for place, (node, row) in enumerate(left) if place not in absorbed]
+
+
+def _are_siblings(one: Node, next_one: Node) -> bool:
+    return one[0] == next_one[0] and one[1] % 2 == 0 and next_one[1] == one[1] + 1
+
+
+def _evenly_spaced(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, slice]]:
+    """Row numbers in pairs, ascending, as pairs of slices: the fewest whose rows have one distance each."""
+    begin = 0
+    while begin < len(pairs):
+        first, second = pairs[begin]
+        end, step = begin + 1, 0
+        while end < len(pairs) and pairs[end][1] - pairs[end][0] == second - first:
+            distance = pairs[end][0] - pairs[end - 1][0]
+            if step not in (0, distance):
+                break
+            step, end = distance, end + 1
+        length = (end - begin - 1) * (step or 1) + 1
+        yield slice(first, first + length, step or 1), slice(second, second + length, step or 1)
+        begin = end
 
 
 def _by_receiver(own: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:

@@ -150,3 +150,9 @@ def as_lost(error: BaseException, step: int, *, is_aborted: bool) -> BaseExcepti
     if isinstance(error, TaskError) and is_aborted:
         return CollectiveAborted(f"a collective of step {step} failed")
     return error
+
+
+def require_sharded(optimizer: object, call: str) -> None:
+    """Raise TaskError unless `session.shard` has set an optimizer."""
+    if optimizer is None:
+        raise TaskError(f"{line_here()}: {call} comes after session.shard(model, optimizer).")

@@ -17,7 +17,7 @@ from raysharded.actors.optimizer.registered_state import RegisteredState, Statef
 from raysharded.actors.session.built_model import BuiltModel
 from raysharded.actors.session.held_out import HeldOut
 from raysharded.actors.session.loop_checks import built_optimizer, hook, require_registered, require_unchanged
-from raysharded.actors.session.loop_errors import refuse_forward, refuse_tensor_parallelism
+from raysharded.actors.session.loop_errors import refuse_forward, refuse_tensor_parallelism, require_sharded
 from raysharded.actors.session.orders import Orders, RunOver, Training
 from raysharded.actors.session.own_data import OwnData
 from raysharded.actors.session.parameter_tensors import ParameterTensors, RegisteredTensors, plain_of
@@ -154,6 +154,7 @@ class Session(NotFollowed):
 
         The next one has the next number, or that of a step that is done again. Lines between two run at least once.
         """
+        require_sharded(self._optimizer, "session.steps()")
         with contextlib.suppress(RunOver):
             while True:
                 step = self.next_step()
@@ -170,6 +171,7 @@ class Session(NotFollowed):
         this call. The step ends when the next one is requested, or when the function returns. After a loss of a worker
         it may be returned again, with registered state as of then.
         """
+        require_sharded(self._optimizer, "session.gradient()")
         self.end()
         while True:
             step = self.next_step()
@@ -178,14 +180,12 @@ class Session(NotFollowed):
 
     def next_step(self) -> UserStep | None:
         """Begin the next step, for loops that enter it themselves; None if the training ended instead."""
-        if self._optimizer is None:
-            raise TaskError(f"{line_here()}: steps come after session.shard(model, optimizer).")
         training = self._now()
         with training.failing():
             if training.engine.is_aborted:
                 raise CollectiveAborted("the generation was aborted between two steps")
             is_watched = self._num_steps & (self._num_steps - 1) == 0
-            if is_watched:  # others may have been made behind `shard`
+            if is_watched and self._optimizer is not None:  # others may have been made behind `shard`
                 require_registered(self._optimizer, self._things)
             assert self._objects.registered is not None
             at_shard, self._at_shard = self._at_shard, None

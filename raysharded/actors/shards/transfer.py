@@ -8,6 +8,7 @@ waves and on a stream's bytes in a wave. No worker waits for one that waits for 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ addition to the buffers that it reads and fills."""
 
 _PIECE_BYTES = 16 << 20
 """Bytes that one worker passes to the next at once."""
+_COPY_BYTES = 16 << 20
+"""Bytes that one thread copies at once."""
 
 Span = tuple[NDArray[np.uint8], int, int]
 """(buffer, start, stop)"""
@@ -82,10 +85,12 @@ def exchange(
     }
     into = {kind: buffer.data.numpy() for kind, buffer in targets.items()}
     local = plan.local(worker)
+    copies_here = []
     for i in range(len(local)):
         source, target = sources[int(local.copy[i])], into[int(local.dst_kind[i])]
         a, b, n = int(local.src_offset[i]), int(local.dst_offset[i]), int(local.nbytes[i])
-        target[b : b + n] = source[a : a + n]
+        copies_here.append((target[b : b + n], source[a : a + n]))
+    copy_bytes(copies_here, torch.get_num_threads())
     if len(members) == 1:
         return 0
     sends, receives = plan.sends(worker), plan.receives(worker)
@@ -102,6 +107,25 @@ def exchange(
     probe("transfer")
     _exchange_streams([outgoing[m] for m in members], [incoming[m] for m in members], group)
     return sum(stream.size for stream in incoming.values())
+
+
+def copy_bytes(copies: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]], num_threads: int) -> None:
+    """Copy each second array into the first of its pair, of the same length; large ones by several threads.
+
+    One core copies 2 to 6 GB/s, a fraction of what memory gives. Returns when all is copied.
+    """
+    pieces = [
+        (target[start : start + _COPY_BYTES], source[start : start + _COPY_BYTES])
+        for target, source in copies
+        for start in range(0, len(target), _COPY_BYTES)
+    ]
+    if num_threads == 1 or sum(len(target) for target, _ in pieces) < 2 * _COPY_BYTES:
+        for target, source in pieces:
+            target[:] = source
+        return
+    with ThreadPoolExecutor(num_threads, "copy") as threads:  # NumPy releases the interpreter's lock as it copies
+        for done in [threads.submit(np.copyto, target, source) for target, source in pieces]:
+            done.result()
 
 
 def broadcast(places: Sequence[NDArray[np.uint8]], group: HostGroup) -> int:

@@ -35,12 +35,13 @@ KINDS = (
     "gathered",
     "exchange",
     "buffers",
+    "communicators",
     "snapshots",
     "mirrors",
 )
 """Kinds of memory. gathered: whole parameters and the all-gather's buffers. exchange: gradients in transfer and the
 reducer's buffers. activations: including whole gradients of the current unit. accumulators: partial sums of the step's
-gradient."""
+gradient. communicators: NCCL's buffers, which depend on the nodes: `nccl_buffers` adds them."""
 HOST_KINDS = ("snapshots", "mirrors")
 _SQUARE_BYTES = 8  # a float64
 _DIGIT_BYTES = 24  # a float64 and two int64

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysharded.actors.device.cuda import Cuda, arithmetic_settings, entry_of, index_of
+from raysharded.actors.device.cuda import Cuda, arithmetic_settings, entry_of, index_of, pci_of
 from raysharded.actors.device.cuda_presence import CudaFacts, why_unfit, why_unusable
 from raysharded.errors import ConfigError
 from tests.training.harness import GptTask, train
@@ -42,6 +42,11 @@ def test_a_gpu_is_named_by_its_own_entry(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(uuid="b"))
     assert Cuda().identity(torch.device("cuda", 1)) == "GPU 7 GPU-b"
+
+
+def test_a_gpus_place_in_the_machine_is_known_if_torch_knows_it() -> None:
+    assert pci_of(SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)) == "0000:3b:00.0"
+    assert pci_of(SimpleNamespace(name="an older torch")) == ""
 
 
 FACTS = CudaFacts(torch="2.13.0", built_for="13.0", driver=13000, driver_suffices=True, visible="0,1", number=2)

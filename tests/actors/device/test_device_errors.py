@@ -7,12 +7,14 @@ import pickle
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raysharded.actors.device import accelerator
-from raysharded.actors.device.device_errors import device_error_in, drain, failure_of, require_device
+from raysharded.actors.device.device_errors import device_error_in, drain, failure_of, require_device, warm_up
 from raysharded.actors.process import environment
 from raysharded.actors.process.stop_reason import Ends, ending_of
 from raysharded.actors.task_calls.task_errors import naming
@@ -225,3 +227,36 @@ def test_a_failed_device_is_described_with_what_its_driver_reported(device: Dyin
     assert str(found.error).endswith(f"device-side assert triggered. {sentence}")
     with pytest.raises(DeviceFailed, match=r"It reported Xid 94"):
         require_device(CPU)
+
+
+class Products(TorchDispatchMode):
+    """Notes the operations that are computed, and their dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = set[tuple[str, torch.dtype]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.found.add((str(func), result.dtype))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_device_is_warmed_up_with_products_of_the_dtype_and_their_backward(device: Dying, dtype: torch.dtype) -> None:
+    before = torch.get_rng_state()
+    with Products() as products:
+        warm_up(CPU, dtype)
+    names = {name for name, found in products.found if found == dtype}
+    assert any("mm" in name for name in names)
+    assert any("gelu_backward" in name for name in names)
+    assert torch.equal(torch.get_rng_state(), before)
+    device.is_dead = True
+    warm_up(CPU, dtype)  # forming finds it
+
+
+def test_a_host_is_not_warmed_up() -> None:
+    with Products() as products:
+        warm_up(CPU, torch.float32)
+    assert not products.found

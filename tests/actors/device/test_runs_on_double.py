@@ -161,3 +161,12 @@ def test_settings_of_the_user_are_kept_and_said_once() -> None:
     outcome = train(2, use_gpu=True, prepare=on_users_settings, steps=3, microbatches=2, kills=kills)
     said = [remark for step in outcome.of("step") for remark in step.get("remarks", ()) if "environment" in remark]
     assert said == ["settings of the environment that are kept: NCCL_P2P_DISABLE=1"]
+
+
+def test_a_worker_warms_its_device_up_before_others_wait_for_it(tmp_path: Path) -> None:
+    """It drains the device before it makes a communicator, in its first generation, too."""
+    train(2, use_gpu=True, prepare=partial(on_logging, str(tmp_path)), steps=1, microbatches=2)
+    for file in tmp_path.iterdir():
+        calls = file.read_text().split()
+        before = calls[: calls.index("make")]
+        assert before.count("drain") >= 3, "the warm-up, and twice as it forms"

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raysharded.actors.numerics.microbatch_schedule import Schedule
-from raysharded.actors.numerics.summation_tree import Node, TreeSum
-from raysharded.actors.reduction.gradient_exchange import Exchange, Hosts, accumulator, add, hosts_of
+from raysharded.actors.numerics.summation_tree import Node, TreeSum, aligned_nodes
+from raysharded.actors.reduction.gradient_exchange import Exchange, Hosts, accumulator, add, add_siblings, hosts_of
 from raysharded.config import Accumulation
 from raysharded.layout import Mesh
 
@@ -134,3 +136,68 @@ def test_one_sum_leaves_a_host_for_all_gradients_of_its_workers(
 def test_who_is_alone_on_a_host_has_nobody_to_add_with() -> None:
     assert hosts_of([0, 1, 2]) == hosts_of([5, 5, 5]) == hosts_of([]) == ()
     assert hosts_of([7, 7, 2, 7]) == ((0, 1, 3), (2,))
+
+
+@st.composite
+def rows_of_nodes(draw: st.DrawFn) -> tuple[int, list[Node]]:
+    """A number of leaves, and disjoint nodes of their tree in any order."""
+    num_leaves = draw(st.integers(1, 40))
+    nodes: list[Node] = []
+    start = 0
+    while start < num_leaves:
+        stop = draw(st.integers(start + 1, min(num_leaves, start + 9)))
+        if draw(st.booleans()):
+            nodes += aligned_nodes(start, stop, num_leaves)
+        else:
+            nodes += [(0, leaf) for leaf in range(start, stop)]
+        start = stop + draw(st.integers(0, 2))
+    return num_leaves, draw(st.permutations(nodes)) if draw(st.booleans()) else nodes
+
+
+@given(rows_of_nodes())
+def test_siblings_that_are_added_level_by_level_give_the_bits_of_one_by_one(case: tuple[int, list[Node]]) -> None:
+    num_leaves, nodes = case
+    values = torch.stack(gradients(len(nodes), CHUNK, torch.float32))
+    one_by_one: TreeSum[torch.Tensor] = TreeSum(num_leaves, add)
+    for node, value in zip(nodes, values.clone(), strict=True):
+        one_by_one.add(node, value)
+    by_levels: TreeSum[torch.Tensor] = TreeSum(num_leaves, add)
+    for node, value in add_siblings(nodes, values.clone()):
+        by_levels.add(node, value)
+    expected, found = one_by_one.pop_all(), by_levels.pop_all()
+    assert [node for node, _ in found] == [node for node, _ in expected]
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found, expected, strict=True))
+
+
+class Additions(TorchDispatchMode):
+    """Counts additions: on a device each is a launch."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += "aten.add" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("leaves", "most"), [(64, 6), (63, 10), (1024, 10)])
+def test_a_rounds_leaves_are_added_in_as_many_operations_as_the_tree_has_levels(leaves: int, most: int) -> None:
+    exchange = Exchange(num_leaves=leaves, shards=leaves, shard=0)
+    total: TreeSum[torch.Tensor] = TreeSum(leaves, add)
+    nodes: list[list[Node]] = [[(0, leaf)] for leaf in range(leaves)]
+    own = torch.ones(leaves * CHUNK)
+    with Additions() as additions:
+        terms = exchange.terms(lambda received, *_: received.fill_(1.0), [own], nodes, CHUNK, own[:0])
+        for node, values in terms:
+            total.add(node, values)
+    assert total.root().tolist() == [float(leaves)] * CHUNK
+    assert additions.number <= most
+
+
+def test_gradients_in_half_precision_are_copied_one_by_one() -> None:
+    """All copies at once would take as much memory again as the exchange."""
+    exchange, own = Exchange(num_leaves=8, shards=8, shard=0), torch.ones(8 * CHUNK, dtype=torch.bfloat16)
+    nodes: list[list[Node]] = [[(0, leaf)] for leaf in range(8)]
+    terms = exchange.terms(lambda received, *_: received.fill_(1.0), [own], nodes, CHUNK, own[:0])
+    assert [node for node, _ in terms] == [(0, leaf) for leaf in range(8)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -174,3 +175,23 @@ def test_what_one_has_for_all_goes_in_bounded_memory_too(wave_bytes: int) -> Non
         assert got == LINE[:120].tobytes()
         assert came == (120 if rank else 0)
         assert group.memory_bytes <= wave_bytes
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_copies_within_a_worker_are_made_by_its_threads(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_COPY_BYTES", 100)
+    names, copy = set[str](), np.copyto
+
+    def noted(target: Any, source: Any) -> None:
+        names.add(threading.current_thread().name)
+        meeting.wait(60.0)  # all three at once
+        copy(target, source)
+
+    meeting = threading.Barrier(3)
+    monkeypatch.setattr(np, "copyto", noted)
+    whole = np.arange(875, dtype=np.uint16).view(np.uint8)
+    targets = [np.zeros(1700, np.uint8), np.zeros(50, np.uint8), np.zeros(0, np.uint8)]
+    sources = [whole[:1700], whole[1700:], whole[:0]]
+    transfer.copy_bytes(list(zip(targets, sources, strict=True)), num_threads)
+    assert np.array_equal(np.concatenate(targets), whole)
+    assert len(names) == (3 if num_threads == 3 else 0)
