@@ -271,16 +271,11 @@ class Modes(Holding):
     def entered(self, session: Session, step: UserStep) -> None:
         self._set("entered", step.number)
 
-    def left(self, session: Session, step: UserStep, *_: object) -> None:
-        self._set("left", step.number)
-
 
 def test_a_part_that_the_loop_puts_in_eval_mode_stays_in_it() -> None:
     alone = run(1, Modes("entered", 2), steps=STEPS)
     assert alone.bits != by_task(STEPS).bits
-    assert alone.bits == run(1, Modes("left", 1), steps=STEPS).bits
-    for place, first in (("entered", 2), ("left", 1)):
-        assert run(3, Modes(place, first), kills=[(1, 3, "backward")], steps=STEPS).bits == alone.bits
+    assert run(3, Modes("entered", 2), kills=[(1, 3, "backward")], steps=STEPS).bits == alone.bits
 
 
 class Once(Modes):

@@ -557,3 +557,34 @@ def test_an_optimizer_that_steps_other_parameters_than_its_groups_is_refused() -
     optimizer, _ = shard_optimizer(Line(Elsewhere))
     with pytest.raises(InexactError, match="a step of Elsewhere does not change the parameters of its groups"):
         optimizer.try_out()
+
+
+class Assigning(Optimizer):
+    """SGD; writes in place, or assigns new values."""
+
+    def __init__(self, params: Any, *, assigns: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self._assigns = assigns
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never called with a closure
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and self._assigns:
+                    param.data = param.data - group["lr"] * param.grad
+                elif param.grad is not None:
+                    param.sub_(group["lr"] * param.grad)
+
+
+class AssigningTask(GptTask):
+    def __init__(self, *, assigns: bool) -> None:
+        self._assigns = assigns
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return Assigning(model.parameters(), assigns=self._assigns)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_optimizer_that_assigns_trains_as_one_that_writes_in_place(workers: int) -> None:
+    plain = train(workers, task=AssigningTask(assigns=False))
+    assert train(workers, task=AssigningTask(assigns=True)).bits == plain.bits

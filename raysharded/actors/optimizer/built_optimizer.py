@@ -67,6 +67,12 @@ class BuiltOptimizer:
         """The groups as built, for the comparison with other workers."""
         return self._items
 
+    @property
+    def is_as_built(self) -> bool:
+        """True if it has the groups and state objects that it was built with, and as many parameters in each group."""
+        lengths = [len(held) for held in self.parts.lists]
+        return not self.parts.is_replaced and lengths == [len(names) for names in self._names]
+
     def exchange(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Put these parameters, by name, into the groups in place of the present ones."""
         for held, names in zip(self.parts.lists, self._names, strict=False):

@@ -117,3 +117,25 @@ def _released(kind: type[torch.Tensor], when: str) -> type[torch.Tensor]:
         )
 
     return type(f"Released{kind.__name__}", (kind,), {"__torch_function__": classmethod(refuse)})
+
+
+class AssignedMemory:
+    """The memory of local shards, from which FSDP2 gathers, and which `param.data = ...` leaves behind."""
+
+    def __init__(self, own: Mapping[str, torch.Tensor], sharded: Mapping[str, nn.Parameter]) -> None:
+        """`own`: the tensors that the optimizer steps, which lie in the memory of `sharded`; by name."""
+        self._own, self._sharded = own, sharded
+        self._homes = {name: local_of(sharded[name]).detach() for name in own}
+
+    def take(self) -> None:
+        """Copy what was assigned to the optimizer's tensors to their place, and let them lie there again."""
+        for name, home in self._homes.items():
+            own = self._own[name]
+            if own.data_ptr() != home.data_ptr() and own.numel():
+                home.copy_(own.detach())
+                own.data = home
+
+    def elsewhere(self) -> str:
+        """The name of a model's parameter that lies elsewhere now; empty if there is none."""
+        shards = ((name, local_of(self._sharded[name]), home) for name, home in self._homes.items())
+        return next((name for name, now, home in shards if now.data_ptr() != home.data_ptr() and home.numel()), "")

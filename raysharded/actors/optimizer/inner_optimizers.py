@@ -46,6 +46,15 @@ class OptimizerParts:
         self._states[REGISTERED] = {}
 
     @property
+    def is_replaced(self) -> bool:
+        """True if groups or a state were exchanged for other objects, or added, since this object was made."""
+        states, groups = {id(state) for state in self._states.values()}, {id(group) for group in self.groups}
+        return any(
+            id(one.state) not in states or any(id(group) not in groups for group in one.param_groups)
+            for one in self.all
+        )
+
+    @property
     def lists(self) -> list[list[Any]]:
         """The groups' lists of parameters, each once."""
         return list({id(group["params"]): group["params"] for group in self.groups}.values())

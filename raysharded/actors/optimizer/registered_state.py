@@ -67,6 +67,8 @@ class RegisteredState:
         self._groups, self._things = groups, things
         self.logged: dict[str, float] = {}
         """Numbers that the newest step has logged."""
+        self.calls: list[str] = []
+        """Calls of the newest step that all workers make alike, with their values, as `name = value`."""
         self.modes: Modes | None = None
         """Modes of the model's modules; None before the first generation."""
         self.is_last = False
@@ -74,9 +76,13 @@ class RegisteredState:
         self.first = self.text()
         """The state with which a run begins."""
 
+    def begin_step(self) -> None:
+        """Forget what the step before has logged and called."""
+        self.logged, self.calls = {}, []
+
     def settings(self) -> str:
-        """The present numbers of the groups, as `text`."""
-        return json.dumps({_OF_GROUPS: self._settings()}, separators=(",", ":"))
+        """The present numbers of the groups, as `text`, and the calls of this step."""
+        return json.dumps({_OF_GROUPS: self._settings(), "calls": self.calls}, separators=(",", ":"))
 
     def _settings(self) -> list[dict[str, Any]]:
         return [_settings_of(group, f"{_OF_GROUPS}[{place}]") for place, group in enumerate(self._groups)]
@@ -187,15 +193,18 @@ def are_different(sums: Sequence[int], world_size: int) -> bool:
     return any(total * total != world_size * squares for total, squares in zip(sums[::2], sums[1::2], strict=True))
 
 
-def differing(text: str, step: int, members: Sequence[WorkerId], group: HostGroup) -> InexactError:
-    """The error for texts that differ between workers. Every member must call it."""
-    found = find_difference(list(_leaves(json.loads(settings_of(text)))), len(members), group)
+def differing(
+    text: str, calls: Sequence[str], step: int, members: Sequence[WorkerId], group: HostGroup
+) -> InexactError:
+    """The error for texts, or calls, that differ between workers. Every member must call it."""
+    found = find_difference([*_leaves(json.loads(settings_of(text))), *calls], len(members), group)
     here, there = (found.first, found.other) if found else ("", "")
     rank = found.rank if found else 0
     return InexactError(
-        f"step {step}: the optimizer's settings, modes or registered state differ between workers: worker {members[0]} "
-        f"has {here}, worker {members[rank]} {there}. Let nothing in the loop depend on the rank, a clock or a file; "
-        "register each scheduler in session.shard, and step it once in each step."
+        f"step {step}: the optimizer's settings, modes, registered state or calls differ between workers: worker "
+        f"{members[0]} has {here}, worker {members[rank]} {there}. Let nothing in the loop depend on the rank, a "
+        "clock, a file, or a worker's part of a parameter. Register each scheduler in session.shard, and step it once "
+        "in each step."
     )
 
 

@@ -18,6 +18,7 @@ from raysharded.actors.model.inventory import Item
 from raysharded.actors.model.param_layout import ParamLayout, Replication
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
+from raysharded.actors.optimizer.held_parameters import AssignedMemory
 from raysharded.actors.optimizer.kept_state import KeptState
 from raysharded.actors.optimizer.learning_rate import rate_of, require_rates, scale_of, set_rates
 from raysharded.actors.optimizer.loaded_state import (
@@ -93,6 +94,7 @@ class ShardOptimizer:
                 f"in {type(task).__name__}.build_optimizer, or freeze them (requires_grad=False)."
                 f"{about_optimizer(self._optimizer)}"
             )
+        self.assigned = AssignedMemory(self._params if self._elementwise else {}, self._sharded)
         kind = type(self._optimizer).__name__
         self._kept = KeptState(self._parts, kind, self._params, self._sharded, elementwise=self._elementwise)
         self.kind = built.note({id(param): name for name, param in self._params.items()})
@@ -173,6 +175,7 @@ class ShardOptimizer:
             if not without:
                 raise
             raise _failed_without_gradient(type(self._optimizer).__name__, step, without, error) from error
+        self.assigned.take()
         self._optimizer.zero_grad(set_to_none=True)
         self.clear_gradients()
 

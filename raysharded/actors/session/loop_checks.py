@@ -52,15 +52,17 @@ def require_unchanged(
 ) -> None:
     """Raise InexactError if state has changed since the end of the newest step.
 
-    `at_shard`, `at_end`: digest of the parameters as `session.shard` returned, and at that end; None if it was not
-    taken, or is of an earlier generation.
+    `at_shard`, `at_end`: digest of parameters and optimizer state as `session.shard` returned, and at that end; None if
+    it was not taken, or is of an earlier generation.
     """
     step = engine.step
     before = at_shard if at_end is None else at_end
-    if before is not None and before != engine.steps.digest("parameters"):
+    if before is not None and before != engine.steps.digest("state"):
         raise changed_parameters(step if at_end is not None else None)
     kept = store.registered(step)
     assert kept is not None
+    if registered.modes is not None:
+        registered.modes.take_over()
     change = registered.change_since(kept)
     if change is not None:
         raise InexactError(

@@ -37,12 +37,12 @@ class ParameterTensors(NotFollowed):
 
     def __init__(self, *, dtype: torch.dtype | None = None) -> None:
         """`dtype`: the tensors' type; None: each has its parameter's."""
-        self._dtype, self._key = dtype, ""
+        self._dtype, self._key, self._is_exchanged = dtype, "", False
         self._optimizer: ShardOptimizer | None = None
         self._step: UserStep | None = None
 
     def update(self, rule: Rule) -> None:
-        """Call `rule(tensor, parameter)` for each pair, on one-dimensional tensors that are this worker's parts.
+        """Call `rule(tensor, parameter)` for each pair: one-dimensional parts of this worker, of the tensor's dtype.
 
         The rule changes `tensor` in place, or returns its new values: `lambda mean, weight: mean.lerp_(weight, 0.001)`.
         Each new value may depend on the two elements of its place alone; that is tried in the steps 1, 2, 4, 8, ... of
@@ -52,12 +52,14 @@ class ParameterTensors(NotFollowed):
         """
         step = self._open("update()")
         with torch.no_grad():
+            step.watch.note_call(f"{self._key.partition(':')[2]}.update", _digest_of(rule))
             for name, tensor, parameter in self._pairs():
+                given = parameter if parameter.dtype == tensor.dtype else parameter.to(tensor.dtype)
                 if step.watch.is_watched:
-                    _try_out(rule, tensor, parameter, name)
-                version = parameter._version
-                _apply(rule, tensor, parameter)
-                if parameter._version != version:
+                    _try_out(rule, tensor, given, name)
+                version = given._version
+                _apply(rule, tensor, given)
+                if given._version != version:
                     raise TaskError(
                         f"{line_here()}: the rule changed the parameter {name!r}: it may change its tensor."
                     )
@@ -69,12 +71,14 @@ class ParameterTensors(NotFollowed):
         For an evaluation: in the `with`, behind `optimizer.step()`, on every worker. Parameters that are in no group of
         the optimizer, and buffers, keep their own.
         """
-        self._open("as_parameters()")
-        self._exchange()
+        self._open("as_parameters()").watch.note_call(f"{self._key.partition(':')[2]}.as_parameters", "called")
+        kept = self._exchange({})
+        self._is_exchanged = True
         try:
             yield
         finally:
-            self._exchange()
+            self._is_exchanged = False
+            self._exchange(kept)
 
     def _begin(self, key: str, optimizer: ShardOptimizer) -> None:
         """Begin a generation, whose state is loaded. `key`: the name under which it is registered."""
@@ -94,6 +98,8 @@ class ParameterTensors(NotFollowed):
                 "Register them: session.shard(model, optimizer, name=tensors)."
             )
         self._step.require_update(f"{call} of registered tensors")
+        if self._is_exchanged:
+            raise TaskError(f"{line_here()}: {call} of registered tensors came inside as_parameters(). Call it before.")
         return self._step
 
     def _pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -105,12 +111,19 @@ class ParameterTensors(NotFollowed):
             if own.numel():
                 yield name, beside.view(-1), own.view(-1)
 
-    def _exchange(self) -> None:
+    def _exchange(self, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Exchange tensors and parameters. Returns the parameters that tensors of another dtype cannot keep: `kept` of
+        the call that puts all back."""
+        others: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            for _, tensor, parameter in self._pairs():
-                kept = parameter.clone()
-                parameter.copy_(tensor)
-                tensor.copy_(kept)
+            for name, tensor, parameter in self._pairs():
+                before = parameter.clone()
+                parameter.copy_(kept.get(name, tensor))
+                if tensor.dtype == parameter.dtype:
+                    tensor.copy_(before)
+                else:
+                    others[name] = before
+        return others
 
 
 def plain_of(registered: Mapping[str, Stateful | ParameterTensors | None]) -> dict[str, Stateful]:
@@ -136,6 +149,13 @@ class RegisteredTensors:
         """Note the step that is begun."""
         for tensors in self._by_name.values():
             tensors._begin_step(step)
+
+
+def _digest_of(rule: Rule) -> str:
+    """Digest of a rule's values for fixed numbers: the same on every worker, unless it depends on something else."""
+    tensor = torch.linspace(-1.0, 2.0, 7, dtype=torch.float64)
+    _apply(rule, tensor, torch.linspace(3.0, -0.5, 7, dtype=torch.float64))
+    return f"{int(tensor_digest(tensor)):x}"
 
 
 def _apply(rule: Rule, tensor: torch.Tensor, parameter: torch.Tensor) -> None:

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Literal
 
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.optimizer.registered_state import first_change, settings_of
-from raysharded.actors.session.loop_errors import changed_gradients
+from raysharded.actors.session.loop_errors import changed_gradients, require_limit
 from raysharded.actors.task_calls.task_errors import line_here
-from raysharded.errors import InexactError
+from raysharded.errors import InexactError, TaskError
 from raysharded.overrides import Decisions
 
 if TYPE_CHECKING:
     import torch
 
+    from raysharded.actors.step.engine import Engine
     from raysharded.actors.step.step import Step
 
 Place = Literal["microbatches", "update", "end"]
@@ -29,12 +30,19 @@ class Attempts:
 
     def __init__(self) -> None:
         self._noted: dict[tuple[int, Place], str] = {}
-        self._decisions = Decisions()
+        self._decisions, self._save_by = Decisions(), 0
 
-    def begin(self, decisions: Decisions) -> None:
+    def begin(self, engine: Engine) -> None:
         """Begin a generation. With other decisions, such as skipped data, a step has other results: forget all."""
-        if decisions != self._decisions:
-            self._decisions, self._noted = decisions, {}
+        if engine.decisions != self._decisions:
+            self._decisions, self._noted = engine.decisions, {}
+        if engine.step < self._save_by:  # the request may have been lost with the generation before
+            engine.request_save()
+
+    def request_save(self, engine: Engine) -> None:
+        """Request a checkpoint of the step that is computed, or of the next."""
+        self._save_by = engine.step + 2
+        engine.request_save()
 
     def note(self, step: int, place: Place, text: str) -> None:
         """Note the state at a place. Raises InexactError if it was another one at an earlier attempt."""
@@ -54,6 +62,7 @@ class StepWatch:
 
     def __init__(self, step: Step, attempts: Attempts, *, is_watched: bool) -> None:
         self._step, self._steps, self._attempts, self.is_watched = step, step.steps, attempts, is_watched
+        self._is_clipped = False
         self._with_gradient: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._gradients: int | None = None
         self._updated: int | None = None
@@ -70,6 +79,11 @@ class StepWatch:
     def computed(self) -> None:
         """Call behind the microbatches, unless the step is left out."""
         for param, own in self._shards():
+            if own is not param and own.grad is not None:
+                raise InexactError(
+                    "a gradient came to a parameter in the optimizer's groups, which is a worker's part: a penalty on "
+                    "weights there would be lost. Compute it in the model's forward, or use weight decay."
+                )
             if param.grad is not None:
                 if own is not param:
                     own.grad = local_of(param.grad)
@@ -100,14 +114,60 @@ class StepWatch:
 
     def commit(self) -> None:
         """Commit the step, at the end of the `with`."""
+        self._refuse_replaced()
+        self._steps.parts.modes.take_over()
+        self._steps.parts.optimizer.assigned.take()
         if self._updated is not None:
-            self.at_end = self._steps.digest("parameters")
-            if self.at_end != self._updated:
+            if self._steps.digest("parameters") != self._updated:
                 self._steps.around.say("parameters in the with", _CHANGED_BEHIND)
+            self.at_end = self._steps.digest("state")
         self._step.commit()
         text = self._steps.around.store.registered(self._step.number)
         assert text is not None
         self._attempts.note(self._step.number, "end", settings_of(text))
+
+    def limit(self, max_norm: float) -> None:
+        """Note the limit of the gradient's norm. Raises TaskError if it is invalid, or the second one."""
+        require_limit(max_norm)
+        if self._is_clipped:
+            raise TaskError(
+                f"{line_here()}: step.clip_grad_norm_() was called twice in step {self._step.number}: the second limit "
+                "would replace the first. Call it once, with the smaller one."
+            )
+        self._is_clipped = True
+        self.note_call("step.clip_grad_norm_", repr(float(max_norm)))
+
+    def note_call(self, name: str, value: str) -> None:
+        """Note a call that all workers make alike, with a value that is the same on all."""
+        assert self._steps.registered is not None
+        self._steps.registered.calls.append(f"{name} = {value}")
+
+    def _refuse_replaced(self) -> None:
+        """Raise InexactError for what a loop has put in the place of the optimizer's or the model's own objects."""
+        where, parts = f"step {self._step.number}", self._steps.parts
+        if not parts.optimizer.built.is_as_built:
+            raise InexactError(
+                f"{where}: the optimizer has other groups, or another state, than session.shard was given, as after "
+                "load_state_dict() or add_param_group(). A run loads the optimizer's state by itself; change the "
+                "numbers of its groups in place, and build all groups ahead of session.shard."
+            )
+        own, sharded = parts.optimizer.written, parts.sharded
+        known = sharded.parameters
+        frozen = next((name for name, one in own.items() if one.requires_grad != known[name].requires_grad), "")
+        if frozen:
+            raise InexactError(
+                f"{where}: requires_grad of {frozen!r} was changed. Freeze parameters in the function that "
+                "session.build calls; a rate of 0 in a separate group stops a part for a while."
+            )
+        ids = set(map(id, known.values()))
+        replaced = parts.optimizer.assigned.elsewhere() or next(
+            (name for name, param in sharded.model.named_parameters() if id(param) not in ids), ""
+        )
+        if replaced:
+            raise InexactError(
+                f"{where}: the parameter {replaced!r} was replaced, or assigned to: the assignment would be lost. "
+                "Change it in place (param.data.clamp_(), param.copy_())."
+            )
 
     def _note(self, place: Place) -> None:
         assert self._steps.registered is not None

@@ -144,7 +144,7 @@ class Session(NotFollowed):
         require_registered(optimizer, things)
         hook(optimizer, self._before_update, self._after_update)
         self.on_sharded()
-        self._at_shard = self._now().engine.steps.digest("parameters")
+        self._at_shard = self._now().engine.steps.digest("state")
         self.draws.seed(0, LEFT)
 
     # -- the loop --
@@ -191,7 +191,7 @@ class Session(NotFollowed):
             at_shard, self._at_shard = self._at_shard, None
             at_end = None if self.step is None else self.step.watch.at_end
             require_unchanged(training.engine, self._objects.registered, self._store, at_shard, at_end)
-            self._objects.registered.logged = {}
+            self._objects.registered.begin_step()
             self.draws.seed(training.engine.step + 1, ENTRY)
             self._num_steps += 1
             self.step = UserStep(training, self.draws, self._attempts, is_watched=is_watched)
@@ -208,7 +208,7 @@ class Session(NotFollowed):
                 continue
             engine = self._training.engine
             engine.steps.forwards.on_own = refuse_forward
-            self._attempts.begin(engine.decisions)
+            self._attempts.begin(engine)
             self._rank = engine.rank
             self._first_step = self._first_step or self._training.engine.step + 1
             self._tensors.begin(engine.steps.parts.optimizer)
@@ -264,7 +264,7 @@ class Session(NotFollowed):
 
     def save(self) -> None:
         """Request a checkpoint: of this step if its microbatches are not computed yet, otherwise of the next."""
-        self._now().engine.request_save()
+        self._attempts.request_save(self._now().engine)
 
     def stop(self) -> None:
         """Make the present step the run's last one, with the last checkpoint. In the `with`, on every worker."""

@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from raysharded.actors.session.loop_errors import (
-    as_lost,
-    as_one,
-    misplaced,
-    misplaced_forward,
-    require_limit,
-    with_line,
-    with_numbers,
-)
+from raysharded.actors.session.loop_errors import as_lost, as_one, misplaced, misplaced_forward, with_line, with_numbers
 from raysharded.actors.session.orders import Training
 from raysharded.actors.session.step_comparisons import Attempts, StepWatch
 from raysharded.actors.step.forward_backward import DRAWS
@@ -56,17 +48,20 @@ class Draws:
         """`seed`: the run's."""
         self._seed = seed
         self._generators: dict[str, torch.Generator] = {}
+        self._place = (0, ENTRY)
+        """The newest place: (step, place)."""
 
     def generator(self, name: str, device: torch.device | str) -> torch.Generator:
         """The generator of a name, always the same object."""
         found = self._generators.get(name)
         if found is None:
             found = self._generators[name] = torch.Generator(device)
-            found.manual_seed(derive_seed(self._seed, "session", name, 0, ENTRY))
+            found.manual_seed(derive_seed(self._seed, "session", name, *self._place))
         return found
 
     def seed(self, step: int, place: int) -> None:
         """Seed the named generators; and those of the process, if the place is no microbatch, nor padding (-1)."""
+        self._place = (step, place)
         if place < -1:
             DRAWS[_RULE](self._seed, "session", step, place)
         for name, generator in self._generators.items():
@@ -282,7 +277,7 @@ class UserStep(NotFollowed):
         step = self._now("step.clip_grad_norm_()")
         if self._agreed is None or self._is_applied:
             raise misplaced("step.clip_grad_norm_()", is_in_loop=self._is_computed and self._agreed is None)
-        require_limit(max_norm)
+        self.watch.limit(max_norm)
         return step.clip_grad_norm_(max_norm)
 
     def _now(self, call: str) -> Step:

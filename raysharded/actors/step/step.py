@@ -152,10 +152,15 @@ class Steps:
         self._spec = self._spec if names == {tensor.name for tensor in spec.tensors} else spec
         self._spec_is_final = applying.has_applied
 
-    def digest(self, what: Literal["gradients", "parameters"]) -> int:
-        """Digest of this worker's shards, to find changes of them in places where nothing may change them."""
+    def digest(self, what: Literal["gradients", "parameters", "state"]) -> int:
+        """Digest of this worker's shards, to find changes of them in places where nothing may change them.
+
+        `state`: parameters and the optimizer's state.
+        """
         optimizer = self.parts.optimizer
         found = optimizer.gradients() if what == "gradients" else list(optimizer.written.values())
+        if what == "state":
+            found += optimizer.state().values()
         words = numbers_of(tensor_digest(local_of(tensor)) for tensor in found)
         return hash(tuple(words)) if words else 0
 
@@ -181,8 +186,9 @@ class Steps:
         if self.registered is not None:
             self.registered.exchange_streams(step, self.around.groups.state, self.around.say)
             text, members = self.registered.text(), self.around.place.spec.members
-            if are_different(self.meet(step, "end", words_of(text)), len(members)):
-                raise differing(text, step, members, self.around.groups.state)
+            calls = self.registered.calls
+            if are_different(self.meet(step, "end", words_of("\n".join([text, *calls]))), len(members)):
+                raise differing(text, calls, step, members, self.around.groups.state)
             self.around.store.register(step, text)
 
     def meet(self, step: int, place: Place, words: Sequence[int] = NO_WORDS) -> list[int]:

@@ -1,0 +1,249 @@
+"""A loop that puts other objects in the place of the run's own, or calls by what differs between workers."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import raysharded as rs
+from raysharded.actors.session.user_session import Session
+from raysharded.actors.session.user_step import UserStep
+from raysharded.errors import InexactError, RayshardedError, TaskError
+from tests.session.loops import Loop, by_task, compute, optimizer_of, run, schedule
+from tests.training.harness import Gpt
+
+pytestmark = pytest.mark.procs
+FILE = re.escape(__file__)
+
+
+class Acting:
+    """The loop of the tests' GPT; a test acts in the body, behind the update, and outside the `with`."""
+
+    def __init__(
+        self,
+        behind: Callable[..., None] | None = None,
+        *,
+        body: Callable[..., float] | None = None,
+        outside: Callable[..., None] | None = None,
+        clip: Callable[[Session, UserStep], None] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._behind, self._body, self._outside, self._clip, self._dtype = behind, body, outside, clip, dtype
+
+    def __call__(self, session: Session) -> None:
+        model = session.build(Gpt)
+        optimizer = optimizer_of(model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        average = rs.ParameterTensors(dtype=self._dtype)
+        session.shard(model, optimizer, scheduler=scheduler, average=average)
+        objects: dict[str, Any] = {"session": session, "model": model, "optimizer": optimizer, "average": average}
+        for step in session.steps():
+            with step:
+                for batch in step.microbatches():
+                    if self._body is None:
+                        compute(step, model, batch)
+                    else:
+                        logits = model(batch[:, :-1])
+                        step.backward(logits.pow(2).mean() * self._body(step=step, **objects))
+                if self._clip is None:
+                    step.clip_grad_norm_(0.7)
+                else:
+                    self._clip(session, step)
+                optimizer.step()
+                scheduler.step()
+                if self._behind is not None:
+                    self._behind(step=step, **objects)
+            if self._outside is not None:
+                self._outside(step=step, **objects)
+
+
+# -- assigned memory --
+
+
+def assigns(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) -> None:
+    if step.number == 3:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.data = param.data.clamp(-0.1, 0.1)
+
+
+def clamps(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) -> None:
+    if step.number == 3:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.data.clamp_(-0.1, 0.1)
+
+
+def test_values_that_are_assigned_to_the_optimizers_parameters_are_those_of_a_change_in_place() -> None:
+    plain = run(1, Acting(clamps))
+    assert plain.bits != run(1, Acting()).bits
+    assert run(1, Acting(assigns)).bits == plain.bits
+    assert run(3, Acting(assigns), kills=[(1, 5, "forward")]).bits == plain.bits
+
+
+def replaces(*, step: UserStep, model: Any, **_: Any) -> None:
+    if step.number == 3:
+        model.norm.weight = nn.Parameter(torch.zeros_like(model.norm.weight))
+
+
+def freezes_by_a_group(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) -> None:
+    if step.number == 3:
+        optimizer.param_groups[0]["params"][1].requires_grad_(False)
+
+
+def moves(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) -> None:
+    if step.number == 3:
+        first, second = optimizer.param_groups
+        second["params"].append(first["params"].pop())
+
+
+def loads_its_state(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) -> None:
+    if step.number == 3:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (replaces, r"step 3: the parameter 'norm\.weight' was replaced"),
+        (freezes_by_a_group, r"step 3: requires_grad of '.*' was changed"),
+        (moves, r"step 3: the optimizer has other groups, or another state"),
+        (loads_its_state, r"step 3: .*as after load_state_dict\(\)"),
+    ],
+)
+def test_objects_that_are_put_in_the_place_of_the_runs_own_are_refused(act: Callable[..., None], told: str) -> None:
+    with pytest.raises(InexactError, match=told):
+        run(1, Acting(act), steps=4)
+
+
+def changes_state_outside(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(0.1)
+
+
+def test_state_of_the_optimizer_that_changes_outside_the_with_is_refused() -> None:
+    with pytest.raises(InexactError, match=r"changed .*step 1"):
+        run(1, Acting(outside=changes_state_outside), steps=3)
+
+
+def penalty_of_groups(*, optimizer: torch.optim.Optimizer, **_: Any) -> Any:
+    return 1 + sum(param.pow(2).sum() for group in optimizer.param_groups for param in group["params"])
+
+
+def test_a_gradient_of_the_optimizers_own_parts_is_refused() -> None:
+    with pytest.raises(InexactError, match="a penalty on weights there would be lost"):
+        run(1, Acting(body=penalty_of_groups), steps=2)
+
+
+# -- calls that all workers make alike --
+
+
+def clips_by_rank(session: Session, step: UserStep) -> None:
+    step.clip_grad_norm_(0.7 if session.rank == 0 else 0.3)
+
+
+def clips_twice(session: Session, step: UserStep) -> None:
+    step.clip_grad_norm_(0.1)
+    step.clip_grad_norm_(0.7)
+
+
+def updates_on_one(*, session: Session, average: rs.ParameterTensors, **_: Any) -> None:
+    if session.rank == 0:
+        average.update(lambda mean, weight: mean.lerp_(weight, 0.25))
+
+
+def updates_by_its_part(*, optimizer: torch.optim.Optimizer, average: rs.ParameterTensors, **_: Any) -> None:
+    share = float(optimizer.param_groups[0]["params"][0].detach().abs().mean())
+    average.update(lambda mean, weight: mean.lerp_(weight, share))
+
+
+@pytest.mark.parametrize(
+    ("loop", "kind", "told"),
+    [
+        (Acting(clip=clips_by_rank), InexactError, r"step 1: .*clip_grad_norm_ = 0\.7, worker 1 .*= 0\.3"),
+        (Acting(clip=clips_twice), TaskError, FILE + r":\d+: step\.clip_grad_norm_\(\) was called twice in step 1"),
+        (Acting(updates_on_one), InexactError, r"step 1: .* differ between workers: worker 0 has average\.update"),
+        (Acting(updates_by_its_part), InexactError, r"step 1: .*average\.update = "),
+    ],
+    ids=["clip by rank", "clip twice", "update on one", "update by its part"],
+)
+def test_calls_that_differ_between_workers_are_refused(loop: Any, kind: type[RayshardedError], told: str) -> None:
+    with pytest.raises(kind, match=told):
+        run(2, loop, steps=3)
+
+
+def nests(*, average: rs.ParameterTensors, **_: Any) -> None:
+    with average.as_parameters(), average.as_parameters():
+        pass
+
+
+def updates_inside(*, average: rs.ParameterTensors, **_: Any) -> None:
+    with average.as_parameters():
+        average.update(lambda mean, weight: mean.lerp_(weight, 0.25))
+
+
+@pytest.mark.parametrize("act", [nests, updates_inside])
+def test_what_would_act_on_exchanged_values_is_refused(act: Callable[..., None]) -> None:
+    with pytest.raises(TaskError, match=r":\d+: .* came inside as_parameters\(\)"):
+        run(1, Acting(act), steps=2)
+
+
+def updates(*, average: rs.ParameterTensors, **_: Any) -> None:
+    average.update(lambda mean, weight: mean.lerp_(weight, 0.25))
+
+
+def updates_and_looks(*, average: rs.ParameterTensors, **_: Any) -> None:
+    updates(average=average)
+    with average.as_parameters():
+        pass
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_tensors_of_another_dtype_and_the_parameters_keep_their_bits(dtype: torch.dtype) -> None:
+    assert run(1, Acting(updates_and_looks, dtype=dtype)).bits == run(1, Acting(updates, dtype=dtype)).bits
+
+
+# -- what a kill must not lose --
+
+
+def evaluates_a_part(*, step: UserStep, model: Any, **_: Any) -> None:
+    if step.number == 3:
+        model.blocks[0].eval()
+
+
+def test_a_mode_that_is_set_behind_the_update_outlives_a_kill() -> None:
+    one = run(1, Acting(evaluates_a_part))
+    assert one.bits != run(1, Acting()).bits
+    assert run(3, Acting(evaluates_a_part), kills=[(1, 4, "forward")]).bits == one.bits
+
+
+def test_a_mode_that_is_set_outside_the_with_is_refused() -> None:
+    with pytest.raises(InexactError, match=r"changed between step 3 and the next: modes"):
+        run(1, Acting(outside=evaluates_a_part), steps=5)
+
+
+def draws_late(*, session: Session, step: UserStep, **_: Any) -> float:
+    return 1.0 if step.number < 3 else 1 + torch.rand((), generator=session.generator("late")).item()
+
+
+def test_a_generator_that_is_made_late_draws_the_same_everywhere() -> None:
+    one = run(1, Acting(body=draws_late))
+    assert run(3, Acting(body=draws_late), kills=[(1, 5, "forward")]).bits == one.bits
+
+
+class Saving(Loop):
+    def applied(self, session: Session, step: UserStep, *_: object) -> None:
+        if step.number == 4:
+            session.save()
+
+
+def test_a_checkpoint_that_was_requested_outlives_a_kill() -> None:
+    found = run(3, Saving(), kills=[(1, 5, "forward")])
+    assert found.bits == by_task().bits
+    assert [fields["step"] for fields in found.of("checkpoint")] == [5, 6]
