@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 IMPORT_ALL = """
 import importlib, json, pkgutil, raysharded
 names = [module.name for module in pkgutil.walk_packages(raysharded.__path__, "raysharded.")]
+names.remove("raysharded.adapters.torchtitan")  # torchtitan has an environment of its own
 origins = {name: importlib.import_module(name).__file__ for name in ["raysharded", *names]}
 print("\\n" + json.dumps(origins))
 """

@@ -111,6 +111,15 @@ class RegisteredState:
             )
         return text if self.streams is None else f"{text}\n{self.streams.states_text()}"
 
+    def with_modes(self, text: str) -> str:
+        """An earlier state with the present modes: a loop may set them between two steps."""
+        first, line, rest = text.partition("\n")
+        values = json.loads(first)
+        values.pop(_MODES, None)
+        changes = self.modes.changes if self.modes else []
+        ordered = {_OF_GROUPS: values.pop(_OF_GROUPS), **({_MODES: changes} if changes else {}), **values}
+        return json.dumps(ordered, separators=(",", ":")) + line + rest
+
     def load(self, text: str) -> None:
         """Bring the groups and the registered objects to this state. Raises TaskError if it has other objects."""
         text, _, states = text.partition("\n")

@@ -63,6 +63,8 @@ def require_unchanged(
     assert kept is not None
     if registered.modes is not None:
         registered.modes.take_over()
+        kept = registered.with_modes(kept)
+        store.amend(step, kept)
     change = registered.change_since(kept)
     if change is not None:
         raise InexactError(

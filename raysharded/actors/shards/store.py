@@ -162,6 +162,13 @@ class ShardStore:
         held = {buffer.step for buffer in self._buffers}
         self._registered = {step: text for step, text in self._registered.items() if step in held} | {step: state}
 
+    def amend(self, step: int, state: str) -> None:
+        """Replace a session's state as of a step that is complete."""
+        self._registered[step] = state
+        for buffer in self._buffers:
+            if buffer.step == step and buffer.registered:
+                buffer.registered = state
+
     def registered(self, step: int) -> str | None:
         """The state of a session as of a step; None if this worker does not have it."""
         return self._registered.get(step)

@@ -79,7 +79,7 @@ def look_at(thread_id: int | None, elsewhere: Callable[[], str] = lambda: "") ->
         if helping:
             where = _users_line(helping) + at
             stack += "It waits for:\n" + "".join(traceback.format_list(helping))
-        elif any(frame.filename.startswith(_DATA) for frame in frames) and (read := oldest_read()):
+        if any(frame.filename.startswith(_DATA) for frame in frames) and (read := oldest_read()):
             where = f"the read of {read}"
     return Whereabouts(waits=waits, stack=stack, where=where)
 

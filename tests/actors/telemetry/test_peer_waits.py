@@ -59,6 +59,7 @@ WITHOUT_THE_MARK = {
     "Steps.join_copies": INSIDE,
     "StoreClient.close": "nobody: it does not block",
     "TaskThread.train": LAUNCHER,
+    "copy_bytes": LOCAL,
     "Worker._get_ready": LAUNCHER,
     "Worker.form": LAUNCHER,
     "Worker.report": LAUNCHER,
