@@ -23,10 +23,11 @@ pytestmark = pytest.mark.slow
 
 
 IMPORT_ALL = """
-import importlib, json, pkgutil, raysharded
+import importlib.util, json, pkgutil, raysharded
 names = [module.name for module in pkgutil.walk_packages(raysharded.__path__, "raysharded.")]
-names.remove("raysharded.adapters.torchtitan")  # torchtitan has an environment of its own
-origins = {name: importlib.import_module(name).__file__ for name in ["raysharded", *names]}
+elsewhere = {"raysharded.adapters.torchtitan"}  # torchtitan has an environment of its own
+origins = {name: importlib.import_module(name).__file__ for name in {"raysharded", *names} - elsewhere}
+origins |= {name: importlib.util.find_spec(name).origin for name in elsewhere}
 print("\\n" + json.dumps(origins))
 """
 
