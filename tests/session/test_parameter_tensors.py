@@ -195,14 +195,25 @@ def returning(session: Session, step: Any, model: nn.Module, weights: rs.Paramet
     weights.update(lambda mean, weight: DECAY * mean + (1 - DECAY) * weight)
 
 
+def holds_the_weights_of_step_2(session: Session, step: Any, model: nn.Module, weights: rs.ParameterTensors) -> None:
+    """In step 3 an update of the optimizer lies between the tensors and the parameters."""
+    changed = []
+    weights.update(lambda mean, weight: changed.append(bool((mean != weight).any())))
+    assert step.number == 3
+    assert any(changed)
+
+
+@dataclass(frozen=True)
 class Plain:
-    """The loop of the tests' GPT without registered tensors."""
+    """The loop of the tests' GPT without registered tensors, or with some of another name."""
+
+    average: bool = False
 
     def __call__(self, session: Session) -> None:
         model = session.build(Gpt)
         optimizer = optimizer_of(model)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-        session.shard(model, optimizer, scheduler=scheduler)
+        session.shard(model, optimizer, scheduler=scheduler, average=rs.ParameterTensors() if self.average else None)
         for step in session.steps():
             with step:
                 for batch in step.microbatches():
@@ -221,8 +232,17 @@ def test_a_run_resumes_with_its_tensors_and_refuses_to_lose_them(tmp_path: Path)
     assert resumed.result_fingerprint == whole.result_fingerprint is not None
 
 
+def test_tensors_of_another_name_are_refused(tmp_path: Path) -> None:
+    resume(str(tmp_path), 1, steps=2, task=TrainFunction(Averaged(act=nothing)))
+    with pytest.raises(CheckpointError, match="registered as 'weights', and this program registers none of that name"):
+        resume(str(tmp_path), 1, steps=3, task=TrainFunction(Plain(average=True)))
+
+
 def test_tensors_that_a_program_adds_begin_with_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
-    resume(url, 1, steps=2, task=TrainFunction(Plain()))
-    state, _ = resume(url, 2, steps=3, task=TrainFunction(Averaged(act=returning)))
-    assert state.result_fingerprint is not None
+    found = []
+    for workers in (1, 2):
+        url = str(tmp_path / f"{workers}")
+        resume(url, 1, steps=2, task=TrainFunction(Plain()))
+        state, _ = resume(url, workers, steps=3, task=TrainFunction(Averaged(act=holds_the_weights_of_step_2)))
+        found.append(state.result_fingerprint)
+    assert found[0] == found[1] is not None

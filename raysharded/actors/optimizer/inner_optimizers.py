@@ -38,12 +38,14 @@ class OptimizerParts:
         states = {id(one.state): (path, one.state) for path, one in reversed(found)}
         self._states: dict[str, MutableMapping[torch.Tensor, dict[str, Any]]] = dict(reversed(states.values()))
         """Path of an optimizer -> its state. A state that several optimizers share is listed once."""
+        self._registered = frozenset[str]()
 
-    def hold_registered(self) -> None:
-        """Keep state of the loop's own, too. Raises TaskError if an inner optimizer has its path."""
+    def hold_registered(self, names: Collection[str]) -> None:
+        """Keep state of these names, which the loop has registered. Raises TaskError if an inner optimizer has its
+        path."""
         if REGISTERED in self._states:
             raise TaskError(f"the optimizer holds another one as {REGISTERED!r}: give that attribute another name.")
-        self._states[REGISTERED] = {}
+        self._states[REGISTERED], self._registered = {}, frozenset(names)
 
     @property
     def is_replaced(self) -> bool:
@@ -70,9 +72,11 @@ class OptimizerParts:
     def keep(self, param: torch.Tensor, name: str, value: Any) -> None:
         """Store a value in a parameter's state, under its name in `kept_of`.
 
-        Raises KeyError if no such optimizer exists.
+        Raises KeyError if no such optimizer exists, or no state of that name is registered.
         """
         path, _, key = name.rpartition(":")
+        if path == REGISTERED and key not in self._registered:
+            raise KeyError(name)
         self._states[path].setdefault(param, {})[key] = value
 
     def drop(self, param: torch.Tensor, name: str) -> None:

@@ -61,7 +61,7 @@ class ParameterTensors(NotFollowed):
                 _apply(rule, tensor, given)
                 if given._version != version:
                     raise TaskError(
-                        f"{line_here()}: the rule changed the parameter {name!r}: it may change its tensor."
+                        f"{line_here()}: the rule changed the parameter {name!r}; it may change the tensor alone."
                     )
 
     @contextmanager
@@ -138,7 +138,7 @@ class RegisteredTensors:
         """`registered`: everything that is registered, by name; the rest is left. `parts`: the optimizer's."""
         self._by_name = {name: one for name, one in registered.items() if isinstance(one, ParameterTensors)}
         if self._by_name:
-            parts.hold_registered()
+            parts.hold_registered(self._by_name)
 
     def begin(self, optimizer: ShardOptimizer) -> None:
         """Begin a generation, whose state is loaded."""

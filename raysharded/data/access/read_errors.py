@@ -7,7 +7,8 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from raysharded.errors import RayshardedError, TaskError, is_ctrl_c, user_traceback
@@ -71,3 +72,16 @@ def innermost_line(stacks: str) -> str:
 
 def _is_of_library(file: str) -> bool:
     return file.startswith(_STDLIB) or f"{os.sep}site-packages{os.sep}" in file
+
+
+@contextmanager
+def explaining(what: str, where: str, hint: str = "") -> Iterator[None]:
+    """A context that makes an error of the user's code a TaskError with its place, as `task_error` does."""
+    try:
+        yield
+    except RayshardedError:
+        raise
+    except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
+        if is_ctrl_c(error):
+            raise
+        raise task_error(what, where, error, hint) from error

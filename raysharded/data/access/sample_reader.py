@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from raysharded.data.access import generators
 from raysharded.data.access.collation import Batch, Wish
-from raysharded.data.access.read_errors import read_again, task_error
+from raysharded.data.access.read_errors import explaining, read_again, task_error
 from raysharded.data.access.repeat_check import differ
 from raysharded.data.ledger import ReadRecorder
 from raysharded.data.order import Int64s
@@ -219,16 +220,8 @@ class DatasetReader:
             if isinstance(dataset, HasWeights):
                 dataset.counts(position + 1)
 
-    @contextlib.contextmanager
-    def _explaining(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RayshardedError:
-            raise
-        except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
-            if is_ctrl_c(error):
-                raise
-            raise task_error(f"{self.name}.{what}", "at the start", error) from error
+    def _explaining(self, what: str) -> AbstractContextManager[None]:
+        return explaining(f"{self.name}.{what}", "at the start")
 
     def read_samples(
         self, ids: Sequence[int], where: str, number: int, weights: WeightChanges = (), wish: Wish | None = None

@@ -5,17 +5,17 @@ Microbatch `index` of step `s` has the number `(s - 1) * M + index`, with `M` mi
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Self
 
 from raysharded.data.access import generators
-from raysharded.data.access.read_errors import task_error
+from raysharded.data.access.read_errors import explaining
 from raysharded.data.mixtures.schedule import ENDLESS
 from raysharded.data.plain_data import plain, restored
 from raysharded.data.streams.source import Cursor, Restartable, cursor_at, digest_of
-from raysharded.errors import RayshardedError, TaskError, is_ctrl_c
+from raysharded.errors import TaskError
 from raysharded.ids import derive_seed
 
 
@@ -157,14 +157,5 @@ def from_text(text: str) -> Any:
     return restored(json.loads(text))
 
 
-@contextlib.contextmanager
-def _explaining(what: str) -> Iterator[None]:
-    """A context that gives an error of the user's code its place."""
-    try:
-        yield
-    except RayshardedError:
-        raise
-    except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
-        if is_ctrl_c(error):
-            raise
-        raise task_error(what, "while it was read", error, " Its traceback is in user_traceback.") from error
+def _explaining(what: str) -> AbstractContextManager[None]:
+    return explaining(what, "while it was read", " Its traceback is in user_traceback.")
