@@ -61,7 +61,7 @@ def test_a_loss_that_raises_shows_the_users_traceback_once(tmp_path: Path) -> No
 
 
 def test_a_loss_of_nan_is_named_with_its_step(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteLoss, match=r"step 1: the loss is nan.*lower the learning rate"):
+    with pytest.raises(NonFiniteLoss, match=r"step 1: the loss is nan.*look at the model.s forward"):
         processes.fit(trainer(tmp_path, GivesNan()))
 
 
