@@ -33,17 +33,25 @@ TESTS = (
 )
 NOT_OF_THE_ENGINE = (
     "tests/actors/comm/test_abortable_wait.py",
+    "tests/actors/comm/test_members.py",
     "tests/actors/process",
+    "tests/data/test_bucketed.py",
+    "tests/data/test_pack.py",
+    "tests/training/test_changed_weights.py",
     "tests/training/test_checkpoints.py",
+    "tests/training/test_hugging_face.py",
     "tests/training/test_leaving.py",
     "tests/training/test_orphans.py",
     "tests/training/test_pause_and_resize.py",
     "tests/training/test_preparation.py",
     "tests/training/test_replay.py",
+    "tests/training/test_rules.py",
+    "tests/training/test_signed_runs.py",
     "tests/training/test_start_from.py",
     "tests/training/test_task_errors.py",
 )
-"""Tests of what the driver decides and of waits. Without them the set ends within `LIMIT_S` on two idle cores."""
+"""Tests of what the driver decides, of waits, of earlier versions and of what others' libraries compute. Without them
+the set ends within `LIMIT_S` on two idle cores."""
 MARKS = "not long and not ray and not gpu and not s3 and not alone"
 LIMIT_S = 240.0
 TRIES = 3
