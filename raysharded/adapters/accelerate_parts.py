@@ -59,7 +59,7 @@ class HeldOutBatches:
         loader, accelerator = self._loader, self._accelerator
         session, size = accelerator.session, loader.batch_size or 1
         try:
-            for accelerator.sizes, samples in shared_batches(session.step, session.batch, loader.dataset, size):
+            for accelerator.sizes, samples in shared_batches(session, loader.dataset, size):
                 yield send_to_device(loader.collate_fn(samples), accelerator.device)
         finally:
             accelerator.sizes = None

@@ -66,7 +66,7 @@ class Outputs(Base):
                 logits = preprocess(logits, labels)
             return loss, logits, labels, batch[name] if "inputs" in self.args.include_for_metrics else None
 
-        outputs = outputs_of(self.session.step, self.session.batch, data, size, compute)
+        outputs = outputs_of(self.session, data, size, compute)
 
         def collate(ids: list[int]) -> dict[str, torch.Tensor]:
             inputs = outputs[ids[0] // size][3]

@@ -97,9 +97,7 @@ class Sources:
         In exact mode it also finds samples that differ from one read to the next.
         """
         self._reader.validate()
-        num_samples, seed = self.training.num_samples, self._batch.seed
-        drawn = [derive_seed(seed, "read twice", number) % num_samples for number in range(_CHECKED)]
-        ids = list(dict.fromkeys([0, *drawn]))
+        ids = _checked_ids(self.training.num_samples, self._batch.seed)
         if self._exact and self._reads_strangers:
             self._reader.check(ids)
         else:
@@ -147,6 +145,26 @@ def own_microbatches(
     else:
         reader = DatasetReader(source, draws=Draws(refuses=False, puts_back=True))
     return OwnMicrobatches(source, reader, batch, max_steps=max_steps, prefetch=engine.prefetch)
+
+
+def held_out_loader(data: Any, batch: BatchConfig, *, is_exact: bool) -> MicrobatchLoader:
+    """The loader of held-out data that are given while a run trains. They are read in the calling thread.
+
+    In exact mode some samples are read twice. Raises InexactError if they differ, and as `DatasetReader`.
+    """
+    if _draws_nothing(data):
+        return MicrobatchLoader(data, batch)
+    reader = DatasetReader(data, draws=Draws(refuses=is_exact, puts_back=True))
+    loader = MicrobatchLoader(reader, batch)
+    if is_exact:
+        reader.check(_checked_ids(loader.num_samples, batch.seed))
+    return loader
+
+
+def _checked_ids(num_samples: int, seed: int) -> list[int]:
+    """The ids of samples that are read twice."""
+    drawn = [derive_seed(seed, "read twice", number) % num_samples for number in range(_CHECKED)]
+    return list(dict.fromkeys([0, *drawn]))
 
 
 def vocabulary(data: Any) -> int | None:

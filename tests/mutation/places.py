@@ -33,8 +33,8 @@ _MODULES_OF = {
     "actors/reduction": "gradient_exchange replica_sum tree_reducer",
     "actors/shards": "async_copy device_state erasure mirror parity position rebuild restore store transfer",
     "actors/step": (
-        "audit audit_verdict evaluation first_step_proof forward_backward gradient parameter_use pass_digests "
-        "recomputation update"
+        "audit audit_verdict evaluation evaluation_proof first_step_proof forward_backward gradient parameter_use "
+        "pass_digests recomputation update"
     ),
     "actors/task_calls": "object_contents task_numbers",
     "data": "ledger loader order",

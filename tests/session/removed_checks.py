@@ -31,6 +31,7 @@ MODULES = tuple(
         "session/step_comparisons",
         "session/user_session",
         "session/user_step",
+        "step/evaluation_proof",
     )
 )
 TESTS = (
@@ -42,6 +43,8 @@ TESTS = (
     "tests/session/test_call_form.py",
     "tests/session/test_end_of_a_loop.py",
     "tests/session/test_parameter_tensors.py",
+    "tests/session/test_proven_evaluations.py",
+    "tests/session/test_replaced_objects.py",
 )
 LIMIT_S = 600.0
 

@@ -104,7 +104,7 @@ class Looking(Loop):
             logits = self._model(batch[:, :-1])
             return {"logits": logits, "nothing": None, "sizes": [torch.tensor(len(batch))]}
 
-        found = outputs_of(step, session.batch, DATA, 2, compute)
+        found = outputs_of(session, DATA, 2, compute)
         assert [one["sizes"][0].item() for one in found] == [2, 2, 1]
         assert found[0]["nothing"] is None
         weights = weights_of(step)

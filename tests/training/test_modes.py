@@ -169,8 +169,8 @@ def test_what_is_frozen_as_a_whole_keeps_the_modes_it_was_left_in(name: str, wra
         before()
         modes.train()
         assert {m for m in left if m.training != (left[m] if m in inside else True)} == set()
-    modes.evaluate()
-    assert not any(module.training for module in left)
+    with modes.evaluating():
+        assert not any(module.training for module in left)
 
 
 class Overrides(Net):

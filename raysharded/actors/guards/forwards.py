@@ -50,27 +50,28 @@ class UnitWatch:
         self._end = len(watched)
         """The place of the forward's end; lower places are units."""
         self._sum = sum_over_workers
-        self._expected: dict[Kind, list[int]] = {}
+        self._expected: dict[tuple[Kind, str], list[int]] = {}
         self._used: list[int] = []
-        self._forward: tuple[Kind, str] | None = None
+        self._forward: tuple[tuple[Kind, str], str] | None = None
         """The forward that runs now; None in a backward, which may call units again to recompute them."""
         for place, (_, each) in enumerate(watched):
             each.before_gather(partial(self._note, place))
 
     @contextmanager
-    def watching(self, kind: Kind, where: str) -> Iterator[None]:
-        """Watch the forwards of one microbatch, which `where` names.
+    def watching(self, kind: Kind, where: str, name: str = "") -> Iterator[None]:
+        """Watch the forwards of one microbatch, which `where` names. `name`: of one of several evaluations.
 
         Raises InexactError, out of the forward or at its end, for the first unit that differs. In training, also raises
         it for a unit that no microbatch uses.
         """
-        self._forward, self._used = (kind, where), []
+        key = kind, name
+        self._forward, self._used = (key, where), []
         try:
             yield
-            self._compare(self._end, kind, where)
+            self._compare(self._end, key, where)
             if kind == "train":
                 self._require_all(where)
-            self._expected.setdefault(kind, self._used)
+            self._expected.setdefault(key, self._used)
         finally:
             self._forward = None
 
@@ -78,8 +79,8 @@ class UnitWatch:
         if self._forward is not None:
             self._compare(place, *self._forward)
 
-    def _compare(self, place: int, kind: Kind, where: str) -> None:
-        expected = self._expected.get(kind)
+    def _compare(self, place: int, key: tuple[Kind, str], where: str) -> None:
+        expected = self._expected.get(key)
         others = self._places_of_all(place) if expected is None else [expected[len(self._used)]]
         different = [other for other in others if other != place]
         if different:
@@ -117,11 +118,13 @@ class UnitWatch:
         return "its end" if place == self._end else self._names[place]
 
 
-def watching(watch: UnitWatch | None, kind: Kind, step: int, microbatch: int | None) -> AbstractContextManager[None]:
+def watching(
+    watch: UnitWatch | None, kind: Kind, step: int, microbatch: int | None, name: str = ""
+) -> AbstractContextManager[None]:
     """A context as `UnitWatch.watching`, empty without a watch. `microbatch`: None for a worker that has none."""
     what = microbatch_name(-1 if microbatch is None else microbatch)
     when = f"step {step}" if kind == "train" else f"the evaluation after step {step}"
-    return nullcontext() if watch is None else watch.watching(kind, f"{when}, {what}")
+    return nullcontext() if watch is None else watch.watching(kind, f"{when}, {what}", name)
 
 
 class BufferWatch:

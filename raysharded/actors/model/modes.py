@@ -11,6 +11,7 @@ A user's own loop sets modes itself, beginning with these: `Modes.take_over`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,9 +94,14 @@ class Modes:
         self._own = tuple(_with_changes(self._model, "", around=True, changes=frozenset(changes)))
         self.train()
 
-    def evaluate(self) -> None:
-        """Put all modules in eval mode."""
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context in which all modules are in eval mode."""
         self._model.eval()
+        try:
+            yield
+        finally:
+            self.train()
 
     def remark(self, task: str, say: Say) -> None:
         """Log the parts that were left in eval mode and are trained in train mode.

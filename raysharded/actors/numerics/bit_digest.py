@@ -7,6 +7,8 @@ The digest does not protect against adversaries.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterable
 
 import torch
@@ -47,6 +49,11 @@ def combined(digests: Iterable[int]) -> int:
         word = (word * _PRIME + digest) % _WORD
     word = word or 1
     return word - _WORD if word >= _WORD // 2 else word
+
+
+def bits_of(value: float) -> int:
+    """Bits of a number. All NaNs count as one: those of a metric may come from any division by 0."""
+    return int(struct.unpack("<q", struct.pack("<d", math.nan if math.isnan(value) else value))[0])
 
 
 def some_of(buffer: torch.Tensor) -> torch.Tensor:

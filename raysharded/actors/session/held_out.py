@@ -11,9 +11,10 @@ from raysharded.actors.model.construction import construct_whole
 from raysharded.actors.session.user_step import UserStep
 from raysharded.actors.shards.whole_tensors import gather_tensors
 from raysharded.actors.task_calls.task_errors import line_here
-from raysharded.config import BatchConfig
 from raysharded.data.loader import MicrobatchLoader
+from raysharded.data.sources import held_out_loader
 from raysharded.errors import TaskError
+from raysharded.protocol.job import Job
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,54 +27,45 @@ _MOST_READERS = 4
 class HeldOut:
     """Readers of the newest few held-out datasets of a session. Thread of the function only."""
 
-    def __init__(self, batch: BatchConfig) -> None:
-        self._batch = batch
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._known: list[tuple[Any, MicrobatchLoader]] = []
+
+    def loader(self, data: Any) -> MicrobatchLoader:
+        """The loader of these data. Raises InexactError for samples that differ from one read to the next."""
+        found = next((loader for known, loader in self._known if known is data), None)
+        if found is None:
+            found = held_out_loader(data, self._job.batch, is_exact=self._job.engine.reduction == "exact")
+            self._known = [*self._known[1 - _MOST_READERS :], (data, found)]
+        return found
 
     def evaluate(self, step: UserStep | None, data: Any, num_samples: int | None, name: str) -> dict[str, float]:
         """As `Session.evaluate`, once the loss is set."""
-        loader = next((loader for known, loader in self._known if known is data), None)
-        if loader is None:
-            loader = MicrobatchLoader(data, self._batch)
-            self._known = [*self._known[1 - _MOST_READERS :], (data, loader)]
+        call = "session.evaluate()"
+        own, loader = _open(step, call), self.loader(data)
         count = loader.num_samples if num_samples is None else num_samples
         if count < 1:
             raise TaskError(f"{line_here()}: session.evaluate(num_samples={num_samples}): give 1 or more.")
-        call = "session.evaluate()"
-        return _open(step, call).behind_update(call, lambda own: own.evaluate(loader, count, name))
+        return own.behind_update(call, lambda engine_step: engine_step.evaluate(loader, count, name))
 
 
-def outputs_of(
-    step: UserStep | None, batch: BatchConfig, data: Any, batch_size: int, compute: Callable[[Any], Any]
-) -> list[Any]:
+def outputs_of(session: Any, data: Any, batch_size: int, compute: Callable[[Any], Any]) -> list[Any]:
     """The results of `compute(batch)` for each batch of held-out data, in the data's order, the same on every worker.
 
     The batches are shared among the workers, and computed in eval mode without gradients. An output is a tensor, or
     lists, tuples and dicts of tensors and None, of the same form for each batch; it comes to the host. All workers call
-    it together, behind `optimizer.step()`. `batch`: the run's.
+    it together, behind `optimizer.step()`. A batch may be computed twice.
     """
-    loader = MicrobatchLoader(data, batch)
-    try:
-        count = loader.num_samples
-        return _open(step, "an evaluation").behind_update(
-            "an evaluation", lambda own: own.predict(compute, loader, count, batch_size)
-        )
-    finally:
-        loader.close()
+    step, loader = _open(session.step, "an evaluation"), session._held_out.loader(data)
+    return step.behind_update("an evaluation", lambda own: own.predict(compute, loader, loader.num_samples, batch_size))
 
 
-def shared_batches(
-    step: UserStep | None, batch: BatchConfig, data: Any, batch_size: int
-) -> Iterator[tuple[list[int], list[Any]]]:
+def shared_batches(session: Any, data: Any, batch_size: int) -> Iterator[tuple[list[int], list[Any]]]:
     """This worker's batches of held-out data, one for each round: the sizes by rank, 0 for padding, and its samples."""
-    loader = MicrobatchLoader(data, batch)
-    try:
-        count = loader.num_samples
-        yield from _open(step, "an evaluation").behind_update(
-            "an evaluation", lambda own: own.steps.parts.evaluator.shared(loader, count, batch_size)
-        )
-    finally:
-        loader.close()
+    step, loader = _open(session.step, "an evaluation"), session._held_out.loader(data)
+    return step.behind_update(
+        "an evaluation", lambda own: own.steps.parts.evaluator.shared(loader, loader.num_samples, batch_size)
+    )
 
 
 def gathered(step: UserStep | None, own: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

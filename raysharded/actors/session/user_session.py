@@ -58,7 +58,7 @@ class Session(NotFollowed):
         self._things: dict[str, Stateful] = {}
         self.draws = Draws(job.batch.seed)
         """Seeds of its draws."""
-        self._held_out = HeldOut(job.batch)
+        self._held_out = HeldOut(job)
         self._num_steps, self._attempts, self._own_data = 1, Attempts(), OwnData(job)
         self._at_shard: int | None = None
         """Digest of the parameters as `shard` returned, until the first step, or another generation, begins."""

@@ -29,6 +29,7 @@ from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.audit import Audit
 from raysharded.actors.step.collation import Collator
 from raysharded.actors.step.evaluation import Evaluator
+from raysharded.actors.step.evaluation_proof import EvaluationProof
 from raysharded.actors.step.first_step_proof import Proof
 from raysharded.actors.step.forward_backward import Computer
 from raysharded.actors.step.gradient import StepGradient
@@ -154,15 +155,25 @@ def assemble(
         is_new=is_new,
         shifted=place.spec.shift,
     )
+    every, sum_int64, is_loop = job.engine.audit_every_steps, groups.state.sum_int64, objects.registered is not None
     evaluator = Evaluator(
-        job, modes, computer, collator, around.eval_loader, names, groups, gradient.units, numbers=numbers, say=say
+        job,
+        modes,
+        computer,
+        collator,
+        around.eval_loader,
+        names,
+        groups,
+        gradient.units,
+        EvaluationProof(place, sum_int64, around.device, is_exact=job.engine.reduction == "exact", is_of_loop=is_loop),
+        numbers=numbers,
+        say=say,
     )
     live = DeviceState(sharded, optimizer)
     for about, sentence in sharded.inventory.remarks.items():
         say(about, sentence)
     if is_new and (remark := vocabulary_remark(job.data, sharded.model)):
         say("vocabulary", remark)
-    every, sum_int64 = job.engine.audit_every_steps, groups.state.sum_int64
     return Parts(
         sharded=sharded,
         optimizer=optimizer,
@@ -189,7 +200,7 @@ def assemble(
             sum_int64,
             around.device,
             audits=every is not None,
-            say_of_loop=say if objects.registered is not None else None,
+            say_of_loop=say if is_loop else None,
         ),
         check_memory=partial(check_memory, sharded, optimizer.written),
     )

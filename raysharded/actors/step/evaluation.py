@@ -9,20 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree
 
 from raysharded.actors.comm.groups import Groups
+from raysharded.actors.device.device_waits import numbers_of
 from raysharded.actors.guards.forwards import UnitWatch, watching
 from raysharded.actors.model.modes import Modes
 from raysharded.actors.model.sharded_model import ShardedModel
+from raysharded.actors.numerics.bit_digest import bits_of, combined, tensor_digest
 from raysharded.actors.numerics.grad_norm import NORM_WORDS
 from raysharded.actors.numerics.microbatch_schedule import Schedule
 from raysharded.actors.numerics.step_consensus import Contribution, Flags, MetricNames, agree
 from raysharded.actors.shards.whole_tensors import gather_tensors
 from raysharded.actors.step.collation import Collator
+from raysharded.actors.step.evaluation_proof import EvaluationProof
 from raysharded.actors.step.forward_backward import Computer, Results
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.task_calls.task_numbers import half_precision
@@ -30,6 +34,7 @@ from raysharded.data import Loader
 from raysharded.layout import Mesh
 from raysharded.protocol.job import Job
 
+T = TypeVar("T")
 Share = tuple[int | None, list[Any], range]
 """(microbatch, its samples, their indices); None: the worker only joins the collectives."""
 
@@ -39,41 +44,38 @@ def num_microbatches(num_samples: int, microbatch_size: int) -> int:
     return -(-num_samples // microbatch_size)
 
 
-def shares(loader: Loader, num_samples: int, microbatch_size: int, *, rank: int, world_size: int) -> Iterator[Share]:
-    """Shares of `rank`, round by round; every worker has as many rounds.
+class Dealt:
+    """The microbatches of held-out samples, dealt round-robin to the workers as one group.
 
-    A worker without a microbatch computes on the first one, without a result.
+    A worker without a microbatch in a round computes on the first one, without a result.
     """
-    count = num_microbatches(num_samples, microbatch_size)
-    schedule = Schedule(mode="sharded", num_microbatches=count, mesh=Mesh(shards=world_size))  # all as one group
-    for round_index in range(schedule.num_rounds(0)):
-        index = schedule.microbatch_of(rank, round_index)
-        start = (index or 0) * microbatch_size
-        ids = range(start, min(start + microbatch_size, num_samples))
-        yield index, loader.load_range(ids.start, ids.stop), ids
 
+    def __init__(self, loader: Loader, num_samples: int, microbatch_size: int, *, rank: int, world_size: int) -> None:
+        self._loader, self._num_samples, self._size = loader, num_samples, microbatch_size
+        self._rank, self._world_size = rank, world_size
+        self.count = num_microbatches(num_samples, microbatch_size)
+        """Number of microbatches."""
+        self._schedule = Schedule(mode="sharded", num_microbatches=self.count, mesh=Mesh(shards=world_size))
 
-def evaluate(
-    modes: Modes,
-    computer: Computer,
-    collator: Collator,
-    step: int,
-    dealt: Iterator[Share],
-    results: Results,
-    units: UnitWatch | None,
-) -> None:
-    """Call the task's `evaluate` on every share, in eval mode, and collect the results."""
-    modes.evaluate()
-    with torch.no_grad():
-        for index, samples, ids in dealt:
-            batch = collator.batch(samples, ids, "evaluate", step, index or 0)
-            with watching(units, "evaluate", step, index):
-                loss = computer.evaluate(step, index or 0, batch, len(samples))
-            results.note_names(loss)
-            results.note_half(loss)
-            if index is not None:
-                results.add(index, loss)
-    modes.train()
+    def shares(self) -> Iterator[Share]:
+        """Shares of this worker, round by round; every worker has as many rounds."""
+        return (self._share(self._rank, number) for number in range(self._schedule.num_rounds(0)))
+
+    def first_share(self, places: int) -> Share:
+        """The first share of the worker this many places further."""
+        return self._share((self._rank + places) % self._world_size, 0)
+
+    def sizes(self) -> Iterator[list[int]]:
+        """For each round the number of samples by rank; 0: none that count."""
+        for number in range(self._schedule.num_rounds(0)):
+            places = [self._schedule.microbatch_of(rank, number) for rank in range(self._world_size)]
+            yield [0 if at is None else min(self._size, self._num_samples - at * self._size) for at in places]
+
+    def _share(self, rank: int, number: int) -> Share:
+        index = self._schedule.microbatch_of(rank, number)
+        start = (index or 0) * self._size
+        ids = range(start, min(start + self._size, self._num_samples))
+        return index, self._loader.load_range(ids.start, ids.stop), ids
 
 
 class OtherForwards:
@@ -125,6 +127,7 @@ class Evaluator:
         names: MetricNames,
         groups: Groups,
         units: UnitWatch | None,
+        proof: EvaluationProof,
         *,
         numbers: int,
         say: Say,
@@ -132,7 +135,7 @@ class Evaluator:
         """`modes`: modes of the model's modules. `loader`: reads the held-out data. `units`: watches the forwards.
         `numbers`: the number of the rule. `say`: reports remarks."""
         self._job, self._modes, self._computer, self._loader = job, modes, computer, loader
-        self._collator = collator
+        self._collator, self._proof = collator, proof
         self._names, self._groups, self._units = names, groups, units
         self._numbers, self._say = numbers, say
 
@@ -146,19 +149,38 @@ class Evaluator:
         assert self._loader is not None
         return self.evaluate(step, self._loader, self._job.evaluation.num_samples)
 
-    def evaluate(self, step: int, loader: Loader, num_samples: int) -> dict[str, float]:
-        """As `evaluate_due`, on the first samples of other data."""
-        groups, size = self._groups, self._job.batch.microbatch_size
-        results = Results(self._computer.name_of("evaluate", step), self._names.of("evaluate"), self._numbers)
-        mesh = groups.mesh
-        rank, world_size = mesh.data_rank_of(groups.rank), mesh.data.world_size
-        dealt = shares(loader, num_samples, size, rank=rank, world_size=world_size)
-        evaluate(self._modes, self._computer, self._collator, step, dealt, results, self._units)
+    def evaluate(self, step: int, loader: Loader, num_samples: int, name: str = "") -> dict[str, float]:
+        """As `evaluate_due`, on the first samples of other data. `name`: of one of several evaluations.
+
+        Raises InexactError if a microbatch that is computed again has other results.
+        """
+        groups, dealt = self._groups, self._dealt(loader, num_samples, self._job.batch.microbatch_size)
+
+        def compute(share: Share, results: Results) -> None:
+            index, samples, _ = share
+            loss = self._called(
+                share, step, name, lambda at, batch: self._computer.evaluate(step, at, batch, len(samples))
+            )
+            results.note_names(loss)
+            results.note_half(loss)
+            if index is not None:
+                results.add(index, loss)
+
+        def first_again(places: int) -> dict[int, int]:
+            again = self._results(step)
+            compute(dealt.first_share(places), again)
+            return _digests(again, most=1)
+
+        results = self._results(step)
+        with self._modes.evaluating(), torch.no_grad():
+            for share in dealt.shares():
+                compute(share, results)
+            if self._proof.is_due():
+                self._proof.check(self._computer.name_of("evaluate", step), _digests(results, most=1), first_again)
         if results.half:
             self._say("half precision", half_precision(self._computer.name_of("evaluate", step), results.half))
         self._names.agree("evaluate", results.metric_names or ())
-        speaks = mesh.tensor_of(groups.rank) == 0  # the others of its tensor parallel group computed the same
-        losses, metrics = results.pairs() if speaks else ({}, {})
+        losses, metrics = results.pairs() if self._speaks else ({}, {})
         own = Contribution(
             losses=losses,
             metrics=metrics,
@@ -168,7 +190,7 @@ class Evaluator:
             num_reads=0,
             flags=Flags(),
         )
-        agreed = agree(own, num_microbatches(num_samples, size), groups.state.sum_int64)
+        agreed = agree(own, dealt.count, groups.state.sum_int64)
         return {"loss": agreed.loss, **agreed.averages()}
 
     def shared(self, loader: Loader, num_samples: int, batch_size: int) -> Iterator[tuple[list[int], list[Any]]]:
@@ -176,37 +198,79 @@ class Evaluator:
 
         A rank has size 0 in a round in which it computes the first batch again, without a result.
         """
-        world_size = self._groups.mesh.data.world_size
-        count = num_microbatches(num_samples, batch_size)
-        schedule = Schedule(mode="sharded", num_microbatches=count, mesh=Mesh(shards=world_size))
-        own = shares(loader, num_samples, batch_size, rank=self._groups.rank, world_size=world_size)
-        for number, (_, samples, _) in enumerate(own):
-            places = [schedule.microbatch_of(rank, number) for rank in range(world_size)]
-            yield [0 if at is None else min(batch_size, num_samples - at * batch_size) for at in places], samples
+        dealt = self._dealt(loader, num_samples, batch_size)
+        for sizes, (_, samples, _) in zip(dealt.sizes(), dealt.shares(), strict=True):
+            yield sizes, samples
 
     def predict(
         self, step: int, compute: Callable[[Any], Any], loader: Loader, num_samples: int, batch_size: int
     ) -> list[Any]:
-        """The outputs for each batch of the first samples of these data, in order, the same on every worker."""
-        mesh = self._groups.mesh
-        rank, world_size = mesh.data_rank_of(self._groups.rank), mesh.data.world_size
-        speaks = mesh.tensor_of(self._groups.rank) == 0
+        """The outputs for each batch of the first samples of these data, in order, the same on every worker.
+
+        Raises InexactError if a batch that is computed again has other outputs.
+        """
+        dealt = self._dealt(loader, num_samples, batch_size)
         own: dict[str, torch.Tensor] = {}
         form: tuple[list[Any], Any] | None = None
-        self._modes.evaluate()
-        with torch.no_grad():
-            for index, samples, ids in shares(loader, num_samples, batch_size, rank=rank, world_size=world_size):
-                batch = self._collator.batch(samples, ids, "evaluate", step, index or 0)
-                with watching(self._units, "evaluate", step, index):
-                    output = self._computer.predict(step, index or 0, compute, batch)
-                form = found, _ = _pytree.tree_flatten(output)
-                if index is not None and speaks:
-                    tensors = {place: one for place, one in enumerate(found) if isinstance(one, torch.Tensor)}
+
+        def tensors_of(share: Share) -> dict[int, torch.Tensor]:
+            nonlocal form
+            output = self._called(share, step, "", lambda at, batch: self._computer.predict(step, at, compute, batch))
+            form = found, _ = _pytree.tree_flatten(output)
+            return {place: one for place, one in enumerate(found) if isinstance(one, torch.Tensor)}
+
+        def first_again(places: int) -> dict[int, int]:
+            share = dealt.first_share(places)
+            return _digest_of(share, tensors_of(share))
+
+        first: dict[int, int] | None = None
+        is_due = self._proof.is_due()
+        with self._modes.evaluating(), torch.no_grad():
+            for share in dealt.shares():
+                index, tensors = share[0], tensors_of(share)
+                if is_due and first is None:
+                    first = _digest_of(share, tensors)
+                if index is not None and self._speaks:
                     own |= {f"{index}.{place}": one.detach().cpu().contiguous() for place, one in tensors.items()}
-        self._modes.train()
+            if first is not None:
+                self._proof.check(f"the outputs for held-out data in step {step}", first, first_again)
         assert form is not None, "there is a round for every worker"
         (leaves, spec), gathered = form, gather_tensors(own, self._groups.state)
         return [
             _pytree.tree_unflatten([gathered.get(f"{index}.{place}", leaf) for place, leaf in enumerate(leaves)], spec)
-            for index in range(num_microbatches(num_samples, batch_size))
+            for index in range(dealt.count)
         ]
+
+    @property
+    def _speaks(self) -> bool:
+        """False for workers whose tensor parallel group has another one that computes the same."""
+        return self._groups.mesh.tensor_of(self._groups.rank) == 0
+
+    def _dealt(self, loader: Loader, num_samples: int, microbatch_size: int) -> Dealt:
+        groups = self._groups
+        rank, world_size = groups.mesh.data_rank_of(groups.rank), groups.mesh.data.world_size
+        return Dealt(loader, num_samples, microbatch_size, rank=rank, world_size=world_size)
+
+    def _results(self, step: int) -> Results:
+        return Results(self._computer.name_of("evaluate", step), self._names.of("evaluate"), self._numbers)
+
+    def _called(self, share: Share, step: int, name: str, compute: Callable[[int, Any], T]) -> T:
+        """The result of `compute(microbatch, batch)`, a forward that is watched."""
+        index, samples, ids = share
+        batch = self._collator.batch(samples, ids, "evaluate", step, index or 0)
+        with watching(self._units, "evaluate", step, index, name):
+            return compute(index or 0, batch)
+
+
+def _digests(results: Results, *, most: int) -> dict[int, int]:
+    """Microbatch -> digest of its loss and metrics, for the first ones of this worker."""
+    losses, metrics = results.pairs()
+    return {
+        index: combined(map(bits_of, (*losses[index], *chain.from_iterable(metrics[index]))))
+        for index in list(losses)[:most]
+    }
+
+
+def _digest_of(share: Share, tensors: dict[int, torch.Tensor]) -> dict[int, int]:
+    index, _, _ = share
+    return {} if index is None else {index: combined(numbers_of(map(tensor_digest, tensors.values())))}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass, field
 
 import torch
 
 from raysharded.actors.device.device_waits import numbers_of
-from raysharded.actors.numerics.bit_digest import combined, tensor_digest
+from raysharded.actors.numerics.bit_digest import bits_of, combined, tensor_digest
 from raysharded.actors.step.forward_backward import Results
 
 NOT_FINITE = 1
@@ -51,15 +50,10 @@ class Pass:
         for index, units in self._gradients.items():
             parts = (
                 combined(numbers_of(units)),
-                combined(map(_bits, losses[index])),
-                combined(_bits(number) for pair in metrics[index] for number in pair),
+                combined(map(bits_of, losses[index])),
+                combined(bits_of(number) for pair in metrics[index] for number in pair),
             )
             largest = [*losses[index], *map(float, numbers_of(self._largest.get(index, ())))]
             is_finite = not self.looks_for_not_finite or all(map(math.isfinite, largest))
             found[index] = parts if is_finite else (NOT_FINITE,) * len(parts)
         return found
-
-
-def _bits(value: float) -> int:
-    """Bits of a number. All NaNs count as one: those of a metric may come from any division by 0."""
-    return int(struct.unpack("<q", struct.pack("<d", math.nan if math.isnan(value) else value))[0])

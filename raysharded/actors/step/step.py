@@ -191,6 +191,14 @@ class Steps:
                 raise differing(text, calls, step, members, self.around.groups.state)
             self.around.store.register(step, text)
 
+    def meet_alike(self, step: int, place: Place, what: str) -> None:
+        """As `meet`. Raises InexactError, too, if the workers are to do different things there."""
+        if are_different(self.meet(step, place, words_of(what)), self.around.place.spec.world_size):
+            raise InexactError(
+                f"step {step}: the workers {_PLACES[place]} with data of other lengths, or with other arguments; here "
+                f"they are {what}. Give the same on every worker."
+            )
+
     def meet(self, step: int, place: Place, words: Sequence[int] = NO_WORDS) -> list[int]:
         """The sums of the workers' words. Raises InexactError if they are at different places of a step."""
         own = [int(place == one) for one in _PLACES]
@@ -327,9 +335,9 @@ class Step:
         All workers call it together, after the optimizer's step.
         """
         steps, around, parts, step = self.steps, self._around, self._parts, self.number
-        steps.meet(step, "evaluation")
+        steps.meet_alike(step, "evaluation", f"num_samples={num_samples}, name={name!r}")
         with around.calling_the_task(), around.in_phase("evaluate"), steps.forwards.evaluating():
-            found = parts.evaluator.evaluate(step, data, num_samples)
+            found = parts.evaluator.evaluate(step, data, num_samples, name)
             parts.gradient.check_buffers("evaluation", step)
         self._evaluation |= {f"{name}.{key}" if name else key: value for key, value in found.items()}
         return found
@@ -337,7 +345,7 @@ class Step:
     def predict(self, compute: Callable[[Any], Any], data: Loader, num_samples: int, batch_size: int) -> list[Any]:
         """The outputs for each batch of the first samples of these data, on every worker. As `evaluate`."""
         steps, around, parts, step = self.steps, self._around, self._parts, self.number
-        steps.meet(step, "evaluation")
+        steps.meet_alike(step, "evaluation", f"num_samples={num_samples}, batch_size={batch_size}")
         with around.calling_the_task(), around.in_phase("evaluate"), steps.forwards.evaluating():
             found = parts.evaluator.predict(step, compute, data, num_samples, batch_size)
             parts.gradient.check_buffers("evaluation", step)
