@@ -16,7 +16,7 @@ from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
 from raysharded.errors import InexactError, RayshardedError, TaskError
 from tests.session.loops import Loop, by_task, compute, optimizer_of, run, schedule
-from tests.training.harness import Gpt
+from tests.training.harness import SEQUENCE, Gpt
 
 pytestmark = pytest.mark.procs
 FILE = re.escape(__file__)
@@ -111,7 +111,7 @@ def loads_its_state(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: An
 @pytest.mark.parametrize(
     ("act", "told"),
     [
-        (replaces, r"step 3: the parameter 'norm\.weight' was replaced"),
+        (replaces, r"step 3: 'norm\.weight', a parameter of the model or a layer, was replaced"),
         (freezes_by_a_group, r"step 3: requires_grad of '.*' was changed"),
         (moves, r"step 3: the optimizer has other groups, or another state"),
         (loads_its_state, r"step 3: .*as after load_state_dict\(\)"),
@@ -120,6 +120,49 @@ def loads_its_state(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: An
 def test_objects_that_are_put_in_the_place_of_the_runs_own_are_refused(act: Callable[..., None], told: str) -> None:
     with pytest.raises(InexactError, match=told):
         run(1, Acting(act), steps=4)
+
+
+def freezes(*, step: UserStep, model: Any, **_: Any) -> None:
+    if step.number == 3:
+        model.norm.weight.requires_grad_(False)
+
+
+def clears(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) -> None:
+    if step.number == 3:
+        optimizer.state.clear()
+
+
+def replaces_a_layer(*, step: UserStep, model: Any, **_: Any) -> None:
+    if step.number == 3:
+        model.norm = nn.LayerNorm(model.norm.weight.shape)
+
+
+def adds_to_a_buffer(*, step: UserStep, model: Any, **_: Any) -> None:
+    if step.number == 3:
+        next(model.buffers()).add_(1)
+
+
+def calls_backward(*, step: UserStep, model: Any, **_: Any) -> None:
+    if step.number == 3:
+        model(torch.zeros(2, SEQUENCE, dtype=torch.long)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("loop", "told"),
+    [
+        (Acting(outside=freezes), r"step 4: requires_grad of 'norm\.weight' was changed"),
+        (Acting(outside=replaces), r"step 4: 'norm\.weight', a parameter of the model or a layer, was replaced"),
+        (Acting(replaces_a_layer), r"step 3: 'norm', a parameter of the model or a layer, was replaced"),
+        (Acting(clears), r"entries of the optimizer's state of '.*' were deleted, as after optimizer\.state\.clear"),
+        (Acting(outside=clears), r"entries of the optimizer's state were dropped.* between step 3 and the next"),
+        (Acting(adds_to_a_buffer), r"buffer 'positions' changed in a forward, or in the loop"),
+        (Acting(outside=assigns), r"parameters changed between step 3 and the next"),
+        (Acting(calls_backward), r"a gradient of the parameters of .* came behind the microbatches"),
+    ],
+)
+def test_what_a_loop_changes_behind_the_microbatches_is_refused_by_its_name(loop: Acting, told: str) -> None:
+    with pytest.raises(InexactError, match=told):
+        run(2, loop, steps=5)
 
 
 def changes_state_outside(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raysharded.actors.model.sharded_model import local_of
+from raysharded.actors.model.sharded_model import clean_name, local_of
 from raysharded.actors.task_calls.object_contents import own_attributes, reachable
 from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.errors import TaskError
@@ -127,6 +127,12 @@ class AssignedMemory:
         self._own, self._sharded = own, sharded
         self._homes = {name: local_of(sharded[name]).detach() for name in own}
 
+    @property
+    def is_waiting(self) -> bool:
+        """True if something was assigned that `take` has not copied yet."""
+        homes = self._homes.items()
+        return any(self._own[name].data_ptr() != home.data_ptr() and home.numel() > 0 for name, home in homes)
+
     def take(self) -> None:
         """Copy what was assigned to the optimizer's tensors to their place, and let them lie there again."""
         for name, home in self._homes.items():
@@ -139,3 +145,30 @@ class AssignedMemory:
         """The name of a model's parameter that lies elsewhere now; empty if there is none."""
         shards = ((name, local_of(self._sharded[name]), home) for name, home in self._homes.items())
         return next((name for name, now, home in shards if now.data_ptr() != home.data_ptr() and home.numel()), "")
+
+
+class ParameterPlaces:
+    """The places of one generation's parameters in the modules of a model, to find one that a loop has replaced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        places: list[tuple[str, nn.Module, list[nn.Parameter | None]]] = []
+        children: list[tuple[str, nn.Module, str, nn.Module]] = []
+        for prefix, module in model.named_modules():
+            if module._parameters:
+                places.append((prefix, module, list(module._parameters.values())))
+            for key, child in module._modules.items():
+                if child is not None and any(True for _ in child.parameters()):
+                    children.append((prefix, module, key, child))
+        self._places, self._children = tuple(places), tuple(children)
+
+    def replaced(self) -> str:
+        """The name of a parameter, or of a module with parameters, that is another object now; empty if none is."""
+        for prefix, module, key, child in self._children:
+            if module._modules.get(key) is not child:
+                return clean_name(f"{prefix}.{key}".lstrip("."))
+        for prefix, module, known in self._places:
+            own = module._parameters
+            if len(own) != len(known) or any(a is not b for a, b in zip(own.values(), known, strict=True)):
+                different = [key for key, one in own.items() if not any(one is each for each in known)]
+                return clean_name(f"{prefix}.{next(iter(different), '')}".strip("."))
+        return ""

@@ -56,6 +56,13 @@ class OptimizerParts:
             for one in self.all
         )
 
+    def identities(self) -> int:
+        """A number that changes if an entry of the state is added, dropped or replaced by another object."""
+        kept = (one for state in self._states.values() for one in state.values())
+        return hash(
+            tuple(id(value) for each in kept for value in (each.values() if isinstance(each, dict) else (each,)))
+        )
+
     @property
     def lists(self) -> list[list[Any]]:
         """The groups' lists of parameters, each once."""

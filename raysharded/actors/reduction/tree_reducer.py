@@ -60,6 +60,7 @@ class ReductionState:
     shift: int = 0
     """Each worker computes the microbatches of the worker this many places further."""
     _in_loss: bool = False
+    _in_backward: bool = False
     first_alone: bool = False
     """True to compute only the first round, without a result: groups may have different numbers of rounds."""
 
@@ -71,6 +72,23 @@ class ReductionState:
             yield
         finally:
             self._in_loss = False
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """A context around a microbatch's backward."""
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+
+    def require_backward(self, name: str) -> None:
+        """Raise InexactError for a gradient of a unit that comes from a backward of the user's own."""
+        if not self._in_backward:
+            raise InexactError(
+                f"a gradient of the parameters of {name} came behind the microbatches, where it would be lost. Add up "
+                "all losses of a microbatch, and call backward once; compute what is no loss under torch.no_grad()."
+            )
 
     def is_for_inputs(self, gradient: torch.Tensor, name: str) -> bool:
         """True if a unit's gradient comes while the loss is computed: then only inputs may have gradients.
@@ -216,6 +234,7 @@ class TreeReducer:
 
     def _begin(self, gradient: torch.Tensor) -> None:
         numel = gradient.numel()
+        self._rounds.require_backward(self.name)
         if self._last_round == self._rounds.index:
             raise InexactError(f"unit {self.name}: its gradients came twice in one microbatch. {self._way_out}")
         if self._expected_numel is None:

@@ -23,6 +23,7 @@ from raysharded.errors import InexactError, TaskError
 if TYPE_CHECKING:
     from torch import nn
 
+    from raysharded.actors.session.step_comparisons import StepWatch
     from raysharded.actors.step.engine import Engine
 
 
@@ -48,17 +49,24 @@ def built_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, things: 
 
 
 def require_unchanged(
-    engine: Engine, registered: RegisteredState, store: ShardStore, at_shard: int | None, at_end: int | None
+    engine: Engine, registered: RegisteredState, store: ShardStore, at_shard: int | None, newest: StepWatch | None
 ) -> None:
     """Raise InexactError if state has changed since the end of the newest step.
 
-    `at_shard`, `at_end`: digest of parameters and optimizer state as `session.shard` returned, and at that end; None if
-    it was not taken, or is of an earlier generation.
+    `at_shard`: digest of parameters and optimizer state as `session.shard` returned; None if it was not taken, or is of
+    an earlier generation. `newest`: of the newest step, if it is of this generation.
     """
     step = engine.step
+    at_end = None if newest is None else newest.at_end
     before = at_shard if at_end is None else at_end
     if before is not None and before != engine.steps.digest("state"):
         raise changed_parameters(step if at_end is not None else None)
+    identities = engine.steps.parts.optimizer.built.parts.identities()
+    if newest is not None and newest.identities not in (None, identities):
+        raise InexactError(
+            f"entries of the optimizer's state were dropped, added or replaced between step {step} and the next, as by "
+            "optimizer.state.clear(): a worker that joins would not know. Change its tensors in place, in the `with`."
+        )
     kept = store.registered(step)
     assert kept is not None
     if registered.modes is not None:

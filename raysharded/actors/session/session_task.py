@@ -66,6 +66,7 @@ _WORDS = (
         r"raysharded calls backward itself(.*): do not call backward\(\) in the loss,",
         r"call step.backward(loss)\1, not loss.backward(),",
     ),
+    (r"(buffer '[^']*' changed) during forward;", r"\1 in a forward, or in the loop;"),
     (r"\bthe task's computation\b", "the loop's computation"),
 )
 """Methods of a task, as errors and remarks name them -> what a loop has in their place."""

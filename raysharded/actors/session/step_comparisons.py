@@ -6,12 +6,13 @@ Settings are compared in every step that is computed again. Bits of gradients an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 from raysharded.actors.model.sharded_model import local_of
+from raysharded.actors.optimizer.held_parameters import ParameterPlaces
 from raysharded.actors.optimizer.registered_state import first_change, settings_of
-from raysharded.actors.session.loop_errors import changed_gradients, require_limit
+from raysharded.actors.session.loop_errors import changed_gradients, changed_parameters, require_limit
 from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.errors import InexactError, TaskError
 from raysharded.overrides import Decisions
@@ -31,11 +32,14 @@ class Attempts:
     def __init__(self) -> None:
         self._noted: dict[tuple[int, Place], str] = {}
         self._decisions, self._save_by = Decisions(), 0
+        self.replaced: Callable[[], str] = str
+        """The name of a parameter of the model, or of a layer, that was replaced; empty if none was."""
 
     def begin(self, engine: Engine) -> None:
         """Begin a generation. With other decisions, such as skipped data, a step has other results: forget all."""
         if engine.decisions != self._decisions:
             self._decisions, self._noted = engine.decisions, {}
+        self.replaced = ParameterPlaces(engine.steps.parts.sharded.model).replaced
         if engine.step < self._save_by:  # the request may have been lost with the generation before
             engine.request_save()
 
@@ -69,9 +73,14 @@ class StepWatch:
         self._parameters = step.steps.digest("parameters") if is_watched else None
         self.at_end: int | None = None
         """Digest of the parameters at the step's end, if it is watched."""
+        self.identities: int | None = None
+        """Those of the optimizer's state at the step's end."""
 
     def begin_microbatches(self) -> None:
-        """Call ahead of the microbatches."""
+        """Call ahead of the microbatches. Raises InexactError."""
+        self._refuse_replaced_parameters()
+        if self._steps.parts.optimizer.assigned.is_waiting:
+            raise changed_parameters(self._step.number - 1)
         self._note("microbatches")
         if self.is_watched:
             self._refuse_hooks()
@@ -122,6 +131,7 @@ class StepWatch:
                 self._steps.around.say("parameters in the with", _CHANGED_BEHIND)
             self.at_end = self._steps.digest("state")
         self._step.commit()
+        self.identities = self._steps.parts.optimizer.built.parts.identities()
         text = self._steps.around.store.registered(self._step.number)
         assert text is not None
         self._attempts.note(self._step.number, "end", settings_of(text))
@@ -151,22 +161,22 @@ class StepWatch:
                 "load_state_dict() or add_param_group(). A run loads the optimizer's state by itself; change the "
                 "numbers of its groups in place, and build all groups ahead of session.shard."
             )
-        own, sharded = parts.optimizer.written, parts.sharded
-        known = sharded.parameters
+        self._refuse_replaced_parameters()
+
+    def _refuse_replaced_parameters(self) -> None:
+        optimizer, known = self._steps.parts.optimizer, self._steps.parts.sharded.parameters
+        replaced = optimizer.assigned.elsewhere() or self._attempts.replaced()
+        if replaced:
+            raise InexactError(
+                f"step {self._step.number}: {replaced!r}, a parameter of the model or a layer, was replaced, or "
+                "assigned to: the assignment would be lost. Change it in place (param.data.clamp_(), param.copy_())."
+            )
+        own = optimizer.written
         frozen = next((name for name, one in own.items() if one.requires_grad != known[name].requires_grad), "")
         if frozen:
             raise InexactError(
-                f"{where}: requires_grad of {frozen!r} was changed. Freeze parameters in the function that "
-                "session.build calls; a rate of 0 in a separate group stops a part for a while."
-            )
-        ids = set(map(id, known.values()))
-        replaced = parts.optimizer.assigned.elsewhere() or next(
-            (name for name, param in sharded.model.named_parameters() if id(param) not in ids), ""
-        )
-        if replaced:
-            raise InexactError(
-                f"{where}: the parameter {replaced!r} was replaced, or assigned to: the assignment would be lost. "
-                "Change it in place (param.data.clamp_(), param.copy_())."
+                f"step {self._step.number}: requires_grad of {frozen!r} was changed. Freeze parameters in the function "
+                "that session.build calls; a rate of 0 in a separate group stops a part for a while."
             )
 
     def _note(self, place: Place) -> None:

@@ -189,8 +189,8 @@ class Session(NotFollowed):
                 require_registered(self._optimizer, self._things)
             assert self._objects.registered is not None
             at_shard, self._at_shard = self._at_shard, None
-            at_end = None if self.step is None else self.step.watch.at_end
-            require_unchanged(training.engine, self._objects.registered, self._store, at_shard, at_end)
+            newest = None if self.step is None else self.step.watch
+            require_unchanged(training.engine, self._objects.registered, self._store, at_shard, newest)
             self._objects.registered.begin_step()
             self.draws.seed(training.engine.step + 1, ENTRY)
             self._num_steps += 1

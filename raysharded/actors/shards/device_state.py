@@ -91,7 +91,13 @@ class DeviceState:
         if now == self._num_tensors:
             return
         for name, count in now.items():
-            if count != self._num_tensors.get(name) and name not in begun:
+            known = self._num_tensors.get(name, 0)
+            if count < known:
+                raise InexactError(
+                    f"entries of the optimizer's state of {name!r} were deleted, as after optimizer.state.clear(). A "
+                    "parameter's state begins once in a run: set its tensors to 0 in place."
+                )
+            if count > known and name not in begun:
                 raise InexactError(
                     f"the optimizer's state of {name!r} has other keys than after that parameter's first step: the new "
                     "entries would be lost with a worker. Let it make all state of a parameter in the first step in "

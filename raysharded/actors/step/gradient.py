@@ -225,7 +225,8 @@ class StepGradient:
         self._results.note_half(loss)
         if index is not None:
             self._results.add(index, loss)
-        with self._in_phase("backward"), self.use.counting(index is not None and loss.total.requires_grad):
+        is_used = index is not None and loss.total.requires_grad
+        with self._in_phase("backward"), self.rounds.in_backward(), self.use.counting(is_used):
             self._backward(step, index, loss)
 
     def give_up(self, error: BaseException) -> None:

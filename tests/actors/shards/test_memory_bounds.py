@@ -83,7 +83,8 @@ def test_sharded_accumulation_carries_few_sums_of_shard_size(world_size: int, nu
     with fake_mesh(world_size):
         for index in range(rounds.count):
             rounds.index = index
-            reducer(torch.zeros(chunk), torch.zeros(world_size * chunk), dist.group.WORLD, None)  # type: ignore[arg-type]  # exists
+            with rounds.in_backward():
+                reducer(torch.zeros(chunk), torch.zeros(world_size * chunk), dist.group.WORLD, None)  # type: ignore[arg-type]  # exists
             waiting = reducer._sum.pop_all()
             for node, value in waiting:
                 assert value.untyped_storage().nbytes() == chunk * 4  # does not keep a whole exchange buffer alive
