@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -54,6 +55,8 @@ NOT_OF_THE_ENGINE = (
 the set ends within `LIMIT_S` on two idle cores."""
 MARKS = "not long and not ray and not gpu and not s3 and not alone"
 LIMIT_S = 240.0
+SILENT_S = 120.0
+"""Longest time without a test that ends; the longest test takes 33 s on a busy machine."""
 TRIES = 3
 
 
@@ -118,28 +121,37 @@ def _tried(tree: Path, limit_s: float, *tests: str) -> str:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "3", "--dist", "worksteal", "-m", MARKS, "--no-header"]
     command += ["-p", "no:cacheprovider", "--tb=no", "-p", "no:randomly", *(tests or TESTS)]
     command += [f"--ignore={path}" for path in NOT_OF_THE_ENGINE]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "CI": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(  # a separate session: a hanging test is ended with all its workers
-        command,
-        cwd=tree,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return "hung"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    environment = {**os.environ, "PYTHONPATH": str(tree), "CI": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with tempfile.TemporaryFile() as printed:
+        process = subprocess.Popen(  # a separate session: a hanging test is ended with all its workers
+            command, cwd=tree, env=environment, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            if not _has_ended(process, printed.fileno(), limit_s):
+                return "hung"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        printed.seek(0)
+        output = printed.read().decode()
     if process.returncode == 0:
         return "survived"
     failed = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return f"found: {failed[0].partition(' ')[2].partition(' - ')[0]}" if failed else f"ended: {output.strip()[-200:]}"
+
+
+def _has_ended(process: subprocess.Popen[bytes], printed: int, limit_s: float) -> bool:
+    """True if a process ends in time: False after `limit_s`, or once it has printed nothing for `SILENT_S`."""
+    began = newest = time.monotonic()
+    size = 0
+    while (now := time.monotonic()) < min(began + limit_s, newest + SILENT_S):
+        if (found := os.fstat(printed).st_size) != size:
+            size, newest = found, now
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=1.0)
+            return True
+    return False
 
 
 def _read(path: Path) -> dict[str, str]:
