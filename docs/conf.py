@@ -44,6 +44,7 @@ NAVIGATION = {
         "coming-from-torchrun",
         "coming-from-torchft",
         "coming-from-hugging-face",
+        "coming-from-torchtitan",
     ],
     "How exactness works": ["architecture", "glossary", "determinism", "how-it-works", "layouts", "memory"],
     "During and after a run": ["planning", "report", "metrics", "testing", "benchmarks"],

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.utils import set_default_dtype
 
+from raysharded.adapters.chunked_head import in_chunks
 from raysharded.errors import CollectiveAborted, ConfigError
 from raysharded.task import Loss
 
@@ -41,7 +44,7 @@ def elastic(trainer: type[Any], session: Session) -> type[Any]:
 
 
 class LoaderOf:
-    """A function from a rank and a number of ranks to torchtitan's loader for it."""
+    """A function from a rank and a number of ranks to torchtitan's loader for it, by a `Trainer.Config`."""
 
     def __init__(self, config: Any) -> None:
         self._loader, self._tokenizer = config.dataloader, config.tokenizer
@@ -60,29 +63,26 @@ class LoaderOf:
 
 def require_supported(config: Any, session: Session) -> None:
     """Raise ConfigError for a `Trainer.Config` that the session cannot keep, by the setting's name."""
-    parallelism, training, batch = config.parallelism, config.training, session.batch
     for kind in ("tensor", "pipeline", "context", "expert", "data_parallel_replicate", "data_parallel_shard"):
         name = f"{kind}_degree" if kind.startswith("data") else f"{kind}_parallel_degree"
-        _refuse(f"parallelism.{name}", getattr(parallelism, name), (1, -1), _SHARDED)
-    _refuse("parallelism.spmd_backend", parallelism.spmd_backend, ("partial_dtensor",), "set 'partial_dtensor'")
-    _refuse("checkpoint.enable", config.checkpoint.enable, (False,), "RunConfig(checkpoint=...) writes checkpoints")
-    _refuse("compile.enable", config.compile.enable, (False,), "EngineConfig(compile=True) compiles blocks")
-    _refuse("training.enable_cpu_offload", training.enable_cpu_offload, (False,), _SHARDED)
-    _refuse("training.disable_cuda_graphs", training.disable_cuda_graphs, (True,), "workers change: set True")
-    dtype = session._job.engine.param_dtype or "float32"
-    way = f"EngineConfig(param_dtype=...) computes in {dtype}"
-    _refuse("training.mixed_precision_param", training.mixed_precision_param, (dtype,), way)
-    _refuse("training.local_batch_size", training.local_batch_size, (batch.microbatch_size,), "one number for both")
-    way, size = "BatchConfig(global_batch_size=...) is the same number", batch.global_batch_size
-    _refuse("training.global_batch_size", training.global_batch_size, (size,), way)
-    _refuse("training.steps", training.steps, (session.max_steps,), f"RunConfig(max_steps={session.max_steps})")
-    way = "the fused one rounds otherwise for other shards: take 'foreach'"
-    _refuse("optimizer.implementation", config.optimizer.implementation, ("foreach", "for-loop"), way)
-    post = config.model_spec.post_optimizer_build_fn
-    _refuse("model_spec.post_optimizer_build_fn", post, (None,), "its hooks hold a device mesh of one generation")
+        _refuse(config, f"parallelism.{name}", (1, -1), _SHARDED)
+    batch, dtype = session.batch, session._job.engine.param_dtype or "float32"
+    size = batch.global_batch_size
+    _refuse(config, "parallelism.spmd_backend", ("partial_dtensor",), "set 'partial_dtensor'")
+    _refuse(config, "checkpoint.enable", (False,), "RunConfig(checkpoint=...) writes checkpoints")
+    _refuse(config, "compile.enable", (False,), "EngineConfig(compile=True) compiles blocks")
+    _refuse(config, "training.enable_cpu_offload", (False,), _SHARDED)
+    _refuse(config, "training.disable_cuda_graphs", (True,), "workers change: set True")
+    _refuse(config, "training.mixed_precision_param", (dtype,), f"EngineConfig(param_dtype=...) computes in {dtype}")
+    _refuse(config, "training.local_batch_size", (batch.microbatch_size,), "one number for both")
+    _refuse(config, "training.global_batch_size", (size,), "BatchConfig(global_batch_size=...) is the same number")
+    _refuse(config, "training.steps", (session.max_steps,), f"RunConfig(max_steps={session.max_steps})")
+    _refuse(config, "optimizer.implementation", ("foreach", "for-loop"), "'fused' rounds otherwise for other shards")
+    _refuse(config, "model_spec.post_optimizer_build_fn", (None,), "its hooks hold a device mesh of one generation")
 
 
-def _refuse(name: str, value: Any, kept: tuple[Any, ...], way: str) -> None:
+def _refuse(config: Any, name: str, kept: tuple[Any, ...], way: str) -> None:
+    value = attrgetter(name)(config)
     if value not in kept:
         raise ConfigError(f"Trainer.Config: {name}={value!r} cannot be kept in a session: {way}.")
 
@@ -94,8 +94,9 @@ class Elastic(Base):  # type: ignore[misc]  # torchtitan is not installed where 
 
     def __init__(self, config: Any) -> None:
         require_supported(config, self.session)
-        if isinstance(config.loss, ChunkedLossWrapper.Config):
-            config = dataclasses.replace(config, loss=config.loss.loss_fn)  # of whole logits: one gradient of the head
+        self._num_chunks = getattr(config.loss, "num_chunks", 1)
+        if isinstance(config.loss, ChunkedLossWrapper.Config):  # its own backwards would be several of one unit
+            config = dataclasses.replace(config, loss=config.loss.loss_fn)
         spec = dataclasses.replace(config.model_spec, parallelize_fn=self._built, pipelining_fn=None)
         config = dataclasses.replace(config, model_spec=spec)
         os.environ.setdefault("LOCAL_RANK", str(self.session.device.index or 0))
@@ -142,10 +143,14 @@ class Elastic(Base):  # type: ignore[misc]  # torchtitan is not installed where 
 
     def _loss_of(self, batch: Any) -> Loss:
         inputs, labels, further = self.post_dataloading_process(*batch)
-        with self.train_context():
-            pred = self.model_parts[0](inputs, **further)
-            given = {key: further[key] for key in ("positions",) if key in further}
-            total, _ = self.loss_fn(pred, labels, torch.ones((), device=labels.device), **given)
+        (model,), one = self.model_parts, torch.ones((), device=labels.device)
+        given = {key: further[key] for key in ("positions",) if key in further}
+
+        def loss_of(head: Callable[..., Any], hidden: Any, labels: Any, *given_: Any) -> Any:
+            return self.loss_fn(head(hidden), labels, one, **dict(zip(given, given_, strict=True)))[0]
+
+        with self.train_context(), in_chunks(model.lm_head, self._num_chunks, loss_of, labels, *given.values()):
+            total = model(inputs, **further)
         return Loss(total, (labels != IGNORE_INDEX).sum())
 
     def _log(self, step: UserStep, norm: float, rates: dict[str, Any]) -> None:
@@ -163,8 +168,8 @@ class _Validation:
 
     def __init__(self, validator: Any, session: Session) -> None:
         self._validator, self._session, self.should_validate = validator, session, validator.should_validate
-        processor = validator.metrics_processor
-        self._log, processor.log_validation = processor.log_validation, self._log_on_first
+        log = validator.metrics_processor.log_validation
+        validator.metrics_processor.log_validation = lambda *a, **kw: None if session.rank else log(*a, **kw)
 
     def validate(self, model_parts: Any, step: int) -> None:
         """As `Validator.validate`."""
@@ -173,10 +178,6 @@ class _Validation:
         except CollectiveAborted:  # a worker was lost: the step is done again, and this with it
             if not self._session.is_interrupted:
                 raise
-
-    def _log_on_first(self, *args: Any, **kwargs: Any) -> None:
-        if self._session.rank == 0:
-            self._log(*args, **kwargs)
 
 
 class _Model:

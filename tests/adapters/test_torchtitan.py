@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -21,6 +22,7 @@ from raysharded.errors import ConfigError
 from raysharded.task import TrainFunction
 from tests.adapters.conftest import server_with
 from tests.adapters.titan_programs import FOLDER, MICROBATCHES, SIZE, Training, config_of, write_assets
+from tests.docs.blocks import blocks, changed_lines, page, sides
 from tests.paths import ROOT
 from tests.training.harness import Outcome, train
 
@@ -75,6 +77,27 @@ def test_losses_of_workers_change_no_bit(folder: Path, phase: str) -> None:
     assert run(folder, 2, 5, (1, 3, phase)).bits == run(folder, 1, 5).bits
     validated = set((folder / "validated").read_text().splitlines())  # by all workers of all runs, some twice
     assert [line.split()[0] for line in sorted(validated)] == ["1", "2", "4"]
+
+
+def test_the_page_coming_from_torchtitan_trains(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = page("coming-from-torchtitan.md")
+    (theirs,) = blocks(shown, "python")
+    (diff,) = blocks(shown, "diff")
+    before, after = sides(diff)
+    assert before == theirs
+    added, removed = changed_lines(before, after)
+    assert f"{added} lines are added and {removed} removed" in shown.read_text(encoding="utf-8")
+    theirs, ours = "from torchtitan.config import", "from tests.adapters.titan_programs import"
+    (tmp_path / "coming_from_torchtitan.py").write_text(after.replace(theirs, ours))
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    program = importlib.import_module("coming_from_torchtitan")
+    trainer: rs.ElasticTrainer = program.elastic_trainer([str(folder), "5"])
+    assert (trainer.batch.global_batch_size, trainer.batch.microbatch_size) == (SIZE * MICROBATCHES, SIZE)
+    found = train(
+        2, task=trainer.task, microbatches=MICROBATCHES, steps=5, data=MicrobatchNumbers(), kills=[(1, 2, "apply")]
+    )
+    assert found.bits == run(folder, 1, 5).bits
 
 
 SETTINGS: dict[str, Any] = {

@@ -80,6 +80,13 @@ def config_of(folder: Path, steps: int, *, validates: bool = True) -> Any:
     return found
 
 
+class ConfigManager:
+    """In place of torchtitan's: the command line is the folder and the number of steps."""
+
+    def parse_args(self, options: list[str]) -> Any:
+        return config_of(Path(options[0]), int(options[1]))
+
+
 class Training:
     """A training function with torchtitan's `Trainer`. It writes the losses that it validates, and their step."""
 
