@@ -3,7 +3,7 @@
 Each is tried in a separate work tree of the current commit, by `TESTS` without `NOT_OF_THE_ENGINE`, until the first
 failure. On two idle cores these tests end in `LIMIT_S`; on a busy machine the limit is twice the time that they took
 without a mutant. A mutant is found if the test that failed fails again alone, and hung if it had no end twice. Results
-of this commit are kept in build/mutants and not repeated.
+of this commit are kept in build/mutants and not repeated; printed.txt there has what the tests printed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -119,10 +118,11 @@ def _confirmed(tree: Path, limit_s: float) -> str:
 def _tried(tree: Path, limit_s: float, *tests: str) -> str:
     """`survived`, `found: the first test that failed`, or `hung`, by these tests or by `TESTS`."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "3", "--dist", "worksteal", "-m", MARKS, "--no-header"]
-    command += ["-p", "no:cacheprovider", "--tb=no", "-p", "no:randomly", *(tests or TESTS)]
+    command += ["-p", "no:cacheprovider", "--tb=short", "-p", "no:randomly", *(tests or TESTS)]
     command += [f"--ignore={path}" for path in NOT_OF_THE_ENGINE]
     environment = {**os.environ, "PYTHONPATH": str(tree), "CI": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryFile() as printed:
+    with (tree.parent / "printed.txt").open("ab+") as printed:
+        start = printed.tell()
         process = subprocess.Popen(  # a separate session: a hanging test is ended with all its workers
             command, cwd=tree, env=environment, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -133,7 +133,7 @@ def _tried(tree: Path, limit_s: float, *tests: str) -> str:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        printed.seek(0)
+        printed.seek(start)
         output = printed.read().decode()
     if process.returncode == 0:
         return "survived"
