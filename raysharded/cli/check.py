@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raysharded.cli.errors import AsJson, print_json, show_error
+from raysharded.cli.errors import AsJson, interrupted_by_sigterm, print_json, show_error
 from raysharded.cli.output import console, echo
 from raysharded.cli.streams import own_stdout
 from raysharded.errors import ConfigError
@@ -63,7 +63,7 @@ def check(
     """
     if device not in (None, "cpu"):
         raise typer.BadParameter(f"{device!r}: give cpu, or leave it out.", param_hint="--device")
-    with _signals(timeout), own_stdout() if as_json else contextlib.nullcontext():
+    with _limited(timeout), own_stdout() if as_json else contextlib.nullcontext():
         try:
             trainer = _trainer(target, arguments or [], config)
             report = trainer.check(
@@ -103,24 +103,20 @@ class _OutOfTime(BaseException):
 
 
 @contextlib.contextmanager
-def _signals(timeout_s: float) -> Iterator[None]:
-    """A context in which SIGTERM acts like Ctrl-C, so that started processes are ended. Past the time limit the command
-    ends."""
-
-    def end(*_: object) -> None:
-        raise KeyboardInterrupt
+def _limited(timeout_s: float) -> Iterator[None]:
+    """A context in which the command ends past the time limit, and by SIGTERM, so that started processes are ended."""
 
     def end_late(*_: object) -> None:
         raise _OutOfTime
 
-    before = {number: signal.signal(number, act) for number, act in ((signal.SIGTERM, end), (signal.SIGALRM, end_late))}
+    before = signal.signal(signal.SIGALRM, end_late)
     signal.setitimer(signal.ITIMER_REAL, timeout_s + _BEYOND_S)
     try:
-        yield
+        with interrupted_by_sigterm():
+            yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, before if before is not None else signal.SIG_DFL)
 
 
 def _show(found: Needs | Check) -> None:

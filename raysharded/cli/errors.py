@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,6 +35,20 @@ class Commands(Suggesting):
             told = str(interrupt) or "interrupted"  # `fit`'s message states how to resume
             echo(indented(told), err=True, lines=True)
             raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """A context in which SIGTERM acts like Ctrl-C. Enter it once Ray is there, whose own handler prints a stack."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from raysharded.cli.suggestions import Suggesting
 from raysharded.errors import RayshardedError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_NEGATIVE = re.compile(r"-\d+(\.\d*)?(e[+-]?\d+)?")
 _PREFIX = "Value error, "
 """Start of the message of a value that is no choice, in some versions of typer."""
 
@@ -22,6 +24,8 @@ class Command(TyperCommand):
     """A command that reports all its missing arguments and options at once, and library errors as one message."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # typer's own class of contexts, or click's
+        if any(map(_NEGATIVE.fullmatch, args)):
+            ctx.ignore_unknown_options = True  # `-1` is a value, which has a range
         try:
             return super().parse_args(ctx, list(args))
         except Exception as error:  # re-raised: typer has a copy of click's classes, or click's own

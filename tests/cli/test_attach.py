@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import secrets
+import signal
 import string
 import sys
 import threading
@@ -97,6 +99,21 @@ def test_the_end_of_a_run_is_told_with_its_error_and_an_exit_status(
     as_json = attached(monkeypatch, Handle(state=state, error="RunFailed: 4 workers lost"), "--json")
     told = json.loads(as_json.stdout.splitlines()[-1])
     assert (as_json.exit_code, told["state"], told["error"]) == (status, state, "RunFailed: 4 workers lost")
+
+
+class Ended(Handle):
+    """A handle during whose calls the process gets a SIGTERM."""
+
+    def entries(self, after: int = 0, timeout_s: float = 0.0) -> list[tuple[int, str, dict[str, Any]]]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().entries(after, timeout_s)
+
+
+def test_sigterm_leaves_the_view_as_ctrl_c_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    found = attached(monkeypatch, Ended())
+    assert (found.exit_code, found.stderr) == (0, "left the view; the run continues\n")
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 class OfALostNode(Handle):

@@ -96,6 +96,15 @@ def test_only_what_is_missing_is_told_to_be(arguments: str, message: str) -> Non
     assert f"Error: {message}" in invoke(*arguments.split()).stderr.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"), [("learning-rate r -1", "FACTOR"), ("rewind r -3 --skip-data", "STEP"), ("resize r -2", "N")]
+)
+def test_a_negative_number_is_a_value_and_no_option(arguments: str, name: str) -> None:
+    (told,) = (line for line in invoke(*arguments.split()).stderr.splitlines() if line.startswith("Error: "))
+    assert told.startswith(f"Error: Invalid value for '{name}': ")
+    assert "range" in told or "greater than or equal" in told
+
+
 def test_a_plan_of_a_config_names_all_numbers_that_it_needs(here: Path) -> None:
     assert "give --seq-len N, --global-batch-size N and --workers N." in invoke("plan", "config.json").stderr
 

@@ -93,6 +93,17 @@ def test_a_run_continues_when_the_process_that_started_it_is_killed_and_is_attac
     status = run.status().as_dict()
     assert (status["driver_pid"], status["name"]) == (host_pid(run), "driven")
     assert (status["state"], status["workers"], len(status["pids"])) == ("running", 1, 1)
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "raysharded", "attach", "driven"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert watching.stdout is not None
+    assert watching.stdout.readline()
+    watching.terminate()
+    assert (watching.communicate(timeout=60)[1], watching.returncode) == ("left the view; the run continues\n", 0)
     hurry(tmp_path)
     kinds = [kind for batch in run.follow() for _, kind, _ in batch]
     assert kinds[0] == "started"

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from raysharded.cli.errors import AsJson, print_json_line
+from raysharded.cli.errors import AsJson, interrupted_by_sigterm, print_json_line
 from raysharded.cli.output import echo, screen
 from raysharded.cli.runs.status import Address, RunName
 from raysharded.cli.streams import leave_if_unread
@@ -36,11 +36,12 @@ def attach(
 
     handle = raysharded.attach(run, address=address)
     try:
-        if as_json:
-            _as_json(handle)
-        else:
-            _show(handle)
-        found = final_status(handle)
+        with interrupted_by_sigterm():
+            if as_json:
+                _as_json(handle)
+            else:
+                _show(handle)
+            found = final_status(handle)
     except KeyboardInterrupt:
         echo("left the view; the run continues", err=True)
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raysharded.cli.errors import AsJson, print_json
+from raysharded.cli.errors import AsJson, interrupted_by_sigterm, print_json
 from raysharded.cli.output import echo
 from raysharded.cli.runs.status import Address, RunName
 
@@ -44,12 +44,13 @@ def wait(
     handle = attach(run, address)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
-        while not handle.is_over():
-            left_s = _LOOK_S if deadline is None else deadline - time.monotonic()
-            if left_s <= 0:
-                echo(f"error: run {handle.name} is still {handle.status().phase} after {timeout_s:g} s", err=True)
-                raise typer.Exit(TIMED_OUT)
-            time.sleep(min(_LOOK_S, left_s))
+        with interrupted_by_sigterm():
+            while not handle.is_over():
+                left_s = _LOOK_S if deadline is None else deadline - time.monotonic()
+                if left_s <= 0:
+                    echo(f"error: run {handle.name} is still {handle.status().phase} after {timeout_s:g} s", err=True)
+                    raise typer.Exit(TIMED_OUT)
+                time.sleep(min(_LOOK_S, left_s))
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the run continues") from None
     found = final_status(handle)
