@@ -141,6 +141,11 @@ def test_wrong_steps_are_counted_exactly_where_their_ids_are_known() -> None:
     assert (report.samples_lost, report.samples_repeated) == (3 + 0 + 1, 0 + 2 + 1)
 
 
+def test_steps_outside_of_the_run_are_wrong_and_come_behind_its_own_in_order() -> None:
+    report = check(_good(10), first_step=4, final_step=7, batch=BATCH, num_samples=NUM_SAMPLES)
+    assert (report.ok, report.steps_wrong, report.steps_missing) == (False, (1, 2, 3, 8, 9, 10), ())
+
+
 def test_wrong_steps_without_ids_count_for_what_their_reads_prove() -> None:
     records = _good(10)
     records |= {2: _record(2, _ids(2)[:-3]), 5: _record(5, _ids(5) + _ids(5)[:2]), 7: _record(7, _ids(8))}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 import subprocess
 import sys
 import threading
@@ -13,7 +14,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from raysharded.config import BatchConfig
+from raysharded.data.access import sample_reader
 from raysharded.data.access.prefetch import Prefetcher
+from raysharded.data.access.sample_reader import DatasetReader
 from raysharded.data.ledger import ReadRecorder, StepReads, check, expected_digest, total
 from raysharded.data.loader import Loader, Microbatch, MicrobatchLoader, repeated_samples
 from raysharded.data.order import positions_of_microbatch, positions_of_step, sample_ids
@@ -39,6 +42,23 @@ class Squares:
         self.threads.append(threading.current_thread().name)
         self.was_read.set()
         return index * index
+
+
+class Drawn(Squares):
+    """Its samples are drawn from a global generator."""
+
+    def __getitem__(self, index: int) -> int:
+        return random.getrandbits(60)
+
+
+def test_what_a_dataset_draws_depends_on_the_step_and_the_microbatch_alone() -> None:
+    def drawn(step: int, microbatch: int) -> tuple[int, ...]:
+        draws = sample_reader.Draws(refuses=False, puts_back=True)
+        return tuple(MicrobatchLoader(DatasetReader(Drawn(), draws=draws), BATCH).load(step, microbatch).samples)
+
+    keys = [(step, microbatch) for step in (1, 2) for microbatch in range(3)]
+    assert len({drawn(*key) for key in keys}) == len(keys)
+    assert [drawn(*key) for key in keys] == [drawn(*key) for key in keys]
 
 
 class Gated(Squares):

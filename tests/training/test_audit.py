@@ -172,7 +172,8 @@ class Undetermined(GptTask):
 
 
 def test_a_task_that_is_not_reproducible_is_refused_and_no_worker_is_blamed() -> None:
-    with pytest.raises(InexactError, match=r"computation is not reproducible"):
+    told = r"the same gradient twice \(microbatches 0, 1, 2, 3\): the task's computation is not reproducible"
+    with pytest.raises(InexactError, match=told):
         train(2, task=Undetermined(), microbatches=4, engine=audited_alone())
 
 
