@@ -91,7 +91,7 @@ class Option:
 def option(setting: Setting, cluster: Cluster, layout: Mesh, *, num_metrics: int = 0) -> Option:
     """The requirements of one layout, and whether it fits."""
     per_node = _per_node(cluster, layout)
-    memory = with_nccl(worker_memory(setting, layout), setting, layout, per_node)
+    memory = with_nccl(worker_memory(setting, layout, workers_per_node=per_node), setting, layout, per_node)
     traffic = worker_traffic(setting, layout, workers_per_node=per_node, num_metrics=num_metrics)
     rounds = rounds_per_step(layout, setting.num_microbatches)
     compute_s = rounds * (setting.trace.flops if setting.trace else 0.0) / cluster.flops
@@ -139,7 +139,7 @@ def nearest(setting: Setting, cluster: Cluster) -> Option | None:
 
     def fits(layout: Mesh) -> bool:
         per_node = _per_node(cluster, layout)
-        memory = with_nccl(worker_memory(setting, layout), setting, layout, per_node)
+        memory = with_nccl(worker_memory(setting, layout, workers_per_node=per_node), setting, layout, per_node)
         return not _shortages(memory, per_node * memory.host, cluster)
 
     few = many = max(1, cluster.workers // degree)

@@ -56,13 +56,17 @@ class Exchange:
         mine = parts[self.shard]
         lengths = [len(parts.get(shard, ())) * chunk for shard in everyone]
         of_host = [nodes[shard] if shard in parts else () for shard in everyone]
-        total: TreeSum[torch.Tensor] = TreeSum(self.num_leaves, add)
-        for node, values in _deliver(all_to_all, own, lengths, of_host, len(mine) * chunk, like):
-            total.add(node, accumulator(values))
-        sums = [values for _, values in total.pop_all()]
+        sums = self._summed(_deliver(all_to_all, own, lengths, of_host, len(mine) * chunk, like))
         lengths = [chunk if shard in mine else 0 for shard in everyone]
         of_helpers = self._sums_of_helpers(nodes)
         return _deliver(all_to_all, sums, lengths, of_helpers, chunk, accumulator(like))
+
+    def _summed(self, terms: Terms) -> list[torch.Tensor]:
+        """The sums of terms that cannot be added any further. None is kept but those, which may be memory of terms."""
+        total: TreeSum[torch.Tensor] = TreeSum(self.num_leaves, add)
+        for node, values in terms:
+            total.add(node, accumulator(values))
+        return [values for _, values in total.pop_all()]
 
     def _sums_of_helpers(self, nodes: Sequence[Sequence[Node]]) -> list[Sequence[Node]]:
         """Nodes that each shard's worker has added up for this worker, by shard."""

@@ -88,8 +88,11 @@ class WorkerMemory:
         return sum(self.kinds.values())
 
 
-def worker_memory(setting: Setting, layout: Mesh, *, rank: int | None = None) -> WorkerMemory:
+def worker_memory(
+    setting: Setting, layout: Mesh, *, rank: int | None = None, workers_per_node: int = 1
+) -> WorkerMemory:
     """Memory of one worker while it trains; `rank`: in the mesh, None for the worker that needs most.
+    `workers_per_node`: if they are several, gradients are added inside nodes first.
 
     Holds for a step after the first few, when all snapshots exist. A step's memory besides the state is that of the
     busiest worker, for any `rank`. Law: the peak does not grow with `layout.shards`, except for padding. Raises
@@ -98,9 +101,10 @@ def worker_memory(setting: Setting, layout: Mesh, *, rank: int | None = None) ->
     require_degree(setting, layout)
     if rank is None:
         ranks = {0, layout.apart % layout.shards}
-        return max((worker_memory(setting, layout, rank=r) for r in ranks), key=lambda memory: memory.total)
+        found = (worker_memory(setting, layout, rank=r, workers_per_node=workers_per_node) for r in ranks)
+        return max(found, key=lambda memory: memory.total)
     steady = _steady(setting, layout, layout.shard_of(rank))
-    moment, kinds = _peak(local_setting(setting, 0), layout.data)
+    moment, kinds = _peak(local_setting(setting, 0), layout.data, max(1, workers_per_node // layout.tensor))
     return WorkerMemory(
         kinds={kind: steady.get(kind, 0) + kinds.get(kind, 0) for kind in KINDS}, moment=moment, on_gpu=setting.on_gpu
     )
@@ -168,12 +172,12 @@ def _steady(setting: Setting, layout: Mesh, shard: int) -> dict[str, int]:
     }
 
 
-def _peak(setting: Setting, layout: Mesh) -> tuple[str, dict[str, int]]:
-    """(moment, kind -> bytes beyond the steady ones) at a step's peak."""
+def _peak(setting: Setting, layout: Mesh, per_node: int) -> tuple[str, dict[str, int]]:
+    """(moment, kind -> bytes beyond the steady ones) at a step's peak. `per_node`: data shards of one node."""
     view = _View(setting, layout)
     best = (-1, "", dict[str, int]())
     always = _always(setting, layout, view.units)
-    for cut, whole in _rounds(setting, layout, view.units):
+    for cut, whole in _rounds(setting, layout, view.units, per_node):
         best = max(best, view.worst(cut, whole, always), key=lambda found: found[0])
     for label, kinds in _after_backward(setting, layout, view):
         best = max(best, (sum(kinds.values()), label, kinds), key=lambda found: found[0])
@@ -185,7 +189,7 @@ def _keeps_whole_sums(engine: EngineConfig, shards: int) -> bool:
     return engine.accumulation == "local" and shards > 1
 
 
-def _rounds(setting: Setting, layout: Mesh, units: UnitBytes) -> set[tuple[Round, Round]]:
+def _rounds(setting: Setting, layout: Mesh, units: UnitBytes, per_node: int) -> set[tuple[Round, Round]]:
     """The distinct rounds of all workers, as (of sharded units, of replicated units)."""
     if setting.engine.reduction == "fast":
         received = 0 if setting.on_gpu or layout.data.shards == 1 else layout.data.shards
@@ -196,7 +200,7 @@ def _rounds(setting: Setting, layout: Mesh, units: UnitBytes) -> set[tuple[Round
     copied_whole = units.sums_are_copies or units.is_cast_back
     found: set[tuple[Round, Round]] = set()
     for rank in range(0, layout.world_size, 1 if has_whole or mode == "local" else layout.shards):
-        cut = rounds_of(layout, setting.num_microbatches, mode, copied, rank)
+        cut = rounds_of(layout, setting.num_microbatches, mode, copied, rank, per_node=per_node)
         whole = rounds_of(layout, setting.num_microbatches, mode, copied_whole, rank, True) if has_whole else cut
         found.update(zip(cut, whole, strict=True))
     return found

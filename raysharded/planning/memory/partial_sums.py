@@ -2,16 +2,19 @@
 
 Follows `actors.reduction` with the tree of `actors.numerics.summation_tree`. With sharded accumulation a round's leaves
 arrive in one buffer and are added to the carried sums. Sums that wait for their sibling are copied out of that buffer.
-In a group's last round its sums are exchanged with those of the other holders, unit by unit.
+In a group's last round its sums are exchanged with those of the other holders, unit by unit. With several workers on a
+node, leaves are added inside it first, and what arrives from other nodes are sums.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 from raysharded.actors.numerics.microbatch_schedule import Schedule
-from raysharded.actors.numerics.summation_tree import TreeSum
+from raysharded.actors.numerics.summation_tree import TreeSum, coalesce_leaves
 from raysharded.config import Accumulation
 from raysharded.layout import Mesh
 
@@ -49,16 +52,24 @@ def schedule_of(mesh: Mesh, num_microbatches: int, mode: Accumulation) -> Schedu
 
 @lru_cache(maxsize=4096)
 def rounds_of(
-    mesh: Mesh, num_microbatches: int, mode: Accumulation, copied: bool, rank: int, replicated: bool = False
+    mesh: Mesh,
+    num_microbatches: int,
+    mode: Accumulation,
+    copied: bool,
+    rank: int,
+    replicated: bool = False,
+    per_node: int = 1,
 ) -> tuple[Round, ...]:
     """The rounds of one rank in order, for units that are sharded over its group, or for replicated ones. `copied`:
-    leaves are converted to the sum's dtype, which takes memory."""
+    leaves are converted to the sum's dtype, which takes memory. `per_node`: workers of a node, which add up first."""
     schedule = schedule_of(mesh, num_microbatches, mode)
     exchange = _exchange(schedule, rank, copied, replicated)
     if replicated or mesh.shards == 1:
         return tuple(_alone(schedule, rank, copied, exchange))
     if mode == "local":
         return tuple(_local(schedule, rank, copied, exchange))
+    if 1 < per_node < mesh.shards:
+        return tuple(_by_nodes(schedule, rank, copied, exchange, per_node))
     return tuple(_sharded(schedule, rank, copied, exchange))
 
 
@@ -120,6 +131,51 @@ def _sharded(schedule: Schedule, rank: int, copied: bool, exchange: tuple[Within
             moments += _beside(exchange, held, 0 if copied else len(arriving))
             found.append(Round(before=before, after=0, moments=tuple(moments)))
     return found
+
+
+def _by_nodes(schedule: Schedule, rank: int, copied: bool, exchange: tuple[Within, ...], per_node: int) -> list[Round]:
+    """As `_sharded`, with sums inside nodes first: a worker adds up its node's leaves for a part of the shards."""
+    mesh, num_leaves = schedule.mesh, schedule.num_microbatches
+    group = mesh.group(mesh.replica_of(rank))
+    nodes = [group[start : start + per_node] for start in range(0, len(group), per_node)]
+    own = next(place for place, node in enumerate(nodes) if rank in node)
+    part = -(-mesh.shards // len(nodes[own]))
+    rounds = schedule.num_rounds(mesh.replica_of(rank))
+    carried: TreeSum[int] = TreeSum(num_leaves, lambda newer, _: newer)
+    found = []
+    for index in range(rounds):
+        computed = [[schedule.microbatch_of(member, index) for member in node] for node in nodes]
+        leaves = [[leaf for leaf in of_node if leaf is not None] for of_node in computed]
+        sums = [coalesce_leaves(of_node, num_leaves) for of_node in leaves]
+        before = len(_waiting(carried))
+        for node in chain.from_iterable(sums):
+            carried.add(node, index)
+        ages, received = _waiting(carried), sum(map(len, sums))
+        arriving, kept = len(leaves[own]) * part, len(sums[own]) * part
+        sent = kept if len(sums[own]) > 1 else 0
+        most = _most_waiting(leaves[own], num_leaves) * part
+        moments = [
+            Within(sums=before + most * copied, chunks=arriving),
+            Within(sums=before + kept * copied + sent + received, chunks=0 if copied else arriving),
+        ]
+        held = sum(age < index for age in ages) + received
+        if index < rounds - 1:
+            moments.append(Within(sums=held + len(ages)))
+            found.append(Round(before=before, after=len(ages), moments=tuple(moments)))
+        else:
+            moments += _beside(exchange, held)
+            found.append(Round(before=before, after=0, moments=tuple(moments)))
+    return found
+
+
+def _most_waiting(leaves: Sequence[int], num_leaves: int) -> int:
+    """The most sums that live at once while these leaves are added up."""
+    sums: TreeSum[int] = TreeSum(num_leaves, lambda newer, _: newer)
+    most = 0
+    for leaf in leaves:
+        most = max(most, len(_waiting(sums)) + 1)
+        sums.add((0, leaf), 0)
+    return most
 
 
 def _alone(schedule: Schedule, rank: int, copied: bool, exchange: tuple[Within, ...]) -> list[Round]:

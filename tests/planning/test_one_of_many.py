@@ -1,0 +1,46 @@
+"""The plan against the real engine at up to 1,024 workers, of which one exists: every byte, and the peak."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from raysharded.layout import Mesh
+from raysharded.planning.memory.footprint import Setting, worker_memory
+from raysharded.planning.tracing.measurement import measure
+from raysharded.planning.traffic.worker_traffic import worker_traffic
+from tests.paths import ROOT
+from tests.planning.one_of_many import LAYERS, RANK, ROUNDS, WideTask, engine_of, samples
+
+SOME = ("64:8:bfloat16",)
+ALL = tuple(
+    f"{workers}:{node}:{dtype}"
+    for workers in (8, 64, 256, 1024)
+    for node in (0, 8)
+    for dtype in ("float32", "bfloat16")
+)
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("cases", [SOME, pytest.param(ALL, marks=pytest.mark.long)])
+def test_bytes_are_equal_and_the_peak_is_within_2_percent(cases: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "tests.planning.one_of_many", *cases]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    seen = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each["case"] for each in seen] == list(cases)
+    for each in seen:
+        (workers, per_node), dtype = map(int, each["case"].split(":")[:2]), each["case"].split(":")[2]
+        engine = engine_of(dtype)
+        shapes, trace = measure(WideTask(), engine, samples()[:2], degree=1)
+        setting = Setting(shapes=shapes, num_microbatches=ROUNDS * workers, engine=engine, trace=trace)
+        layout, is_adding = Mesh(shards=workers), 1 < per_node < workers
+        traffic = worker_traffic(setting, layout, rank=RANK, workers_per_node=per_node or 1)
+        assert each["sent"] == {kind: sent for kind, sent in traffic.sent.items() if sent}, each["case"]
+        assert each["exchanges"] == ROUNDS * (LAYERS + 1) * (1 + is_adding)
+        memory = worker_memory(setting, layout, rank=RANK, workers_per_node=per_node or 1)
+        assert each["peak"] == pytest.approx(memory.total, rel=0.02), each["case"]
