@@ -24,7 +24,7 @@ from raysharded.actors.process import environment, preemption_notices
 from raysharded.actors.process.leave_signal import LeaveInbox
 from raysharded.actors.process.stop_reason import Ends, travelling
 from raysharded.actors.session.computing_threads import computing_thread
-from raysharded.actors.session.session_task import with_session_task, words_for
+from raysharded.actors.session.session_task import SessionTask, with_session_task, words_for
 from raysharded.actors.shards.erasure import erasure_code
 from raysharded.actors.shards.position import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, RankPosition, rendezvous_of
 from raysharded.actors.shards.saver import Saver, fingerprint_of
@@ -71,7 +71,7 @@ class Worker:
         self._storage = storage or open_storage(job.run_url)
         self._store = ShardStore(pin_memory=job.use_gpu, redundant_copies=redundant_copies(job.engine))
         self._saver, self._share = Saver(self._storage), Share()
-        self._sources = environment.sources_of(job)
+        self._sources = environment.sources_of(job, collates_later=isinstance(job.task, SessionTask))
         self._sources.training.ahead = AheadOfUse(job.task, self._device)
         self._job = job = job if self._sources.process is None else job.without_data()
         self._compute_thread: int | None = None
@@ -121,6 +121,8 @@ class Worker:
         if parity is not None:
             erasure_code(parity)  # a missing requirement fails here, not when the run first has enough workers
         self._computing.build()
+        if self._sources.collates_later and self._objects.loader(self._sources.training) is self._sources.training:
+            self._sources.collate_by(self._job.task.collate)  # known since the function came to `session.shard`
         self._sources.check()
         self._computing.submit(environment.warm_up_gpu, self._device, self._job.engine).result()
         if self._compilation is not None:

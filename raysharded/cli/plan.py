@@ -166,7 +166,7 @@ def _of_trainer(
     tensor: int | None,
 ) -> _Run:
     from raysharded.cli.target import load_trainer
-    from raysharded.planning.meshes import layouts_of
+    from raysharded.layout.mesh import layouts_of
     from raysharded.planning.plans import setting_of_task
 
     trainer = load_trainer(target, arguments)
@@ -262,7 +262,7 @@ def _speeds(
 
 
 def _layout(workers: int, shards: int | None, degree: int) -> Mesh | None:
-    from raysharded.planning.meshes import layouts_of
+    from raysharded.layout.mesh import layouts_of
 
     if shards is None:
         return None

@@ -112,6 +112,10 @@ class Loader(Protocol):
         """The samples start .. stop-1 in the dataset's own order, unrecorded: for evaluation."""
         ...
 
+    def plan_ranges(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """A hint: `load_range` is called with these (start, stop) next, in this order. Replaces the previous hint."""
+        ...
+
     def close(self) -> None:
         """Release threads. Any thread may call it, more than once."""
         ...
@@ -157,6 +161,9 @@ class MicrobatchLoader:
         self._prefetcher: Prefetcher[_Place, Microbatch] | None = None
         if prefetch:
             self._prefetcher = Prefetcher(self._read_ahead, depth=num_ahead(num_threads), num_threads=num_threads)
+        self._ranges: Prefetcher[tuple[int, int], list[Any]] | None = None
+        if prefetch:
+            self._ranges = Prefetcher(lambda range_: self._read_range(*range_))
         self._upcoming = _Upcoming(self._reader, batch.microbatch_size, self._ids_of)
 
     @property
@@ -230,14 +237,26 @@ class MicrobatchLoader:
                 f"{self._reader.name} has {length} samples, not {start} .. {stop - 1}. "
                 "Request fewer, or give more data."
             )
+        outcome = self._ranges.take((start, stop)) if self._ranges is not None else None
+        if outcome is not None and outcome.error is not None:
+            raise outcome.error
+        return self._read_range(start, stop) if outcome is None or outcome.value is None else outcome.value
+
+    def plan_ranges(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Read these for `load_range` in the background, at most two ahead. Does nothing without `prefetch`."""
+        if self._ranges is not None:
+            self._ranges.plan(ranges)
+
+    def _read_range(self, start: int, stop: int) -> list[Any]:
         number = derive_seed(self._batch.seed, "samples of an evaluation", start)
         return self._reader.read_samples(range(start, stop), "in evaluation", number).samples
 
     def close(self) -> None:
         """End the background thread between two samples, and wake threads that wait in `load`."""
         self._reader.close()
-        if self._prefetcher is not None:
-            self._prefetcher.close()
+        for prefetcher in (self._prefetcher, self._ranges):
+            if prefetcher is not None:
+                prefetcher.close()
 
     def _ids_of(self, steps: range, microbatches: Sequence[int]) -> Int64s:
         """The ids that these microbatches of these steps read, in this order."""

@@ -44,11 +44,13 @@ class Sources:
         settings: Callable[[], object],
         *,
         collate: Callable[[list[Any]], Any] | None = None,
+        collates_later: bool = False,
         patience_s: float | None = None,
     ) -> None:
         """`settings`: called in the process of the data once torch is loaded there. `collate`: the task's own.
-        `patience_s`: as of `DataProcess`."""
-        self._evaluation, self._batch = evaluation, batch
+        `collates_later`: `collate_by` may be called. `patience_s`: as of `DataProcess`."""
+        self._evaluation, self._batch, self._prefetches = evaluation, batch, engine.prefetch
+        self.collates_later = collates_later
         self._exact = engine.reduction == "exact"
         held_out = None if evaluation is None else evaluation.data
         self._reads_strangers = not all(_draws_nothing(one) for one in (data, held_out))
@@ -60,6 +62,7 @@ class Sources:
         collation = Collation(batch.seed) if pickled and beside else None
         self._collating: DataProcesses | None = None
         """Processes that collate what this one reads."""
+        may_collate = collation is not None or (collates_later and engine.prefetch and beside)
 
         def started(*datasets: Any) -> DataProcess:
             return DataProcess(datasets, refuses=self._exact, settings=settings, collate=pickled, patience_s=patience_s)
@@ -77,7 +80,7 @@ class Sources:
                 self._held_out = ProcessReader(self.process, 1, held_out_name)
         else:
             self._reader = own
-            if collation is not None:
+            if may_collate:
                 self._collating = DataProcesses(started(), number)
                 self._reader = CollatingReader(own, self._collating)
             if held_out is not None:
@@ -86,10 +89,21 @@ class Sources:
         self.training = MicrobatchLoader(
             self._reader, batch, prefetch=engine.prefetch, num_threads=num_threads, collation=collation
         )
-        self.held_out = None if self._held_out is None else MicrobatchLoader(self._held_out, batch)
+        self.held_out = (
+            None if self._held_out is None else MicrobatchLoader(self._held_out, batch, prefetch=engine.prefetch)
+        )
 
     def _draws(self) -> Draws | None:
         return Draws(refuses=self._exact, puts_back=True) if self._reads_strangers else None
+
+    def collate_by(self, collate: Callable[[list[Any]], Any] | None) -> None:
+        """Make batches by this function in the process that reads the samples, if there is one. Before any is read."""
+        process = self.process or self._collating
+        if process is None or collate is None or not self._prefetches:
+            return
+        if pickled := _packed(collate):
+            process.collate_by(pickled)
+            self.training.collation = Collation(self._batch.seed)
 
     def check(self) -> None:
         """Read some samples before others wait for this worker, to find errors early.
@@ -148,12 +162,13 @@ def own_microbatches(
 
 
 def held_out_loader(data: Any, batch: BatchConfig, *, is_exact: bool) -> MicrobatchLoader:
-    """The loader of held-out data that are given while a run trains. They are read in the calling thread.
+    """The loader of held-out data that are given while a run trains.
 
-    In exact mode some samples are read twice. Raises InexactError if they differ, and as `DatasetReader`.
+    The library's own data, and lists, arrays and tensors, are read ahead in a background thread, others in the calling
+    thread. In exact mode some samples are read twice. Raises InexactError if they differ, and as `DatasetReader`.
     """
     if _draws_nothing(data):
-        return MicrobatchLoader(data, batch)
+        return MicrobatchLoader(data, batch, prefetch=True)
     reader = DatasetReader(data, draws=Draws(refuses=is_exact, puts_back=True))
     loader = MicrobatchLoader(reader, batch)
     if is_exact:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from raysharded.display.quantities import count
 from raysharded.errors import ConfigError
 
 
@@ -68,3 +69,29 @@ class Mesh:
     def __str__(self) -> str:
         data = f"{self.replicas}x{self.shards // self.tensor}"
         return data if self.tensor == 1 else f"{data}x{self.tensor}"
+
+
+def mesh_of(replicas: int, shards: int, tensor: int) -> Mesh:
+    """A mesh whose mirrors are in another tensor parallel group, if there is one."""
+    return Mesh(replicas=replicas, shards=shards, tensor=tensor, apart=tensor if shards > tensor else 1)
+
+
+def layouts_of(workers: int, degree: int = 1) -> list[Mesh]:
+    """Every mesh of this many workers with this tensor parallel degree, flat first.
+
+    Raises ConfigError if there is none.
+    """
+    if workers < 1:
+        raise ConfigError(f"workers={workers}: give 1 or more.")
+    if degree < 1:
+        raise ConfigError(f"a tensor parallel degree of {degree}: give 1 or more.")
+    if workers % degree:
+        few = workers // degree * degree
+        raise ConfigError(
+            f"{count(workers, 'worker')} {'is' if workers == 1 else 'are'} not a multiple of the tensor parallel "
+            f"degree {degree}; take {f'{few} or ' if few else ''}{few + degree}."
+        )
+    groups = workers // degree
+    sizes = [n for n in range(1, int(groups**0.5) + 1) if groups % n == 0]
+    replicas = sorted({*sizes, *(groups // n for n in sizes)})
+    return [mesh_of(n, workers // n, degree) for n in replicas]

@@ -13,9 +13,10 @@ from raysharded.display.quantities import count, duration, short, size
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh
+from raysharded.layout.mesh import layouts_of, mesh_of
 from raysharded.planning.memory.footprint import Setting, WorkerMemory, first_weights_bytes, worker_memory
 from raysharded.planning.memory.nccl_buffers import with_nccl
-from raysharded.planning.meshes import layouts_of, mesh_of, rounds_per_step
+from raysharded.planning.memory.partial_sums import rounds_per_step
 from raysharded.planning.traffic.worker_traffic import OVERLAPPED, Traffic, worker_traffic
 
 CPU_SPEEDS = {"flops": 5e10, "node_bandwidth": 2e9, "network_bandwidth": 1e9}

@@ -285,6 +285,22 @@ def test_held_out_data_is_read_in_plain_order() -> None:
         MicrobatchLoader(Broken(ValueError("bad")), BATCH).load_range(0, 50)
 
 
+def test_held_out_data_is_read_ahead_in_the_background_two_at_a_time() -> None:
+    gated = Gated()
+    loader = MicrobatchLoader(gated, BATCH, prefetch=True)
+    try:
+        loader.plan_ranges([(0, 2), (2, 4), (4, 6)])
+        assert gated.reading.wait(DEADLINE_S)
+        assert not gated.was_read.is_set()
+        gated.gate.set()
+        assert [loader.load_range(start, start + 2) for start in (0, 2, 4)] == [[0, 1], [4, 9], [16, 25]]
+        assert set(gated.threads) == {"raysharded-prefetch"}
+        assert loader.load_range(4, 6) == [16, 25]  # again, as padding does
+        assert threading.current_thread().name in gated.threads
+    finally:
+        loader.close()
+
+
 class ReadsAs:
     """A faulty loader: it reads the ids that `fault` returns for the right ones."""
 
@@ -300,6 +316,9 @@ class ReadsAs:
         pass
 
     def plan(self, upcoming: Sequence[tuple[int, int]]) -> None:
+        pass
+
+    def plan_ranges(self, ranges: Sequence[tuple[int, int]]) -> None:
         pass
 
     def load_range(self, start: int, stop: int) -> list[Any]:

@@ -13,10 +13,10 @@ from raysharded.actors.numerics.step_consensus import _HEAD
 from raysharded.actors.numerics.summation_tree import TreeSum
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh
+from raysharded.layout.mesh import layouts_of
 from raysharded.planning.memory.footprint import KINDS, Setting, worker_memory
 from raysharded.planning.memory.nccl_buffers import CHANNEL_BYTES, RING_BYTES, nccl_bytes
-from raysharded.planning.memory.partial_sums import own_sums, rounds_of, schedule_of
-from raysharded.planning.meshes import layouts_of, rounds_per_step
+from raysharded.planning.memory.partial_sums import own_sums, rounds_of, rounds_per_step, schedule_of
 from raysharded.planning.models.hf_config import parse_config
 from raysharded.planning.models.shapes import ADAMW, ModelShapes, ParameterShape, UnitShape
 from raysharded.planning.search import Cluster, option

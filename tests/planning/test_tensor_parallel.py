@@ -18,9 +18,9 @@ from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.shards.device_state import state_spec
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh, shard_map
+from raysharded.layout.mesh import layouts_of, mesh_of
 from raysharded.planning.memory.footprint import Setting, local_setting, snapshot_bytes, worker_memory
 from raysharded.planning.memory.units import unit_bytes
-from raysharded.planning.meshes import layouts_of, mesh_of
 from raysharded.planning.search import Cluster, options, refuse_what_fits_nowhere, with_plan
 from raysharded.planning.tracing.measurement import measure
 from raysharded.planning.traffic.worker_traffic import worker_traffic

@@ -9,10 +9,10 @@ from torch import nn
 
 import raysharded as rs
 from raysharded.layout import Mesh
+from raysharded.layout.mesh import mesh_of
 from raysharded.planning.memory.footprint import Setting, local_setting, optimizer_bytes, snapshot_bytes, worker_memory
 from raysharded.planning.memory.partial_sums import rounds_of
 from raysharded.planning.memory.units import unit_bytes
-from raysharded.planning.meshes import mesh_of
 from raysharded.planning.tracing.measurement import measure
 from raysharded.planning.traffic.worker_traffic import worker_traffic
 from raysharded.task import Strategy

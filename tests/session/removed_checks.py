@@ -31,7 +31,7 @@ MODULES = tuple(
         "session/step_comparisons",
         "session/user_session",
         "session/user_step",
-        "step/evaluation_proof",
+        "step/proofs/evaluation_proof",
     )
 )
 TESTS = (

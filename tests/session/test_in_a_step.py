@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from raysharded.errors import InexactError, NonFiniteLoss, TaskError
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault
 from tests.session.loops import MICROBATCHES, Loop, by_task, optimizer_of, run
-from tests.training.harness import Gpt, GptTask, Outcome, samples, train
+from tests.training.harness import Gpt, GptTask, Outcome, Tokens, samples, train
 
 pytestmark = pytest.mark.procs
 STEPS = 4
@@ -164,6 +166,47 @@ def evaluated_by_task() -> Outcome:
 def test_an_evaluation_in_the_loop_has_the_bits_of_a_tasks(workers: int, kills: list[tuple[int, int, str]]) -> None:
     assert all("evaluation" in numbers for numbers in evaluated_by_task().numbers[1::2])
     assert run(workers, Evaluating(), kills=kills, steps=STEPS).bits == evaluated_by_task().bits
+
+
+class Noting:
+    """A function that makes batches, and leaves the id of the process that calls it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, samples: list[Any]) -> torch.Tensor:
+        with (self._folder / str(os.getpid())).open("a") as file:
+            file.write(".")
+        batch: torch.Tensor = torch.utils.data.default_collate(samples)
+        return batch.roll(int(torch.randint(3, ())), dims=1)
+
+
+class Collating(Evaluating):
+    """Makes its batches by `Noting`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __call__(self, session: Session) -> None:
+        (self._folder / "worker").write_text(str(os.getpid()))
+        shard, collate = session.shard, Noting(self._folder)
+        session.shard = lambda *args, **others: shard(*args, **others, collate=collate)  # type: ignore[method-assign]
+        super().__call__(session)
+
+
+def test_a_loops_collate_is_called_where_samples_are_read_with_the_same_bits(tmp_path: Path) -> None:
+    found = {}
+    for prefetch in (True, False):
+        folder = tmp_path / str(prefetch)
+        folder.mkdir()
+        engine = rs.EngineConfig(prefetch=prefetch)
+        found[prefetch] = run(1, Collating(folder), data=Tokens(), engine=engine, steps=STEPS).bits
+        worker = (folder / "worker").read_text()
+        elsewhere = [len(file.read_text()) for file in folder.iterdir() if file.name not in ("worker", worker)]
+        assert sum(elsewhere) >= prefetch * (STEPS - 1) * MICROBATCHES
+        assert bool(elsewhere) == prefetch
+    assert found[True] == found[False]
 
 
 class Rarely(Evaluating):

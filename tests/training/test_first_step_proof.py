@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors.step.first_step_proof import stir_memory
+from raysharded.actors.step.proofs.repeated_pass import stir_memory
 from raysharded.errors import InexactError
 from raysharded.ids import WorkerId, derive_seed
 from raysharded.testing import Fault, FaultPlan

@@ -62,6 +62,22 @@ def test_the_next_step_is_read_while_this_one_is_computed(tmp_path: Path) -> Non
     train(1, task=Awaiting(files), data=Noted(tmp_path), microbatches=1, steps=2)
 
 
+class AwaitingHeldOut(GptTask):
+    """The first held-out batch waits until the third was read."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._awaiting = Awaiting(files)
+
+    def evaluate(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        return self._awaiting.loss(model, batch)
+
+
+def test_the_next_held_out_batches_are_read_while_one_is_computed(tmp_path: Path) -> None:
+    held_out = rs.EvalConfig(data=Noted(tmp_path), every_steps=2, num_samples=6)
+    task = AwaitingHeldOut([tmp_path / "4", tmp_path / "5"])
+    train(1, task=task, data=Tokens(), evaluation=held_out, microbatches=1, steps=2)
+
+
 class Troubled(Tokens):
     """Samples as in `Tokens`; some give trouble when they are first read: one hangs, one dies, one fails."""
 

@@ -92,7 +92,7 @@ def use_threads(num_threads: int) -> None:
     accelerator().enter_thread()
 
 
-def sources_of(job: Job) -> Sources:
+def sources_of(job: Job, *, collates_later: bool) -> Sources:
     """The run's data as this worker reads them. Raises TaskError for data that cannot be pickled.
 
     The process that reads them compiles nothing, and has no GPU.
@@ -104,6 +104,7 @@ def sources_of(job: Job) -> Sources:
         job.engine,
         partial(prepare_torch, replace(job.engine, compile=False), job.num_threads, use_gpu=False),
         collate=job.task.collate,
+        collates_later=collates_later,
         patience_s=job.read_patience_s,
     )
 

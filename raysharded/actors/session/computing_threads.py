@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.model.construction import construct
+from raysharded.actors.session.held_out import close
 from raysharded.actors.session.loop_errors import blamed_behind
 from raysharded.actors.session.orders import Orders, RunOver
 from raysharded.actors.session.session_task import SessionTask
@@ -117,6 +118,7 @@ class FunctionThread:
         while error is None:
             session = self._new_session()
             error = self._call(session)
+            close(session)
         if not self._is_built.is_set():
             self._error = error
             self._is_built.set()

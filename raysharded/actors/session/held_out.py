@@ -36,8 +36,16 @@ class HeldOut:
         found = next((loader for known, loader in self._known if known is data), None)
         if found is None:
             found = held_out_loader(data, self._job.batch, is_exact=self._job.engine.reduction == "exact")
-            self._known = [*self._known[1 - _MOST_READERS :], (data, found)]
+            self._known.append((data, found))
+            if len(self._known) > _MOST_READERS:
+                self._known.pop(0)[1].close()
         return found
+
+    def close(self) -> None:
+        """End the threads that read ahead."""
+        for _, loader in self._known:
+            loader.close()
+        self._known.clear()
 
     def evaluate(self, step: UserStep | None, data: Any, num_samples: int | None, name: str) -> dict[str, float]:
         """As `Session.evaluate`, once the loss is set."""
@@ -47,6 +55,11 @@ class HeldOut:
         if count < 1:
             raise TaskError(f"{line_here()}: session.evaluate(num_samples={num_samples}): give 1 or more.")
         return own.behind_update(call, lambda engine_step: engine_step.evaluate(loader, count, name))
+
+
+def close(session: Any) -> None:
+    """End the threads that read held-out data, once the session's function has ended."""
+    session._held_out.close()
 
 
 def outputs_of(session: Any, data: Any, batch_size: int, compute: Callable[[Any], Any]) -> list[Any]:

@@ -26,14 +26,14 @@ from raysharded.actors.shards.mirror import SnapshotReplicator
 from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.saver import Saver
 from raysharded.actors.shards.store import ShardStore
-from raysharded.actors.step.audit import Audit
 from raysharded.actors.step.collation import Collator
 from raysharded.actors.step.evaluation import Evaluator
-from raysharded.actors.step.evaluation_proof import EvaluationProof
-from raysharded.actors.step.first_step_proof import Proof
 from raysharded.actors.step.forward_backward import Computer
 from raysharded.actors.step.gradient import StepGradient
 from raysharded.actors.step.pending_reports import Reports
+from raysharded.actors.step.proofs.audit import Audit
+from raysharded.actors.step.proofs.evaluation_proof import EvaluationProof
+from raysharded.actors.step.proofs.first_step_proof import Proof
 from raysharded.actors.step.update import StepUpdate
 from raysharded.actors.task_calls.process_state import STAYS_CHANGED, Left, put_back
 from raysharded.actors.task_calls.remarks import Say

@@ -26,8 +26,8 @@ from raysharded.actors.numerics.microbatch_schedule import Schedule
 from raysharded.actors.numerics.step_consensus import Contribution, Flags, MetricNames, agree
 from raysharded.actors.shards.whole_tensors import gather_tensors
 from raysharded.actors.step.collation import Collator
-from raysharded.actors.step.evaluation_proof import EvaluationProof
 from raysharded.actors.step.forward_backward import Computer, Results
+from raysharded.actors.step.proofs.evaluation_proof import EvaluationProof
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.task_calls.task_numbers import half_precision
 from raysharded.data import Loader
@@ -58,8 +58,14 @@ class Dealt:
         self._schedule = Schedule(mode="sharded", num_microbatches=self.count, mesh=Mesh(shards=world_size))
 
     def shares(self) -> Iterator[Share]:
-        """Shares of this worker, round by round; every worker has as many rounds."""
+        """Shares of this worker, round by round; every worker has as many rounds. They are read ahead."""
+        self.plan()
         return (self._share(self._rank, number) for number in range(self._schedule.num_rounds(0)))
+
+    def plan(self) -> None:
+        """Let this worker's samples be read in the background."""
+        own = (self._ids(self._schedule.microbatch_of(self._rank, n)) for n in range(self._schedule.num_rounds(0)))
+        self._loader.plan_ranges([(ids.start, ids.stop) for ids in own])
 
     def first_share(self, places: int) -> Share:
         """The first share of the worker this many places further."""
@@ -73,9 +79,13 @@ class Dealt:
 
     def _share(self, rank: int, number: int) -> Share:
         index = self._schedule.microbatch_of(rank, number)
-        start = (index or 0) * self._size
-        ids = range(start, min(start + self._size, self._num_samples))
+        ids = self._ids(index)
         return index, self._loader.load_range(ids.start, ids.stop), ids
+
+    def _ids(self, index: int | None) -> range:
+        """Samples of a microbatch; None: of the one that padding computes."""
+        start = (index or 0) * self._size
+        return range(start, min(start + self._size, self._num_samples))
 
 
 class OtherForwards:
@@ -142,6 +152,13 @@ class Evaluator:
     def is_due(self, step: int) -> bool:
         """True if the model is to be evaluated after this step."""
         return self._job.evaluation is not None and step % self._job.evaluation.every_steps == 0
+
+    def plan_reading(self, step: int) -> None:
+        """Let held-out data be read in the background, if the model is to be evaluated after this step."""
+        if self.is_due(step):
+            assert self._job.evaluation is not None
+            assert self._loader is not None
+            self._dealt(self._loader, self._job.evaluation.num_samples, self._job.batch.microbatch_size).plan()
 
     def evaluate_due(self, step: int) -> dict[str, float]:
         """The loss and the task's metrics on the held-out data, the same on every worker."""

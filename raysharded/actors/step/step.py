@@ -277,6 +277,7 @@ class Step:
             computed = yield from parts.gradient.compute(step)
         steps.check_memory()
         parts.gradient.plan_reading(step + 1)
+        parts.evaluator.plan_reading(step)
         contribution = steps.contribution(computed)
         self._asked_for_a_save = contribution.flags.save_now
         if parts.proof.is_due:

@@ -73,9 +73,12 @@ class _Served:
         ]
         self._settings: bytes | None = payload.settings
         self._function: Callable[[list[Any]], Any] | None = None
-        if payload.collate:
+        self.collate_by(payload.collate)
+
+    def collate_by(self, collate: bytes) -> None:
+        if collate:
             with contextlib.suppress(Exception):  # the training thread makes all batches then
-                self._function = pickle.loads(payload.collate)  # noqa: S301 - from this process's own worker
+                self._function = pickle.loads(collate)  # noqa: S301 - from this process's own worker
 
     def num_samples(self, which: int) -> int:
         return self._reader(which).num_samples()

@@ -13,6 +13,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from raysharded.data.access.collation import Wish
@@ -88,6 +89,11 @@ class DataProcess:
         found.lock, found._changing = threading.Lock(), threading.Lock()
         found._started = StartedProcess(self._payload, found._handle)
         return found
+
+    def collate_by(self, collate: bytes) -> None:
+        """Make batches by this pickled function from now on, also after a restart."""
+        self._payload = replace(self._payload, collate=collate)
+        self.ask("collate_by", collate)
 
     def ask(self, method: str, *args: Any) -> Any:
         """The process's answer. If the process has died, or hangs, it is restarted and the call is repeated once.
@@ -196,6 +202,11 @@ class DataProcesses:
     def pids(self) -> list[int | None]:
         """Current ids of the processes."""
         return [process.pid for process in self._processes]
+
+    def collate_by(self, collate: bytes) -> None:
+        """As `DataProcess.collate_by`."""
+        for process in self._processes:
+            process.collate_by(collate)
 
     def ask(self, method: str, *args: Any) -> Any:
         """As `DataProcess.ask`."""

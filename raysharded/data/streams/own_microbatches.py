@@ -227,6 +227,9 @@ class OwnMicrobatches:
         assert self._numbers is not None, "over comes first"
         self._numbers.skip(skips, order, blocks, weights)
 
+    def plan_ranges(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """As `load_range`: there are none."""
+
     def load_range(self, start: int, stop: int) -> list[Any]:
         """There are none. Raises DataError."""
         raise DataError(f"{self._source.origin(0)}: it has no samples {start} .. {stop - 1} for an evaluation.")

@@ -19,10 +19,9 @@ from raysharded.errors import ConfigError
 from raysharded.layout import Mesh
 from raysharded.layout.reshard.plan import has_mirrors, mirror_of
 from raysharded.layout.sharding import shard_map
-from raysharded.planning.memory.partial_sums import Round, Within, rounds_of
+from raysharded.planning.memory.partial_sums import Round, Within, rounds_of, rounds_per_step
 from raysharded.planning.memory.timeline import Moments, moments_of
 from raysharded.planning.memory.units import UnitBytes, kept_units, unit_bytes
-from raysharded.planning.meshes import rounds_per_step
 from raysharded.planning.models.shapes import ModelShapes
 from raysharded.planning.trace import Trace, empty_trace
 

@@ -50,6 +50,12 @@ def schedule_of(mesh: Mesh, num_microbatches: int, mode: Accumulation) -> Schedu
     return Schedule(mode=mode, num_microbatches=num_microbatches, mesh=mesh)
 
 
+def rounds_per_step(mesh: Mesh, num_microbatches: int) -> int:
+    """Rounds of forward and backward of the group that has most."""
+    schedule = Schedule(mode="sharded", num_microbatches=num_microbatches, mesh=mesh.data)
+    return schedule.num_rounds(mesh.replicas - 1)  # blocks are balanced, so the last one is among the longest
+
+
 @lru_cache(maxsize=4096)
 def rounds_of(
     mesh: Mesh,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from raysharded.actors.numerics.bit_digest import combined, flip_bit, tensor_digest
-from raysharded.actors.step.audit_verdict import is_unreproducible, judge, judge_newcomers, wrong_copies
+from raysharded.actors.step.proofs.audit_verdict import is_unreproducible, judge, judge_newcomers, wrong_copies
 
 GOOD, BAD, WORSE = 7, 8, 9
 

@@ -22,10 +22,10 @@ from raysharded.actors.numerics.bit_digest import combined, tensor_digest
 from raysharded.actors.shards.device_state import DeviceState
 from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.store import ShardStore
-from raysharded.actors.step.audit_verdict import differing, is_unreproducible, judge, wrong_copies
 from raysharded.actors.step.forward_backward import Results
 from raysharded.actors.step.gradient import Batches, StepGradient
-from raysharded.actors.step.pass_digests import Pass
+from raysharded.actors.step.proofs.audit_verdict import differing, is_unreproducible, judge, wrong_copies
+from raysharded.actors.step.proofs.repeated_pass import Pass
 from raysharded.errors import CorruptNumbers, InexactError
 from raysharded.layout import keeper_of
 from raysharded.protocol.messages import Corruption

@@ -1,4 +1,4 @@
-"""Digests of one worker's results in one computation of a step's microbatches, to compare over the workers."""
+"""One pass over a step's microbatches: its digests, to compare it with other passes; and other memory for the next."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from raysharded.actors.step.forward_backward import Results
 
 NOT_FINITE = 1
 """Replacement of the digests of a microbatch whose loss or gradient is not finite: the bits of a NaN mean nothing."""
+
+_SMALLEST, _LARGEST, _OF_EACH_SIZE = 6, 20, 4
+"""Powers of two, in bytes, of the blocks that are allocated and freed before a microbatch is computed again."""
 
 PARTS = ("gradient", "loss", "metric")
 """Parts of a microbatch's results, in the order in which a difference is reported."""
@@ -57,3 +60,13 @@ class Pass:
             is_finite = not self.looks_for_not_finite or all(map(math.isfinite, largest))
             found[index] = parts if is_finite else (NOT_FINITE,) * len(parts)
         return found
+
+
+def stir_memory(device: torch.device) -> None:
+    """Let much of the memory allocated next hold other numbers than at its last allocation. Takes milliseconds."""
+    held = [
+        torch.full((1 << power,), 0x5B, dtype=torch.uint8, device=device)
+        for power in range(_LARGEST, _SMALLEST - 1, -1)
+        for _ in range(_OF_EACH_SIZE)
+    ]
+    held.clear()

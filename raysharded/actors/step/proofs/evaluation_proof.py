@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 from raysharded.actors.shards.position import RankPosition
-from raysharded.actors.step.first_step_proof import stir_memory
+from raysharded.actors.step.proofs.repeated_pass import stir_memory
 from raysharded.errors import InexactError
 from raysharded.ids import WorkerId
 

@@ -19,11 +19,11 @@ import torch
 
 from raysharded.actors.numerics.bit_digest import combined
 from raysharded.actors.shards.position import RankPosition
-from raysharded.actors.step.audit import not_reproducible
-from raysharded.actors.step.audit_verdict import differing, is_unreproducible, judge_newcomers
 from raysharded.actors.step.forward_backward import Results
 from raysharded.actors.step.gradient import Batches, StepGradient
-from raysharded.actors.step.pass_digests import NOT_FINITE, PARTS, Pass
+from raysharded.actors.step.proofs.audit import not_reproducible
+from raysharded.actors.step.proofs.audit_verdict import differing, is_unreproducible, judge_newcomers
+from raysharded.actors.step.proofs.repeated_pass import NOT_FINITE, PARTS, Pass, stir_memory
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.telemetry.phases import Phases
 from raysharded.errors import CorruptNumbers, InexactError
@@ -34,8 +34,6 @@ _SHIFTS, _FURTHER_SHIFTS = (1,), (0, 2)
 """Shifts of the first and the further passes. With all of them each worker has computed its own microbatch twice, and
 three workers have computed it, if there are as many."""
 _SHIFTS_ALONE = (0, 0)
-_SMALLEST, _LARGEST, _OF_EACH_SIZE = 6, 20, 4
-"""Powers of two, in bytes, of the blocks that are allocated and freed before a microbatch is computed again."""
 
 _JOINER_DIFFERS = (
     "a worker that joins computes other numbers than those that were there: the training function may have state that "
@@ -177,13 +175,3 @@ def _who_computed_twice(times: dict[int, list[tuple[int, int]]]) -> frozenset[in
     return frozenset(
         rank for of_it in times.values() for rank, times_ in Counter(rank for rank, _ in of_it).items() if times_ > 1
     )
-
-
-def stir_memory(device: torch.device) -> None:
-    """Let much of the memory allocated next hold other numbers than at its last allocation. Takes milliseconds."""
-    held = [
-        torch.full((1 << power,), 0x5B, dtype=torch.uint8, device=device)
-        for power in range(_LARGEST, _SMALLEST - 1, -1)
-        for _ in range(_OF_EACH_SIZE)
-    ]
-    held.clear()
