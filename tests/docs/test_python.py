@@ -37,6 +37,7 @@ ELSEWHERE = {
     "README.md": "packaging/test_readme.py",
     "checkpoints.md": "checkpoint/state_dict/test_guide.py",
     "coming-from-hugging-face.md": "adapters/test_coming_from.py",
+    "coming-from-torchtitan.md": "adapters/test_torchtitan.py",
     "exchange.md": "checkpoint/interop/test_docs.py",
     "metrics.md": "metrics/test_docs.py",
     "testing.md": "faults/test_docs.py",

@@ -183,7 +183,7 @@ def test_a_run_on_a_folder_in_trouble_ends_with_equal_bits_and_gives_no_checkpoi
     tmp_path: Path, preloaded: Preloaded
 ) -> None:
     command = [sys.executable, "-m", "tests.faults.on_fake_nfs", str(tmp_path / "disk"), str(tmp_path / "nfs")]
-    environment = preloaded(lose=4, stale=9)
+    environment = preloaded(lose=2, stale=9)
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     well, troubled = json.loads(done.stdout.splitlines()[-1])
