@@ -287,7 +287,9 @@ class Saving(Loop):
             session.save()
 
 
-def test_a_checkpoint_that_was_requested_outlives_a_kill() -> None:
-    found = run(3, Saving(), kills=[(1, 5, "forward")])
+@pytest.mark.parametrize("kill", [(1, 5, "forward"), (1, 4, "snapshot")])
+def test_a_checkpoint_that_was_requested_outlives_a_kill(kill: tuple[int, int, str]) -> None:
+    """In the second case step 4 is done again, and requests it again."""
+    found = run(3, Saving(), kills=[kill])
     assert found.bits == by_task().bits
     assert [fields["step"] for fields in found.of("checkpoint")] == [5, 6]

@@ -31,7 +31,7 @@ class Attempts:
 
     def __init__(self) -> None:
         self._noted: dict[tuple[int, Place], str] = {}
-        self._decisions, self._save_by = Decisions(), 0
+        self._decisions, self._save_asked_in = Decisions(), -1
         self.replaced: Callable[[], str] = str
         """The name of a parameter of the model, or of a layer, that was replaced; empty if none was."""
 
@@ -40,12 +40,15 @@ class Attempts:
         if engine.decisions != self._decisions:
             self._decisions, self._noted = engine.decisions, {}
         self.replaced = ParameterPlaces(engine.steps.parts.sharded.model).replaced
-        if engine.step < self._save_by:  # the request may have been lost with the generation before
+        if engine.step == self._save_asked_in:  # the request may be lost; before that step the loop makes it again
             engine.request_save()
 
-    def request_save(self, engine: Engine) -> None:
-        """Request a checkpoint of the step that is computed, or of the next."""
-        self._save_by = engine.step + 2
+    def request_save(self, engine: Engine, newest: int | None) -> None:
+        """Request a checkpoint of the step that is computed, or of the next.
+
+        `newest`: the loop's newest step; None: it has begun none in this generation.
+        """
+        self._save_asked_in = engine.step if newest is None else newest
         engine.request_save()
 
     def note(self, step: int, place: Place, text: str) -> None:

@@ -264,7 +264,7 @@ class Session(NotFollowed):
 
     def save(self) -> None:
         """Request a checkpoint: of this step if its microbatches are not computed yet, otherwise of the next."""
-        self._attempts.request_save(self._now().engine)
+        self._attempts.request_save(self._now().engine, None if self.step is None else self.step.number)
 
     def stop(self) -> None:
         """Make the present step the run's last one, with the last checkpoint. In the `with`, on every worker."""
