@@ -289,8 +289,8 @@ def _task_of(task: Task | None, train_fn: Callable[[Any], None] | None) -> Task:
         return task
     if task is not None or not callable(train_fn) or isinstance(train_fn, type):
         raise ConfigError(
-            f"ElasticTrainer: task={task!r:.80}, train_fn={train_fn!r:.80}: give a raysharded.Task, or a function that "
-            "is called with the session; one of both."
+            f"ElasticTrainer: task={task!r:.80}, train_fn={train_fn!r:.80}: give exactly one "
+            "of them, a raysharded.Task or a function that is called with the session."
         )
     return TrainFunction(train_fn)
 

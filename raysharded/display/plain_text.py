@@ -23,6 +23,8 @@ _SPACES = re.compile(r"[\t\n]+")
 _USER = re.compile(r'(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+)://([^/?#\s"\\]*)@')
 _NAMELESS = frozenset(("http", "https"))
 """Schemes whose user, without a password, is a token. Elsewhere it is a name: `abfs://container@account`."""
+_WHERE = re.compile(r" \(Raised in [^()]*\)$")
+"""The workers that raised an error, at the end of its message."""
 _SENTENCES = re.compile(r"(?<=[.!?]) (?=[A-Z])")
 """Places between two sentences."""
 _LONG_WORD = re.compile(r"\S{40,}")
@@ -56,6 +58,8 @@ def brief(text: str, limit: int = 160) -> str:
     end.
     """
     line = " ".join(text.split())
+    if len(line) > limit:
+        line = _WHERE.sub("", line)
     if len(line) <= limit:
         return line
     first, *others = _SENTENCES.split(line)

@@ -15,6 +15,8 @@ from raysharded.locations import join_url, local_path, scheme_of
 from raysharded.report.overview import is_run
 
 _NAMES = 5
+_SIMILAR = 0.6
+"""Least similarity of names, by `difflib`: `nope` is no misspelling of `one`."""
 _FOLDERS = 200
 """Folders of the working directory that are searched for runs."""
 
@@ -39,7 +41,7 @@ def near_runs() -> list[str]:
 def like(name: str, runs: Sequence[str]) -> list[str]:
     """The first few of these runs, given by names or paths, of this name; if none has it, of similar names."""
     names = {os.path.basename(run) for run in runs}
-    close = [name] if name in names else difflib.get_close_matches(name, sorted(names), n=_NAMES, cutoff=0.5)
+    close = [name] if name in names else difflib.get_close_matches(name, sorted(names), n=_NAMES, cutoff=_SIMILAR)
     return [run for other in close for run in runs if os.path.basename(run) == other][:_NAMES]
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _LOOK_UP_S = 1.0
 _LINES = 1 << 20
 """More lines than a segment of the journal has: entries are numbered by (segment, line)."""
+_AGAIN = "Start it again with its trainer to resume it."
 _AT_ONCE = 2_000
 ENDED = ("finished", "stopped", "failed")
 """Last entries of a journal whose driver came to its end."""
@@ -118,8 +119,8 @@ class StoredRun(Run):
             if what in ("stop", "remark"):
                 return None
             raise RunFailed(
-                f"Run.{what}: run {self.name!r} is over ({found.state}, step {found.step or 0}). Start it again "
-                "with its trainer to resume it."
+                f"Run.{what}: run {self.name!r} is over ({found.state}, step {found.step or 0}). "
+                f"{'A larger max_steps continues it.' if found.state == 'finished' else _AGAIN}"
             )
         raise ClusterError(
             f"Run.{what}: run {self.name!r} is {found.state} and has no driver on this cluster that takes requests"

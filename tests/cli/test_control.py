@@ -10,6 +10,7 @@ import pytest
 import raysharded
 from raysharded.errors import ClusterError
 from raysharded.ray_backend import cluster
+from raysharded.report.nearby import like
 from tests.cli.test_commands import fail, invoke, succeed
 from tests.report.entries import run_with_a_loss, write_run
 
@@ -60,6 +61,8 @@ def test_without_a_cluster_similar_names_come_next_and_then_any_runs(
     write_run(tmp_path / "old" / "bert", run_with_a_loss())
     assert " Did you mean ./gpt-5x? " in fail("status", "gpt-5m")
     assert " Runs here: ./gpt-5x, old/bert. " in fail("status", "zzzz")
+    assert like("bret", ["./gpt-5x", "old/bert"]) == ["old/bert"]
+    assert like("nope", ["runs/one"]) == []
     with pytest.raises(ClusterError, match=r"^no cluster: .* Did you mean old/bert\?"):
         raysharded.attach("bert")
 
@@ -75,7 +78,7 @@ def test_a_cluster_that_does_not_answer_is_no_cluster(tmp_path: Path, monkeypatc
 
 def test_a_run_that_is_over_is_not_changed_and_may_be_stopped(tmp_path: Path) -> None:
     url = write_run(tmp_path, run_with_a_loss())
-    assert "is over (finished, step 6). Start it again with its trainer to resume it." in fail("rewind", url, "2")
+    assert "is over (finished, step 6). A larger max_steps continues it." in fail("rewind", url, "2")
     assert succeed("stop", url) == f"nothing is stopped: run {tmp_path.name} finished at step 6 of 6\n"
     status = json.loads(succeed("stop", url, "--json"))
     assert (status["phase"], status["state"], status["step"], status["members"]) == (

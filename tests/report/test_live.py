@@ -144,6 +144,8 @@ def test_a_long_message_becomes_one_short_line() -> None:
     assert brief("died:\n  out of\tmemory") == "died: out of memory"
     assert brief("abcd efgh ijkl mnop", limit=16) == "abcd ... mnop"
     assert brief("x" * 160) == "x" * 160
+    raised = "Net.loss in step 1 raised KeyError: 'x' (Raised in worker 0 on a, then in worker 0 on a.)"
+    assert brief(raised, limit=60) == "Net.loss in step 1 raised KeyError: 'x'"
     assert brief("Disk full. Free some space. Then start it again.", limit=40) == "Disk full. Free some space. ..."
     path = "/mnt/storage/" + "runs-of-the-team/" * 8 + "gpt-5m/journal/00000380.jsonl"
     error = f"put_if_absent {path} failed: OSError: [Errno 28] No space left on device. Free some space, then retry."

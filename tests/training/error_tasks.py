@@ -149,6 +149,11 @@ class AllMuon(Regression):
         return torch.optim.Muon(model.parameters())
 
 
+class NothingReturned(Regression):
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:  # type: ignore[return]  # it forgets to
+        torch.optim.AdamW(model.parameters())
+
+
 class Bare:
     """An object of a plain class."""
 

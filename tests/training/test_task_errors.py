@@ -55,6 +55,7 @@ def message_of(task: rs.Task, workers: int = 1, **settings: Any) -> str:
         ),
         (programs.Closure, r"TaskError: LBFGS\.step\(\), tried before the run: it wants a closure .*SGD, Adam, AdamW"),
         (programs.LoneMuon, r"are in no group .*Muon takes matrices alone, .*in exact mode it is refused.*AdamW"),
+        (programs.NothingReturned, r"NothingReturned\.build_optimizer returned None: return a torch\.optim\.Optimizer"),
         (programs.AllMuon, r"AllMuon\.build_optimizer: Muon takes matrices alone"),
         (
             programs.Objects,

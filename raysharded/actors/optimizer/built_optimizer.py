@@ -22,6 +22,8 @@ from raysharded.actors.optimizer.inner_optimizers import OptimizerParts
 from raysharded.actors.optimizer.loaded_state import OptimizerKind
 from raysharded.actors.optimizer.step_hooks import HookCalls
 from raysharded.actors.task_calls.task_errors import naming
+from raysharded.actors.task_calls.task_numbers import kind_of
+from raysharded.errors import TaskError
 from raysharded.task import Task
 
 
@@ -44,7 +46,12 @@ class BuiltOptimizer:
         forms, attributes = ParameterForms(model), attributes_of(model)
         in_modules = forms.ways_from_modules(model)
         with naming(f"{type(task).__name__}.build_optimizer", "build_optimizer"):
-            built = cls(task.build_optimizer(model))
+            made = task.build_optimizer(model)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TaskError(
+                f"{type(task).__name__}.build_optimizer returned {kind_of(made)}: return a torch.optim.Optimizer."
+            )
+        built = cls(made)
         around = [*model.modules(), *built.parts.lists, *(part.state for part in built.parts.all)]
         roots: Mapping[str, object] = {"optimizer": built.optimizer, "task": task}
         ways = [name + path for name, one in roots.items() for path, _ in islice(forms.ways_from(one, around), 1)]

@@ -24,7 +24,8 @@ def with_line(error: E) -> E:
         error.user_traceback = user_traceback(error)
         error.args = (error.args[0], error.user_traceback)
     elif isinstance(error, InexactError) and is_raised_in_torch(error):
-        error.args = (f"{line_of(error)}: {error.args[0]}",)
+        line = line_of(error)
+        error.args = (str(error.args[0]) if line in str(error.args[0]) else f"{line}: {error.args[0]}",)
     return error
 
 

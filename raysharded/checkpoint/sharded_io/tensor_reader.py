@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType, TracebackType
@@ -70,7 +71,11 @@ class OpenCheckpoint:
         """
         info = self.checkpoint.manifest.tensors.get(name)
         if info is None:
-            raise CheckpointError(f"there is no tensor {name!r} among the {len(self.tensors)} of step {self.step}.")
+            close = difflib.get_close_matches(name, list(self.tensors), n=1, cutoff=0.8)
+            meant = f" Did you mean {close[0]!r}?" if close else ""
+            raise CheckpointError(
+                f"there is no tensor {name!r} among the {len(self.tensors)} of step {self.step}.{meant}"
+            )
         cuts = _cuts(name, info.shape, index)
         out = torch.empty([count for _, count, _, _ in cuts], dtype=torch_dtype(info.dtype))
         if out.numel():

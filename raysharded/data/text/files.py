@@ -130,7 +130,8 @@ def find_files(
         if not suffix:
             empty = "the folder has no file, apart from hidden ones"
         what = empty if folder else "no such file, and no file matches it"
-        raise DataError(f"{pattern}: {what}. Check the path, and that this machine can see it.")
+        pack = " `raysharded data pack` makes tokens of texts." if suffix else ""
+        raise DataError(f"{pattern}: {what}. Check the path, and that this machine can see it.{pack}")
     return sorted(File(_name(fs, p), p, fs) for p in paths)
 
 

@@ -133,6 +133,9 @@ def test_an_unknown_tensor_or_index_is_refused(tmp_path: Path) -> None:
     opened = api.open(tmp_path / "c")
     with pytest.raises(CheckpointError, match="no tensor 'v' among the 1"):
         opened.read("v")
+    api.save(tmp_path / "d", {"optim.head.weight": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match=r"among the 1 .*Did you mean 'optim\.head\.weight'\?"):
+        api.open(tmp_path / "d").read("optimizer.head.weight")
     with pytest.raises(CheckpointError, match=r"of shape \[2, 3\] cannot be indexed by"):
         opened.read("w", (0, 0, 0))
 
