@@ -47,7 +47,7 @@ class BuiltOptimizer:
         in_modules = forms.ways_from_modules(model)
         with naming(f"{type(task).__name__}.build_optimizer", "build_optimizer"):
             made = task.build_optimizer(model)
-        if not isinstance(made, torch.optim.Optimizer):
+        if not hasattr(made, "param_groups"):
             raise TaskError(
                 f"{type(task).__name__}.build_optimizer returned {kind_of(made)}: return a torch.optim.Optimizer."
             )
