@@ -161,14 +161,16 @@ def own_microbatches(
     return OwnMicrobatches(source, reader, batch, max_steps=max_steps, prefetch=engine.prefetch)
 
 
-def held_out_loader(data: Any, batch: BatchConfig, *, is_exact: bool) -> MicrobatchLoader:
+def held_out_loader(data: Any, batch: BatchConfig, engine: EngineConfig) -> MicrobatchLoader:
     """The loader of held-out data that are given while a run trains.
 
-    The library's own data, and lists, arrays and tensors, are read ahead in a background thread, others in the calling
-    thread. In exact mode some samples are read twice. Raises InexactError if they differ, and as `DatasetReader`.
+    The library's own data, and lists, arrays and tensors, are read ahead in a background thread (`engine.prefetch`),
+    others in the calling thread. In exact mode some samples are read twice. Raises InexactError if they differ, and as
+    `DatasetReader`.
     """
     if _draws_nothing(data):
-        return MicrobatchLoader(data, batch, prefetch=True)
+        return MicrobatchLoader(data, batch, prefetch=engine.prefetch)
+    is_exact = engine.reduction == "exact"
     reader = DatasetReader(data, draws=Draws(refuses=is_exact, puts_back=True))
     loader = MicrobatchLoader(reader, batch)
     if is_exact:

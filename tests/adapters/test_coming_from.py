@@ -12,7 +12,7 @@ import pytest
 
 import raysharded as rs
 from raysharded.testing import processes
-from tests.docs.blocks import blocks, changed_lines, page, sides
+from tests.docs.blocks import page, programs as read
 from tests.training.harness import SEQUENCE, Tokens
 
 pytestmark = pytest.mark.procs
@@ -41,13 +41,8 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]
     datasets.Dataset.from_dict({"input_ids": rows, "labels": rows}).save_to_disk(tmp_path / "rows")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (theirs,) = blocks(PAGE, "python")
-    (diff,) = blocks(PAGE, "diff")
-    before, after = sides(diff)
-    assert before == theirs
-    added, removed = changed_lines(before, after)
-    assert f"{added} lines are added and {removed} removed" in PAGE.read_text(encoding="utf-8")
-    return short(theirs), short(after)
+    theirs, ours = read(PAGE)
+    return short(theirs), short(ours)
 
 
 def test_their_side_trains(programs: tuple[str, str], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from raysharded.errors import ConfigError
 from raysharded.task import TrainFunction
 from tests.adapters.conftest import server_with
 from tests.adapters.titan_programs import FOLDER, MICROBATCHES, SIZE, Training, config_of, write_assets
-from tests.docs.blocks import blocks, changed_lines, page, sides
+from tests.docs.blocks import page, programs
 from tests.paths import ROOT
 from tests.training.harness import Outcome, train
 
@@ -80,15 +80,9 @@ def test_losses_of_workers_change_no_bit(folder: Path, phase: str) -> None:
 
 
 def test_the_page_coming_from_torchtitan_trains(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = page("coming-from-torchtitan.md")
-    (theirs,) = blocks(shown, "python")
-    (diff,) = blocks(shown, "diff")
-    before, after = sides(diff)
-    assert before == theirs
-    added, removed = changed_lines(before, after)
-    assert f"{added} lines are added and {removed} removed" in shown.read_text(encoding="utf-8")
-    theirs, ours = "from torchtitan.config import", "from tests.adapters.titan_programs import"
-    (tmp_path / "coming_from_torchtitan.py").write_text(after.replace(theirs, ours))
+    _, ours = programs(page("coming-from-torchtitan.md"))
+    stand_in = ours.replace("from torchtitan.config import", "from tests.adapters.titan_programs import")
+    (tmp_path / "coming_from_torchtitan.py").write_text(stand_in)
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.syspath_prepend(str(tmp_path))
     program = importlib.import_module("coming_from_torchtitan")

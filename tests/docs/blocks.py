@@ -53,3 +53,13 @@ def changed_lines(before: str, after: str) -> tuple[int, int]:
     one, two = ([line.strip() for line in text.splitlines() if line.strip()] for text in (before, after))
     changes = [code for code in SequenceMatcher(None, one, two, autojunk=False).get_opcodes() if code[0] != "equal"]
     return sum(end - start for *_, start, end in changes), sum(end - start for _, start, end, *_ in changes)
+
+
+def programs(path: Path) -> tuple[str, str]:
+    """(theirs, ours) of a page that shows a program and its diff, with a sentence that counts the changed lines."""
+    (diff,) = blocks(path, "diff")
+    before, after = sides(diff)
+    assert before in blocks(path, "python")
+    added, removed = changed_lines(before, after)
+    assert f"{added} lines are added and {removed} removed" in path.read_text(encoding="utf-8")
+    return before, after

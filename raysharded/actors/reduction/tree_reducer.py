@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -59,32 +59,22 @@ class ReductionState:
     finish: Finish = finish_plainly
     shift: int = 0
     """Each worker computes the microbatches of the worker this many places further."""
-    _in_loss: bool = False
-    _in_backward: bool = False
+    _computes: Literal["loss", "backward"] | None = None
     first_alone: bool = False
     """True to compute only the first round, without a result: groups may have different numbers of rounds."""
 
     @contextmanager
-    def in_loss(self) -> Iterator[None]:
-        """A context around a task's loss, which may compute gradients of its inputs, but not of parameters."""
-        self._in_loss = True
+    def computing(self, what: Literal["loss", "backward"]) -> Iterator[None]:
+        """A context around a microbatch's loss, which may compute gradients of its inputs alone, or its backward."""
+        self._computes = what
         try:
             yield
         finally:
-            self._in_loss = False
-
-    @contextmanager
-    def in_backward(self) -> Iterator[None]:
-        """A context around a microbatch's backward."""
-        self._in_backward = True
-        try:
-            yield
-        finally:
-            self._in_backward = False
+            self._computes = None
 
     def require_backward(self, name: str) -> None:
         """Raise InexactError for a gradient of a unit that comes from a backward of the user's own."""
-        if not self._in_backward:
+        if self._computes != "backward":
             raise InexactError(
                 f"a gradient of the parameters of {name} came behind the microbatches, where it would be lost. Add up "
                 "all losses of a microbatch, and call backward once; compute what is no loss under torch.no_grad()."
@@ -95,13 +85,13 @@ class ReductionState:
 
         Raises InexactError if the gradient is not zero.
         """
-        if self._in_loss and bool(gradient.any()):
+        if self._computes == "loss" and bool(gradient.any()):
             raise InexactError(
                 f"a gradient of the parameters of {name} came while the loss was computed. raysharded calls backward "
                 "itself, once for each microbatch, when the loss has returned: do not call backward() in it, return "
                 "the sum of everything to train on. torch.autograd.grad is allowed for inputs alone."
             )
-        return self._in_loss
+        return self._computes == "loss"
 
     @property
     def mesh(self) -> Mesh:

@@ -35,7 +35,7 @@ class HeldOut:
         """The loader of these data. Raises InexactError for samples that differ from one read to the next."""
         found = next((loader for known, loader in self._known if known is data), None)
         if found is None:
-            found = held_out_loader(data, self._job.batch, is_exact=self._job.engine.reduction == "exact")
+            found = held_out_loader(data, self._job.batch, self._job.engine)
             self._known.append((data, found))
             if len(self._known) > _MOST_READERS:
                 self._known.pop(0)[1].close()

@@ -164,17 +164,18 @@ class StepWatch:
                 "load_state_dict() or add_param_group(). A run loads the optimizer's state by itself; change the "
                 "numbers of its groups in place, and build all groups ahead of session.shard."
             )
-        self._refuse_replaced_parameters()
+        self._refuse_replaced_parameters(parts.optimizer.assigned.elsewhere())
 
-    def _refuse_replaced_parameters(self) -> None:
-        optimizer, known = self._steps.parts.optimizer, self._steps.parts.sharded.parameters
-        replaced = optimizer.assigned.elsewhere() or self._attempts.replaced()
+    def _refuse_replaced_parameters(self, elsewhere: str = "") -> None:
+        """`elsewhere`: the name of a parameter that is known to have been assigned to."""
+        known = self._steps.parts.sharded.parameters
+        replaced = elsewhere or self._attempts.replaced()
         if replaced:
             raise InexactError(
                 f"step {self._step.number}: {replaced!r}, a parameter of the model or a layer, was replaced, or "
                 "assigned to: the assignment would be lost. Change it in place (param.data.clamp_(), param.copy_())."
             )
-        own = optimizer.written
+        own = self._steps.parts.optimizer.written
         frozen = next((name for name, one in own.items() if one.requires_grad != known[name].requires_grad), "")
         if frozen:
             raise InexactError(

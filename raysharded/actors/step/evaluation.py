@@ -31,12 +31,14 @@ from raysharded.actors.step.proofs.evaluation_proof import EvaluationProof
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.task_calls.task_numbers import half_precision
 from raysharded.data import Loader
+from raysharded.data.access.prefetch import num_ahead
 from raysharded.layout import Mesh
 from raysharded.protocol.job import Job
 
 T = TypeVar("T")
 Share = tuple[int | None, list[Any], range]
 """(microbatch, its samples, their indices); None: the worker only joins the collectives."""
+_NUM_AHEAD = num_ahead(1)
 
 
 def num_microbatches(num_samples: int, microbatch_size: int) -> int:
@@ -59,12 +61,14 @@ class Dealt:
 
     def shares(self) -> Iterator[Share]:
         """Shares of this worker, round by round; every worker has as many rounds. They are read ahead."""
-        self.plan()
-        return (self._share(self._rank, number) for number in range(self._schedule.num_rounds(0)))
+        for number in range(self._schedule.num_rounds(0)):
+            self.plan(number)
+            yield self._share(self._rank, number)
 
-    def plan(self) -> None:
-        """Let this worker's samples be read in the background."""
-        own = (self._ids(self._schedule.microbatch_of(self._rank, n)) for n in range(self._schedule.num_rounds(0)))
+    def plan(self, first: int = 0) -> None:
+        """Let this worker's samples of a round, and of those that follow, be read in the background."""
+        rounds = range(first, min(first + 1 + _NUM_AHEAD, self._schedule.num_rounds(0)))
+        own = [self._ids(self._schedule.microbatch_of(self._rank, number)) for number in rounds]
         self._loader.plan_ranges([(ids.start, ids.stop) for ids in own])
 
     def first_share(self, places: int) -> Share:

@@ -206,7 +206,7 @@ class StepGradient:
             self._outputs.forget()
             with (
                 watching(self.units, "train", step, index),
-                self.rounds.in_loss(),
+                self.rounds.computing("loss"),
                 self._computer.computing("train", step, place),
             ):
                 yield
@@ -226,7 +226,7 @@ class StepGradient:
         if index is not None:
             self._results.add(index, loss)
         is_used = index is not None and loss.total.requires_grad
-        with self._in_phase("backward"), self.rounds.in_backward(), self.use.counting(is_used):
+        with self._in_phase("backward"), self.rounds.computing("backward"), self.use.counting(is_used):
             self._backward(step, index, loss)
 
     def give_up(self, error: BaseException) -> None:

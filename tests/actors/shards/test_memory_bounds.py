@@ -83,7 +83,7 @@ def test_sharded_accumulation_carries_few_sums_of_shard_size(world_size: int, nu
     with fake_mesh(world_size):
         for index in range(rounds.count):
             rounds.index = index
-            with rounds.in_backward():
+            with rounds.computing("backward"):
                 reducer(torch.zeros(chunk), torch.zeros(world_size * chunk), dist.group.WORLD, None)  # type: ignore[arg-type]  # exists
             waiting = reducer._sum.pop_all()
             for node, value in waiting:
