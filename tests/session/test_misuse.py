@@ -336,8 +336,8 @@ TRAINER: dict[str, Any] = {
 }
 HELD_OUT = rs.EvalConfig(data=Tokens(), num_samples=4, every_steps=1)
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: rs.ElasticTrainer(**TRAINER), "give a raysharded.Task, or a function"),
-    (lambda: rs.ElasticTrainer(task=TrainFunction(print), train_fn=print, **TRAINER), "one of both"),
+    (lambda: rs.ElasticTrainer(**TRAINER), "give exactly one of them, a raysharded.Task or a function"),
+    (lambda: rs.ElasticTrainer(task=TrainFunction(print), train_fn=print, **TRAINER), "give exactly one of them"),
     (lambda: rs.ElasticTrainer(train_fn=cast(Any, Mistake), **TRAINER), "a function that is called with the session"),
     (
         lambda: rs.ElasticTrainer(train_fn=print, evaluation=HELD_OUT, **TRAINER),
