@@ -11,10 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.comm import link_check
+from raysharded.actors.comm.abortable_wait import keep_until_ended
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.compilation.compiled_blocks import Compilation
 from raysharded.actors.device.device_errors import require_device
@@ -284,12 +285,13 @@ class Worker:
         """Release the previous generation's groups and parameters, but not its shards in host memory."""
         if self._engine is not None:
             self._reports_before.extend(self._engine.reports)
-        self._engine, aborted = None, self._groups is not None and self._groups.aborted
+        self._engine, aborted, ended = None, self._groups is not None and self._groups.aborted, list[Any]()
         self._objects.release()
         if self._groups is not None:
-            self._groups.close()
+            ended = self._groups.close()
             self._groups = None
         environment.free_memory(self._device, twice=aborted)
+        keep_until_ended(ended)
 
     # -- short calls, from other threads --
     check_links = staticmethod(link_check.check_links)

@@ -7,6 +7,7 @@ an argument, and conditions of a skip that are negated.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -97,6 +98,19 @@ def drawn(root: Path, seed: int, count: int) -> list[Mutant]:
     ]
     in_turns = [mutant for turn in zip_longest(*by_kind) for mutant in turn if mutant is not None]
     return in_turns[:count]
+
+
+def of_module(path: str, root: Path, folders: Sequence[str]) -> list[str]:
+    """Those of the test files in these folders that import a module, or have its name; else those of its package."""
+    package, name = PurePosixPath(path).parent, PurePosixPath(path).stem
+    dotted = ".".join(package.parts)
+    imports = re.compile(rf"^ *(from {dotted}\.{name} import|from {dotted} import .*\b{name}\b)", re.MULTILINE)
+    found = sorted(file for folder in folders for file in (root / folder).rglob("test_*.py"))
+    importing = [
+        file for file in found if file.stem == f"test_{name}" or imports.search(file.read_text(encoding="utf-8"))
+    ]
+    of_package = [file for file in found if file.parent == root.joinpath("tests", *package.parts[1:])]
+    return [str(file.relative_to(root)) for file in importing or of_package]
 
 
 def mutants_of(path: str, source: str) -> list[Mutant]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutation.places import KINDS, MODULES, Mutant, drawn, mutants_of, table
+from tests.mutation.places import KINDS, MODULES, Mutant, drawn, mutants_of, of_module, table
 from tests.paths import ROOT
 
 SOURCE = '''
@@ -60,3 +60,10 @@ def test_the_table_names_what_was_not_found() -> None:
     text = table([(one, "survived"), (one, "hung")])
     assert "all                   2      1   50.0 %" in text
     assert "not found: m.py:3:4 skip: 'a' -> 'not (a)'" in text
+
+
+def test_the_tests_of_a_module_import_it_or_have_its_name() -> None:
+    found = of_module("raysharded/actors/shards/erasure.py", ROOT, ["tests/actors", "tests/data"])
+    assert found == ["tests/actors/shards/test_erasure.py"]
+    of_package = of_module("raysharded/actors/optimizer/kept_state.py", ROOT, ["tests/actors"])
+    assert "tests/actors/optimizer/test_shard_optimizer.py" in of_package, of_package

@@ -25,6 +25,8 @@ _SLICE = datetime.timedelta(milliseconds=50)
 _NOT_YET = "Operation timed out"
 _POLL_S = 0.02
 _LOOK_S = 1.0
+FREEING = "frees gloo's groups"
+"""Name of the thread."""
 GRACE_S = 0.2
 """Seconds after an abort in which gloo may itself report a failed transfer."""
 
@@ -76,12 +78,13 @@ def join_or_leave(transfer: Transfer, is_aborted: Callable[[], bool]) -> None:
             raise CollectiveAborted(f"aborted: {transfer.name}")
 
 
-def keep_until_ended(groups: Iterable[Any], works: Iterable[Any]) -> None:
-    """Free process groups only once their works have ended, however late; never when the process ends first."""
-    held = list(groups), list(works)
+def keep_until_ended(groups: list[Any], works: Iterable[Any] = ()) -> None:
+    """Empty the list of process groups in a thread, once their works have ended; never if the process ends first."""
+    waited = list(works)
 
     def keep() -> None:
-        while not all(work.is_completed() for work in held[1]):
+        while not all(work.is_completed() for work in waited):
             time.sleep(_LOOK_S)
+        groups.clear()
 
-    threading.Thread(target=keep, daemon=True, name="left in gloo").start()
+    threading.Thread(target=keep, daemon=True, name=FREEING).start()

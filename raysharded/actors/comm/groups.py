@@ -96,6 +96,7 @@ class Groups:
         self._gloo_data: Any = None
         self._gloo_tensor: Any = None
         self._gloo_everyone: Any = None
+        self._alone: Any = None
         self._communicators = Communicators()
         self._connected: ConnectedGroup | None = None
         """The default group of torch on GPUs; also the future one, if connected in the background."""
@@ -127,8 +128,7 @@ class Groups:
             if self._use_gpu and (mesh.replicas, mesh.tensor) == (1, 1):
                 group = self._communicators.train
             elif self._use_gpu:
-                name = f"everyone/{mesh.tensor_of(self.rank)}"
-                group = self._communicator(name, rank, size)
+                group = self._communicator(f"everyone/{mesh.tensor_of(self.rank)}", rank, size)
             else:
                 group = self._gloo_everyone
             self._everyone = Replicas(group, size, self._timeout, self._finish_train)
@@ -254,11 +254,10 @@ class Groups:
             self._connected = self._connected_group(where)
             self._connected.make_default()
             return
-        mesh, rank = where.mesh, where.rank
-        replica, shard = mesh.replica_of(rank), mesh.shard_of(rank)
+        replica, shard = where.mesh.replica_of(where.rank), where.mesh.shard_of(where.rank)
         store = PrefixStore(f"train/{replica}", self._store)
         hand_over(self._gloo_train)
-        dist.init_process_group(BACKEND, store=store, rank=shard, world_size=mesh.shards, timeout=self._timeout)
+        dist.init_process_group(BACKEND, store=store, rank=shard, world_size=where.mesh.shards, timeout=self._timeout)
 
     def _communicator(self, name: str, rank: int, size: int) -> Any:
         """One more communicator of the accelerator, connected to all members."""
@@ -309,6 +308,7 @@ class Groups:
             connected = self._communicator(f"alone/{self.rank}", 0, 1)
         else:
             connected = connect_alone(self._timeout)
+        self._alone = connected
         group = self._subgroup("alone", [own], connected)
         return self._noted(DeviceMesh.from_group(group, self._device_type, mesh_dim_names=(name,)))
 
@@ -362,15 +362,18 @@ class Groups:
                 self._client.close()
         self._communicators.abort()
 
-    def close(self) -> None:
-        """End the groups, so that the next generation can form its own."""
+    def close(self) -> list[Any]:
+        """End the groups, so that the next generation can form its own. Returns them, to be freed in another thread:
+        a destructor in gloo waits up to 10 ms for its event loop."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+        ended: list[Any] = [self._state, self._gloo_train, self._gloo_data, self._gloo_tensor, self._gloo_everyone]
+        if not self._use_gpu:
+            ended += [self.replicas, self._everyone, self._alone]
         if self._left:
-            in_gloo = [self._state, self._gloo_train, self._gloo_data, self._gloo_tensor, self._gloo_everyone]
-            keep_until_ended(in_gloo if self._use_gpu else [*in_gloo, self.replicas, self._everyone], self._left)
-            self._left = []
+            keep_until_ended(ended, self._left)
+            ended, self._left = [], []
         if self.aborted or self.world_size > 1:
             with self._lock:
                 sockets.shut_down(self._sockets)
@@ -382,7 +385,7 @@ class Groups:
             with contextlib.suppress(RuntimeError):
                 (forget_default if self._use_gpu else dist.destroy_process_group)()
         self._state = self._store = self._gloo_train = self._gloo_data = self._gloo_tensor = self._gloo_everyone = None
-        self.replicas = self._everyone = self._connected = None
+        self.replicas = self._everyone = self._connected = self._alone = None
         self._communicators.release()  # it stays aborted, for a thread that still connects one
         forget(*self._meshes)
         if self._is_default:  # this is then the thread that trained
@@ -394,3 +397,4 @@ class Groups:
             if self._client is not None:
                 self._client.close()
                 self._client = None
+        return ended

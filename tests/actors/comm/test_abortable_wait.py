@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharded.actors.comm.abortable_wait import join_or_leave
+from raysharded.actors.comm.abortable_wait import FREEING, join_or_leave, keep_until_ended
 from raysharded.actors.comm.fsdp_collectives import AllGather, ReduceScatter, all_to_all
 from raysharded.actors.comm.groups import Groups, Rendezvous
 from raysharded.actors.comm.lasting_threads import begin
@@ -31,6 +31,7 @@ from raysharded.layout import Mesh
 from raysharded.rendezvous.server import RendezvousStore
 from raysharded.testing import Fault
 from tests.forked import PRELOADED
+from tests.ray.leftovers import wait_until
 from tests.training.harness import Gpt, GptTask, train
 
 pytestmark = [
@@ -194,11 +195,22 @@ def test_a_collective_in_the_middle_of_a_message_and_its_group_is_freed_when_glo
     before = time.monotonic()
     groups.close()
     assert time.monotonic() - before < _TIMEOUT_S / 2  # its destructor would have waited
-    (keeper,) = [thread for thread in threading.enumerate() if thread.name == "left in gloo"]
+    (keeper,) = [thread for thread in threading.enumerate() if thread.name == FREEING]
     threads = num_threads()
     keeper.join(2 * _TIMEOUT_S)
     assert work.is_completed()
     assert num_threads() < threads - 1  # without the keeper, and without those of the groups
+
+
+@pytest.mark.parametrize("pair", ["waits"], indirect=True)
+def test_closed_groups_are_freed_in_another_thread(pair: Pair) -> None:
+    ended = pair.groups.close()
+    gc.collect()
+    threads = num_threads()
+    assert not [thread for thread in threading.enumerate() if thread.name == FREEING]
+
+    keep_until_ended(ended)
+    wait_until(lambda: not ended and num_threads() < threads, "the groups' threads have ended")
 
 
 def gathers(groups: Groups) -> None:
