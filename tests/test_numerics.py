@@ -101,3 +101,10 @@ def test_only_a_rule_that_the_program_uses_can_be_lacking(exact: bool, compiles:
     later = numerics.text_of({name: (rule.listed[-1] + 1,) for name, rule in numerics.RULES.items()})
     found = numerics.lacking(later, numerics.listed(), exact=exact, compiles=compiles)
     assert found.keys() == numerics.RULES.keys() - unused
+
+
+def test_differences_of_machines_are_listed_by_name() -> None:
+    found = numerics.changes(
+        {"torch": "2.13", "cpu": "a", "threads": "1"}, {"torch": "2.14", "gpu": "b", "threads": "1"}
+    )
+    assert list(found.items()) == [("cpu", ("a", "None")), ("gpu", ("None", "b")), ("torch", ("2.13", "2.14"))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -9,16 +10,17 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raysharded.actors.shards.store import ShardStore
 from raysharded.driver.driver import Driver
 from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.state import State
-from raysharded.ids import WorkerId
+from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.job import Job
 from raysharded.testing import Fault, FaultPlan
 from tests.cases import tried_each_time
@@ -85,11 +87,16 @@ class Seen(Listening):
         assert self.of("recovery") == []
 
 
-def drive(job: Job, limits: DriverConfig, act: Callable[[Driver, Seen], None]) -> tuple[State, Seen]:
+def drive(
+    job: Job,
+    limits: DriverConfig,
+    act: Callable[[Driver, Seen], None],
+    prepare: Mapping[WorkerId, Callable[[], None]] | None = None,
+) -> tuple[State, Seen]:
     """Run until `act` is done, which is called after two steps, and then to a last checkpoint. That must equal an
-    undisturbed run's, as must the numbers of all steps before it."""
+    undisturbed run's, as must the numbers of all steps before it. `prepare`: called first in a worker's process."""
     seen = Seen()
-    driver = make_driver(job, limits, seen)
+    driver = make_driver(job, limits, seen, prepare=prepare)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(driver.run)
         try:
@@ -255,6 +262,48 @@ def test_a_spare_takes_the_place_of_a_lost_worker_at_once_and_another_spare_is_s
     _, seen = drive(job, make_limits(job, 3, min_workers=1, max_worker_losses=1, spares=1), act)
     assert [len(members) for members in seen.memberships] == [3, 3]
     assert seen.first("recovery")["workers_after"] == 3
+
+
+def note_buffers(folder: str) -> None:
+    """In a worker's process: list the complete buffers when older layouts are dropped, before it and after it."""
+    drop = ShardStore.drop_other_layouts
+
+    def noted(store: ShardStore) -> list[Any]:
+        return [[b.medium, b.step, b.layout, b.data.data_ptr()] for b in store._buffers if b.complete]
+
+    def dropping(store: ShardStore, layout: GenerationId) -> None:
+        before = noted(store)
+        drop(store, layout)
+        with Path(folder, f"buffers{os.getpid()}").open("a") as file:
+            file.write(json.dumps({"layout": layout, "before": before, "after": noted(store)}) + "\n")
+
+    setattr(ShardStore, "drop_other_layouts", dropping)  # noqa: B010 - in this process alone
+
+
+def test_survivors_keep_the_memory_of_their_buffers_when_a_spare_takes_the_lost_place(tmp_path: Path) -> None:
+    job, pids = a_job(tmp_path), dict[int, int]()
+
+    def act(driver: Driver, seen: Seen) -> None:
+        seen.wait(lambda s: len(s.of("worker_ready")) == 4)
+        pids.update({worker: driver.state.facts[worker].pid for worker in driver.state.members})
+        os.kill(pids[driver.state.members[1]], signal.SIGKILL)
+        seen.wait(lambda s: s.of("recovery"))
+
+    prepare = {WorkerId(worker): partial(note_buffers, str(tmp_path)) for worker in range(5)}
+    _, seen = drive(job, make_limits(job, 3, min_workers=1, max_worker_losses=1, spares=1), act, prepare)
+    first, second = (fields["members"] for fields in seen.of("generation"))
+    lost, kept = first[1], dict[int, set[str]]()
+    assert [now for now, before in zip(second, first, strict=True) if now == before] == [first[0], first[2]]
+    for worker in first:
+        if worker != lost:
+            lines = Path(tmp_path, f"buffers{pids[worker]}").read_text().splitlines()
+            (dropped,) = (line for line in map(json.loads, lines) if line["layout"] == 2)
+            places = {(medium, step): place for medium, step, layout, place in dropped["before"] if layout == 1}
+            kept[worker] = {
+                medium for medium, step, _, place in dropped["after"] if places.get((medium, step), 0) == place
+            }
+    assert kept[first[2]] == {"snapshot", "mirror"}, "the mirror is that of the lost worker"
+    assert "snapshot" in kept[first[0]]
 
 
 def test_a_spare_that_is_requested_to_leave_just_leaves(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class Groups:
     """The process groups of one generation. `abort` may be called by any thread, at any time."""
 
     def __init__(self, use_gpu: bool) -> None:
-        self._use_gpu = use_gpu
+        self.use_gpu = use_gpu
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self._left: list[Any] = []
@@ -125,9 +125,9 @@ class Groups:
         mesh = self.mesh
         size, rank = mesh.data.world_size, mesh.data_rank_of(self.rank)
         if self._everyone is None and size > 1:
-            if self._use_gpu and (mesh.replicas, mesh.tensor) == (1, 1):
+            if self.use_gpu and (mesh.replicas, mesh.tensor) == (1, 1):
                 group = self._communicators.train
-            elif self._use_gpu:
+            elif self.use_gpu:
                 group = self._communicator(f"everyone/{mesh.tensor_of(self.rank)}", rank, size)
             else:
                 group = self._gloo_everyone
@@ -203,7 +203,7 @@ class Groups:
                     raise
                 _log.warning("%s: a stranger was in a member's place, and is out: %s", where.prefix, error)
         client.set_timeout(self._timeout)
-        if self._use_gpu:
+        if self.use_gpu:
             made = self._communicators
             made.connect_mesh(where.mesh, where.rank, self._store, self._timeout)
             if made.replicas is not None:
@@ -221,7 +221,7 @@ class Groups:
         links = Links(client, reach, where.secret, name, self._timeout, is_aborted, strictly=strictly)
         try:
             self._state = HostGroup(links.connect("state", where.rank, where.world_size), self._timeout, self.finish)
-            if not self._use_gpu:
+            if not self.use_gpu:
                 self._connect_train_groups(links, where)
         except RuntimeError as failure:
             error = failure
@@ -250,7 +250,7 @@ class Groups:
         if dist.is_initialized():
             raise RuntimeError("the groups of the generation before were not closed")
         self._is_default = True
-        if self._use_gpu:
+        if self.use_gpu:
             self._connected = self._connected_group(where)
             self._connected.make_default()
             return
@@ -266,8 +266,8 @@ class Groups:
 
     def _connected_group(self, where: Rendezvous) -> ConnectedGroup:
         """The shard group as a group of torch's that is not its default one."""
-        device = accelerator().current() if self._use_gpu else torch.device("cpu")
-        backend = self._communicators.train if self._use_gpu else self._gloo_train
+        device = accelerator().current() if self.use_gpu else torch.device("cpu")
+        backend = self._communicators.train if self.use_gpu else self._gloo_train
         shard = where.mesh.shard_of(where.rank)
         return ConnectedGroup(backend, where.prefix, self._store, shard, where.mesh.shards, device)
 
@@ -276,7 +276,7 @@ class Groups:
             self._sockets.extend(found)
             if self.aborted:
                 sockets.shut_down(found)
-            elif self._use_gpu and found:
+            elif self.use_gpu and found:
                 self._watch = HangupWatch(found, self.abort, self._prefix)
 
     def axes(self) -> DeviceMeshes:
@@ -304,7 +304,7 @@ class Groups:
     def _mesh_of_one(self) -> DeviceMesh:
         """A mesh of this worker alone."""
         own, name = dist.get_rank(), f"alone in {self._prefix}"
-        if self._use_gpu:
+        if self.use_gpu:
             connected = self._communicator(f"alone/{self.rank}", 0, 1)
         else:
             connected = connect_alone(self._timeout)
@@ -319,7 +319,7 @@ class Groups:
 
     def _subgroup(self, name: str, ranks: list[int], connected: Any) -> dist.ProcessGroup:
         """A group of these ranks of torch's default group, with this rank, around the connected group."""
-        if self._use_gpu:
+        if self.use_gpu:
             rank, device = ranks.index(dist.get_rank()), accelerator().current()
             made = ConnectedGroup(connected, f"{self._prefix}/{name}", self._store, rank, len(ranks), device)
             made.make_known({member: place for place, member in enumerate(ranks)})
@@ -331,7 +331,7 @@ class Groups:
 
     @property
     def _device_type(self) -> str:
-        return accelerator().device_type if self._use_gpu else "cpu"
+        return accelerator().device_type if self.use_gpu else "cpu"
 
     @waits_for_peers
     def finish(self, work: Any) -> None:
@@ -347,7 +347,7 @@ class Groups:
 
     @property
     def _finish_train(self) -> Finish:
-        return finish_plainly if self._use_gpu else self.finish
+        return finish_plainly if self.use_gpu else self.finish
 
     def beside(self, do: Callable[[], T], name: str) -> T:
         """The result of `do`, which sends and receives by itself; raises its error, or CollectiveAborted on abort."""
@@ -369,7 +369,7 @@ class Groups:
             self._watch.close()
             self._watch = None
         ended: list[Any] = [self._state, self._gloo_train, self._gloo_data, self._gloo_tensor, self._gloo_everyone]
-        if not self._use_gpu:
+        if not self.use_gpu:
             ended += [self.replicas, self._everyone, self._alone]
         if self._left:
             keep_until_ended(ended, self._left)
@@ -383,7 +383,7 @@ class Groups:
             self._connected.forget()
         if self._is_default and dist.is_initialized():
             with contextlib.suppress(RuntimeError):
-                (forget_default if self._use_gpu else dist.destroy_process_group)()
+                (forget_default if self.use_gpu else dist.destroy_process_group)()
         self._state = self._store = self._gloo_train = self._gloo_data = self._gloo_tensor = self._gloo_everyone = None
         self.replicas = self._everyone = self._connected = self._alone = None
         self._communicators.release()  # it stays aborted, for a thread that still connects one

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from raysharded.actors.comm.fsdp_collectives import Finish
-from raysharded.actors.device.device_waits import waits_for_peers
+from raysharded.actors.device.accelerator import accelerator
+from raysharded.actors.device.device_waits import on_device, wait_for, waits_for_peers
 
 
 class HostGroup:
@@ -59,6 +60,10 @@ class HostGroup:
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
         self._finish(self.group.broadcast([data], options))
 
+    def room(self, size_bytes: int) -> torch.Tensor:
+        """Host memory for `exchange`, uint8 [size_bytes], not initialized."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
     def exchange(self, received: torch.Tensor, send: torch.Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
         """All-to-all of uint8 host tensors; sizes by member."""
         options = dist.AllToAllOptions()
@@ -93,3 +98,28 @@ class Replicas:
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         options.timeout = self._timeout
         self._finish(self._group.allreduce([values], options))
+
+
+class DeviceExchange(HostGroup):
+    """A host group whose `exchange` goes through the accelerators: host, device, the peer's device, its host.
+
+    Links between devices carry more than gloo does (docs/gpus.md). It takes as much memory on the device as it is given
+    on the host.
+    """
+
+    def __init__(self, host: HostGroup, everyone: Replicas) -> None:
+        """`everyone`: the same members, by the accelerator's communicator."""
+        super().__init__(host.group, host._timeout, host._finish)
+        self._everyone = everyone
+
+    def room(self, size_bytes: int) -> torch.Tensor:
+        """Page-locked host memory."""
+        return accelerator().pinned(size_bytes)
+
+    def exchange(self, received: torch.Tensor, send: torch.Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
+        """As of any host group. Raises CollectiveAborted on abort."""
+        device = accelerator().current()
+        there = torch.empty_like(received, device=device)
+        self._everyone.all_to_all(there, on_device(send, device), out_sizes, in_sizes)
+        received.copy_(there, non_blocking=True)
+        wait_for(accelerator().record(accelerator().current_stream(device)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raysharded import numerics
@@ -86,10 +87,19 @@ class RankPosition:
     def has_mirror(self) -> bool:
         return self.mirrors and not self.has_parity and has_mirrors(self.mesh)
 
-    def begin(self, store: ShardStore, state: StateSpec) -> dict[int, ShardBuffer]:
-        """The buffers to fill, by the plan's `dst_kind`."""
-        targets = {SNAPSHOT_BUFFER: self.begin_own(store, state)}
-        if self.has_mirror:
+    def begin(
+        self, store: ShardStore, state: StateSpec, kept: Mapping[int, ShardBuffer] | None = None
+    ) -> dict[int, ShardBuffer]:
+        """The buffers of the generation's source, by the plan's `dst_kind`.
+
+        `kept`: buffers of an older layout that have the bytes already; the others are to be filled.
+        """
+        generation = self.spec.generation
+        media: dict[int, HostMedium] = {SNAPSHOT_BUFFER: "snapshot", MIRROR_BUFFER: "mirror"}
+        targets = {kind: store.share(old, generation, media[kind], state) for kind, old in (kept or {}).items()}
+        if SNAPSHOT_BUFFER not in targets:
+            targets[SNAPSHOT_BUFFER] = self.begin_own(store, state)
+        if self.has_mirror and MIRROR_BUFFER not in targets:
             targets[MIRROR_BUFFER] = self.begin_mirror(store, self.spec.source.step, state)
         return targets
 

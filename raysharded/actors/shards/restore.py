@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 
 from raysharded.actors.comm.groups import Groups
-from raysharded.actors.comm.host_group import HostGroup
+from raysharded.actors.comm.host_group import DeviceExchange, HostGroup
 from raysharded.actors.model.drawn_constants import drawn_first, refuse_drawn
 from raysharded.actors.model.init_weights import FirstBuild, first_build
 from raysharded.actors.model.inventory import Item, first_value
@@ -28,7 +28,7 @@ from raysharded.actors.shards.mirror import SnapshotReplicator
 from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.rebuild import rebuild
 from raysharded.actors.shards.store import ShardBuffer, ShardStore
-from raysharded.actors.shards.transfer import broadcast, exchange, pass_on
+from raysharded.actors.shards.transfer import broadcast, exchange, kept_buffers, pass_on
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.checkpoint import Checkpoint, Storage, open_checkpoint, open_storage
 from raysharded.errors import CheckpointError
@@ -81,17 +81,22 @@ def restore(
             live.carry(_constants_in(state))
             agree(())
             received = rebuild(rebuilds, step, state, store, members, place.worker, groups)
-            targets = place.begin(store, state)
-            plan = make_plan(
-                state,
-                copies,
-                Target.of(members, place.mesh, mirrors=place.has_mirror),
-                worker=place.worker,
-            )
+            target = Target.of(members, place.mesh, mirrors=place.has_mirror)
+            plan = make_plan(state, copies, target, worker=place.worker)
             if isinstance(plan, Missing):
                 raise CheckpointError(f"step {step} cannot be put together from memory: {plan}")
+            kept = kept_buffers(plan, copies, target, store, step, place.worker)
+            targets = place.begin(store, state, kept)
             received += exchange(
-                plan, copies, store, step, targets, place.spec.members, place.worker, groups.state, probe
+                plan,
+                copies,
+                store,
+                step,
+                {kind: buffer for kind, buffer in targets.items() if kind not in kept},
+                members,
+                place.worker,
+                _in_bulk(groups),
+                probe,
             )
             read = 0
         case FromCheckpoint(prefix=prefix, digest=digest, url=url):
@@ -136,6 +141,13 @@ def restore(
         added=frozenset(missing),
         given=given,
     )
+
+
+def _in_bulk(groups: Groups) -> HostGroup:
+    """The fastest way between all workers' host memory."""
+    all_are_one_group = (groups.mesh.replicas, groups.mesh.tensor) == (1, 1)
+    everyone = groups.everyone if groups.use_gpu and all_are_one_group else None
+    return groups.state if everyone is None else DeviceExchange(groups.state, everyone)
 
 
 def spec_of(

@@ -2,13 +2,14 @@
 
 Buffers are allocated once per layout and reused: of each medium one holds the last committed step while another takes
 the newer one. A buffer that is being read, usually by a checkpoint, is not overwritten: one more is allocated, and
-kept. Buffers of an older layout stay until the new layout is held twice.
+kept. Buffers of an older layout stay until the new layout is held twice. A buffer whose bytes are the same in the new
+layout belongs to both until then, and to the new one later: its memory stays where it is.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -21,6 +22,20 @@ from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, Parity, Piece, ShardMap, StateSpec, parity_of, shard_map
 
 HostMedium = Literal["snapshot", "mirror", "parity"]
+
+
+class _Readers:
+    """The number of background readers of some memory. Any thread."""
+
+    def __init__(self) -> None:
+        self._number, self._lock = 0, threading.Lock()
+
+    def add(self, change: int) -> None:
+        with self._lock:
+            self._number += change
+
+    def __bool__(self) -> bool:
+        return self._number > 0
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +61,8 @@ class ShardBuffer:
     complete: bool = False
     _filling: PendingCopy | None = field(default=None, repr=False)
     _tensors: tuple[tuple[torch.Tensor, Piece], ...] | None = field(default=None, repr=False)
-    _readers: int = 0
-    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _readers: _Readers = field(default_factory=_Readers, repr=False)
+    """Those of its memory, which another layout's buffer may share."""
 
     @property
     def tensors(self) -> tuple[tuple[torch.Tensor, Piece], ...]:
@@ -74,17 +89,15 @@ class ShardBuffer:
     @property
     def is_read(self) -> bool:
         """True if a background reader needs its bytes and its step unchanged."""
-        return self._readers > 0
+        return bool(self._readers)
 
     def hold(self) -> None:
         """Keep its bytes and its step unchanged until `release`. Called by the thread that fills buffers."""
-        with self._counting:
-            self._readers += 1
+        self._readers.add(1)
 
     def release(self) -> None:
         """End one `hold`. Any thread."""
-        with self._counting:
-            self._readers -= 1
+        self._readers.add(-1)
 
 
 class ShardStore:
@@ -134,6 +147,16 @@ class ShardStore:
         buffer.registered = self._registered.get(step, "")
         self._buffers.append(buffer)
         return buffer
+
+    def share(self, buffer: ShardBuffer, layout: GenerationId, medium: HostMedium, spec: StateSpec) -> ShardBuffer:
+        """A buffer of a newer layout with the memory, step and rank of an older one's; set `complete` afterwards.
+
+        `spec`: equal to the buffer's. Neither may be written before the older layout is dropped.
+        """
+        shared = replace(buffer, layout=layout, medium=medium, spec=spec, complete=False)
+        shared.registered = self._registered.get(buffer.step, "")
+        self._buffers.append(shared)
+        return shared
 
     def expect(self, size_bytes: int) -> None:
         """Announce the size of this worker's shard once the optimizer has state, before the first buffer."""
@@ -192,8 +215,17 @@ class ShardStore:
         return max(own, key=lambda b: (b.layout, b.step), default=None)
 
     def drop_other_layouts(self, layout: GenerationId) -> None:
-        """Free the buffers of all other layouts."""
-        self._buffers = [buffer for buffer in self._buffers if buffer.layout == layout]
+        """Free the buffers of all other layouts; beside a shared one, its medium's next buffer is taken from them."""
+        kept = [buffer for buffer in self._buffers if buffer.layout == layout]
+        for shared in list(kept):
+            others = [b for b in self._buffers if b.layout != layout and _is_alike(b, shared)]
+            if any(b.data is shared.data for b in others):
+                used = {id(buffer.data) for buffer in kept}
+                spare = next((b for b in others if id(b.data) not in used), None)
+                if spare is not None:
+                    spare.layout, spare.spec, spare.complete, spare._filling = layout, shared.spec, False, None
+                    kept.append(spare)
+        self._buffers = kept
 
     def drop_incomplete(self) -> list[ShardBuffer]:
         """Forget the buffers that were not complete when a generation failed; returns them."""
@@ -230,7 +262,7 @@ class ShardStore:
     @property
     def size_bytes(self) -> int:
         """Bytes of host memory in use."""
-        return sum(buffer.data.numel() for buffer in self._buffers)
+        return sum({id(buffer.data): buffer.data.numel() for buffer in self._buffers}.values())
 
 
 def redundant_copies(engine: EngineConfig) -> float:
@@ -250,6 +282,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def _view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
     return buffer[piece.place].view(torch_dtype(piece.tensor.dtype)).view(piece.sizes)
+
+
+def _is_alike(one: ShardBuffer, other: ShardBuffer) -> bool:
+    """Whether one buffer could take the other's next step."""
+    first, second = ((b.medium, b.world_size, b.rank, b.degree, b.parity, b.data.numel()) for b in (one, other))
+    return first == second and one.spec == other.spec
 
 
 def _replaceable(same: list[ShardBuffer]) -> ShardBuffer | None:

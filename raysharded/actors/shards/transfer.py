@@ -18,7 +18,7 @@ from raysharded.actors.comm.groups import Groups
 from raysharded.actors.comm.host_group import HostGroup
 from raysharded.actors.shards.store import ShardBuffer, ShardStore
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Copy, Plan
+from raysharded.layout import MIRROR_BUFFER, Copy, Plan, Target, mirror_of
 
 WAVE_BYTES = 256 << 20
 """Most bytes that a worker sends at once, and that it receives at once. The exchange needs twice this memory, in
@@ -63,6 +63,27 @@ class _Stream:
             yield []
 
 
+def kept_buffers(
+    plan: Plan, copies: Sequence[Copy], target: Target, store: ShardStore, step: int, worker: WorkerId
+) -> dict[int, ShardBuffer]:
+    """This worker's buffers that have the place of one of the new layout's, by the plan's `dst_kind`: all bytes of
+    such a buffer are where they shall be.
+
+    Most survivors have them if a replacement takes the place of a lost worker.
+    """
+    mesh = target.mesh
+    rank = mesh.shard_of(target.workers.index(worker))
+    found: dict[int, ShardBuffer] = {}
+    for kind in np.unique(plan.dst_kind[plan.dst_worker == worker]).tolist():
+        content = mirror_of(rank, mesh.shards, mesh.apart) if kind == MIRROR_BUFFER else rank
+        is_here = (plan.src_worker[(plan.dst_worker == worker) & (plan.dst_kind == kind)] == worker).all()
+        for copy in copies if is_here else ():
+            is_alike = copy.medium != "storage" and (copy.world_size, copy.tensor) == (mesh.shards, mesh.tensor)
+            if is_alike and copy.holders[content] == worker:
+                found[kind] = store.find(step, GenerationId(copy.layout_id), copy.medium, content)
+    return found
+
+
 def exchange(
     plan: Plan,
     copies: Sequence[Copy],
@@ -76,7 +97,8 @@ def exchange(
 ) -> int:
     """Carry out this worker's rows of a plan; returns the bytes received from others.
 
-    `targets` maps a plan's `dst_kind` to the buffer to fill. Every member must call it with the same plan.
+    `targets` maps a plan's `dst_kind` to the buffer to fill; rows of others, which this worker keeps, are left out.
+    Every member must call it with the same plan.
     """
     sources = {
         index: store.find(step, GenerationId(copy.layout_id), copy.medium, copy.holders.index(worker)).data.numpy()
@@ -86,7 +108,7 @@ def exchange(
     into = {kind: buffer.data.numpy() for kind, buffer in targets.items()}
     local = plan.local(worker)
     copies_here = []
-    for i in range(len(local)):
+    for i in np.flatnonzero(np.isin(local.dst_kind, list(into))).tolist():
         source, target = sources[int(local.copy[i])], into[int(local.dst_kind[i])]
         a, b, n = int(local.src_offset[i]), int(local.dst_offset[i]), int(local.nbytes[i])
         copies_here.append((target[b : b + n], source[a : a + n]))
@@ -142,7 +164,7 @@ def broadcast(places: Sequence[NDArray[np.uint8]], group: HostGroup) -> int:
         parts = next(waves)
         data = buffer[: sum(map(len, parts))]
         if group.rank == 0:
-            np.concatenate(parts, out=data.numpy())
+            _gather(data, parts)
         group.broadcast(data)
         if group.rank != 0:
             _scatter(data, parts)
@@ -181,8 +203,7 @@ def _exchange_streams(outgoing: Sequence[_Stream], incoming: Sequence[_Stream], 
     in_waves = [stream.waves(wave_bytes) for stream in incoming]
     # No later wave is larger than the first: a stream that has ended stays empty.
     send, received = (
-        torch.empty(sum(min(stream.size, wave_bytes) for stream in streams), dtype=torch.uint8)
-        for streams in (outgoing, incoming)
+        group.room(sum(min(stream.size, wave_bytes) for stream in streams)) for streams in (outgoing, incoming)
     )
     for _ in range(num_waves):
         send_parts = [next(waves) for waves in out_waves]
@@ -190,15 +211,26 @@ def _exchange_streams(outgoing: Sequence[_Stream], incoming: Sequence[_Stream], 
         sent_sizes = [sum(map(len, parts)) for parts in send_parts]
         received_sizes = [sum(map(len, parts)) for parts in receive_parts]
         sent_now, received_now = send[: sum(sent_sizes)], received[: sum(received_sizes)]
-        if len(sent_now):
-            np.concatenate([part for parts in send_parts for part in parts], out=sent_now.numpy())
+        _gather(sent_now, [part for parts in send_parts for part in parts])
         group.exchange(received_now, sent_now, received_sizes, sent_sizes)
         _scatter(received_now, [part for parts in receive_parts for part in parts])
 
 
+def _gather(data: torch.Tensor, places: Sequence[NDArray[np.uint8]]) -> None:
+    """Copy the bytes of the places, in order, to `data`."""
+    copy_bytes([(there, place) for there, place in _parts(data, places)], torch.get_num_threads())
+
+
 def _scatter(data: torch.Tensor, places: Sequence[NDArray[np.uint8]]) -> None:
     """Copy the bytes to the places in order."""
+    copy_bytes([(place, there) for there, place in _parts(data, places)], torch.get_num_threads())
+
+
+def _parts(
+    data: torch.Tensor, places: Sequence[NDArray[np.uint8]]
+) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+    """Each place with the bytes of `data` that belong to it."""
     position, flat = 0, data.numpy()
     for place in places:
-        place[:] = flat[position : position + len(place)]
+        yield flat[position : position + len(place)], place
         position += len(place)

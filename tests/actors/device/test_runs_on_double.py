@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import raysharded as rs
+from raysharded.actors.comm.host_group import HostGroup
 from raysharded.actors.device import accelerator
 from tests.actors.device.communicator_double import DoubleAccelerator
 from tests.cases import tried_each_time
@@ -46,6 +47,23 @@ def test_a_worker_that_dies_changes_no_bit(how: dict[str, Any]) -> None:
     disturbed = train(workers, use_gpu=True, prepare=on_double, kills=[(1, 3, "backward")], **how, **SETTINGS)
     assert disturbed.bits == on_cpu().bits
     assert len(disturbed.of("worker_lost")) == 1
+
+
+def on_double_without_exchanges_of_hosts() -> None:
+    """As `on_double`; an exchange over gloo is an error."""
+    on_double()
+
+    def fails(*_: Any) -> None:
+        raise AssertionError("an exchange between hosts")
+
+    setattr(HostGroup, "exchange", fails)  # noqa: B010 - in this process alone
+
+
+def test_state_moves_between_devices_where_one_communicator_has_all_workers() -> None:
+    kills = [(1, 3, "backward")]
+    disturbed = train(3, use_gpu=True, prepare=on_double_without_exchanges_of_hosts, kills=kills, **SETTINGS)
+    assert disturbed.bits == on_cpu().bits
+    assert [fields["source"] for fields in disturbed.of("generation")[1:]][:1] == ["memory"]
 
 
 class Breaking(DoubleAccelerator):

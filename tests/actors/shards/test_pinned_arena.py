@@ -100,6 +100,16 @@ class Holder:
         self.fill(workers, "snapshot")
         self.fill(workers, "mirror")
 
+    def form_again(self) -> None:
+        """As many workers, with the same ranks."""
+        layout, self.layout = self.layout, self.layout + 1
+        for medium in ("snapshot", "mirror"):
+            held = self.store.find(self.step, GenerationId(layout), medium)
+            self.store.share(held, GenerationId(self.layout), held.medium, held.spec).complete = True
+
+    def places(self) -> set[int]:
+        return {buffer.data.data_ptr() for buffer in self.store._buffers}
+
     def train(self, workers: int, steps: int = 3) -> None:
         self.store.drop_other_layouts(GenerationId(self.layout))
         for _ in range(steps):
@@ -146,6 +156,42 @@ def test_no_memory_is_allocated_in_200_layouts_after_the_first_two() -> None:
     assert set(sizes[4:]) == {sizes[-1]}
     assert sizes[-1] <= 1.15 * (4 * shard(8) + 2 * shard(7)), "what docs/memory.md has for the peak of a reshard"
     assert sizes[-1] <= 1.15 * holder.most_used
+
+
+@pytest.mark.usefixtures("device")
+def test_buffers_stay_where_they_are_while_a_worker_keeps_its_place() -> None:
+    holder = Holder()
+    holder.form(8)
+    holder.train(8)
+    places, size = holder.places(), holder.store.size_bytes
+    for _ in range(20):
+        holder.form_again()
+        assert holder.store.size_bytes == size, "memory that two layouts share counts once"
+        if holder.layout % 3 == 0:
+            holder.form_again()  # a loss in the middle
+        holder.train(8, steps=holder.layout % 4)
+        assert holder.places() == places
+
+
+@pytest.mark.usefixtures("device")
+def test_memory_that_is_read_is_not_overwritten_under_another_layout() -> None:
+    holder = Holder()
+    holder.form(8)
+    holder.train(8)
+    read = holder.store.find(holder.step, GenerationId(holder.layout), "snapshot")
+    read.hold()
+    holder.form_again()
+    holder.train(8, steps=0)
+    for _ in range(3):
+        holder.train(8, steps=1)
+        newest = holder.store.find(holder.step, GenerationId(holder.layout), "snapshot")
+        assert newest.data.data_ptr() != read.data.data_ptr()
+    read.release()
+    holder.train(8, steps=2)
+    assert read.data.data_ptr() in {
+        holder.store.find(step, GenerationId(holder.layout), "snapshot").data.data_ptr()
+        for step in (holder.step - 1, holder.step)
+    }
 
 
 @pytest.mark.usefixtures("device")

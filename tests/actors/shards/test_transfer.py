@@ -103,8 +103,11 @@ def filled(store: ShardStore, layout: GenerationId, medium: HostMedium, world_si
     return buffer
 
 
-def reshard(members: Sequence[WorkerId], copies: Sequence[Copy], group: Counted) -> tuple[Counted, int, int]:
-    """One worker's part of a change of layout: (its group, bytes planned to come from others, those that came)."""
+def reshard(
+    members: Sequence[WorkerId], copies: Sequence[Copy], group: Counted
+) -> tuple[Counted, int, int, frozenset[int]]:
+    """One worker's part of a change of layout: (its group, bytes planned to come from others, those that came, the
+    kinds of buffers that it keeps)."""
     worker, store = members[group.rank], ShardStore()
     for copy in copies:
         for rank in (rank for rank, holder in enumerate(copy.holders) if holder == worker):
@@ -114,16 +117,21 @@ def reshard(members: Sequence[WorkerId], copies: Sequence[Copy], group: Counted)
     assert isinstance(plan, Plan)
     size = len(members)
     wanted = {SNAPSHOT_BUFFER: group.rank} | ({MIRROR_BUFFER: mirror_of(group.rank, size)} if size > 1 else {})
+    kept = transfer.kept_buffers(plan, copies, target, store, STEP, worker)
     targets = {
-        kind: store.begin(STEP, NEW, "mirror" if kind else "snapshot", size, rank, SPEC)
+        kind: store.share(kept[kind], NEW, "mirror" if kind else "snapshot", SPEC)
+        if kind in kept
+        else store.begin(STEP, NEW, "mirror" if kind else "snapshot", size, rank, SPEC)
         for kind, rank in wanted.items()
     }
-    came = transfer.exchange(plan, copies, store, STEP, targets, members, worker, group, lambda _: None)
+    filled_by_plan = {kind: buffer for kind, buffer in targets.items() if kind not in kept}
+    came = transfer.exchange(plan, copies, store, STEP, filled_by_plan, members, worker, group, lambda _: None)
     for kind, rank in wanted.items():
         expected, found = filled(ShardStore(), NEW, "snapshot", size, rank), targets[kind]
         for piece in expected.pieces.pieces(SPEC):
             assert found.data[piece.place].equal(expected.data[piece.place])
-    return group, plan.receives(worker).total_bytes, came
+        assert (found.rank, found.world_size, found.layout) == (rank, size, NEW)
+    return group, plan.receives(worker).total_bytes, came, frozenset(kept)
 
 
 @settings(max_examples=20, deadline=None)
@@ -138,12 +146,27 @@ def test_every_buffer_is_filled_in_bounded_memory_and_nobody_waits_for_ever(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "WAVE_BYTES", wave_bytes)
         done = in_threads(len(members), lambda group: reshard(members, copies, group))
-    for group, planned, came in done:
+    for group, planned, came, _ in done:
         assert came == planned == sum(received for _, received in group.waves)
         bound = max(wave_bytes, len(members) - 1)  # of each pair of workers a byte at least
         assert all(max(wave) <= bound for wave in group.waves)
         assert group.memory_bytes <= 2 * bound
     assert len({len(group.waves) for group, *_ in done}) == 1
+
+
+@pytest.mark.parametrize(
+    ("members", "kept"),
+    [
+        ((0, 10, 2, 3), [{0, 1}, set(), {0, 1}, {0, 1}]),
+        ((0, 2, 10, 3), [{0, 1}, {0}, set(), {0, 1}]),
+        ((0, 2, 3), [set(), set(), set()]),
+    ],
+)
+def test_what_is_at_its_place_is_kept(members: tuple[int, ...], kept: list[set[int]]) -> None:
+    """Worker 1 of four is lost: a replacement takes its place, another worker does, or there are three from now on."""
+    copies = tuple(replace(copy, layout_id=OLD) for copy in memory_copies(ids(0, 1, 2, 3), [1]))
+    done = in_threads(len(members), lambda group: reshard(ids(*members), copies, group))
+    assert [set(found) for *_, found in done] == kept
 
 
 def test_few_peers_need_few_waves() -> None:
@@ -153,7 +176,7 @@ def test_few_peers_need_few_waves() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "WAVE_BYTES", 1 << 10)
         done = in_threads(6, lambda group: reshard(members, copies, group))
-    most = max(planned for _, planned, _ in done)
+    most = max(planned for _, planned, *_ in done)
     assert most > 512
     for group, *_ in done:
         assert len(group.waves) <= 3 * most // 1024 + 1  # of three peers at most: of each a third of a wave
