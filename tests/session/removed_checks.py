@@ -1,7 +1,7 @@
 """Take out the checks of a user's loop one at a time, and look whether a test misses each.
 
-`python -m tests.session.removed_checks FOLDER`: tries every `raise` of `MODULES` in a work tree of the current commit,
-with `pass` in its place. Results are kept in FOLDER, and not repeated.
+`python -m tests.session.removed_checks FOLDER`: tries every `raise` of `MODULES` and `FUNCTIONS` in a work tree of the
+current commit, with `pass` in its place. Results are kept in FOLDER, and not repeated.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ MODULES = tuple(
         "step/proofs/evaluation_proof",
     )
 )
+FUNCTIONS = {
+    "raysharded/actors/reduction/tree_reducer.py": "require_backward",
+    "raysharded/actors/step/step.py": "meet_alike",
+}
+"""Functions with checks of loops, in modules with others."""
 TESTS = (
     "tests/session/test_lost_changes.py",
     "tests/session/test_misuse.py",
@@ -52,8 +57,12 @@ LIMIT_S = 600.0
 def checks(module: str) -> Iterator[tuple[int, str]]:
     """(line of a `raise`, the module's source without it); a bare `raise`, which passes an error on, is none."""
     source = (ROOT / module).read_text(encoding="utf-8")
-    lines = source.splitlines(keepends=True)
-    for node in ast.walk(ast.parse(source)):
+    lines, tree = source.splitlines(keepends=True), ast.parse(source)
+    of_loops = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == FUNCTIONS.get(module)
+    ]
+    assert of_loops or module not in FUNCTIONS, f"{module} has no {FUNCTIONS[module]}"
+    for node in (node for part in of_loops or [tree] for node in ast.walk(part)):
         if isinstance(node, ast.Raise) and node.exc is not None and node.end_lineno is not None:
             indent = " " * node.col_offset
             yield node.lineno, "".join([*lines[: node.lineno - 1], f"{indent}pass\n", *lines[node.end_lineno :]])
@@ -98,7 +107,7 @@ def main() -> None:
         subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "--detach", str(tree), "HEAD"], check=True)
     rows = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()] if kept.exists() else []
     known = {(row["module"], row["line"]) for row in rows}
-    for module in MODULES:
+    for module in (*MODULES, *FUNCTIONS):
         path = tree / module
         source = path.read_text(encoding="utf-8")
         for line, without in checks(module):
