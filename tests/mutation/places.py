@@ -101,11 +101,13 @@ def drawn(root: Path, seed: int, count: int) -> list[Mutant]:
 
 
 def of_module(path: str, root: Path, folders: Sequence[str]) -> list[str]:
-    """Those of the test files in these folders that import a module, or have its name; else those of its package."""
+    """Those of these test files, and of those in these folders, that import a module or have its name; else those of
+    its package."""
     package, name = PurePosixPath(path).parent, PurePosixPath(path).stem
     dotted = ".".join(package.parts)
     imports = re.compile(rf"^ *(from {dotted}\.{name} import|from {dotted} import .*\b{name}\b)", re.MULTILINE)
-    found = sorted(file for folder in folders for file in (root / folder).rglob("test_*.py"))
+    files = {path for path in map(root.joinpath, folders) if path.is_file()}
+    found = sorted(files.union(*((root / folder).rglob("test_*.py") for folder in folders)))
     importing = [
         file for file in found if file.stem == f"test_{name}" or imports.search(file.read_text(encoding="utf-8"))
     ]

@@ -65,5 +65,8 @@ def test_the_table_names_what_was_not_found() -> None:
 def test_the_tests_of_a_module_import_it_or_have_its_name() -> None:
     found = of_module("raysharded/actors/shards/erasure.py", ROOT, ["tests/actors", "tests/data"])
     assert found == ["tests/actors/shards/test_erasure.py"]
+    assert "tests/test_numerics.py" in of_module(
+        "raysharded/numerics.py", ROOT, ["tests/test_numerics.py", "tests/data"]
+    )
     of_package = of_module("raysharded/actors/optimizer/kept_state.py", ROOT, ["tests/actors"])
     assert "tests/actors/optimizer/test_shard_optimizer.py" in of_package, of_package

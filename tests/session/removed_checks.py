@@ -58,7 +58,7 @@ def checks(module: str) -> Iterator[tuple[int, str]]:
     """(line of a `raise`, the module's source without it); a bare `raise`, which passes an error on, is none."""
     source = (ROOT / module).read_text(encoding="utf-8")
     lines, tree = source.splitlines(keepends=True), ast.parse(source)
-    of_loops = [
+    of_loops: list[ast.AST] = [
         node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS.get(module, ())
     ]
     assert of_loops or module not in FUNCTIONS, f"{module} has no {FUNCTIONS[module]}"
