@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from raysharded.actors.comm.lasting_threads import Transfer, begin
 from raysharded.actors.device.device_waits import waits_for_peers
-from raysharded.errors import CollectiveAborted
+from raysharded.errors import ClusterError, CollectiveAborted
+from raysharded.protocol import descriptors
 
 T = TypeVar("T")
 
@@ -81,6 +82,8 @@ def join_or_leave(transfer: Transfer, is_aborted: Callable[[], bool]) -> None:
 def keep_until_ended(groups: list[Any], works: Iterable[Any] = ()) -> None:
     """Empty the list of process groups in a thread, once their works have ended; never if the process ends first."""
     waited = list(works)
+    if not groups:
+        return
 
     def keep() -> None:
         while not all(work.is_completed() for work in waited):
@@ -88,3 +91,17 @@ def keep_until_ended(groups: list[Any], works: Iterable[Any] = ()) -> None:
         groups.clear()
 
     threading.Thread(target=keep, daemon=True, name=FREEING).start()
+
+
+def require_descriptors(world_size: int) -> None:
+    """Raise ClusterError if this process may not open what the groups of so many workers need.
+
+    Groups that are being freed get some time for it: they still have theirs.
+    """
+    needed = descriptors.of_groups(world_size)
+    if descriptors.lacking(needed):
+        until = time.monotonic() + GRACE_S
+        for thread in [each for each in threading.enumerate() if each.name == FREEING]:
+            thread.join(max(0.0, until - time.monotonic()))
+    if lacking := descriptors.lacking(needed):
+        raise ClusterError(lacking)

@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysharded.actors.comm import sockets
-from raysharded.actors.comm.abortable_wait import T, has_ended, keep_until_ended, run_or_leave
+from raysharded.actors.comm.abortable_wait import T, has_ended, keep_until_ended, require_descriptors, run_or_leave
 from raysharded.actors.comm.communicators import Communicators
 from raysharded.actors.comm.device_mesh import DeviceMeshes, forget
 from raysharded.actors.comm.fsdp_collectives import Finish, finish_plainly
@@ -42,9 +42,8 @@ from raysharded.actors.comm.torch_groups import BACKEND, ConnectedGroup, forget_
 from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.device.device_waits import waits_for_peers
 from raysharded.actors.device.hangup_watch import HangupWatch
-from raysharded.errors import ClusterError, CollectiveAborted
+from raysharded.errors import CollectiveAborted
 from raysharded.layout import Mesh
-from raysharded.protocol import descriptors
 
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 12
@@ -181,8 +180,7 @@ class Groups:
 
         Raises ClusterError at the limit of open files, where gloo's threads would end the process.
         """
-        if lacking := descriptors.lacking(descriptors.of_groups(where.world_size)):
-            raise ClusterError(lacking)
+        require_descriptors(where.world_size)
         self.beside(lambda: self._connect(where), f"connect {where.prefix}")
 
     @waits_for_peers
