@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -56,7 +59,27 @@ def test_init_weights_draws_every_module_from_its_own_seed() -> None:
     assert not torch.equal(drawn["model.blocks.0.up.weight"], expected)
 
 
-@pytest.mark.parametrize("task", [GptTask(), ByModule()])
+class FromOtherGenerators(GptTask):
+    """Fills a module's parameters with a draw of Python's, NumPy's or torch's generator."""
+
+    def init_weights(self, module: nn.Module, generator: torch.Generator) -> None:
+        draws = [random.random(), np.random.default_rng(np.random.randint(1 << 30)).random(), torch.rand(()).item()]
+        for param, value in zip(module.parameters(recurse=False), draws * 3, strict=False):
+            nn.init.constant_(param, value)
+
+
+def test_every_generator_draws_from_the_seed_of_the_run_and_the_module() -> None:
+    drawn, other = draw(FromOtherGenerators()), draw(FromOtherGenerators(), seed=6)
+    values = [
+        drawn[f"model.blocks.{block}.up.{name}"].unique().item() for block in (0, 1) for name in ("weight", "bias")
+    ]
+    values += [other[f"model.blocks.0.up.{name}"].unique().item() for name in ("weight", "bias")]
+    assert len(set(values)) == len(values)
+    again = draw(FromOtherGenerators())
+    assert all(torch.equal(drawn[name], again[name]) for name in drawn)
+
+
+@pytest.mark.parametrize("task", [GptTask(), ByModule(), FromOtherGenerators()])
 def test_the_seed_alone_decides_and_random_state_outside_is_left_alone(task: rs.Task) -> None:
     before = torch.random.get_rng_state()
     first = draw(task)
