@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import raysharded as rs
 from raysharded.actors.session.user_session import Session
@@ -182,6 +183,21 @@ def penalty_of_groups(*, optimizer: torch.optim.Optimizer, **_: Any) -> Any:
 def test_a_gradient_of_the_optimizers_own_parts_is_refused() -> None:
     with pytest.raises(InexactError, match="a penalty on weights there would be lost"):
         run(1, Acting(body=penalty_of_groups), steps=2)
+
+
+def penalty_of_parts(*, model: Any, **_: Any) -> Any:
+    return 1 + sum(param.to_local().pow(2).sum() for param in model.parameters() if isinstance(param, DTensor))
+
+
+def penalty_of_sharded_parameters(*, model: Any, **_: Any) -> Any:
+    return 1 + model.blocks[0].up.weight.full_tensor().pow(2).sum()
+
+
+@pytest.mark.parametrize("penalty", [penalty_of_parts, penalty_of_sharded_parameters])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_gradient_of_a_workers_parts_of_the_model_is_refused(workers: int, penalty: Callable[..., Any]) -> None:
+    with pytest.raises(InexactError, match=r"a gradient came to '.*' from outside the forward of its unit"):
+        run(workers, Acting(body=penalty), steps=2)
 
 
 # -- calls that all workers make alike --

@@ -2,7 +2,8 @@
 
 FSDP2 gathers a unit's whole parameters for its forward. Gradient hooks are registered on these, so that each gets the
 whole gradient of each microbatch before it is reduced, as in plain torch. Changes that a forward makes to whole
-parameters are lost with them: torch's version counter shows them.
+parameters are lost with them: torch's version counter shows them. So is a gradient of a worker's part, which no unit
+reduces: it is refused where it comes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from raysharded.actors.in_place.unit_hooks import UnitHooks
@@ -32,8 +34,12 @@ class ParameterWatch:
         model: nn.Module,
         units: Sequence[tuple[str, UnitHooks]],
         hooks: Mapping[str, Sequence[GradientHook]],
+        parts: Mapping[str, torch.Tensor],
     ) -> None:
-        """`units`: the units' hooks. `hooks`: gradient hooks by parameter name."""
+        """`units`: the units' hooks. `hooks`: gradient hooks by parameter name. `parts`: the sharded parameters."""
+        for name, part in parts.items():
+            if isinstance(part, DTensor) and part.requires_grad:
+                part.register_hook(RefusedGradient(name))
         self._hooks = hooks
         self._hooked = WeakTensorKeyDictionary()
         for unit, places in _places_by_unit(model, [unit for _, unit in units]):
@@ -61,6 +67,19 @@ class ParameterWatch:
                     "changing it, or change it in a step hook of the optimizer."
                 )
         whole.clear()
+
+
+class RefusedGradient:
+    """The gradient hook of a sharded parameter: raises InexactError."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, _: torch.Tensor) -> None:
+        raise InexactError(
+            f"a gradient came to {self._name!r} from outside the forward of its unit, where a worker has a part of it: "
+            "it would be lost. Compute a penalty on weights in the model's forward, or use weight decay."
+        )
 
 
 def _places_by_unit(model: nn.Module, units: Sequence[UnitHooks]) -> Iterator[tuple[UnitHooks, list[_Place]]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
+from raysharded.actors.guards.parameters import RefusedGradient
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.optimizer.held_parameters import ParameterPlaces
 from raysharded.actors.optimizer.registered_state import first_change, settings_of
@@ -196,7 +197,8 @@ class StepWatch:
 
     def _refuse_hooks(self) -> None:
         for name, param in self._steps.parts.sharded.parameters.items():
-            if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            hooks = [hook for hook in (param._backward_hooks or {}).values() if not isinstance(hook, RefusedGradient)]
+            if hooks or getattr(param, "_post_accumulate_grad_hooks", None):
                 raise InexactError(
                     f"a gradient hook was registered on the parameter {name!r} behind session.shard, where it is never "
                     "called: workers have parts of it. Register it in the function that session.build calls."

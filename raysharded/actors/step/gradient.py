@@ -114,7 +114,7 @@ class StepGradient:
         sums = groups.state.sum_int64 if compares_forwards else None
         self.units = UnitWatch(sharded.units, sharded.hooks, sums) if self._exact else None
         """Watch of the forwards, also those of the evaluation."""
-        self._parameters = ParameterWatch(self._model, sharded.hooks, sharded.marks.hooks)
+        self._parameters = ParameterWatch(self._model, sharded.hooks, sharded.marks.hooks, sharded.parameters)
         self.use = ParameterUse(sharded.units, sharded.parameters)
         self._trains_units = any(reduces_gradients(unit) for _, unit in sharded.units)
         self._outputs = OutputWatch(sharded.hooks, looks=not job.engine.compile)
