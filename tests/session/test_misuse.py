@@ -97,6 +97,9 @@ class Mistake:
                         step.backward(model(batch[:, :-1]).sum(), metrics={"one": (1, 1)})
                     if kind == "not a loss":
                         step.backward(model(batch[:, :-1]))
+                    if kind == "comes to depend on the rank":
+                        step.backward(model(batch[:, :-1]).sum() * (1 + session.rank * (step.number > 1)))
+                        continue
                     if kind == "depends on the rank":
                         step.backward(model(batch[:, :-1]).sum() * (1 + session.rank))
                         continue
@@ -227,6 +230,12 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
     ),
     ("changes a gradient", 2, InexactError, FILE + r":\d+: gradients changed between .* in a hook of the optimizer"),
     ("depends on the rank", 2, InexactError, r"step 1: when microbatch \d was computed a second time, to prove"),
+    (
+        "comes to depend on the rank",
+        3,
+        InexactError,
+        r"step 2: microbatches 0, 1, 2 have another .* when another worker computes them \(workers 0, 1, 2\)",
+    ),
     (
         "calls backward itself",
         1,
