@@ -108,3 +108,10 @@ def test_differences_of_machines_are_listed_by_name() -> None:
         {"torch": "2.13", "cpu": "a", "threads": "1"}, {"torch": "2.14", "gpu": "b", "threads": "1"}
     )
     assert list(found.items()) == [("cpu", ("a", "None")), ("gpu", ("None", "b")), ("torch", ("2.13", "2.14"))]
+    assert numerics.describe({"torch": ("1", "2"), "cpu": ("a", "b")}) == (
+        "cpu: a in this run, b there; torch: 1 in this run, 2 there"
+    )
+
+
+def test_rules_that_are_lacking_are_listed_by_name() -> None:
+    assert list(numerics.lacking("draws 90, build 90", numerics.listed(), **PROGRAM)) == ["build", "draws"]

@@ -97,7 +97,7 @@ def drawn(root: Path, seed: int, count: int) -> list[Mutant]:
         random.sample(of_kind, len(of_kind)) for kind in KINDS if (of_kind := [m for m in found if m.kind == kind])
     ]
     in_turns = [mutant for turn in zip_longest(*by_kind) for mutant in turn if mutant is not None]
-    return in_turns[:count]
+    return [mutant for mutant in in_turns if mutant.after != mutant.before][:count]
 
 
 def of_module(path: str, root: Path, folders: Sequence[str]) -> list[str]:
