@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import re
@@ -198,9 +199,10 @@ def test_what_a_hook_has_closed_over_is_put_back() -> None:
     assert (count, kept) == (2, {"norms": [1.0, 0.0, 0.0]})
 
 
-def test_a_scheduler_that_a_hook_drives_is_refused_with_lr_scale() -> None:
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_a_scheduler_that_a_hook_drives_is_refused_with_lr_scale(rate: Any) -> None:
     def make(model: nn.Module) -> Optimizer:
-        optimizer = SGD(model.parameters(), lr=0.1)
+        optimizer = SGD(model.parameters(), lr=copy.deepcopy(rate))
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
         optimizer.register_step_post_hook(lambda *_: scheduler.step())
         return optimizer
