@@ -131,6 +131,10 @@ class Remembers(torch.optim.SGD):
             case "attribute":
                 self.steps += 1
                 return float(self.steps)
+            case "several":
+                self.steps += 1
+                self.running += 1
+                return float(self.steps + self.running[0])
             case _:
                 self.running += 1
                 return float(self.running[0])
@@ -222,6 +226,7 @@ class Late(torch.optim.SGD):
         ("state", r"state\['k'\]"),
         ("attribute", "self.steps"),
         ("tensor", "self.running"),
+        ("several", "self.running"),
     ],
 )
 def test_what_an_optimizer_remembers_elsewhere_than_in_its_parameters_state_is_named(where: str, named: str) -> None:
