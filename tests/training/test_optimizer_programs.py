@@ -321,7 +321,6 @@ def clamped_by_attributes(model: nn.Module) -> Optimizer:
 
 def clamped_from_a_module(model: nn.Module) -> Optimizer:
     vars(model)["limited"] = list(model.parameters())
-    vars(model)["also"] = vars(model)["limited"][:1]
     return with_a_clamp(model, lambda: ((param, 0.1) for param in vars(model)["limited"]))
 
 
@@ -333,7 +332,7 @@ HOLDS: dict[Callable[[nn.Module], Optimizer], str] = {
     clamped_by_one_id: r"optimizer.*\.first",
     clamped_by_weak_keys: r"optimizer.*\.limited\.data",
     clamped_by_attributes: r"model\.\w.*\.limit",
-    clamped_from_a_module: r"model\[''\]\.?\[?'?also.*",
+    clamped_from_a_module: r"model\[''\]\['limited'\]\[0\]",
 }
 """Optimizers whose hooks hold parameters, each in another form, and the way to the first one."""
 
