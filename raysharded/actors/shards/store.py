@@ -221,7 +221,7 @@ class ShardStore:
             others = [b for b in self._buffers if b.layout != layout and _is_alike(b, shared)]
             if any(b.data is shared.data for b in others):
                 used = {id(buffer.data) for buffer in kept}
-                spare = next((b for b in others if id(b.data) not in used), None)
+                spare = next((b for b in others if id(b.data) not in used and not b.is_read), None)
                 if spare is not None:
                     spare.layout, spare.spec, spare.complete, spare._filling = layout, shared.spec, False, None
                     kept.append(spare)
