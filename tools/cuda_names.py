@@ -59,7 +59,6 @@ NAMES = (
     Name("torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction"),
     Name("torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction"),
     Name("torch.get_float32_matmul_precision"),
-    Name("torch._C._cuda_getDriverVersion"),
     Name("torch._inductor.config.deterministic"),
     # communicators
     Name("torch.distributed.is_nccl_available"),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from raysharded.actors.device.cuda_presence import cuda_facts, why_unfit, why_unusable
+from raysharded.actors.device.cuda_presence import cuda_facts, driver_version, why_unfit, why_unusable
 from raysharded.actors.device.device_waits import wait_for, waits_for_peers
 from raysharded.actors.device.memory_node import pci_name, prefer_node_of
 from raysharded.actors.gpu_health import GpuHealth
@@ -129,7 +129,7 @@ class Cuda:
             "cuda": str(torch.version.cuda),
             "cudnn": str(torch.backends.cudnn.version()),
             "nccl": self.library_version(),
-            "driver": str(torch._C._cuda_getDriverVersion()),  # type: ignore[attr-defined]
+            "driver": str(driver_version()),
             "multiprocessors": str(torch.cuda.get_device_properties(device).multi_processor_count),
         } | arithmetic_settings()
 

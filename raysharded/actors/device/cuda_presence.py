@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+_DRIVER = "libcuda.so.1"
 _MIG = "MIG"
 _HIDING = ("", "-1", "none", "void", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that show no GPU."""
@@ -23,25 +25,40 @@ class CudaFacts:
     """Version of CUDA that torch was built for; empty if for none."""
     driver: int
     """Newest CUDA that the driver supports, as 1000 times its major plus 10 times its minor version; 0: no driver."""
-    driver_suffices: bool
     visible: str | None
     """CUDA_VISIBLE_DEVICES."""
     number: int = 0
     """Number of GPUs that torch sees."""
 
+    @property
+    def driver_suffices(self) -> bool:
+        """Whether torch can run on the driver: one of CUDA's major versions runs all that was built for that version
+        (https://docs.nvidia.com/deploy/cuda-compatibility)."""
+        return bool(self.built_for) and self.driver >= 1000 * int(self.built_for.partition(".")[0])
+
 
 def cuda_facts() -> CudaFacts:
     """The facts of this process."""
-    is_sufficient = getattr(torch._C, "_cuda_isDriverSufficient", None)  # a torch for CPUs lacks it
-    suffices = is_sufficient is not None and bool(is_sufficient())
-    return CudaFacts(
+    found = CudaFacts(
         torch=torch.__version__,
         built_for=torch.version.cuda or "",
-        driver=0 if is_sufficient is None else torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
-        driver_suffices=suffices,
+        driver=driver_version(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        number=torch.cuda.device_count() if suffices else 0,
     )
+    return replace(found, number=torch.cuda.device_count()) if found.driver_suffices else found
+
+
+def driver_version() -> int:
+    """Newest CUDA that this machine's driver supports, as in `CudaFacts.driver`; 0 without a driver.
+
+    From the driver's library: torch 2.15 has no name for it.
+    """
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+    except OSError:
+        return 0
+    found = ctypes.c_int(0)
+    return found.value if driver.cuDriverGetVersion(ctypes.byref(found)) == 0 else 0
 
 
 def why_unusable(facts: CudaFacts) -> str:

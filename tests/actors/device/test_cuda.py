@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from raysharded.actors.device import cuda_presence
 from raysharded.actors.device.cuda import Cuda, arithmetic_settings, entry_of, index_of, pci_of
-from raysharded.actors.device.cuda_presence import CudaFacts, why_unfit, why_unusable
+from raysharded.actors.device.cuda_presence import CudaFacts, cuda_facts, driver_version, why_unfit, why_unusable
 from raysharded.errors import ConfigError
 from tests.training.harness import GptTask, train
 
@@ -49,17 +52,30 @@ def test_a_gpus_place_in_the_machine_is_known_if_torch_knows_it() -> None:
     assert pci_of(SimpleNamespace(name="an older torch")) == ""
 
 
-FACTS = CudaFacts(torch="2.13.0", built_for="13.0", driver=13000, driver_suffices=True, visible="0,1", number=2)
+def test_the_version_of_the_driver_is_its_own_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, library = tmp_path / "driver.c", tmp_path / "libcuda.so"
+    source.write_text("int cuDriverGetVersion(int *found) { *found = 13020; return 0; }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    monkeypatch.setattr(cuda_presence, "_DRIVER", str(library))
+    assert driver_version() == 13020
+    assert cuda_facts().driver == 13020
+    monkeypatch.setattr(cuda_presence, "_DRIVER", str(tmp_path / "none.so"))
+    assert driver_version() == 0
+
+
+FACTS = CudaFacts(torch="2.13.0", built_for="13.0", driver=13000, visible="0,1", number=2)
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({}, ""),
-        ({"built_for": "", "driver": 0, "driver_suffices": False, "number": 0}, "torch 2.13.0 was built without CUDA"),
-        ({"driver": 0, "driver_suffices": False, "number": 0}, "has no NVIDIA driver, or its container does not see"),
+        ({"built_for": "13.2"}, ""),  # a driver runs what was built for its own major version
+        ({"built_for": "12.8"}, ""),
+        ({"built_for": "", "driver": 0, "number": 0}, "torch 2.13.0 was built without CUDA"),
+        ({"driver": 0, "number": 0}, "has no NVIDIA driver, or its container does not see"),
         (
-            {"driver": 12020, "driver_suffices": False, "number": 0},
+            {"driver": 12020, "number": 0},
             "too old: it supports CUDA 12.2, and .* for CUDA 13.0. Update the driver, or install a torch for CUDA 12$",
         ),
         ({"visible": "", "number": 0}, "CUDA_VISIBLE_DEVICES='' hides all GPUs"),
