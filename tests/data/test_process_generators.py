@@ -30,7 +30,7 @@ def test_each_generator_has_a_seed_of_its_own(number: int) -> None:
     numpy = derive_seed(number, "numpy")
     assert draws() == (
         random.Random(derive_seed(number, "random")).random(),
-        np.random.RandomState(np.array([numpy & 0xFFFFFFFF, numpy >> 32], dtype=np.uint32)).random(),  # noqa: NPY002
+        np.random.RandomState(np.array([numpy & 0xFFFFFFFF, numpy >> 32], dtype=np.uint32)).random(),
         torch.rand(
             (), dtype=torch.float64, generator=torch.Generator().manual_seed(derive_seed(number, "torch"))
         ).item(),
