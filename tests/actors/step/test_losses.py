@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from raysharded import Loss
-from raysharded.actors.step.forward_backward import Results, as_loss
+from raysharded.actors.step.forward_backward import DRAWS, Results, as_loss
+from raysharded.data.access import generators
 from raysharded.errors import TaskError
 
 TOTAL = torch.tensor(6.0)
@@ -95,3 +97,24 @@ def test_a_negative_weight_in_a_tensor_is_found_where_it_is_on_the_host() -> Non
     results.add(5, as_loss(Loss(TOTAL, torch.tensor(-1.0)), 2, "T.loss"))
     with pytest.raises(TaskError, match=r"T\.loss in step 4, microbatch 5 returned a Loss whose weight is -1\.0"):
         results.pairs()
+
+
+@pytest.mark.parametrize("number", sorted(DRAWS))
+def test_each_microbatch_of_each_step_and_purpose_draws_from_a_seed_of_its_own(number: int) -> None:
+    before = generators.states()
+    try:
+        drawn = []
+        for place in [
+            (5, "train", 3, 4),
+            (6, "train", 3, 4),
+            (5, "evaluate", 3, 4),
+            (5, "train", 2, 4),
+            (5, "train", 3, 1),
+        ]:
+            DRAWS[number](*place)
+            drawn.append((torch.rand(()).item(), *([random.random(), np.random.random()] if number > 1 else [])))
+        assert all(len(set(values)) == len(drawn) for values in zip(*drawn, strict=True))
+        DRAWS[number](5, "train", 3, 4)
+        assert torch.rand(()).item() == drawn[0][0]
+    finally:
+        generators.restore(before)
