@@ -77,6 +77,7 @@ WITHOUT_THE_MARK = {
     "_mesh_of_one": TORCH,
     "_pass_on": INSIDE,
     "drain": LOCAL,
+    "require_descriptors": LOCAL,
     "restore": INSIDE,
     "write_orphan_checkpoint": LOCAL,
 }
