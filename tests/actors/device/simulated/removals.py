@@ -15,6 +15,7 @@ from tests.actors.device.simulated.timeline import SimulatedEvent, Timeline
 
 FSDP = "torch.distributed.fsdp._fully_shard"
 MODULES = (
+    "raysharded.actors.comm.host_group",
     "raysharded.actors.device.cuda",
     "raysharded.actors.device.device_errors",
     "raysharded.actors.device.device_waits",
