@@ -1,4 +1,4 @@
-"""A loop of one's own on Ray: the bits of `fit()` with a task on one plain process."""
+"""A custom loop on Ray: the bits of `fit()` with a task on one plain process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.mark.usefixtures("cluster")
-def test_workers_that_are_lost_in_a_loop_of_ones_own_change_no_bit(tmp_path: Path) -> None:
+def test_workers_that_are_lost_in_a_custom_loop_change_no_bit(tmp_path: Path) -> None:
     """One is killed in the backward of a step, another as it applies a later one; replacements join."""
     kills = tuple(
         Fault(worker=WorkerId(worker), step=step, phase=phase)
