@@ -21,6 +21,8 @@ from raysharded.config import EngineConfig
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, Parity, Piece, ShardMap, StateSpec, parity_of, shard_map
 
+_UNUSED = -1
+"""Step of a buffer that a layout took over and nothing has written to since."""
 HostMedium = Literal["snapshot", "mirror", "parity"]
 
 
@@ -215,15 +217,19 @@ class ShardStore:
         return max(own, key=lambda b: (b.layout, b.step), default=None)
 
     def drop_other_layouts(self, layout: GenerationId) -> None:
-        """Free the buffers of all other layouts; beside a shared one, its medium's next buffer is taken from them."""
+        """Free the buffers of all other layouts; beside a shared one, its medium's next buffer is taken from them.
+
+        An incomplete one is not: a transfer that was abandoned may still write to its memory.
+        """
         kept = [buffer for buffer in self._buffers if buffer.layout == layout]
         for shared in list(kept):
             others = [b for b in self._buffers if b.layout != layout and _is_alike(b, shared)]
             if any(b.data is shared.data for b in others):
                 used = {id(buffer.data) for buffer in kept}
-                spare = next((b for b in others if id(b.data) not in used and not b.is_read), None)
+                idle = [b for b in others if (b.complete or b.step == _UNUSED) and not b.is_read]
+                spare = next((b for b in idle if id(b.data) not in used), None)
                 if spare is not None:
-                    spare.layout, spare.spec, spare.complete, spare._filling = layout, shared.spec, False, None
+                    spare.layout, spare.spec, spare.complete, spare.step = layout, shared.spec, False, _UNUSED
                     kept.append(spare)
         self._buffers = kept
 

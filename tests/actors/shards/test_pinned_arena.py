@@ -174,6 +174,20 @@ def test_buffers_stay_where_they_are_while_a_worker_keeps_its_place() -> None:
 
 
 @pytest.mark.usefixtures("device")
+def test_a_buffer_that_is_not_complete_is_not_used_in_a_newer_layout() -> None:
+    holder = Holder()
+    holder.form(8)
+    holder.train(8)
+    older = [buffer for buffer in holder.store._buffers if buffer.step < holder.step]
+    for buffer in older:
+        buffer.complete = False
+    holder.form_again()
+    holder.train(8)
+    assert len(older) == 2
+    assert not any(buffer.data is kept.data for buffer in older for kept in holder.store._buffers)
+
+
+@pytest.mark.usefixtures("device")
 def test_memory_that_is_read_is_not_overwritten_under_another_layout() -> None:
     holder = Holder()
     holder.form(8)
