@@ -119,7 +119,7 @@ class Saver:
 
     def _written(self, snapshot: ShardBuffer, step: int, generation: GenerationId, prefix: str, share: Share) -> Saved:
         started, retries = time.monotonic(), self._storage.retries
-        data, rank = snapshot.data.numpy(), share.index * snapshot.world_size + snapshot.rank
+        rank = share.index * snapshot.world_size + snapshot.rank
         pieces = snapshot.pieces.part(share)
         try:
             snapshot.wait()
@@ -129,6 +129,7 @@ class Saver:
                 writer=f"rank{rank:05d}",
                 tensors=list(_pieces(snapshot, pieces)),
             )
+            data = snapshot.data.numpy()
             part = fingerprint_partial(snapshot.spec, pieces, data, count_replicated=snapshot.rank == 0)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: training continues
             return Saved(generation=generation, step=step, error=f"{type(error).__name__}: {error}")

@@ -5,21 +5,26 @@ FSDP2 requests streams from `torch.cpu` if its mesh is on the CPU. Torch's are s
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from raysharded.actors.comm.host_group import HostGroup, Replicas
 from raysharded.actors.device import accelerator
+from raysharded.actors.shards import transfer
 from raysharded.actors.shards.pinned_arena import PinnedArena
 from raysharded.actors.shards.store import ShardBuffer
 from tests import patches
 from tests.actors.device.communicator_double import DoubleAccelerator
 from tests.actors.device.simulated.access_watch import AccessWatch, place
+from tests.actors.device.simulated.autograd_thread import replace_backward
 from tests.actors.device.simulated.removals import Removal, remove
 from tests.actors.device.simulated.timeline import SimulatedEvent, SimulatedStream, Timeline
 
@@ -82,6 +87,7 @@ def simulate(folder: str, removal: Removal | None = None) -> None:
     used = SimulatedAccelerator(Path(folder))
     accelerator.use(used)
     replace_torch_streams(used.timeline)
+    replace_backward(used.timeline, used.enter_thread)
     if removal is not None:
         remove(removal)
 
@@ -100,7 +106,8 @@ def replace_torch_streams(timeline: Timeline) -> None:
     patches.replace(torch.cpu, "current_stream", lambda *_: timeline.current())
     patches.replace(torch.cpu, "stream", timeline.on)
     _see_resizes(timeline)
-    _see_lists(timeline)
+    _see_host(timeline)
+    _see_communicators(timeline)
     _see_filled_buffers(timeline)
     _see_carved_memory(timeline)
 
@@ -120,18 +127,56 @@ def _see_resizes(timeline: Timeline) -> None:
     setattr(torch.UntypedStorage, "resize_", resized)  # noqa: B010 - for the rest of the process
 
 
-def _see_lists(timeline: Timeline) -> None:
-    """Let the timeline see that `tolist` reads host memory: it is no operation."""
-    read = torch.Tensor.tolist
+def _see_host(timeline: Timeline) -> None:
+    """Let the timeline see accesses of page-locked memory by the host that are no operations.
 
-    def noted(tensor: torch.Tensor) -> Any:
-        if tensor.device.type == "cpu" and type(tensor) is torch.Tensor:
+    An array of a tensor counts as read when it is made.
+    """
+
+    def note(tensor: torch.Tensor, *, writes: bool) -> None:
+        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             if timeline.is_page_locked(storage):
-                timeline.access(storage, None, f"tolist at {place()}", writes=False)
-        return read(tensor)
+                timeline.access(storage, None, f"the host at {place()}", writes=writes)
 
-    setattr(torch.Tensor, "tolist", noted)  # noqa: B010
+    _note_arguments(torch.Tensor, "tolist", note, reads=[0])
+    _note_arguments(torch.Tensor, "numpy", note, reads=[0])
+    _note_arguments(HostGroup, "send", note, reads=[1])
+    _note_arguments(HostGroup, "recv", note, writes=[1])
+    _note_arguments(HostGroup, "broadcast", note, writes=[1])
+    _note_arguments(HostGroup, "exchange", note, writes=[1], reads=[2])
+    _note_arguments(transfer, "_gather", note, writes=[0])
+
+
+def _see_communicators(timeline: Timeline) -> None:
+    """Let the timeline see collectives of a device's communicator that are called on it: they are no operations.
+
+    Each is ordered as the calling thread's stream is.
+    """
+
+    def note(tensor: torch.Tensor, *, writes: bool) -> None:
+        stream = timeline.current().launch()
+        timeline.access(tensor.untyped_storage(), stream, f"a collective at {place()}", writes=writes)
+
+    _note_arguments(Replicas, "all_to_all", note, writes=[1], reads=[2])
+    _note_arguments(Replicas, "all_gather", note, writes=[1], reads=[2])
+    _note_arguments(Replicas, "all_reduce", note, writes=[1])
+
+
+def _note_arguments(
+    owner: Any, name: str, note: Callable[..., None], reads: Sequence[int] = (), writes: Sequence[int] = ()
+) -> None:
+    """Let a function of a class or module note the tensors that it reads and writes, by their positions."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        for positions, does_write in ((reads, False), (writes, True)):
+            for position in positions:
+                note(args[position], writes=does_write)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, noted)
 
 
 def _see_carved_memory(timeline: Timeline) -> None:

@@ -1,6 +1,7 @@
 """A dispatch mode that notes which storages each operation reads and writes, on the stream that is current.
 
 Memory counts as the device's, except for page-locked memory. An operation on page-locked memory alone is the host's.
+A copy that is not `non_blocking` has ended when it returns: it uses page-locked memory as the host does.
 `item()` of a tensor waits for nothing: it may be one of the host's, such as the optimizer's number of steps. The engine
 reads numbers of the device through page-locked memory.
 """
@@ -60,8 +61,10 @@ class AccessWatch(TorchDispatchMode):
         written = {key for key, _ in _storages(_written(schema, args, kwargs))} | new.keys()
         if not _marks_writes(schema):
             written |= outputs.keys()
+        is_blocking = schema.name == "aten::copy_" and not (args[2:] or (kwargs.get("non_blocking"),))[0]
         for key, storage in (inputs | new).items():
-            timeline.access(storage, line, what, writes=key in written)
+            by_host = is_blocking and timeline.is_page_locked(storage)
+            timeline.access(storage, None if by_host else line, what, writes=key in written)
 
 
 def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:

@@ -25,8 +25,15 @@ def test_the_engine_orders_all_that_it_and_fsdp2_do(name: str) -> None:
         ("shards", "async_copy", "stream.wait_stream(accelerator().current_stream(device))", "race"),
         ("shards", "_fsdp_collectives", "reduce_scatter_stream.wait_stream(current_stream)", "race"),
         ("one worker", "collation", "accelerator().current_stream(self._device).wait_event(self._done)", "race"),
+        pytest.param(
+            "a loss",
+            "host_group",
+            "wait_for(accelerator().record(accelerator().current_stream(device)))",
+            "race",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["memory that is kept", "snapshot", "exchange", "copy ahead"],
+    ids=["memory that is kept", "snapshot", "exchange", "copy ahead", "state through the device"],
 )
 def test_a_wait_that_is_removed_is_found(name: str, module: str, text: str, kind: str) -> None:
     """A missing wait leaves one stream unordered with others, so all problems have that stream in common.

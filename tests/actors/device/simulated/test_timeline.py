@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from raysharded.actors.shards.pinned_arena import PinnedArena
 from tests.actors.device.simulated.access_watch import AccessWatch
+from tests.actors.device.simulated.autograd_thread import replace_backward
 from tests.actors.device.simulated.timeline import SimulatedEvent, Timeline
 
 
@@ -174,3 +176,31 @@ def test_a_part_of_page_locked_memory_is_given_away_after_the_copy_to_it(line: T
     del part
     line.carved(arena.take(50).untyped_storage())
     assert bool(line.problems) is not waits
+
+
+@pytest.mark.parametrize("is_blocking", [False, True], ids=["in the background", "blocking"])
+def test_the_host_may_use_page_locked_memory_behind_a_copy_that_blocks(line: Timeline, is_blocking: bool) -> None:
+    values, here = torch.zeros(3), torch.zeros(3)
+    line.page_locked(here.untyped_storage())
+    here.copy_(values, non_blocking=not is_blocking)
+    here.mul_(2)
+    assert bool(line.problems) != is_blocking
+
+
+def test_backward_is_computed_in_another_thread_on_the_callers_stream(
+    line: Timeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)  # put back at the end
+    replace_backward(line, AccessWatch(line).__enter__)
+    values, side, seen = torch.zeros(3, requires_grad=True), line.new_stream(), []
+    values.register_hook(lambda _: seen.append((threading.get_ident(), line.current())))
+    side.wait_stream(line.default)
+    with line.on(side):
+        values.exp().sum().backward()
+        values.grad.zero_()  # type: ignore[union-attr]
+    ((thread, stream),) = seen
+    assert thread != threading.get_ident()
+    assert stream is side
+    assert not line.problems
+    values.grad.sum()  # type: ignore[union-attr]
+    assert line.problems, "the gradient was written on the side stream"
