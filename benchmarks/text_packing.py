@@ -4,7 +4,7 @@ python -m benchmarks.text_packing FOLDER [--megabytes 600] [--vocabulary 32000] 
 
 The text consists of the sources and headers of the environment's packages, each a document of JSON Lines. A byte-level
 BPE is trained on a part of them. `FOLDER` keeps both, and the results so far: the command continues where it was ended.
-CPU seconds are those of all processes that a part started.
+CPU seconds are those of all processes that a part started, without Ray's workers, whose raylet leaves no record.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,7 @@ def main() -> None:
     kept = folder / "results.json"
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     alone = [sys.executable, "-m", "benchmarks.text_packing", "--tokenize", str(folder)]
-    parts = {
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
         "the tokenizer alone": lambda: timed(alone),
         "one process": lambda: packed(folder, "one process", []),
         "two processes": lambda: packed(folder, "two processes", ["--workers", "2"]),
