@@ -1,6 +1,6 @@
 """Packing of text by one process, by two, and on Ray, beside the tokenizer alone; and killed half way and continued.
 
-python -m benchmarks.text_packing FOLDER [--megabytes 600] [--vocabulary 32000] [--json PATH]
+python -m benchmarks.text_packing FOLDER [--megabytes 400] [--vocabulary 32000] [--json PATH]
 
 The text consists of the sources and headers of the environment's packages, each a document of JSON Lines. A byte-level
 BPE is trained on a part of them. `FOLDER` keeps both, and the results so far: the command continues where it was ended.
@@ -164,7 +164,7 @@ def _reap_orphans() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--megabytes", type=int, default=600)
+    parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tokenize", action="store_true", help=argparse.SUPPRESS)
