@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,24 @@ def test_tasks_of_a_cluster_write_the_bytes_that_one_process_writes(
         ray.shutdown()
     stores = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("alone", "ray")]
     assert stores[0] == stores[1]
+
+
+def test_without_a_cluster_one_is_started_even_if_the_file_of_an_ended_one_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """It used to try the address in the file, where nobody answers, for ever."""
+    pytest.importorskip("pandas")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    temporary = tempfile.TemporaryDirectory(prefix="rp")  # the paths of Ray's sockets are short
+    request.addfinalizer(temporary.cleanup)
+    monkeypatch.setenv("RAY_TMPDIR", temporary.name)
+    left = Path(temporary.name, "ray", "ray_current_cluster")
+    left.parent.mkdir()
+    left.write_text("127.0.0.1:1")
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in range(20)))
+    alone = pack(source, tmp_path / "alone")
+    try:
+        assert pack(source, tmp_path / "ray", encoders=RayTasks) == alone
+    finally:
+        ray.shutdown()

@@ -1,7 +1,8 @@
 """Take out the checks of a user's loop one at a time, and look whether a test misses each.
 
 `python -m tests.session.removed_checks FOLDER`: tries every `raise` of `MODULES` and `FUNCTIONS` in a work tree of the
-current commit, with `pass` in its place. Results are kept in FOLDER, and not repeated.
+current commit, with `pass` in its place, against the files of `TESTS` in which it is reached. Results are kept in
+FOLDER, and not repeated.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.paths import ROOT
@@ -52,42 +53,66 @@ TESTS = (
     "tests/session/test_replaced_objects.py",
 )
 LIMIT_S = 600.0
+_REACHED = "RAYSHARDED_CHECKS_REACHED"
+"""Environment variable: file to which each check that is reached adds a line."""
 
 
-def checks(module: str) -> Iterator[tuple[int, str]]:
-    """(line of a `raise`, the module's source without it); a bare `raise`, which passes an error on, is none."""
-    source = (ROOT / module).read_text(encoding="utf-8")
-    lines, tree = source.splitlines(keepends=True), ast.parse(source)
+def checks(module: str) -> list[ast.Raise]:
+    """The checks of a module in the order of lines; a bare `raise`, which passes an error on, is none."""
+    tree = ast.parse((ROOT / module).read_text(encoding="utf-8"))
     of_loops: list[ast.AST] = [
         node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS.get(module, ())
     ]
     assert of_loops or module not in FUNCTIONS, f"{module} has no {FUNCTIONS[module]}"
-    for node in (node for part in of_loops or [tree] for node in ast.walk(part)):
-        if isinstance(node, ast.Raise) and node.exc is not None and node.end_lineno is not None:
-            indent = " " * node.col_offset
-            yield node.lineno, "".join([*lines[: node.lineno - 1], f"{indent}pass\n", *lines[node.end_lineno :]])
+    found = {node for part in of_loops or [tree] for node in ast.walk(part) if isinstance(node, ast.Raise) and node.exc}
+    return sorted(found, key=lambda node: node.lineno)
 
 
-def first_failure(tree: Path) -> str:
-    """The first test that fails in a work tree; empty if all pass."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-n",
-        "2",
-        "--tb=no",
-        "--no-header",
-        "-p",
-        "no:cacheprovider",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+def without(source: str, check: ast.Raise) -> str:
+    """The module's source with `pass` in the place of a check."""
+    lines = source.splitlines(keepends=True)
+    lines[check.lineno - 1 : check.end_lineno] = [f"{' ' * check.col_offset}pass\n"]
+    return "".join(lines)
+
+
+def noting(source: str, module: str) -> str:
+    """The module's source in which each check that is reached adds `MODULE:LINE` to a file."""
+    lines = source.splitlines(keepends=True)
+    for check in checks(module):
+        line, column = lines[check.lineno - 1], check.col_offset
+        note = f"open(__import__('os').environ[{_REACHED!r}], 'a').write('{module}:{check.lineno}\\n'); "
+        lines[check.lineno - 1] = f"{line[:column]}{note}{line[column:]}"
+    return "".join(lines)
+
+
+def reached(tree: Path, folder: Path) -> dict[str, list[str]]:
+    """`MODULE:LINE` of each check that is reached -> the files of `TESTS` in which it is. Raises ValueError if a test
+    fails, as a check that is removed could not be found by it."""
+    found: dict[str, list[str]] = {}
+    sources = {module: (tree / module).read_text(encoding="utf-8") for module in (*MODULES, *FUNCTIONS)}
+    for module, source in sources.items():
+        (tree / module).write_text(noting(source, module), encoding="utf-8")
+    try:
+        for test in TESTS:
+            notes = folder / "reached.txt"
+            notes.write_text("")
+            if failed := first_failure(tree, [test], {_REACHED: str(notes)}):
+                raise ValueError(f"{failed} fails with all checks in place")
+            for check in set(notes.read_text().split()):
+                found.setdefault(check, []).append(test)
+    finally:
+        for module, source in sources.items():
+            (tree / module).write_text(source, encoding="utf-8")
+    return found
+
+
+def first_failure(tree: Path, tests: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
+    """The first test of these files that fails in a work tree; empty if all pass."""
+    options = ("-x", "-q", "-n", "2", "--tb=no", "--no-header", "-p", "no:cacheprovider", "-m", "not long and not ray")
     tried = subprocess.run(
-        [*command, "-m", "not long and not ray", *TESTS],
+        [sys.executable, "-m", "pytest", *options, *tests],
         cwd=tree,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", **(variables or {})},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -106,23 +131,29 @@ def main() -> None:
     if not tree.exists():
         subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "--detach", str(tree), "HEAD"], check=True)
     rows = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()] if kept.exists() else []
-    known = {(row["module"], row["line"]) for row in rows}
+    known = {row["check"] for row in rows}
+    map_file = folder / "reached.json"
+    if not map_file.exists():
+        map_file.write_text(json.dumps(reached(tree, folder), indent=1), encoding="utf-8")
+    by_check = json.loads(map_file.read_text(encoding="utf-8"))
     for module in (*MODULES, *FUNCTIONS):
         path = tree / module
         source = path.read_text(encoding="utf-8")
-        for line, without in checks(module):
-            if (module, line) in known:
+        for check in checks(module):
+            name = f"{module}:{check.lineno}"
+            if name in known:
                 continue
-            path.write_text(without, encoding="utf-8")
+            tests = by_check.get(name, [])
+            path.write_text(without(source, check), encoding="utf-8")
             try:
-                found = first_failure(tree)
+                found = first_failure(tree, tests) if tests else ""
             except subprocess.TimeoutExpired:
                 found = f"no end within {LIMIT_S:.0f} s"
             finally:
                 path.write_text(source, encoding="utf-8")
             with kept.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"module": module, "line": line, "found": found}) + "\n")
-            sys.stdout.write(f"{module}:{line}: {found or 'MISSED BY ALL TESTS'}\n")
+                file.write(json.dumps({"check": name, "found": found}) + "\n")
+            sys.stdout.write(f"{name}: {found or ('MISSED BY ALL TESTS' if tests else 'NOT REACHED BY A TEST')}\n")
             sys.stdout.flush()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from types import TracebackType
@@ -12,6 +11,7 @@ import ray
 
 from raysharded.data.text.part_tokens import PartTokens, Reading, Work
 from raysharded.errors import ConfigError
+from raysharded.ray_backend.cluster import connect
 
 PARTS_AT_ONCE = 4096
 """Parts that Ray Data is given together: their list is in memory, 16 GiB of JSON Lines."""
@@ -20,7 +20,8 @@ PARTS_AT_ONCE = 4096
 class RayTasks:
     """Tasks of Ray Data, which read the inputs where they run and return tokens in the order of the parts.
 
-    It connects to the cluster that this machine belongs to, or starts one here. Ray Data needs pandas.
+    It connects to the cluster that a run would use, or starts one here. Ray Data needs pandas. Entering it raises
+    ClusterError if no cluster answers at the address that is given, or none starts.
     """
 
     def __init__(self, reading: Reading) -> None:
@@ -54,7 +55,7 @@ class RayTasks:
 
     def __enter__(self) -> Self:
         if self._started:
-            ray.init(logging_level=logging.WARNING, log_to_driver=False)
+            connect()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
