@@ -57,7 +57,7 @@ class Subject:
 
     name: str
     program: Sequence[str]
-    """Of its Python: a module or a file, and further arguments."""
+    """Arguments for its Python: a module or a file, and more."""
     store: str
     """Name of the folder of its stores."""
     environment: str = ""
@@ -93,7 +93,7 @@ SUBJECTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """Of the tokens that the large store has more than the small one."""
+    """A round's figures, for the tokens that the large store has more than the small one."""
 
     tokens_per_s: float
     cpu_s_per_million: float
@@ -237,7 +237,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def stores(subjects: Sequence[Subject], seq_len: int, num_tokens: int) -> Iterator[Stores]:
-    """The same tokens in each subject's format, on a new server."""
+    """Equal tokens in each subject's format, on a new server."""
     import boto3
 
     with tempfile.TemporaryDirectory() as folder, running_server(Path(folder) / "ceph") as server:

@@ -1,4 +1,4 @@
-"""Epochs of tokens that a process reads, timed when it is told to; for raysharded and the peers alike.
+"""Epochs of tokens that a process reads, timed on request; for raysharded and the peers alike.
 
 A reader is a program that reads lines. The first names a store: the reader opens it, and prints a line when it is
 ready. At the second it reads an epoch, and prints its figures as JSON. So on, until its standard input ends. Standard
@@ -26,14 +26,14 @@ FIGURES = '{"wall_s"'
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Epoch:
-    """What a reader's processes did in an epoch."""
+    """Time and tokens of an epoch."""
 
     wall_s: float
     cpu_s: float
     """User and system time of the process and of those that it started, which have ended."""
     tokens: int
     total: int = 0
-    """Sum of all tokens, if it was asked for."""
+    """Sum of all tokens; 0 if the reader does not add them up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
