@@ -73,7 +73,7 @@ class Sanitized(SharedGpu):
         if self._mode is None:
             from torch.cuda._sanitizer import CUDASanitizerDispatchMode
 
-            self._mode = CUDASanitizerDispatchMode()  # type: ignore[no-untyped-call]
+            self._mode = CUDASanitizerDispatchMode()
         self._mode.__enter__()
         self._entered.is_watched = True
         with self._notes.open("a", encoding="utf-8") as file:

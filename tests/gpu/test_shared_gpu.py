@@ -87,7 +87,7 @@ def race() -> None:
     """In a separate process: two streams write one tensor, without a wait, under the sanitizer."""
     from torch.cuda._sanitizer import CUDASanitizerDispatchMode
 
-    with CUDASanitizerDispatchMode():  # type: ignore[no-untyped-call]
+    with CUDASanitizerDispatchMode():
         values = torch.zeros(3, device="cuda")
         with torch.cuda.stream(torch.cuda.Stream()):
             values.add_(1)

@@ -40,7 +40,7 @@ class Owner(Protocol):
 
 
 class CommunicatorDouble:
-    """One communicator, which tells its accelerator its calls."""
+    """One communicator, which reports its calls to its accelerator."""
 
     def __init__(self, name: str, store: Any, rank: int, size: int, owner: Owner) -> None:
         self.name = name
