@@ -105,7 +105,7 @@ class StepByStep:
     def __init__(self, mistake: str = "") -> None:
         self._mistake = mistake
         self.kept: list[object] = []
-        """What an adapter holds, also behind an error: the steps' iterators."""
+        """The steps' iterators, which an adapter still holds behind an error."""
 
     def __call__(self, session: Session) -> None:
         model = session.build(Gpt)
