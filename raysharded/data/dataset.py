@@ -156,6 +156,9 @@ class TokenDataset:
 
     def __getitem__(self, index: int, /) -> npt.NDArray[np.int64]:
         """Sample `index`, shape [seq_len + 1]. Raises IndexError outside [0, len), DataError for damaged files."""
+        source = self._reader
+        if isinstance(source, StoreSource) and 0 <= index < source.num_samples:
+            return source.read(int(index))
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} in {self!r}")
         opened = self._opened()
