@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raysharded.clock import SystemClock
-from raysharded.data.loader import repeated_samples
+from raysharded.data.outlook import outlook
 from raysharded.display import uncaught_errors
 from raysharded.display.quantities import count
 from raysharded.display.raylet_output import quiet_raylet
@@ -225,8 +225,9 @@ class LocalRun(Run):
         self._spec = with_initial_weights(self._spec, self._storage, starts, self._files.key, vouched=vouched)
         if self._spec.initial_weights is not None:
             self._files = files_of(self._spec, self._storage, versions())
-        repeated = repeated_samples(self._spec.data, self._spec.batch)
-        for sentence in (*untested_versions(), *file_limits(self._spec.scaling.max_workers), *repeated):
+        spec = self._spec
+        repeated = outlook(spec.data, spec.batch, spec.run.max_steps)
+        for sentence in (*untested_versions(), *file_limits(spec.scaling.max_workers), *repeated):
             _log.warning("%s", sentence)
         self._groups.check_memory()
         if self._launch is None:

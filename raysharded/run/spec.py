@@ -51,8 +51,13 @@ class RunSpec:
     @property
     def tokens_per_step(self) -> int | None:
         """Tokens in the global batch; None if the data has no `seq_len`."""
-        seq_len = getattr(self.data, "seq_len", None)
-        return seq_len * self.batch.global_batch_size if isinstance(seq_len, int) else None
+        seq_len = self._seq_len
+        return None if seq_len is None else seq_len * self.batch.global_batch_size
+
+    @property
+    def _seq_len(self) -> int | None:
+        found = getattr(self.data, "seq_len", None)
+        return found if isinstance(found, int) else None
 
     @property
     def best(self) -> Best | None:
@@ -82,10 +87,10 @@ class RunSpec:
 
         For runs whose workers are all on this machine: on a cluster, files may exist on the workers' nodes alone.
         """
-        from raysharded.data import Mixture, PackedDataset, TokenDataset
+        from raysharded.data import DatasetPart, Mixture, PackedDataset, TokenDataset
 
         for data in (self.data, self.evaluation.data if self.evaluation else None):
-            if isinstance(data, TokenDataset | PackedDataset | Mixture):
+            if isinstance(data, TokenDataset | PackedDataset | Mixture | DatasetPart):
                 data.require_local_files()
 
     def settings(self) -> dict[str, Any]:
@@ -104,6 +109,7 @@ class RunSpec:
                 "microbatch_size": self.batch.microbatch_size,
                 "seed": self.batch.seed,
             },
+            **({} if self._seq_len is None else {"seq_len": self._seq_len}),
             "reduction": self.engine.reduction,
             "param_dtype": self.engine.param_dtype,
             "reduce_dtype": self.engine.reduce_dtype,
