@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from raysharded.actors.device.cuda_presence import cuda_facts, driver_version, why_unfit, why_unusable
+from raysharded.actors.device.device_errors import wait_for_freed_memory
 from raysharded.actors.device.device_waits import wait_for, waits_for_peers
 from raysharded.actors.device.memory_node import pci_name, prefer_node_of
 from raysharded.actors.gpu_health import GpuHealth
@@ -103,6 +104,7 @@ class Cuda:
             raise ConfigError(f"ScalingConfig(use_gpu=True): a worker cannot use the GPU that it was given: {unfit}.")
         self._index, self._is_selected = index, True
         self.enter_thread()
+        wait_for_freed_memory(lambda: torch.cuda.mem_get_info(index))
         prefer_node_of(pci_of(torch.cuda.get_device_properties(self._index)))
         self._health, self._name = GpuHealth(), self.identity(self.current())
         self._health.watch(self._name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from raysharded.actors.device import cuda_presence
 from raysharded.actors.device.cuda import Cuda, arithmetic_settings, entry_of, index_of, pci_of
 from raysharded.actors.device.cuda_presence import CudaFacts, cuda_facts, driver_version, why_unfit, why_unusable
 from raysharded.errors import ConfigError
+from tests import patches
+from tests.forked import in_a_fork
 from tests.training.harness import GptTask, train
 
 
@@ -118,6 +121,27 @@ def test_a_run_on_gpus_ends_at_once_where_there_are_none() -> None:
         pytest.skip("this machine has a GPU")
     with pytest.raises(ConfigError, match=r"ScalingConfig\(use_gpu=True\): .*(CUDA|driver)"):
         train(2, use_gpu=True, task=NeverBuilt())
+
+
+def deterministic_in_generated_code(*, exact: bool) -> bool:
+    """In a separate process: the option that Inductor writes beside each of its kernels for a GPU.
+
+    Without it, a reduction that needs many registers is compiled several times, and the fastest adds in its own order.
+    """
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch.utils import _triton
+
+    patches.replace(_triton, "triton_hash_with_backend", lambda: "")  # no Triton is needed here
+    if exact:
+        Cuda().make_compilation_exact()
+    written: dict[str, bool] = TritonKernel.inductor_meta_common()
+    return written["deterministic"]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("exact", [False, True])
+def test_generated_code_chooses_no_order_of_additions_by_measured_times(exact: bool) -> None:
+    assert in_a_fork(partial(deterministic_in_generated_code, exact=exact)) is exact
 
 
 @pytest.fixture

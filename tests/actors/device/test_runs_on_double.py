@@ -181,6 +181,28 @@ def test_settings_of_the_user_are_kept_and_said_once() -> None:
     assert said == ["settings of the environment that are kept: NCCL_P2P_DISABLE=1"]
 
 
+def on_noting_compiler(notes: str) -> None:
+    """In a worker's process: compute on the double; write whether each graph is compiled without measured choices."""
+    from torch._dynamo import lookup_backend
+    from torch._inductor import config
+
+    def compiled(*given: Any, **named: Any) -> Any:
+        with Path(notes).open("a", encoding="utf-8") as file:
+            file.write(f"{config.deterministic}\n")
+        return lookup_backend("eager")(*given, **named)
+
+    on_double()
+    usual = torch.nn.Module.compile
+    type.__setattr__(torch.nn.Module, "compile", lambda block: usual(block, backend=compiled))
+
+
+def test_blocks_are_compiled_for_a_device_without_choices_by_measured_times(tmp_path: Path) -> None:
+    notes = tmp_path / "compiled"
+    prepare, engine = partial(on_noting_compiler, str(notes)), rs.EngineConfig(compile=True)
+    train(1, use_gpu=True, prepare=prepare, engine=engine, steps=1, microbatches=1)
+    assert set(notes.read_text().split()) == {"True"}
+
+
 def test_a_worker_warms_its_device_up_before_others_wait_for_it(tmp_path: Path) -> None:
     """It drains the device before it makes a communicator, in its first generation, too."""
     train(2, use_gpu=True, prepare=partial(on_logging, str(tmp_path)), steps=1, microbatches=2)
