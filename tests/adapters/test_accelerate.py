@@ -71,6 +71,24 @@ def test_losses_change_no_bit(kills: list[tuple[int, int, str]], data: Any) -> N
             rf"^{PROGRAM}:\d+: accelerator\.prepare is called once, with the model that session\.build returned",
         ),
         (
+            "moves the model",
+            {},
+            (
+                rf"^{PROGRAM}:\d+: the values of .* were read, or moved to a device: .* between session\.build and "
+                r"accelerator\.prepare, .*\. A line that moves the model, such as model\.to\(device\): delete it"
+            ),
+        ),
+        (
+            "a plain Accelerator",
+            {},
+            rf"^{PROGRAM}:\d+: the values .* Use raysharded\.adapters\.accelerate\.elastic\(Accelerator, session\)",
+        ),
+        (
+            "evaluates on rank 0",
+            {"workers": 2},
+            "step 3: 1 of 2 workers call the model's forward outside the microbatches, and the others do not: let all do",
+        ),
+        (
             "",
             {"data": range(12)},
             (
@@ -99,7 +117,7 @@ def test_losses_change_no_bit(kills: list[tuple[int, int, str]], data: Any) -> N
 )
 def test_a_mistake_ends_with_one_sentence_of_the_script(mistake: str, given: dict[str, Any], named: str) -> None:
     with pytest.raises((ConfigError, TaskError), match=named):
-        run(1, Script(mistake=mistake), **({"data": sentences()} | given))
+        run(**({"workers": 1, "script": Script(mistake=mistake), "data": sentences()} | given))
 
 
 def test_a_cut_epoch_and_a_schedule_of_microbatches_are_remarked_on() -> None:
