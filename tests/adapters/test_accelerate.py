@@ -27,15 +27,16 @@ def by_one_worker() -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("kills", "data"),
+    ("workers", "kills", "data"),
     [
-        ([(1, 2, "backward"), (2, 3, "snapshot"), (3, 5, "agree")], sentences()),
-        ([(1, 3, "apply"), (2, STEPS, "apply")], range(len(sentences()))),
+        (4, [(1, 2, "backward"), (2, 3, "snapshot"), (3, 5, "agree")], sentences()),
+        (4, [(1, 3, "apply"), (2, STEPS, "apply")], range(len(sentences()))),
+        (2, [(1, 2, "forward")], range(len(sentences()))),
     ],
-    ids=["samples", "numbers of samples"],
+    ids=["samples", "numbers of samples", "two workers"],
 )
-def test_losses_change_no_bit(kills: list[tuple[int, int, str]], data: Any) -> None:
-    assert run(4, Script(), data, kills=kills).bits == by_one_worker().bits
+def test_losses_change_no_bit(workers: int, kills: list[tuple[int, int, str]], data: Any) -> None:
+    assert run(workers, Script(), data, kills=kills).bits == by_one_worker().bits
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_losses_change_no_bit(kills: list[tuple[int, int, str]], data: Any) -> N
         (
             "evaluates on rank 0",
             {"workers": 2},
-            "step 3: 1 of 2 workers call the model's forward outside the microbatches, and the others do not: let all do",
+            "step 3: 1 of 2 workers call the model's forward outside the microbatches, and the others do not",
         ),
         (
             "",
