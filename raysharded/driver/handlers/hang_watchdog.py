@@ -201,8 +201,9 @@ def _break_up(state: State, at: float) -> Outcome:
         "deadline_s": _patience_s(state),
         "reason": reason,
         "phase": phases[0],
-        **({"behind": list(behind)} if behind else {}),
     }
+    if behind:
+        fields["behind"] = list(behind)
     state = replace(
         state, watch=step_watch.at_rest(state.watch), incident=recovery_timeline.found(state, at, reason=reason)
     )
