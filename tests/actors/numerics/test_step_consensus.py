@@ -90,7 +90,7 @@ def test_sums_by_levels_have_the_bits_of_the_tree(values: list[list[float]], lar
 
 
 def test_an_agreement_on_65536_microbatches_with_10_metrics_takes_less_than_a_quarter_of_a_second() -> None:
-    """Of processor time, at best of three. The norm's words are of one gradient."""
+    """The processor time is the least of three."""
     count, names = 1 << 16, tuple(f"metric {number}" for number in range(10))
     own = replace(
         contribution({j: (1.0 + j, 2.0) for j in range(0, count, 4)}),
