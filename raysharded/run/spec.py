@@ -76,16 +76,11 @@ class RunSpec:
 
     def named_objects(self) -> dict[str, Any]:
         """These parts under the names by which a user knows them."""
-        from raysharded.task import TrainFunction
+        return {**self.sent_objects(), "metrics": self.run.metrics}
 
-        own = {"train_fn": self.task.function} if isinstance(self.task, TrainFunction) else {"task": self.task}
-        return {
-            **own,
-            "data": self.data,
-            "evaluation.data": self.evaluation.data if self.evaluation else None,
-            "preemption_notices": self.run.failure.preemption_notices,
-            "metrics": self.run.metrics,
-        }
+    def sent_objects(self) -> dict[str, Any]:
+        """Those of `named_objects` that workers get."""
+        return sent_objects(self.task, self.data, self.evaluation, self.run.failure.preemption_notices)
 
     def require_local_files(self) -> None:
         """Raise DataError if token files with a path of this machine do not exist here.
@@ -128,6 +123,19 @@ class RunSpec:
                 "tensor_parallel_degree": self.scaling.tensor_parallel_degree,
             },
         }
+
+
+def sent_objects(task: Task, data: Any, evaluation: EvalConfig | None, preemption_notices: Any) -> dict[str, Any]:
+    """A user's objects that workers get, under the names by which a user knows them."""
+    from raysharded.task import TrainFunction
+
+    own = {"train_fn": task.function} if isinstance(task, TrainFunction) else {"task": task}
+    return {
+        **own,
+        "data": data,
+        "evaluation.data": evaluation.data if evaluation else None,
+        "preemption_notices": preemption_notices,
+    }
 
 
 def require_same_settings(spec: RunSpec, starts: Sequence[Mapping[str, Any]]) -> None:
