@@ -11,6 +11,8 @@
 #                 engine's tests, for four minutes at most: 95 of 100 should be found; resumes where interrupted
 #   make mutants-device   before a release: each call that orders streams, of the engine and of FSDP2, removed, one at a
 #                 time, against the engine on simulated streams: 95 of 100 that it reaches should be found; some ten minutes
+#   make test-gpu  on a machine with a GPU, half an hour: workers that share it, NCCL with two and more, torch's sanitizer, failed
+#                 kernels, memory, torchtitan; then the benchmark `gpu`. A table lists all, with the reasons of those it skips
 #   make cuda-names   before a release: whether torch for CUDA has all names and options that the code for GPUs uses; needs
 #                 no GPU, and some 3 GB of downloads into .venv-cuda
 #   make test-s3  the tests on a real S3 server (Ceph's, from Debian's packages, unpacked into a cache: 70 MB once)
@@ -42,7 +44,7 @@ SHELL := /bin/sh
 # The tests start hundreds of processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-clusters test-long compat mutants mutants-device cuda-names test-s3 check lint docs bench bench-quick bench-full peers lock clean
+.PHONY: help install demo test test-clusters test-long compat mutants mutants-device test-gpu cuda-names test-s3 check lint docs bench bench-quick bench-full peers lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -125,6 +127,12 @@ CUDA_TORCH ?= torch==2.13.0
 
 cuda-names: .venv-cuda/.installed
 	@.venv-cuda/bin/python -m tools.cuda_names
+
+# An environment of your own with torch for CUDA, where .venv has the CPU's: GPU_PYTHON=.venv-cuda/bin/python
+GPU_PYTHON ?= $(BIN)/python
+test-gpu: $(DEV) $(COMPILER) $(TITAN)
+	@$(GPU_PYTHON) -m pytest --durations=12 -m gpu tests/gpu $(PYTEST_ARGS)
+	@$(GPU_PYTHON) -m benchmarks gpu --effort quick
 
 test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'

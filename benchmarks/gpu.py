@@ -1,6 +1,9 @@
 """One GPU: raysharded, exact and fast, compared with a plain FSDP2 loop on a Llama-like model of about 1B parameters in
 bf16 with activation checkpointing, compiled and not; and the cost of snapshots and checkpoints during training.
 
+The plain loop runs with and without torch's deterministic algorithms, which exact reduction needs: so their cost is
+known apart from its own.
+
 World size 1: nothing is communicated. Without a GPU there is one line that states this. `python -m benchmarks.gpu
 --cpu`
 runs the same code with a tiny model on the CPU.
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -30,10 +34,12 @@ from torch.utils.checkpoint import checkpoint
 import raysharded as rs
 from benchmarks.effort import Effort
 from benchmarks.result import ROOT, Line, alternate, ratios
+from raysharded.actors.device.cuda import EXACT_SETTINGS
 from raysharded.config import BatchConfig
 
 NAME = "gpu"
 PLAIN = "plain FSDP2 loop"
+DETERMINISTIC = "plain FSDP2 loop, deterministic algorithms"
 _WARM_UP_STEPS = 4
 _PEAK_FLOPS = {
     "H100": 989e12,
@@ -203,6 +209,7 @@ def measured(sizes: Sizes, rounds: int) -> list[Line]:
 def _measured(sizes: Sizes, rounds: int, *, compiled: bool) -> list[Line]:
     subjects: dict[str, Callable[[], Ran]] = {
         PLAIN: lambda: Ran(step_s=plain(sizes, compiled=compiled)),
+        DETERMINISTIC: lambda: Ran(step_s=plain(sizes, compiled=compiled, deterministic=True)),
         "raysharded, exact": lambda: ours(sizes, "exact", compiled=compiled),
         "raysharded, fast": lambda: ours(sizes, "fast", compiled=compiled),
         "raysharded, exact, a checkpoint every 4 steps": lambda: ours(sizes, "exact", compiled=compiled, every=4),
@@ -220,7 +227,7 @@ def _measured(sizes: Sizes, rounds: int, *, compiled: bool) -> list[Line]:
         lines.append(_line(f"tokens per second, {where}", name, "tokens/s", rate, ratio=ratio, against=against))
         if peak:
             lines.append(_line(f"MFU, {where}", name, "%", [100 * flops / one / peak for one in seconds]))
-        if name != PLAIN:
+        if name not in (PLAIN, DETERMINISTIC):
             lines.append(_line(f"snapshot of a step, {where}", name, "s", [one.snapshot_s for one in runs]))
     return sorted(lines, key=lambda line: line.what)
 
@@ -256,21 +263,27 @@ def ours(sizes: Sizes, reduction: Any, *, compiled: bool, every: int | None = No
     return Ran(step_s=statistics.mean(gaps), snapshot_s=statistics.median(snapshots[_WARM_UP_STEPS:]))
 
 
-def plain(sizes: Sizes, *, compiled: bool) -> float:
+def plain(sizes: Sizes, *, compiled: bool, deterministic: bool = False) -> float:
     """Mean seconds per step of a plain loop, in a separate process."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--loop", json.dumps(asdict(sizes)), *["--compile"] * compiled]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    command += ["--deterministic"] * deterministic
+    around = os.environ | (EXACT_SETTINGS if deterministic else {})
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=around)
     times: list[float] = json.loads(done.stdout.splitlines()[-1])
     return statistics.mean([b - a for a, b in pairwise(times)][_WARM_UP_STEPS - 1 :])
 
 
-def loop(sizes: Sizes, *, compiled: bool) -> list[float]:
+def loop(sizes: Sizes, *, compiled: bool, deterministic: bool) -> list[float]:
     """The times when each step was done: a plain FSDP2 loop with the same settings, as torch's own examples have it."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # as in a worker
+        torch.backends.cudnn.benchmark = False
     device = torch.device("cpu" if sizes.cpu else "cuda")
     dist.init_process_group("gloo" if sizes.cpu else "nccl", store=HashStore(), rank=0, world_size=1)
     task, data = NextToken(sizes), Tokens(sizes)
@@ -337,9 +350,15 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="try this code with a tiny model on the CPU")
     parser.add_argument("--loop", help="run the plain loop with these sizes; print when each step was done")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--deterministic", action="store_true")
     options = parser.parse_args()
     if options.loop:
-        print(json.dumps(loop(Sizes(**json.loads(options.loop)), compiled=options.compile)))
+        chosen = {
+            "sizes": Sizes(**json.loads(options.loop)),
+            "compiled": options.compile,
+            "deterministic": options.deterministic,
+        }
+        print(json.dumps(loop(**chosen)))
         return
     from benchmarks.__main__ import shown
 

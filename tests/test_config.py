@@ -143,6 +143,20 @@ def test_a_run_is_not_resharded_as_its_task_cannot_be_cut(tmp_path: Path, monkey
         run.reshard(tensor_parallel_degree=2)
 
 
+def test_sources_that_are_read_repeatedly_are_named_before_a_worker_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def launch(job: object) -> Any:
+        raise ConfigError("no worker here")
+
+    data = rs.Mixture({"much": range(10_000), "little": range(1)}, {"much": 1, "little": 1})
+    with pytest.raises(ConfigError, match="no worker here"):
+        LocalRun(trainer(data=data).spec(), launch=launch).drive()
+    assert "the mixture reads source 'little'" in caplog.text
+
+
 def test_names_of_before_0_2_give_what_the_new_ones_give_and_warn(tmp_path: Path) -> None:
     made, storage = trainer(), open_storage(str(tmp_path))
     spec = made.spec()

@@ -35,6 +35,14 @@ def stand_in_for_a_device() -> None:
     own = SimpleNamespace(**found)
     vars(_utils)["_get_available_device_type"] = lambda: "cpu"
     vars(_utils)["_get_device_module"] = lambda _: own
+    complete_torch()
+
+
+def complete_torch() -> None:
+    """Give torch 2.13 what torchtitan uses and it lacks."""
+
+    def nothing(*_: Any) -> None: ...
+
     if not hasattr(dist, "set_timeout"):
         vars(dist)["set_timeout"] = nothing
 

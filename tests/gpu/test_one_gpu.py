@@ -7,9 +7,10 @@ import torch
 
 import raysharded as rs
 from raysharded.actors.shards.async_copy import AsyncHostCopy
+from tests.gpu.shared_gpu import needs
 from tests.training.harness import train
 
-pytestmark = pytest.mark.gpu
+pytestmark = [*needs(1), pytest.mark.usefixtures("gpu_itself")]
 
 
 def test_training_on_a_gpu_is_reproducible_and_both_accumulations_give_the_same_bits() -> None:

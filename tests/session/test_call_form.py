@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import raysharded as rs
+from raysharded.actors.session.held_out import begin_step
 from raysharded.actors.session.user_session import Session
 from raysharded.errors import InexactError, TaskError
 from raysharded.task import TrainFunction
-from tests.session.loops import STEPS, Average, by_task, optimizer_of, run, schedule
+from tests.session.loops import STEPS, Average, by_task, compute, optimizer_of, run, schedule
 from tests.training.harness import Gpt, GptTask, make_driver, make_limits
 from tests.training.test_checkpoints import Listening, fingerprint, resume, small_job
 from tests.training.test_generations import eventually
@@ -96,3 +97,46 @@ def test_a_mistake_in_the_call_form_ends_with_a_sentence(mistake: str, error: ty
 def test_a_loop_that_stops_too_early_ends_with_a_sentence() -> None:
     with pytest.raises(TaskError, match="returned before the run's last step"):
         run(1, Trainer(steps=2))
+
+
+class StepByStep:
+    """A loop over an adapter's microbatches, in which no `with` ends a step: an error goes through the function."""
+
+    def __init__(self, mistake: str = "") -> None:
+        self._mistake = mistake
+        self.kept: list[object] = []
+        """The steps' iterators, which an adapter still holds behind an error."""
+
+    def __call__(self, session: Session) -> None:
+        model = session.build(Gpt)
+        optimizer = optimizer_of(model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        average = Average()
+        session.shard(model, optimizer, scheduler=scheduler, average=average)
+        while average.count < STEPS:
+            step = begin_step(session)
+            batches = step.microbatches()
+            self.kept.append(batches)
+            for batch in batches:
+                if self._mistake and step.number == 3:
+                    raise KeyError(self._mistake)
+                compute(step, model, batch)
+            step.stays_open = True
+            step.clip_grad_norm_(0.7)
+            optimizer.step()
+            scheduler.step()
+            average.add(step.loss)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_loss_in_a_step_that_no_with_ends_calls_the_function_again(phase: str) -> None:
+    """The next generation used to wait for ever: the step's iterator held the lock of the task's code."""
+    outcome = run(3, StepByStep(), kills=[(1, 3, phase)])
+    assert outcome.fingerprint == by_task().fingerprint
+    assert outcome.of("recovery")
+
+
+def test_an_error_in_a_step_that_no_with_ends_is_the_runs() -> None:
+    with pytest.raises(TaskError, match=r"KeyError: 'no such column'") as raised:
+        run(2, StepByStep("no such column"), retries=1)
+    assert "behind the step" not in str(raised.value)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -22,6 +23,13 @@ _TEXTS = ("CUDA error", "CUDA driver error", "HIP error")
 PATIENCE_S = 10.0
 """Time in which a device has to do a trifle. It may still end an aborted collective."""
 _PAUSE_S = 0.002
+_MOSTLY_FREE = 0.9
+"""Part of a GPU that is free where no other process uses it."""
+MEMORY_PAUSE_S = 0.05
+_STEADY_READINGS = 20
+"""Number of equal readings, one second, after which the rest counts as used by another process that lives."""
+_MOST_READINGS = 200
+"""Number of readings in all, ten seconds."""
 _WARM = 64
 """Rows and columns of the matrices that a device is warmed up with."""
 
@@ -59,6 +67,24 @@ def failure_of(device: torch.device, patience_s: float = PATIENCE_S, *, must_fin
     except RuntimeError as error:  # AcceleratorError is one
         return text_of(error).partition("\n")[0]
     return ""
+
+
+def wait_for_freed_memory(
+    free_and_total: Callable[[], tuple[int, int]], pause: Callable[[float], None] = time.sleep
+) -> None:
+    """Return once most of a GPU is free, or no more becomes free; after 10 s in any case.
+
+    The driver frees the memory of an ended process some time after the end. A worker in its place would lack it.
+    `free_and_total`: bytes of the GPU now.
+    """
+    before, steady = -1, 0
+    for _ in range(_MOST_READINGS):
+        free, total = free_and_total()
+        steady = steady + 1 if free <= before else 0
+        if free >= _MOSTLY_FREE * total or steady >= _STEADY_READINGS:
+            return
+        before = max(free, before)
+        pause(MEMORY_PAUSE_S)
 
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:

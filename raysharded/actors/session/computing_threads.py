@@ -152,6 +152,9 @@ class FunctionThread:
                     _log.warning("%s raised behind the run's last step, which is done: %s", name, found)
                 return found
             is_aborted, step = session.is_interrupted, session.step
+            if step is not None and step.is_open:  # an adapter's, which no `with` has left
+                step.__exit__(type(found), found, found.__traceback__)
+                return None if is_aborted or isinstance(found, CollectiveAborted) else found
             left = isinstance(found, CollectiveAborted) and step is not None and step.is_undone
             if left or (is_aborted and session.end()):
                 return None

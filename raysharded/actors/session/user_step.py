@@ -103,6 +103,11 @@ class UserStep(NotFollowed):
         """True behind a `with` that an error has ended, such as the loss of a worker."""
         return self.has_begun and self._step is None and not self.done
 
+    @property
+    def is_open(self) -> bool:
+        """True if it was entered, and its microbatches are not all computed: it is left with its `with` alone."""
+        return self.has_begun and self._step is not None and not self.stays_open
+
     def _agreement(self, name: str) -> Agreed:
         if self._agreed is None:
             raise TaskError(

@@ -190,15 +190,24 @@ def paged(tokens: Bytes, first_page: int, kind: Kind, key: bytes) -> Iterator[me
 
 def unpaged(data: Bytes, first_page: int, kind: Kind, key: bytes) -> Bytes | None:
     """The bytes of the tokens in whole pages, without digests; None if a page does not fit its digest."""
-    tokens = np.empty(len(data) - -(-len(data) // kind.page_bytes) * DIGEST_BYTES, dtype=np.uint8)
-    out = 0
-    for number, at in enumerate(range(0, len(data), kind.page_bytes), first_page):
-        page = data[at : at + kind.page_bytes]
-        body, found = page[:-DIGEST_BYTES], page[-DIGEST_BYTES:]
-        if digest(body, number, key) != found.tobytes():
+    size = kind.page_bytes
+    num_whole = len(data) // size
+    body, end = size - DIGEST_BYTES, num_whole * size
+    pages, view = data[:end].reshape(num_whole, size), data.data
+    found = b"".join([blake3(view[at : at + body], key=key).digest(DIGEST_BYTES) for at in range(0, end, size)])
+    words = np.frombuffer(found, "<u8").reshape(num_whole, 2)
+    expected = np.ascontiguousarray(pages[:, body:]).view("<u8")
+    numbers = np.arange(first_page, first_page + num_whole, dtype=np.uint64)
+    if not np.array_equal(words[:, 0] ^ numbers, expected[:, 0]) or not np.array_equal(words[:, 1], expected[:, 1]):
+        return None
+    rest = data[end:]
+    tokens = np.empty(num_whole * body + max(len(rest) - DIGEST_BYTES, 0), dtype=np.uint8)
+    tokens[: num_whole * body].reshape(num_whole, body)[:] = pages[:, :body]
+    if len(rest):
+        last, found = rest[:-DIGEST_BYTES], rest[-DIGEST_BYTES:].tobytes()
+        if digest(last, first_page + num_whole, key) != found:
             return None
-        tokens[out : out + len(body)] = body
-        out += len(body)
+        tokens[num_whole * body :] = last
     return tokens
 
 

@@ -112,7 +112,7 @@ class StoreSource:
         self.stream = TokenStream(stores, disk)
         self._token_bytes = self.stream.kind.token_bytes
         self._seq_len, self._per_block = seq_len, samples_per_block
-        self._num_samples = (self.stream.num_tokens - 1) // seq_len
+        self.num_samples = (self.stream.num_tokens - 1) // seq_len
         self._range_of = range_of or self._uniform
         block_bytes = (samples_per_block * seq_len + 1) * self._token_bytes
         self.blocks = BlockCache(
@@ -155,4 +155,4 @@ class StoreSource:
     def _uniform(self, number: int) -> tuple[int, int]:
         """The tokens of all samples of a block, with the last target of the last one."""
         first = number * self._per_block
-        return first * self._seq_len, min(first + self._per_block, self._num_samples) * self._seq_len + 1
+        return first * self._seq_len, min(first + self._per_block, self.num_samples) * self._seq_len + 1

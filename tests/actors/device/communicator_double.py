@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,25 @@ NEVER_S = 600.0
 """Longer than any test."""
 
 
-class CommunicatorDouble:
-    """One communicator. Its calls are noted in `calls` of its accelerator."""
+class Owner(Protocol):
+    """The accelerator that makes doubles."""
 
-    def __init__(self, name: str, store: Any, rank: int, size: int, owner: DoubleAccelerator) -> None:
+    live: list[CommunicatorDouble]
+    """Communicators that are connected and not aborted."""
+
+    def note(self, call: str) -> None:
+        """Called at the beginning of each call of a communicator; it may raise."""
+        ...
+
+    def blocks(self, call: str) -> bool:
+        """True for `connect`, `connect for good` or `abort`, if it is to block."""
+        ...
+
+
+class CommunicatorDouble:
+    """One communicator, which reports its calls to its accelerator."""
+
+    def __init__(self, name: str, store: Any, rank: int, size: int, owner: Owner) -> None:
         self.name = name
         self.backend: Any = None
         self._store, self._rank, self._size, self._owner = store, rank, size, owner
