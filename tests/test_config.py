@@ -143,6 +143,20 @@ def test_a_run_is_not_resharded_as_its_task_cannot_be_cut(tmp_path: Path, monkey
         run.reshard(tensor_parallel_degree=2)
 
 
+def test_sources_that_are_read_repeatedly_are_named_before_a_worker_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def launch(job: object) -> Any:
+        raise ConfigError("no worker here")
+
+    data = rs.Mixture({"much": range(10_000), "little": range(1)}, {"much": 1, "little": 1})
+    with pytest.raises(ConfigError, match="no worker here"):
+        LocalRun(trainer(data=data).spec(), launch=launch).drive()
+    assert "the mixture reads source 'little'" in caplog.text
+
+
 def test_names_of_before_0_2_give_what_the_new_ones_give_and_warn(tmp_path: Path) -> None:
     made, storage = trainer(), open_storage(str(tmp_path))
     spec = made.spec()
@@ -319,3 +333,11 @@ def test_the_first_step_is_proven_in_exact_mode_unless_that_is_turned_off() -> N
         assert limits_of(trainer(engine=engine).spec(), None).proves_first_step is proves
     with pytest.raises(ConfigError, match=r"EngineConfig\.prove_first_step='no': give a bool"):
         rs.EngineConfig(prove_first_step=cast(Any, "no"))
+
+
+def test_an_attribute_that_is_set_afterwards_is_named_as_one() -> None:
+    told = r"no field 'faults', and an attribute that is set afterwards: trainer.faults = FaultPlan\(...\)\. Its fields"
+    with pytest.raises(ConfigError, match=told):
+        rs.ElasticTrainer(faults=None)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"^EvalConfig has no field 'zzz'\. Its fields are data, "):
+        rs.EvalConfig(zzz=1)  # type: ignore[call-arg]

@@ -8,13 +8,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import raysharded as rs
+from raysharded.errors import ConfigError, TaskError
 from raysharded.ids import WorkerId
 from raysharded.protocol.worker_launcher import Reply
-from raysharded.testing.processes import _send
+from raysharded.testing.processes import _send, fit
 from tests.paths import ROOT
 
 LOCKED = """
@@ -63,6 +68,62 @@ def test_locks_of_a_task_are_no_leaked_semaphores_at_the_end_of_a_run(tmp_path: 
     assert "steps 1" in ran.stdout
     assert f"method {multiprocessing.get_context().get_start_method()}" in ran.stdout, "the task made its lock"
     assert "leaked" not in ran.stderr
+
+
+FUNCTION = """
+import raysharded as rs
+from raysharded.testing.processes import fit
+
+def train(session):
+    raise ValueError(f"reached at {session.max_steps} steps")
+
+if __name__ == "__main__":
+    fit(rs.ElasticTrainer(
+        train_fn=train, batch=rs.BatchConfig(global_batch_size=4, microbatch_size=2),
+        scaling=rs.ScalingConfig(num_workers=1), run=rs.RunConfig(name="function", storage_path="runs", max_steps=7),
+    ))
+"""
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        (["-c", FUNCTION], "ValueError: reached at 7 steps"),
+        (["-"], "ConfigError: this program comes from <stdin>, and each worker's process imports it again: put it "),
+    ],
+)
+def test_a_program_that_no_process_can_import_gives_its_function_by_value(
+    tmp_path: Path, program: list[str], told: str
+) -> None:
+    ran = subprocess.run(
+        [sys.executable, *program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input=FUNCTION,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ran.returncode, told in ran.stderr) == (1, True), ran.stderr[-4000:]
+
+
+@pytest.mark.procs
+def test_a_lambda_comes_by_value_and_what_it_holds_is_named(tmp_path: Path) -> None:
+    guard: Any = threading.Lock()
+    raises: Callable[[Any], Any] = lambda session: [][session.max_steps]  # noqa: E731 - it is about lambdas
+    holds: Callable[[Any], Any] = lambda session: (guard.release(), session)  # noqa: E731 - as above
+    for function, kind, told in ((raises, TaskError, "IndexError"), (holds, ConfigError, "^guard in train_fn ")):
+        with pytest.raises(kind, match=told):
+            fit(
+                rs.ElasticTrainer(
+                    train_fn=function,
+                    batch=rs.BatchConfig(global_batch_size=4, microbatch_size=2),
+                    scaling=rs.ScalingConfig(num_workers=1),
+                    run=rs.RunConfig(name="lambda", storage_path=str(tmp_path), max_steps=7),
+                ),
+            )
 
 
 STOPPED = """

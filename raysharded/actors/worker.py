@@ -357,6 +357,7 @@ class Worker:
             waits=found.waits,
             stack=found.stack,
             where=found.where,
+            in_collective=found.in_collective,
             busy=busy.average(),
             num_steps=busy.num_steps,
         )

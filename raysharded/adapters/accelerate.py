@@ -18,13 +18,16 @@ from torch.utils import _pytree
 from torch.utils.data import DataLoader
 
 from raysharded.actors.session.held_out import begin_step, copy_of, gathered, weights_of
+from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.adapters.accelerate_parts import (
     HeldOutBatches,
     StepScheduler,
     TrainBatches,
+    compare_horizon,
     require_loader,
     require_supported,
 )
+from raysharded.adapters.accelerate_words import WORDS
 from raysharded.errors import CollectiveAborted, ConfigError, TaskError
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ def elastic(accelerator: type[Any], session: Session) -> type[Any]:
     `prepare` is called once: with the model that `session.build` returned, its optimizer, its scheduler, and data
     loaders, of which the first is the training data's. The loop over epochs is `for epoch in accelerator.epochs(n)`.
     """
+    session._task.words = WORDS
     return type(accelerator.__name__, (Elastic, accelerator), {"session": session})
 
 
@@ -59,6 +63,8 @@ class Elastic(Base):  # type: ignore[misc]  # accelerate has no annotations
     """The newest step that the loop has made."""
     _counted = 0
     """The newest step behind which `sync_gradients` was True."""
+    _accumulates = False
+    """True in `accumulate`."""
     _batches: Iterator[Any] = iter(())
     _next: Any = _NOTHING
 
@@ -98,6 +104,8 @@ class Elastic(Base):  # type: ignore[misc]  # accelerate has no annotations
             **(schedulers | more),
         )
         self._train = TrainBatches(train, self)
+        for scheduler in schedulers.values():
+            compare_horizon(scheduler, self.session)
         self._done = self.session.first_step - 1
         return tuple(self._prepared(one, train) for one in args)
 
@@ -113,8 +121,9 @@ class Elastic(Base):  # type: ignore[misc]  # accelerate has no annotations
     def epochs(self, count: float) -> Iterator[int]:
         """The epochs that are not done, from 0 on, in place of `range(count)`; one that is undone comes again."""
         assert self._train is not None, "prepare comes first"
+        self._train.require_steps(count)
         epoch = self._train.epoch_of(self._done + 1)
-        while epoch < count and self._train.last_step(epoch - 1) < self.session.max_steps:
+        while epoch < count and self._done < self.session.max_steps:
             self._first = self._train.last_step(epoch - 1) + 1
             self._last_step = min(self._train.last_step(epoch), self.session.max_steps)
             yield epoch
@@ -147,6 +156,7 @@ class Elastic(Base):  # type: ignore[misc]  # accelerate has no annotations
     def accumulate(self, *models: Any) -> Iterator[None]:
         self.gradient_state._set_sync_gradients(False)
         step = self.session.step
+        self._accumulates = True
         try:
             yield
         except BaseException as error:
@@ -155,14 +165,20 @@ class Elastic(Base):  # type: ignore[misc]  # accelerate has no annotations
             step.__exit__(type(error), error, error.__traceback__)
             self.gradient_state._set_sync_gradients(False)
             return
+        finally:
+            self._accumulates = False
         if self.sync_gradients and step is not None:
             self.gradient_state._set_sync_gradients(step.number > self._counted)
             self._counted = max(self._counted, step.number)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         step = self.session.step
-        if step is None:
-            raise TaskError("accelerator.backward(loss) belongs into `with accelerator.accumulate(model):`.")
+        if step is None or not self._accumulates:
+            raise TaskError(
+                f"{line_here()}: accelerator.backward(loss) belongs into `with accelerator.accumulate(model):`. Put "
+                "that line around the body of the loop over the training data: when a worker is lost, it takes the "
+                "error, and the loop continues with the step that is done again."
+            )
         step.backward(loss)
         self._next = next(self._batches, _NOTHING)
         is_last = self._next is _NOTHING

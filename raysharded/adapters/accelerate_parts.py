@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import DistributedType, send_to_device
 from torch.utils.data import DistributedSampler, IterableDataset
 
-from raysharded.actors.session.held_out import shared_batches
+from raysharded.actors.session.held_out import num_training_samples, remark, shared_batches
 from raysharded.config import BatchConfig
 from raysharded.errors import ConfigError
 
@@ -25,6 +25,40 @@ class TrainBatches:
         self.dataset, self._accelerator = loader.dataset, accelerator
         self._batch: BatchConfig = accelerator.session.batch
         self._samples = len(loader.dataset)  # type: ignore[arg-type]  # `require_loader` has looked
+        self._require_samples(num_training_samples(accelerator.session))
+
+    def _require_samples(self, found: int | None) -> None:
+        if found != self._samples:
+            raise ConfigError(
+                f"accelerator.prepare(...): ElasticTrainer(data=...) has {found} samples, and the dataset of the first "
+                f"data loader, which is the training data's, has {self._samples}. Both are one thing: give "
+                f"ElasticTrainer(data=range({self._samples})), or that dataset."
+            )
+
+    def require_steps(self, epochs: float) -> None:
+        """Raise ConfigError if the run's last step is in no step of the last of so many epochs."""
+        session, size = self._accelerator.session, self._batch.global_batch_size
+        if math.isinf(epochs):
+            return
+        last, given = self.last_step(math.ceil(epochs) - 1), session.max_steps
+        asked = f"accelerator.epochs({epochs}) is {last} steps of {size} of {self._samples} samples"
+        if given > last:
+            raise ConfigError(
+                f"{asked}, and RunConfig(max_steps={given}) has more: give RunConfig(max_steps={last}), or "
+                f"accelerator.epochs({self.epoch_of(given) + 1})."
+            )
+        if self.epoch_of(given) + 1 < epochs:
+            raise ConfigError(
+                f"{asked}, and RunConfig(max_steps={given}) ends before its last epoch: give "
+                f"RunConfig(max_steps={last}), or accelerator.epochs({self.epoch_of(given) + 1})."
+            )
+        if given < last:
+            remark(
+                session,
+                "accelerator.epochs",
+                f"{asked}, and RunConfig(max_steps={given}) ends within the last epoch, as a script with "
+                f"max_train_steps={given} does. For whole epochs give RunConfig(max_steps={last}).",
+            )
 
     def epoch_of(self, step: int) -> int:
         """The epoch, from 0 on, in which a step begins."""
@@ -78,6 +112,20 @@ class StepScheduler:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
+
+
+def compare_horizon(scheduler: Any, session: Any) -> None:
+    """Remark on a scheduler of transformers whose number of steps is twice the run's, or more."""
+    rates = getattr(scheduler, "lr_lambdas", ())
+    horizons = [getattr(rate, "keywords", {}).get("num_training_steps", 0) for rate in rates]
+    if horizons and min(horizons) >= 2 * session.max_steps:
+        remark(
+            session,
+            "num_training_steps",
+            f"the learning rate scheduler has num_training_steps={min(horizons)}, and the run has {session.max_steps} "
+            "steps: it steps once in each, and ends far from its last value. For the run's steps give "
+            "num_training_steps=session.max_steps.",
+        )
 
 
 def require_supported(accelerator: Any, batch: BatchConfig) -> None:

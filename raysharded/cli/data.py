@@ -193,12 +193,16 @@ def _print_audit(found: DataAudit) -> None:
 
     table = RowTable()
     table.add_column("source", long="shorten")
-    for name, rank in (("read", 0), ("wanted", 1), ("skipped", 4), ("epochs", 2), ("of samples", 3)):
+    ranks = {"read": 0, "wanted": 1, "skipped": 4, "epochs": 2, "of samples": 3}
+    if any(one.tokens is not None for one in found.sources):
+        ranks["tokens"] = 5
+    for name, rank in ranks.items():
         table.add_column(name, right=True, rank=rank)
     for one in found.sources:
         size = one.num_samples
         of_epochs = ("-", "-") if size is None else (f"{(one.read + one.skipped) / size:.2f}", str(size))
-        numbers = (str(one.read), f"{one.wanted:.1f}", str(one.skipped), *of_epochs)
+        tokens = () if one.tokens is None else (str(one.tokens),)
+        numbers = (str(one.read), f"{one.wanted:.1f}", str(one.skipped), *of_epochs, *tokens)
         table.add_row(one.name, *numbers)
     with console() as out:
         out.print(table)

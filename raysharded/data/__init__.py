@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "Bucketed": "raysharded.data.bucketed",
     "Dataset": "raysharded.data.dataset",
+    "DatasetPart": "raysharded.data.parts",
     "padded": "raysharded.data.bucketed",
     "TokenDataset": "raysharded.data.dataset",
     "LedgerReport": "raysharded.data.ledger",
@@ -31,6 +32,7 @@ _EXPORTS = {
     "positions_of_microbatch": "raysharded.data.order",
     "positions_of_step": "raysharded.data.order",
     "sample_ids": "raysharded.data.order",
+    "split": "raysharded.data.parts",
 }
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
         sample_ids as sample_ids,
     )
     from raysharded.data.packed.packed_dataset import PackedDataset as PackedDataset
+    from raysharded.data.parts import DatasetPart as DatasetPart, split as split
     from raysharded.data.streams.sharded_items import ShardedItems as ShardedItems
     from raysharded.data.streams.source import StreamSource as StreamSource
     from raysharded.data.streams.stream import Stream as Stream
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Bucketed",
     "Dataset",
+    "DatasetPart",
     "LedgerReport",
     "Loader",
     "Microbatch",
@@ -72,6 +76,7 @@ __all__ = [
     "positions_of_microbatch",
     "positions_of_step",
     "sample_ids",
+    "split",
 ]
 
 

@@ -17,6 +17,7 @@ from raysharded.data.store.store_source import READ_AHEAD_BLOCKS, Caches, FoundS
 from raysharded.data.text.files import File, PathLike, as_paths, find_files, readable_system, require_files
 from raysharded.data.text.token_file import TokenFile, TokenHeader
 from raysharded.data.text.token_reader import TokenReader
+from raysharded.display.plain_text import masked
 from raysharded.display.quantities import count
 from raysharded.errors import ConfigError, DataError
 from raysharded.locations import local_path
@@ -100,7 +101,7 @@ class TokenDataset:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"TokenDataset({list(self.paths)!r}, seq_len={self.seq_len})"
+        return f"TokenDataset({[masked(path) for path in self.paths]!r}, seq_len={self.seq_len})"
 
     @property
     def num_tokens(self) -> int:

@@ -16,7 +16,6 @@ from raysharded.data.access.reader_process import CollatingReader
 from raysharded.data.access.sample_reader import DatasetReader, Reader
 from raysharded.data.ledger import Digest, ReadRecorder, digest_of_reads
 from raysharded.data.order import NO_BLOCKS, Blocks, Int64s, positions_of_microbatch, sample_ids
-from raysharded.display.quantities import count
 from raysharded.errors import DataError
 from raysharded.ids import derive_seed
 from raysharded.overrides import Skips, WeightChanges, consumed, skipped_before
@@ -29,18 +28,6 @@ MicrobatchKey: TypeAlias = tuple[int, int]
 _LEAST_IDS = 4096  # computed at once: for few of them most of the time goes to calls
 _Place: TypeAlias = tuple[int, int, int, int, Blocks, WeightChanges]
 """The tuple (step, microbatch, samples skipped before, number of the rule `order`, blocks, changed weights)."""
-
-
-def repeated_samples(data: Any, batch: BatchConfig) -> tuple[str, ...]:
-    """A sentence if one step reads samples several times, as there are too few; none if the length is unknown."""
-    try:
-        length = len(data)
-    except Exception:  # noqa: BLE001 - the boundary to the user's code; reading reports it in detail
-        return ()
-    if not 0 < length < batch.global_batch_size:
-        return ()
-    text = f"the data have {count(length, 'sample')}, and a step takes {batch.global_batch_size}"
-    return (f"{text} (BatchConfig.global_batch_size): every step reads samples more than once",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -17,6 +17,7 @@ from raysharded.data.dataset import TokenDataset
 from raysharded.data.loader import MicrobatchLoader
 from raysharded.data.mixtures.mixture import Mixture
 from raysharded.data.packed.packed_dataset import PackedDataset
+from raysharded.data.parts import whole
 from raysharded.data.streams.numbered_microbatches import MicrobatchFunction, MicrobatchNumbers, MicrobatchStreams
 from raysharded.data.streams.own_microbatches import OwnMicrobatches
 from raysharded.data.streams.stream import Stream
@@ -186,6 +187,7 @@ def _checked_ids(num_samples: int, seed: int) -> list[int]:
 
 def vocabulary(data: Any) -> int | None:
     """Number of tokens in the vocabulary of token data, also of a mixture of them; None where it is not known."""
+    data = whole(data)
     if type(data) is Mixture:
         return next(filter(None, map(vocabulary, data.sources.values())), None)
     return data.vocab_size if type(data) in (TokenDataset, PackedDataset) else None
@@ -201,6 +203,7 @@ def _packed(collate: Callable[[list[Any]], Any]) -> bytes:
 
 def _draws_nothing(data: Any) -> bool:
     """True if reading it runs none of the user's code."""
+    data = whole(data)
     if type(data) is Mixture:
         return all(_draws_nothing(source) for source in data.sources.values())
     torch = sys.modules.get("torch")

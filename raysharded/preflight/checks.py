@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from raysharded.data.loader import repeated_samples
+from raysharded.data.outlook import outlook
 from raysharded.display.quantities import count, duration
 from raysharded.errors import InexactError, RayshardedError, TaskError, text_of
 from raysharded.ids import WorkerId
@@ -63,7 +63,7 @@ def check(
             checking = _Checking(small, began + timeout_s, listen or (lambda _: None), ending)
             needed = checking.needs()
             checks = tuple(checking.checks())
-            repeated = repeated_samples(small.spec.data, small.spec.batch)
+            repeated = outlook(spec.data, spec.batch, spec.run.max_steps)
             remarks = (*untested_versions(), *repeated, *remarks_in(folder))
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Interrupted. Nothing is left of the check.") from None

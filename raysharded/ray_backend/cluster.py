@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import math
 import os
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType, MethodType
+from typing import Any
 
 import ray
 from ray._private import ray_constants
@@ -51,6 +55,16 @@ _OWN_RAY = {
 }
 """Ray's settings where it is started only for runs of this process, unless the environment sets others."""
 
+_PACKAGES = {"site-packages", "dist-packages"}
+"""Names of the folders that packages are installed in."""
+_STANDARD_LIBRARY = {os.path.realpath(sysconfig.get_path(which)) for which in ("stdlib", "platstdlib")}
+_MADE_IN = {
+    "task": "build_model",
+    "train_fn": "the function",
+    "data": "the dataset's __getitem__",
+    "evaluation.data": "the dataset's __getitem__",
+}
+"""Object of the user -> the place at which it can make what cannot be sent."""
 
 _chosen: tuple[str, Choice] | None = None
 """Address of the cluster to which this module has connected the process, and the choice."""
@@ -261,40 +275,88 @@ def start_local(num_cpus: int | None = None) -> None:
 
 
 def carry_user_code(*objects: object) -> None:
-    """Send the modules that define these objects' classes along with the job, unless they are installed."""
-    for cls in (thing if isinstance(thing, FunctionType) else type(thing) for thing in objects):
-        module = sys.modules.get(cls.__module__)
+    """Send the modules that define these objects along with the job, unless they are installed.
+
+    Those of an object's class, of a function or a method, and of the function and the arguments in a `partial`.
+    """
+    for name in {name for one in objects for name in _defined_in(one)}:
+        module = sys.modules.get(name)
         file = getattr(module, "__file__", None)
-        if module is None or file is None or cls.__module__ == "__main__" or cls.__module__.startswith("raysharded."):
-            continue
-        if "site-packages" not in Path(file).parts:
+        if module is not None and file is not None and name != "__main__" and not _is_installed(name, file):
             ray.cloudpickle.register_pickle_by_value(module)
 
 
-def refuse_unsendable(values: Mapping[str, object]) -> None:
+def _defined_in(thing: object) -> Iterator[str]:
+    """The names of the modules that define an object."""
+    if isinstance(thing, functools.partial):
+        for part in (thing.func, *thing.args, *thing.keywords.values()):
+            yield from _defined_in(part)
+    elif isinstance(thing, MethodType):
+        yield from _defined_in(thing.__func__)
+        yield from _defined_in(thing.__self__)
+    else:
+        yield (thing if isinstance(thing, FunctionType | type) else type(thing)).__module__
+
+
+def _is_installed(name: str, file: str) -> bool:
+    """Whether a module is the standard library's, raysharded's, or in a folder of packages."""
+    path = Path(os.path.realpath(file))
+    return (
+        name.startswith("raysharded.")
+        or bool(_PACKAGES & {*path.parts, *Path(file).parts})
+        or any(path.is_relative_to(folder) for folder in _STANDARD_LIBRARY)
+    )
+
+
+def refuse_unsendable(values: Mapping[str, object], at_most: float = math.inf) -> None:
     """Raise ConfigError if a value cannot be pickled, with its innermost attribute that cannot.
 
-    `values`: the user's objects under the names by which a user knows them. For after an error: all are pickled.
+    `values`: the user's objects under the names by which a user knows them. Of each, no more than about `at_most`
+    bytes are pickled. Needs no cluster.
     """
     for name, value in values.items():
-        if (found := _unpicklable(name, value)) is not None:
+        if (found := _unpicklable(name, value, at_most)) is not None:
             where, what, why = found
             kind = f"{type(what).__module__}.{type(what).__qualname__}"
+            place = _MADE_IN.get(name)
             raise ConfigError(
                 f"{where} ({kind}) cannot be sent to other processes: {why}. "
-                "Make it where it is used, in build_model or in the dataset's __getitem__, or leave it out in "
-                "__getstate__."
+                f"Make it where it is used{f', in {place}' if place else ''}, or leave it out in __getstate__."
             )
 
 
-def _unpicklable(name: str, value: object, levels: int = 4) -> tuple[str, object, str] | None:
+class _Enough(Exception):
+    """`_Counted` has its number of bytes."""
+
+
+class _Counted:
+    """A file that drops what is written, and raises `_Enough` after a number of bytes."""
+
+    def __init__(self, at_most: float) -> None:
+        self._left = at_most
+
+    def write(self, data: bytes | memoryview) -> int:
+        written = memoryview(data).nbytes
+        self._left -= written
+        if self._left < 0:
+            raise _Enough
+        return written
+
+
+def _pickle_into_nothing(value: object, at_most: float) -> None:
+    pickler: Any = ray.cloudpickle.CloudPickler  # its stub wants a file
+    with contextlib.suppress(_Enough):
+        pickler(_Counted(at_most), protocol=5, buffer_callback=lambda _: None).dump(value)
+
+
+def _unpicklable(name: str, value: object, at_most: float, levels: int = 4) -> tuple[str, object, str] | None:
     """The innermost part of a value that cannot be pickled, with its name and the error; None if all of it can."""
     try:
-        ray.cloudpickle.dumps(value)
+        _pickle_into_nothing(value, at_most)
     except Exception as error:  # noqa: BLE001 - any error of the user's objects
         if levels:
             for inner, part in _parts(name, value):
-                if found := _unpicklable(inner, part, levels - 1):
+                if found := _unpicklable(inner, part, at_most, levels - 1):
                     return found
         return name, value, f"{type(error).__name__}: {brief(text_of(error), 200).rstrip('.')}"
     return None
@@ -305,8 +367,22 @@ def _parts(name: str, value: object) -> Iterator[tuple[str, object]]:
         yield from ((f"{name}[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, list | tuple):
         yield from ((f"{name}[{at}]", part) for at, part in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield f"{name}.func", value.func
+        yield from _parts(f"{name}.args", value.args)
+        yield from _parts(f"{name}.keywords", value.keywords)
+    elif isinstance(value, MethodType):
+        yield f"{name}.__self__", value.__self__
     elif isinstance(value, FunctionType):
         for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            yield f"{variable} in {name}", cell.cell_contents
+            with contextlib.suppress(ValueError):  # it is not set yet
+                yield f"{variable} in {name}", cell.cell_contents
+        used = _names_in(value.__code__) & value.__globals__.keys()
+        yield from ((f"{variable} in {name}", value.__globals__[variable]) for variable in sorted(used))
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         yield from ((f"{name}.{attribute}", part) for attribute, part in vars(value).items())
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)

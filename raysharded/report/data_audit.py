@@ -7,7 +7,7 @@ have the changes of its weights and the samples that were skipped. The ledger pr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -52,6 +52,8 @@ class SourceRead:
     skipped: int
     epochs: tuple[EpochRead, ...]
     """The newest ones, oldest first."""
+    tokens: int | None = None
+    """Tokens that were read: `read` times the length of a sample; None if the journal does not have the length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +110,9 @@ def audit(run_url: str) -> DataAudit:
     decisions = decided(entries)
     skipped = skipped_ranges(decisions, last, batch["global_batch_size"], reasons(entries))
     sources = sources_read(data, decisions, last, batch["global_batch_size"], skipped)
+    seq_len = next((entry.get("seq_len") for entry in reversed(entries) if entry["kind"] == "started"), None)
+    if isinstance(seq_len, int):
+        sources = tuple(replace(one, tokens=one.read * seq_len) for one in sources)
     return DataAudit(
         last_step=last,
         read=last * batch["global_batch_size"],

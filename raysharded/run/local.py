@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raysharded.clock import SystemClock
-from raysharded.data.loader import repeated_samples
+from raysharded.data.outlook import outlook
 from raysharded.display import uncaught_errors
 from raysharded.display.quantities import count
 from raysharded.display.raylet_output import quiet_raylet
@@ -47,6 +47,8 @@ ENTRIES_KEPT = 20_000
 """Number of entries that are kept; the journal has all of them."""
 ENTRIES_AT_ONCE = 2_000
 """Largest number of entries in one answer."""
+_TRIED_BYTES = 64 << 20
+"""Bytes of each object that are pickled before Ray is started, to see whether it can be sent."""
 
 
 class EntryBuffer:
@@ -112,12 +114,23 @@ def _starts(spec: RunSpec, storage: Storage, journal: JournalReader) -> tuple[li
     return starts, not found.is_unsigned
 
 
-def _connect(spec: RunSpec, *, shown: bool) -> bool:
-    """Use a Ray that is there, or start one; returns whether one was started. Raises ClusterError."""
+def _carry_user_code(spec: RunSpec) -> None:
+    """Send the user's modules along. Raises ConfigError for an object that cannot be sent, before Ray is started."""
     from raysharded.actors.process.surroundings import importing_ray
 
     with importing_ray():
+        import ray
+
         from raysharded.ray_backend import cluster
+
+    cluster.carry_user_code(*spec.user_objects())
+    if not ray.is_initialized():  # a reference to one of Ray's objects would keep that object as long as the process
+        cluster.refuse_unsendable(spec.sent_objects(), _TRIED_BYTES)
+
+
+def _connect(spec: RunSpec, *, shown: bool) -> bool:
+    """Use a Ray that is there, or start one; returns whether one was started. Raises ClusterError."""
+    from raysharded.ray_backend import cluster
 
     workers = count(spec.scaling.max_workers, "worker")
     return cluster.connect(lambda where: announce(f"{where} {workers}", shown=shown), spec.require_local_files)
@@ -132,9 +145,7 @@ def _ray_launcher(spec: RunSpec, *, owns_cluster: bool) -> Launcher:
     except RayshardedError:
         raise
     except Exception:
-        named = spec.named_objects()
-        del named["metrics"]  # they stay here
-        cluster.refuse_unsendable(named)
+        cluster.refuse_unsendable(spec.sent_objects())
         raise
 
 
@@ -214,8 +225,9 @@ class LocalRun(Run):
         self._spec = with_initial_weights(self._spec, self._storage, starts, self._files.key, vouched=vouched)
         if self._spec.initial_weights is not None:
             self._files = files_of(self._spec, self._storage, versions())
-        repeated = repeated_samples(self._spec.data, self._spec.batch)
-        for sentence in (*untested_versions(), *file_limits(self._spec.scaling.max_workers), *repeated):
+        spec = self._spec
+        repeated = outlook(spec.data, spec.batch, spec.run.max_steps)
+        for sentence in (*untested_versions(), *file_limits(spec.scaling.max_workers), *repeated):
             _log.warning("%s", sentence)
         self._groups.check_memory()
         if self._launch is None:
@@ -223,11 +235,9 @@ class LocalRun(Run):
         return self._drive_with(self._launch(job_of(self._spec)))
 
     def _drive_with_ray(self) -> Result:
+        _carry_user_code(self._spec)
         owns_cluster = _connect(self._spec, shown=self._progress)
-        from raysharded.ray_backend import cluster
-
         uncaught_errors.install(RayshardedError)  # Ray has set its own since `fit` did
-        cluster.carry_user_code(*self._spec.user_objects())
         with quiet_raylet() if owns_cluster else contextlib.nullcontext():
             try:
                 return self._drive_with(_ray_launcher(self._spec, owns_cluster=owns_cluster))

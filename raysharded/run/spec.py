@@ -51,8 +51,13 @@ class RunSpec:
     @property
     def tokens_per_step(self) -> int | None:
         """Tokens in the global batch; None if the data has no `seq_len`."""
-        seq_len = getattr(self.data, "seq_len", None)
-        return seq_len * self.batch.global_batch_size if isinstance(seq_len, int) else None
+        seq_len = self._seq_len
+        return None if seq_len is None else seq_len * self.batch.global_batch_size
+
+    @property
+    def _seq_len(self) -> int | None:
+        found = getattr(self.data, "seq_len", None)
+        return found if isinstance(found, int) else None
 
     @property
     def best(self) -> Best | None:
@@ -71,26 +76,21 @@ class RunSpec:
 
     def named_objects(self) -> dict[str, Any]:
         """These parts under the names by which a user knows them."""
-        from raysharded.task import TrainFunction
+        return {**self.sent_objects(), "metrics": self.run.metrics}
 
-        own = {"train_fn": self.task.function} if isinstance(self.task, TrainFunction) else {"task": self.task}
-        return {
-            **own,
-            "data": self.data,
-            "evaluation.data": self.evaluation.data if self.evaluation else None,
-            "preemption_notices": self.run.failure.preemption_notices,
-            "metrics": self.run.metrics,
-        }
+    def sent_objects(self) -> dict[str, Any]:
+        """Those of `named_objects` that workers get."""
+        return sent_objects(self.task, self.data, self.evaluation, self.run.failure.preemption_notices)
 
     def require_local_files(self) -> None:
         """Raise DataError if token files with a path of this machine do not exist here.
 
         For runs whose workers are all on this machine: on a cluster, files may exist on the workers' nodes alone.
         """
-        from raysharded.data import Mixture, PackedDataset, TokenDataset
+        from raysharded.data import DatasetPart, Mixture, PackedDataset, TokenDataset
 
         for data in (self.data, self.evaluation.data if self.evaluation else None):
-            if isinstance(data, TokenDataset | PackedDataset | Mixture):
+            if isinstance(data, TokenDataset | PackedDataset | Mixture | DatasetPart):
                 data.require_local_files()
 
     def settings(self) -> dict[str, Any]:
@@ -109,6 +109,7 @@ class RunSpec:
                 "microbatch_size": self.batch.microbatch_size,
                 "seed": self.batch.seed,
             },
+            **({} if self._seq_len is None else {"seq_len": self._seq_len}),
             "reduction": self.engine.reduction,
             "param_dtype": self.engine.param_dtype,
             "reduce_dtype": self.engine.reduce_dtype,
@@ -122,6 +123,19 @@ class RunSpec:
                 "tensor_parallel_degree": self.scaling.tensor_parallel_degree,
             },
         }
+
+
+def sent_objects(task: Task, data: Any, evaluation: EvalConfig | None, preemption_notices: Any) -> dict[str, Any]:
+    """A user's objects that workers get, under the names by which a user knows them."""
+    from raysharded.task import TrainFunction
+
+    own = {"train_fn": task.function} if isinstance(task, TrainFunction) else {"task": task}
+    return {
+        **own,
+        "data": data,
+        "evaluation.data": evaluation.data if evaluation else None,
+        "preemption_notices": preemption_notices,
+    }
 
 
 def require_same_settings(spec: RunSpec, starts: Sequence[Mapping[str, Any]]) -> None:

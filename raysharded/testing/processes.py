@@ -15,11 +15,13 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
 from raysharded.actors.process.death_watch import DeathWatch
 from raysharded.actors.telemetry import position_record
+from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
 from raysharded.ownership.run_folder import run_storage
 from raysharded.protocol.death import DeathExplained
@@ -28,12 +30,15 @@ from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.session import DriverSession, FoundWorkers
 from raysharded.protocol.worker_launcher import Happened, LeadershipCheck, Reply, WorkerLost
 from raysharded.rendezvous.server import RendezvousStore
+from raysharded.run.spec import sent_objects
 from raysharded.testing import network
 
 if TYPE_CHECKING:
     from raysharded.protocol.worker_launcher import Launcher
     from raysharded.run import Listener, Result, Run
 
+_IMPORTED_MAIN = {"init_main_from_name", "init_main_from_path"}
+"""Keys of multiprocessing's preparation of a process if that imports the main module, which is a file or a module."""
 _PRELOADED = ["raysharded.testing.preloaded"]
 
 
@@ -87,8 +92,7 @@ class ProcessLauncher:
             return
         ours, theirs = self._context.Pipe()
         prepare = self._prepare.get(worker)
-        job = pickle.dumps(self._job)  # multiprocessing's pickling would share each tensor of the data by a handle
-        given = (worker, job, theirs, prepare, self._identity)
+        given = (worker, _pickled(self._job), theirs, prepare, self._identity)
         process = self._context.Process(target=_serve_pickled, args=given, daemon=True)
         process.start()
         theirs.close()
@@ -179,6 +183,33 @@ def fit(trainer: Startable, listen: Listener | None = None) -> Result:
     """As `trainer.fit(listen)`, with processes of this machine as workers: no Ray, and a start in a second."""
     run = trainer.start_with(ProcessLauncher, listen)
     return run.wait()
+
+
+def _pickled(job: Job) -> bytes:
+    """The job for a process of `multiprocessing`, whose own pickling would share each tensor of the data by a handle.
+
+    With lambdas and other objects that a process cannot import, it comes by value, as with Ray. Raises ConfigError with
+    the part that cannot be sent.
+    """
+    prepared = spawn.get_preparation_data("")
+    if not os.path.exists(main := prepared.get("init_main_from_path", os.sep)):
+        raise ConfigError(
+            f"this program comes from {os.path.basename(main)}, and each worker's process imports it again: put it "
+            "into a file, or use fit() with Ray."
+        )
+    with contextlib.suppress(Exception):
+        data = pickle.dumps(job)
+        if b"__main__" not in data or _IMPORTED_MAIN & prepared.keys():
+            return data
+    from ray import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(job))
+    except Exception:  # any error of the user's objects
+        from raysharded.ray_backend.cluster import refuse_unsendable
+
+        refuse_unsendable(sent_objects(job.task, job.data, job.evaluation, job.preemption_notices))
+        raise
 
 
 def _serve_pickled(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ def without_source(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 class Script:
     """A training function that is such a script: classification with accumulation, a schedule and an evaluation."""
 
-    def __init__(self, folder: str = "", dropout: float = 0.1) -> None:
-        self._folder, self._make = folder, partial(classifier, dropout)
+    def __init__(self, folder: str = "", dropout: float = 0.1, mistake: str = "") -> None:
+        """`mistake`: one of those that `train` makes."""
+        self._folder, self._make, self._mistake = folder, partial(classifier, dropout), mistake
 
     def __call__(self, session: Session) -> None:
         from accelerate import Accelerator
@@ -31,7 +33,10 @@ class Script:
         from raysharded.adapters.accelerate import elastic
 
         accelerator = elastic(Accelerator, session)(gradient_accumulation_steps=MICROBATCHES, cpu=True)
-        self.train(accelerator, session.build(self._make), sentences(), accelerator.epochs)
+        model = session.build(self._make)
+        if self._mistake == "another model":
+            model = self._make()
+        self.train(accelerator, model, sentences(), accelerator.epochs)
 
     def train(self, accelerator: Any, model: nn.Module, data: Any, epochs: Any = range, shuffle: bool = True) -> Any:
         """The script's lines."""
@@ -42,26 +47,30 @@ class Script:
         held_out: Any = sentences(7, first=100)
         eval_dataloader: Any = DataLoader(held_out, batch_size=3, collate_fn=without_source)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-        lr_scheduler: Any = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=STEPS)
+        horizon = STEPS * (MICROBATCHES if self._mistake == "a schedule of microbatches" else 1)
+        lr_scheduler: Any = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=horizon)
         model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
             model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
         )
         completed_steps = 0
         num_epochs = math.ceil(STEPS * MICROBATCHES / len(train_dataloader))
-        found = []
+        found: list[Any] = []
         for epoch in epochs(num_epochs):
             model.train()
-            for batch in train_dataloader:
-                with accelerator.accumulate(model):
+            for step, batch in enumerate(train_dataloader):
+                with nullcontext() if self._mistake == "no accumulate" else accelerator.accumulate(model):
                     loss = model(**batch).loss
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), 0.7)
-                    optimizer.step()
+                    if self._mistake != "by a count" or step % MICROBATCHES == 0:
+                        optimizer.step()
                     lr_scheduler.step()
                     optimizer.zero_grad()
                 if accelerator.sync_gradients:
                     completed_steps += 1
+                    if self._mistake == "a break" and completed_steps == 1:
+                        return found
             model.eval()
             right, losses = 0, []
             for batch in eval_dataloader:

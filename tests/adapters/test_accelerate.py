@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raysharded.data.loader import MicrobatchLoader
+from raysharded.errors import ConfigError, TaskError
+from tests.adapters import accelerate_programs
 from tests.adapters.accelerate_programs import Script
 from tests.adapters.programs import MICROBATCHES, STEPS, classifier, run, sentences
 from tests.training.harness import Outcome, make_job
 
 pytestmark = pytest.mark.procs
+PROGRAM = re.escape(accelerate_programs.__file__)
 
 
 @cache
@@ -22,12 +27,86 @@ def by_one_worker() -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "kills",
-    [[(1, 2, "backward"), (2, 3, "snapshot"), (3, 5, "agree")], [(1, 3, "apply"), (2, STEPS, "apply")]],
-    ids=str,
+    ("kills", "data"),
+    [
+        ([(1, 2, "backward"), (2, 3, "snapshot"), (3, 5, "agree")], sentences()),
+        ([(1, 3, "apply"), (2, STEPS, "apply")], range(len(sentences()))),
+    ],
+    ids=["samples", "numbers of samples"],
 )
-def test_losses_change_no_bit(kills: list[tuple[int, int, str]]) -> None:
-    assert run(4, Script(), sentences(), kills=kills).bits == by_one_worker().bits
+def test_losses_change_no_bit(kills: list[tuple[int, int, str]], data: Any) -> None:
+    assert run(4, Script(), data, kills=kills).bits == by_one_worker().bits
+
+
+@pytest.mark.parametrize(
+    ("mistake", "given", "named"),
+    [
+        (
+            "no accumulate",
+            {},
+            (
+                rf"^{PROGRAM}:\d+: accelerator\.backward\(loss\) belongs into `with accelerator\.accumulate\(model\):"
+                r"`\. Put that line around the body of the loop over the training data"
+            ),
+        ),
+        (
+            "by a count",
+            {},
+            (
+                r"step 1 ended without optimizer\.step\(\): in `with accelerator\.accumulate\(model\):` call it for "
+                r"each microbatch, or `if accelerator\.sync_gradients:`, and not by a count of the script"
+            ),
+        ),
+        (
+            "a break",
+            {},
+            (
+                r"Script returned before the run's last step: the loop over accelerator\.epochs\(num_epochs\) trains "
+                r"until then\. A script that leaves it by `break`, as at max_train_steps, needs that number in RunC"
+            ),
+        ),
+        (
+            "another model",
+            {},
+            rf"^{PROGRAM}:\d+: accelerator\.prepare is called once, with the model that session\.build returned",
+        ),
+        (
+            "",
+            {"data": range(12)},
+            (
+                r"ElasticTrainer\(data=\.\.\.\) has 12 samples, and the dataset of the first data loader, .* has 24\. "
+                r".*give ElasticTrainer\(data=range\(24\)\)"
+            ),
+        ),
+        (
+            "",
+            {"steps": STEPS // 2},
+            (
+                r"accelerator\.epochs\(2\) is 6 steps of 8 of 24 samples, and RunConfig\(max_steps=3\) ends before its "
+                r"last epoch: give RunConfig\(max_steps=6\), or accelerator\.epochs\(1\)"
+            ),
+        ),
+        (
+            "",
+            {"steps": STEPS + 1},
+            (
+                r"accelerator\.epochs\(2\) is 6 steps of 8 of 24 samples, and RunConfig\(max_steps=7\) has more: give "
+                r"RunConfig\(max_steps=6\), or accelerator\.epochs\(3\)"
+            ),
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else (value[:13] or "none"),
+)
+def test_a_mistake_ends_with_one_sentence_of_the_script(mistake: str, given: dict[str, Any], named: str) -> None:
+    with pytest.raises((ConfigError, TaskError), match=named):
+        run(1, Script(mistake=mistake), **({"data": sentences()} | given))
+
+
+def test_a_cut_epoch_and_a_schedule_of_microbatches_are_remarked_on() -> None:
+    found = run(1, Script(mistake="a schedule of microbatches"), sentences(), steps=STEPS - 1)
+    remarks = "\n".join(remark for step in found.of("step") for remark in step.get("remarks", ()))
+    assert "RunConfig(max_steps=5) ends within the last epoch, as a script with max_train_steps=5 does" in remarks
+    assert "num_training_steps=24, and the run has 5 steps: it steps once in each" in remarks
 
 
 def test_the_results_are_those_of_the_plain_script(tmp_path: Path) -> None:

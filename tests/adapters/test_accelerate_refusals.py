@@ -38,7 +38,7 @@ def _forget() -> None:
 
 def made(**settings: Any) -> Any:
     """An accelerator ahead of the first step of a session."""
-    session: Any = SimpleNamespace(batch=BATCH, step=None, max_steps=4)
+    session: Any = SimpleNamespace(batch=BATCH, step=None, max_steps=4, _task=SimpleNamespace())
     return elastic(Accelerator, session)(cpu=True, **settings)
 
 

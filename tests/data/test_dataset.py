@@ -4,6 +4,7 @@ import os
 import pickle
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from raysharded.data.convert import convert
 from raysharded.data.dataset import Dataset, TokenDataset
 from raysharded.data.pack import pack
+from raysharded.data.packed.packed_dataset import PackedDataset
 from raysharded.data.text.token_file import TokenHeader, token_dtype
 from raysharded.data.text.token_reader import TokenReader
-from raysharded.errors import ConfigError, DataError
+from raysharded.errors import ConfigError, DataError, RayshardedError
 
 
 def _write(
@@ -299,3 +302,23 @@ def test_a_fresh_pack_is_read_back_through_any_storage() -> None:
     fsspec.filesystem("memory").pipe_file(f"{root}/in/a.txt", b"hello world")
     pack(f"{root}/in", f"{root}/out", layout="parquet")
     assert TokenDataset(f"{root}/out", seq_len=11)[0].tolist() == [*b"hello world", 256]
+
+
+@pytest.mark.parametrize("url", ["memory://me:secret@host/none", "s3://me:secret@host/none"])
+def test_no_error_and_no_text_of_data_shows_a_password(url: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    calls: list[Callable[[], Any]] = [
+        lambda: TokenDataset(url, seq_len=8).validate(),
+        lambda: TokenDataset(f"{url}/*.parquet", seq_len=8).validate(),
+        lambda: PackedDataset(url, seq_len=8).validate(),
+        lambda: pack(url, tmp_path / "out"),
+        lambda: pack(tmp_path / "a.txt", tmp_path / "out", tokenizer=url),
+        lambda: pack(tmp_path / "a.txt", url, layout="parquet") if url.startswith("s3") else convert(url, tmp_path),
+    ]
+    for call in calls:
+        with pytest.raises(RayshardedError) as error:
+            call()
+        assert "secret" not in str(error.value)
+    for data in (TokenDataset(url, seq_len=8), PackedDataset(url, seq_len=8)):
+        assert "secret" not in repr(data)
+        assert "me:***@host" in repr(data)

@@ -18,8 +18,9 @@ from raysharded.data.access import sample_reader
 from raysharded.data.access.prefetch import Prefetcher
 from raysharded.data.access.sample_reader import DatasetReader
 from raysharded.data.ledger import ReadRecorder, StepReads, check, expected_digest, total
-from raysharded.data.loader import Loader, Microbatch, MicrobatchLoader, repeated_samples
+from raysharded.data.loader import Loader, Microbatch, MicrobatchLoader
 from raysharded.data.order import positions_of_microbatch, positions_of_step, sample_ids
+from raysharded.data.outlook import repeated_samples
 from raysharded.errors import ConfigError, DataError, TaskError
 from raysharded.overrides import Skips, WeightChanges
 

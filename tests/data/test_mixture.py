@@ -16,6 +16,7 @@ from raysharded.config import BatchConfig, EngineConfig
 from raysharded.data import Bucketed, MicrobatchLoader, Mixture, TokenDataset
 from raysharded.data.mixtures.pattern import PARTS, PERIOD, Pattern, in_parts
 from raysharded.data.mixtures.schedule import ENDLESS, Part, Schedule
+from raysharded.data.outlook import outlook
 from raysharded.data.pack import pack
 from raysharded.data.sources import Sources
 from raysharded.errors import ConfigError, DataError
@@ -280,3 +281,39 @@ def test_sources_of_different_tokenizers_or_lengths_are_refused(stores: list[Tok
     other = TokenDataset(tmp_path / "two", seq_len=32)
     with pytest.raises(DataError, match="source 'b' has seq_len 32, but 'a' has 64"):
         Mixture({"a": one, "b": other}, {"a": 1, "b": 1}).validate()
+
+
+def test_a_mixture_has_the_length_that_its_sources_share(stores: list[TokenDataset]) -> None:
+    alike = {str(number): store for number, store in enumerate(stores)}
+    weights = dict.fromkeys(alike, 1)
+    assert Mixture(alike, weights).seq_len == stores[0].seq_len
+    assert Mixture({**alike, "rows": range(9)}, weights).seq_len is None
+
+
+def test_repetitions_and_limits_are_said_before_training() -> None:
+    batch = BatchConfig(global_batch_size=8, microbatch_size=2)
+    sources = {"web": range(1000), "books": range(50), "code": range(10)}
+    weights = {"web": 7, "books": 2, "code": 1}
+    assert outlook(Mixture(sources, weights), batch, 12) == ()
+    (told,) = outlook(Mixture(sources, weights), batch, 100)
+    assert (
+        told
+        == "up to step 100 the mixture reads source 'books' 3.2 times and 'code' 8.0 times, by its weights and lengths"
+    )
+    limited = Mixture(sources, weights, max_epochs={"code": 4}, at_limit="reweight")
+    (ended,) = limited.ended
+    at_limit, repeated = outlook(limited, batch, 100)
+    step = ended.position // 8 + 1
+    assert f"source 'code' is read up to its max_epochs (4) in step {step} of 100" in at_limit
+    assert "'code' 4.0 times" in repeated
+    assert len(outlook(limited, batch, step - 1)) == 1
+    assert outlook(range(9), batch, 100) == ()
+    assert outlook(Mixture({"a": _Unreadable()}, {"a": 1}), batch, 100) == ()
+
+
+class _Unreadable:
+    def __len__(self) -> int:
+        raise OSError("not mounted here")
+
+    def __getitem__(self, index: int) -> int:
+        raise OSError("not mounted here")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,6 +22,7 @@ import tokenizers
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings, strategies as st
 
+from raysharded.actors.process.os_processes import start_ticks
 from raysharded.data import document_lengths as counting
 from raysharded.data.dataset import TokenDataset
 from raysharded.data.pack import pack as pack_either
@@ -420,12 +422,20 @@ from raysharded.data.store.progress import PackProgress
 
 def stop(found: PackProgress) -> None:
     if found.shards == int(sys.argv[3]):
-        import os, signal
+        import multiprocessing, os, signal
+        print(*(process.pid for process in multiprocessing.active_children()), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
     pack.pack(sys.argv[1], sys.argv[2], tokens_per_file=9_000, workers=int(sys.argv[4]), on_progress=stop)
 """
+
+
+def _wait_for_the_end_of(processes: list[int]) -> None:
+    deadline = time.monotonic() + 60.0
+    while any(start_ticks(pid) is not None for pid in processes):
+        assert time.monotonic() < deadline, "they outlive the process that started them"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -437,7 +447,11 @@ def test_a_packing_that_was_killed_is_continued_and_gives_the_same_bytes(
     (tmp_path / "killed.py").write_text(KILLED)
     for shards in (4, 30):
         command = [sys.executable, str(tmp_path / "killed.py"), str(source), str(output), str(shards), str(workers)]
-        assert subprocess.run(command, check=False, timeout=120).returncode == -signal.SIGKILL
+        killed = subprocess.run(command, check=False, timeout=120, stdout=subprocess.PIPE)
+        assert killed.returncode == -signal.SIGKILL
+        processes = [int(pid) for pid in killed.stdout.split()]
+        assert len(processes) == (workers if workers > 1 else 0)
+        _wait_for_the_end_of(processes)
         assert (output / "unfinished.json").exists()
         assert len(list(output.glob("*.tokens"))) == shards
     with pytest.raises(ConfigError, match="unfinished packing of other inputs, or with other settings"):

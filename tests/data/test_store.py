@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,7 @@ from raysharded.data.store.layout import HEADER_BYTES, INDEX, Index, Kind, Shard
 from raysharded.data.store.store_source import READ_AHEAD_BLOCKS, StoreSource
 from raysharded.data.store.writer import StoreWriter
 from raysharded.errors import ConfigError, DataError
+from tests.forked import in_a_fork
 
 Tokens = npt.NDArray[np.uint32]
 KIND = Kind(tokenizer="bytes", vocab_size=257)
@@ -483,6 +486,48 @@ def test_a_disk_cache_that_cannot_be_written_keeps_nothing_and_disturbs_nobody(t
     gone.put("aa", b"x")
     assert not gone.keeps
     assert gone.get("aa") is None
+
+
+def _put_on_a_full_disk(folder: str) -> tuple[bool, bool, bytes | None]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    cache = DiskCache(folder, 1 << 20)
+    cache.put("aa01", bytes(500))
+    kept = cache.keeps
+    cache.put("aa02", bytes(2000))
+    return kept, cache.keeps, cache.get("aa02")
+
+
+def test_a_disk_cache_on_a_full_disk_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refuses to write more, as on a full disk."""
+    assert in_a_fork(_put_on_a_full_disk, str(tmp_path)) == (True, False, None)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"] == ["aa01"]
+    assert DiskCache(str(tmp_path), 1 << 20).get("aa01") == bytes(500)
+    there = os.statvfs(tmp_path)
+    nearly_full = os.statvfs_result((*there[:3], *(there.f_blocks // 1000,) * 2, *there[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda _: nearly_full)
+    cache = DiskCache(str(tmp_path), 1 << 20)
+    assert not cache.keeps, "a disk with less than a twentieth left is left to others"
+    cache.put("aa03", b"x")
+    assert cache.get("aa03") is None
+
+
+def _use_together(folder: str, own: int) -> int:
+    """The number of entries that came back otherwise than they were put there, by this process or another."""
+    cache, wrong = DiskCache(folder, 40_000), 0
+    for number in range(200):
+        cache.put(f"{number % 50:02d}{own}", bytes([number % 50]) * 1000)
+        for process in range(3):
+            found = cache.get(f"{number % 50:02d}{process}")
+            wrong += found is not None and found != bytes([number % 50]) * 1000
+    assert cache.keeps
+    return wrong
+
+
+def test_processes_share_a_disk_cache_within_its_bound(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(partial(in_a_fork, _use_together, str(tmp_path)), range(3))) == [0, 0, 0]
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
+    assert 0 < sum(sizes) <= 40_000 + 3 * (40_000 // 16 + 1000)
 
 
 def test_a_loader_that_reads_ahead_gives_the_same_as_one_that_does_not(tmp_path: Path) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 
+import raysharded as rs
 from raysharded.actors.process import surroundings
 from raysharded.cli import machine
 from raysharded.errors import ConfigError
@@ -86,6 +91,59 @@ def test_what_cannot_be_sent_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^taken in preemption_notices\[0\] \(_thread\.lock\) cannot be sent"):
         cluster.refuse_unsendable({"preemption_notices": (lambda: taken.locked() or 1,)})
     cluster.refuse_unsendable({"task": 1, "data": "x"})
+
+
+GUARD = threading.Lock()
+
+
+def two(session: Any, lr: float) -> None:
+    """A training function with a setting."""
+
+
+class Called:
+    def __call__(self, session: Any) -> None:
+        """As `two`."""
+
+
+@pytest.mark.parametrize("function", [partial(two, lr=1.0), partial(print, Called()), Called().__call__, two])
+def test_the_module_of_a_function_is_sent_and_none_of_the_standard_library(function: Any) -> None:
+    before = set(ray.cloudpickle.list_registry_pickle_by_value())
+    try:
+        cluster.carry_user_code(function, logging.getLogger("a"), partial(partial, print))
+        assert set(ray.cloudpickle.list_registry_pickle_by_value()) - before == {__name__} - before
+        cluster.refuse_unsendable({"train_fn": function})
+        assert b"Called" in (sent := ray.cloudpickle.dumps(function)) or b"session" in sent, "by value"
+    finally:
+        for name in set(ray.cloudpickle.list_registry_pickle_by_value()) - before:
+            ray.cloudpickle.unregister_pickle_by_value(sys.modules[name])
+
+
+def test_what_a_function_holds_is_named_in_its_words_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(session: Any) -> None:
+        def inner() -> None:
+            GUARD.acquire()
+
+        inner()
+
+    trainer = rs.ElasticTrainer(
+        train_fn=partial(train),
+        batch=rs.BatchConfig(global_batch_size=2, microbatch_size=1),
+        scaling=rs.ScalingConfig(num_workers=1),
+        run=rs.RunConfig(name="unsendable", storage_path=str(tmp_path), max_steps=1),
+    )
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # no cluster is there
+    with pytest.raises(
+        ConfigError, match=r"^GUARD in train_fn\.func \(_thread\.lock\) .* in the function, or leave it"
+    ):
+        trainer.fit(progress=False)
+
+
+def test_a_part_of_large_data_is_tried_before_ray_starts() -> None:
+    cluster.refuse_unsendable({"data": [*range(40_000), threading.Lock()]}, 1000)
+    with pytest.raises(ConfigError, match=r"^data\[40000\] .* it is used, in the dataset's __getitem__, or leave"):
+        cluster.refuse_unsendable({"data": [*range(40_000), threading.Lock()]}, 1e9)
 
 
 @pytest.mark.parametrize("home", ["", None])

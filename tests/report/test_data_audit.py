@@ -103,6 +103,17 @@ def test_skipped_samples_have_the_reason_for_which_they_were_skipped() -> None:
     assert told == [(2, 12, 12, "not finite"), (5, 42, 6, "asked")]
 
 
+def test_tokens_are_counted_where_the_journal_has_the_length_of_a_sample(tmp_path: Path) -> None:
+    steps = [entries.step(number) for number in (1, 2)]
+    for name, about in (("tokens", {"seq_len": 128}), ("rows", {})):
+        write_run(tmp_path / name, [started(**about), entries.data(), *entries.generation(1, [0, 1], 0), *steps])
+    (read,) = audit(str(tmp_path / "tokens")).sources
+    assert (read.read, read.tokens) == (8, 8 * 128)
+    assert audit(str(tmp_path / "rows")).sources[0].tokens is None
+    assert "1024" in invoke("data", "audit", tmp_path / "tokens").stdout
+    assert "tokens" not in invoke("data", "audit", tmp_path / "rows").stdout
+
+
 def test_a_run_without_a_step_has_nothing_to_audit(tmp_path: Path) -> None:
     write_run(tmp_path / "run", [started()])
     with pytest.raises(StorageError, match="has not read any data yet"):

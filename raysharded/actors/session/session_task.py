@@ -24,6 +24,8 @@ class SessionTask(Task):
         self.make: Callable[[], nn.Module] | None = None
         self.held_out_loss: Callable[[Any], Loss | torch.Tensor] | None = None
         self.units: Callable[[nn.Module], Sequence[nn.Module] | None] | None = None
+        self.words: Sequence[tuple[str, str]] = ()
+        """(pattern, replacement) for sentences about a loop, in the words of an adapter."""
 
     def build_model(self) -> nn.Module:
         assert self.make is not None, "session.build comes first"
@@ -82,6 +84,8 @@ def words_for(task: object) -> Callable[[str], str]:
     def reworded(sentence: str) -> str:
         for pattern, by in words:
             sentence = pattern.sub(by, sentence)
+        for own, by in task.words:
+            sentence = re.sub(own, by, sentence)
         return sentence
 
     return reworded

@@ -16,6 +16,7 @@ from raysharded.data.dataset import Dataset, TokenDataset
 from raysharded.data.mixtures.pattern import PARTS, Int64s, in_parts
 from raysharded.data.mixtures.schedule import Ended, Part, Schedule
 from raysharded.data.packed.packed_dataset import PackedDataset
+from raysharded.data.parts import DatasetPart, whole
 from raysharded.errors import ConfigError, DataError
 from raysharded.ids import derive_seed
 
@@ -109,6 +110,12 @@ class Mixture:
         return f"Mixture({', '.join(self.sources)})"
 
     @property
+    def seq_len(self) -> int | None:
+        """Tokens of a sample, if that is the same for all sources; else None."""
+        found = {getattr(source, "seq_len", None) for source in self.sources.values()}
+        return found.pop() if len(found) == 1 else None
+
+    @property
     def ended(self) -> tuple[Ended, ...]:
         """The sources that reach their limit, in order, each with the position."""
         return tuple(self._opened().ended)
@@ -163,7 +170,8 @@ class Mixture:
             if callable(check):
                 check()
         self._opened()
-        tokens = [(name, one) for name, one in self.sources.items() if isinstance(one, TokenDataset | PackedDataset)]
+        found = {name: whole(source) for name, source in self.sources.items()}
+        tokens = [(name, one) for name, one in found.items() if isinstance(one, TokenDataset | PackedDataset)]
         for name, one in tokens[1:]:
             first_name, first = tokens[0]
             for what in ("tokenizer", "vocab_size", "seq_len"):
@@ -177,7 +185,7 @@ class Mixture:
     def require_local_files(self) -> None:
         """Raise DataError if a token dataset has a path of this machine without data."""
         for source in self.sources.values():
-            if isinstance(source, TokenDataset | PackedDataset):
+            if isinstance(source, TokenDataset | PackedDataset | DatasetPart):
                 source.require_local_files()
 
     @property

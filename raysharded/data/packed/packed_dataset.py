@@ -19,6 +19,7 @@ from raysharded.data.store.find import check_shards, find_stores
 from raysharded.data.store.layout import Bytes, Kind, from_bytes
 from raysharded.data.store.store_source import READ_AHEAD_BLOCKS, StoreSource
 from raysharded.data.text.files import PathLike
+from raysharded.display.plain_text import masked
 from raysharded.errors import ConfigError, DataError
 
 Packing = Literal["best_fit", "concatenate"]
@@ -90,7 +91,8 @@ class PackedDataset:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"PackedDataset({list(self._tokens.paths)!r}, seq_len={self.seq_len}, packing={self.packing!r})"
+        paths = [masked(path) for path in self._tokens.paths]
+        return f"PackedDataset({paths!r}, seq_len={self.seq_len}, packing={self.packing!r})"
 
     @property
     def vocab_size(self) -> int:

@@ -14,7 +14,15 @@ import fsspec
 
 from raysharded.display.plain_text import masked
 from raysharded.errors import ConfigError, DataError, StorageError
-from raysharded.locations import THROUGH_FSSPEC, join_url, local_path, require_file, scheme_of, with_home
+from raysharded.locations import (
+    THROUGH_FSSPEC,
+    join_url,
+    local_path,
+    refuse_password,
+    require_file,
+    scheme_of,
+    with_home,
+)
 
 PathLike: TypeAlias = str | os.PathLike[str]
 _S3 = re.compile(r"[sS]3://(?P<bucket>[^/?]+)(?P<key>/.*?)?(?P<options>\?[a-z_]+=[^/]?.*)?")
@@ -55,8 +63,11 @@ def _absolute(path: str) -> str:
 def file_system(path: str) -> tuple[Any, str]:
     """The fsspec file system of a path or URL, and the path within it.
 
-    Raises DataError for an unknown protocol, or one whose package is not installed; and as `with_home`.
+    Raises DataError for an unknown protocol, for one whose package is not installed, and for keys in an `s3://` URL;
+    and as `with_home`.
     """
+    if scheme_of(path) == "s3":
+        refuse_password(path, "s3fs would take it for a part of the bucket's name, and show it.", DataError)
     try:
         fs, within = fsspec.core.url_to_fs(with_home(path))
     except ConfigError:

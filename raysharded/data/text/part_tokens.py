@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -78,7 +81,7 @@ class Processes:
 
     def __init__(self, reading: Reading, number: int) -> None:
         self._reading, self._number = reading, number
-        self._pool = ProcessPoolExecutor(number, multiprocessing.get_context("spawn"))
+        self._pool = ProcessPoolExecutor(number, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
 
     def encode(self, work: Iterable[Work]) -> Iterator[PartTokens]:
         waiting: deque[Future[PartTokens]] = deque()
@@ -99,6 +102,18 @@ class Processes:
 def encode(reading: Reading, work: Work) -> PartTokens:
     """The tokens of a part, computed in this process."""
     return reading.packed(work)
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has ended: a parent that is killed does not end its pool."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="raysharded-parent", daemon=True).start()
 
 
 @lru_cache(maxsize=1)
