@@ -40,7 +40,18 @@ _EXPORTS = {
     "remove_run": "raysharded.run.removal.execution",
 }
 
+_SUBMODULES = frozenset(("checkpoint", "data", "errors", "metrics", "report", "testing"))
+"""Those that are attributes after `import raysharded` alone."""
+
 if TYPE_CHECKING:
+    from raysharded import (
+        checkpoint as checkpoint,
+        data as data,
+        errors as errors,
+        metrics as metrics,
+        report as report,
+        testing as testing,
+    )
     from raysharded.actors.session.parameter_tensors import ParameterTensors as ParameterTensors
     from raysharded.config import (
         BatchConfig as BatchConfig,
@@ -73,10 +84,12 @@ secure_logs()
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"raysharded.{name}")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'raysharded' has no attribute {name!r}")
     return getattr(importlib.import_module(_EXPORTS[name]), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, *sorted(_SUBMODULES)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
 from raysharded.deprecation import warn_of_old_name
@@ -41,6 +41,8 @@ class ElasticTrainer:
     Raises ConfigError, with the values and the remedy, for errors that are visible without the data, the model and the
     cluster. Those three are checked when the workers start.
     """
+
+    _SET_LATER: ClassVar = {"faults": ", and an attribute that is set afterwards: trainer.faults = FaultPlan(...)"}
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import math
+from collections.abc import Mapping
 from typing import Any, SupportsFloat, TypeVar
 
 from raysharded.errors import ConfigError
@@ -46,7 +47,11 @@ def require_kind(owner: str, name: str, value: object, kind: type) -> None:
 
 
 def names_checked(cls: type[T]) -> type[T]:
-    """Class decorator: reject unknown or missing arguments of the constructor, with a suggestion."""
+    """Class decorator: reject unknown or missing arguments of the constructor, with a suggestion.
+
+    `cls._SET_LATER`, if there is one: attributes that the constructor does not take -> the end of the message.
+    """
+    later: Mapping[str, str] = getattr(cls, "_SET_LATER", {})
     original = cls.__init__
     parameters = [p for p in inspect.signature(original).parameters.values() if p.name != "self"]
     names = [p.name for p in parameters]
@@ -57,8 +62,8 @@ def names_checked(cls: type[T]) -> type[T]:
         require(not args, f"{cls.__name__}: give its fields by name: {', '.join(names)}.")
         for name in given.keys() - set(names):
             close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(f"{cls.__name__} has no field {name!r}: {hint}Its fields are {', '.join(names)}.")
+            hint = f": did you mean {close[0]!r}?" if close else f"{later[name]}." if name in later else "."
+            raise ConfigError(f"{cls.__name__} has no field {name!r}{hint} Its fields are {', '.join(names)}.")
         missing = [name for name in required if name not in given]
         require(
             not missing, f"{cls.__name__} needs {', '.join(missing)}; give {'them' if missing[1:] else 'it'} by name."

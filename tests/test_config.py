@@ -333,3 +333,11 @@ def test_the_first_step_is_proven_in_exact_mode_unless_that_is_turned_off() -> N
         assert limits_of(trainer(engine=engine).spec(), None).proves_first_step is proves
     with pytest.raises(ConfigError, match=r"EngineConfig\.prove_first_step='no': give a bool"):
         rs.EngineConfig(prove_first_step=cast(Any, "no"))
+
+
+def test_an_attribute_that_is_set_afterwards_is_named_as_one() -> None:
+    told = r"no field 'faults', and an attribute that is set afterwards: trainer.faults = FaultPlan\(...\)\. Its fields"
+    with pytest.raises(ConfigError, match=told):
+        rs.ElasticTrainer(faults=None)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"^EvalConfig has no field 'zzz'\. Its fields are data, "):
+        rs.EvalConfig(zzz=1)  # type: ignore[call-arg]

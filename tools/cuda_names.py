@@ -77,6 +77,7 @@ NAMES = (
     Name("torch.distributed.ProcessGroupNCCL.alltoall_base"),
     Name("torch.distributed.ProcessGroupNCCL.allreduce"),
     Name("torch.distributed.ProcessGroupNCCL._allgather_base"),
+    Name("torch._C._distributed_c10d._dump_nccl_trace_json", ("includeCollectives", "onlyActive")),
 )
 
 

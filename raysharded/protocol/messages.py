@@ -192,11 +192,8 @@ class Corruption:
     step: int
     """The audited step, which was not applied."""
     what: str
-    """Kind of the finding.
-
-    gradient: a microbatch gave other numbers on another worker. sum: the addition of gradients did. state: copies
-    differ. The proof of a first step finds gradient or, if gradients agree, loss or metric.
-    """
+    """gradient: a microbatch gave other numbers on another worker. sum: the addition of gradients did. state: copies
+    differ. The proof of a first step finds gradient or, if gradients agree, loss or metric."""
     culprits: tuple[WorkerId, ...]
     """Workers to remove: those that are wrong, or may be."""
     workers: tuple[WorkerId, ...]
@@ -371,6 +368,8 @@ class ProbeReply:
     """Stack of the thread that computes, the innermost call last."""
     where: str = ""
     """Innermost line of the stack that is neither raysharded's nor a library's."""
+    in_collective: bool | None = None
+    """Whether the GPU has begun a collective that has not ended; None if that is not known."""
     busy: Mapping[str, float] = field(default_factory=dict)
     """Phase -> seconds per step without waiting for others: an average of the newest steps."""
     num_steps: int = 0

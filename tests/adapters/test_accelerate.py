@@ -82,7 +82,7 @@ def test_losses_change_no_bit(workers: int, kills: list[tuple[int, int, str]], d
         (
             "a plain Accelerator",
             {},
-            rf"^{PROGRAM}:\d+: the values .* Use raysharded\.adapters\.accelerate\.elastic\(Accelerator, session\)",
+            rf"^{PROGRAM}:\d+: the values .* In a session an Accelerator is elastic\(Accelerator, session\)",
         ),
         (
             "evaluates on rank 0",

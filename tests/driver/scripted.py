@@ -73,6 +73,8 @@ class Run:
         self.waiting: frozenset[int] = frozenset()
         """Members that answer a probe with waiting for others; all others answer that they compute."""
         self.mute: frozenset[int] = frozenset()
+        self.in_collective: Mapping[int, bool] = {}
+        """Members of which it is known whether their GPU is in a collective."""
         """Members that do not answer the liveness probe."""
         self.apart: set[frozenset[int]] = set()
         """Pairs of workers that do not reach each other, as they report when they are to test their links."""
@@ -130,6 +132,7 @@ class Run:
             waits=worker in self.waiting,
             stack="the stack",
             where="train.py:7 in read",
+            in_collective=self.in_collective.get(worker),
         )
 
     def ready(

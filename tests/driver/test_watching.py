@@ -65,6 +65,26 @@ def test_when_all_wait_for_each_other_nobody_is_killed_and_the_generation_is_for
     assert "wait for each other" in str(stuck.fields["reason"])
 
 
+def test_when_all_wait_the_one_whose_gpu_has_not_begun_the_collective_is_named_and_not_killed() -> None:
+    run = steady(4)
+    run.waiting = frozenset({0, 1, 2, 3})
+    run.in_collective = {0: True, 1: True, 2: False}  # of the last one nothing is known
+    run.wait(12)
+    assert of(run.commands, KillWorker) == []
+    (stuck,) = records(run, "stuck")
+    assert stuck.fields["behind"] == [2]
+    assert "; 2 had not begun the collective that the GPUs of others are in" in str(stuck.fields["reason"])
+
+
+@pytest.mark.parametrize("inside", [{}, {0: True, 1: True, 2: True}, {0: False, 1: False, 2: False}])
+def test_where_no_gpu_is_in_a_collective_or_all_are_nobody_is_named(inside: dict[int, bool]) -> None:
+    run = steady(3)
+    run.waiting, run.in_collective = frozenset({0, 1, 2}), inside
+    run.wait(12)
+    (stuck,) = records(run, "stuck")
+    assert "behind" not in stuck.fields
+
+
 def test_a_member_that_waited_at_the_first_probe_has_moved_since_and_is_not_stuck() -> None:
     run = steady(3)
     run.waiting = frozenset({0, 1, 2})

@@ -92,6 +92,13 @@ def test_every_exported_name_resolves() -> None:
         assert getattr(raysharded, name) is not None
 
 
+def test_packages_of_the_docs_are_attributes_that_load_neither_torch_nor_ray() -> None:
+    names = ["checkpoint", "data", "errors", "metrics", "report", "testing"]
+    told = "".join(f"raysharded.{name}; " for name in names)
+    loaded = packages_loaded_by(f"import raysharded; there = dir(raysharded); {told}assert {{*{names}}} <= {{*there}}")
+    assert loaded.isdisjoint({"torch", "ray"})
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
         _ = raysharded.Trainer

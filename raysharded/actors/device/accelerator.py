@@ -163,6 +163,13 @@ class Accelerator(Protocol):
         """
         ...
 
+    def is_in_collective(self) -> bool | None:
+        """True if the device has begun a collective of the newest generation that has not ended; None: not known.
+
+        Any thread. A worker whose device is in none while others are is behind them, also if its host only waits.
+        """
+        ...
+
     def abort(self, communicator: Any) -> None:
         """Abort a communicator. May wait for the device, and for the abort of another one; raises nothing."""
         ...

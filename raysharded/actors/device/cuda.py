@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -26,13 +28,15 @@ SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",
+    "TORCH_NCCL_ENABLE_TIMING": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",
     "PYTORCH_ALLOC_CONF": (
         "expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64,"
         "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
     ),
 }
-"""NCCL reports errors and ends no process, and connects within 30 s; its flight recorder keeps the newest collectives.
+"""NCCL reports errors and ends no process, and connects within 30 s; its flight recorder keeps the newest collectives,
+and knows which of them the GPU has begun.
 Memory: segments grow, and host memory of more than 64 MB is not rounded up to a power of two, and is returned. Eight
 threads lock its pages."""
 _OF_THE_ENVIRONMENT = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT")
@@ -56,6 +60,8 @@ class Cuda:
         self._health: GpuHealth | None = None
         self._name = ""
         """The selected GPU's identity."""
+        self._connected_ns = 0
+        """Time at which the newest communicator was made, by the wall clock."""
 
     def is_available(self) -> bool:
         return torch.cuda.is_available()
@@ -187,6 +193,7 @@ class Cuda:
         setattr(torch.cuda.CUDAGraph, "__new__", staticmethod(begun))  # noqa: B010 - also for torch.compile's
 
     def communicator(self, name: str, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+        self._connected_ns = time.time_ns()
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         options.config.blocking = 0  # otherwise no other thread can abort it before it is connected
@@ -208,6 +215,13 @@ class Cuda:
             wait_for(self.record(stream))
         return communicator
 
+    def is_in_collective(self) -> bool | None:
+        recorded = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+        if recorded is None or not self._is_selected:
+            return None
+        found = json.loads(recorded(includeCollectives=True, onlyActive=False))
+        return is_in_collective(found.get("entries", ()), self._connected_ns)
+
     def abort(self, communicator: Any) -> None:
         with contextlib.suppress(RuntimeError):  # also those of a device that does not work any more
             communicator.abort()
@@ -221,6 +235,15 @@ class Cuda:
         group: Any,
     ) -> None:
         dist.all_to_all_single(received, send, out_sizes, in_sizes, group=group)
+
+
+def is_in_collective(entries: Sequence[Mapping[str, Any]], since_ns: int) -> bool | None:
+    """As `Accelerator.is_in_collective`, of the flight recorder's entries from a time on. None if there are none.
+
+    torch's watchdog notes what the GPU has begun and ended, every 100 ms. Entries of aborted communicators never end.
+    """
+    states = [entry["state"] for entry in entries if entry["time_created_ns"] >= since_ns]
+    return "started" in states if states else None
 
 
 def arithmetic_settings() -> dict[str, str]:

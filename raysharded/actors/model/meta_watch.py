@@ -88,24 +88,25 @@ class WriteWatch(MemoryWatch):
     def _no_values(self, tensor: torch.Tensor) -> Exception:
         name = self._name_of(tensor)
         of_it = f"the values of {name!r}" if name else f"the values of a tensor of shape {tuple(tensor.shape)}"
-        adapters = (_ADAPTERS.get(str(frame.f_globals.get("__name__"))) for frame in frames_here())
-        if adapter := next((one for one in adapters if one), None):
-            way = f"Use {adapter}, which moves no model."
-        elif self._called == "_to_copy":
+        way = REMEDY
+        if self._called == "_to_copy":
             way = f"A line that moves the model, such as model.to(device): delete it. Another one: {REMEDY}"
-        else:
-            way = REMEDY
-        return TaskError(f"{line_here()}: {of_it} were read, or moved to a device: {_WHY} {way}")
+        return TaskError(f"{line_here()}: {of_it} were read, or moved to a device: {_WHY} {way}{_of_a_framework()}")
 
 
 _WHY = "parameters have no memory between session.build and session.shard, which puts them on the worker's device."
 
+_ADAPTED = {"transformers.trainer": "a Trainer", "accelerate.accelerator": "an Accelerator"}
+"""Modules of frameworks that move a model themselves -> the class that an adapter has."""
 
-_ADAPTERS = {
-    "accelerate.accelerator": "raysharded.adapters.accelerate.elastic(Accelerator, session) in place of Accelerator",
-    "transformers.trainer": "raysharded.adapters.transformers.elastic(Trainer, session) in place of Trainer",
-}
-"""Module whose code moves a model -> the adapter that takes its place."""
+
+def _of_a_framework() -> str:
+    """A sentence on the adapter if a framework's own class has made the present call; otherwise empty."""
+    kinds = (_ADAPTED.get(frame.f_globals.get("__name__", "")) for frame in frames_here())
+    kind = next((one for one in kinds if one), None)
+    if kind is None:
+        return ""
+    return f" In a session {kind} is elastic({kind.split()[-1]}, session), of raysharded.adapters."
 
 
 def storage_of(tensor: torch.Tensor) -> int:

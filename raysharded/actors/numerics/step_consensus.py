@@ -7,14 +7,16 @@ metrics have the same names on every worker, since they determine the layout of 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from raysharded.actors.numerics.grad_norm import NORM_WORDS, norm_from_words
-from raysharded.actors.numerics.summation_tree import tree_sum
+from raysharded.actors.numerics.summation_tree import tree_sums
 from raysharded.errors import TaskError
 from raysharded.ids import derive_seed
 from raysharded.protocol.messages import NonFinite
@@ -99,11 +101,11 @@ def agree(own: Contribution, num_microbatches: int, sum_over_workers: Callable[[
     values = torch.zeros(pairs + num_microbatches * pairs_per_slot * 2, dtype=torch.int64)
     head = [*own.flags.as_ints(), *own.norm_words.tolist(), _signed(own.read_digest[0]), _signed(own.read_digest[1])]
     values[:pairs] = torch.tensor([*head, own.num_reads, *own.uses], dtype=torch.int64)
-    for index, pair in own.losses.items():
-        start = pairs + index * pairs_per_slot * 2
-        floats = [value for each in (pair, *own.metrics[index]) for value in each]
-        values[start : start + len(floats)] = torch.tensor([_bits(value) for value in floats], dtype=torch.int64)
-    return _decode(sum_over_workers(values).tolist(), num_microbatches, own.metric_names, len(own.uses))
+    if own.losses:
+        floats = [(*pair, *chain.from_iterable(own.metrics[index])) for index, pair in own.losses.items()]
+        slots = values[pairs:].numpy().view(np.float64).reshape(num_microbatches, pairs_per_slot * 2)
+        slots[list(own.losses)] = np.array(floats, dtype=np.float64)
+    return _decode(sum_over_workers(values).numpy(), num_microbatches, own.metric_names, len(own.uses))
 
 
 def non_finite(agreed: Agreed) -> NonFinite | None:
@@ -124,13 +126,15 @@ def require_weight(step: int, agreed: Agreed) -> None:
         )
 
 
-def _decode(values: list[int], num_microbatches: int, metric_names: tuple[str, ...], num_parameters: int) -> Agreed:
-    digits = values[_NUM_FLAGS : _NUM_FLAGS + NORM_WORDS]
-    first, second, num_reads = values[_NUM_FLAGS + NORM_WORDS : _HEAD]
-    columns = 2 * (1 + len(metric_names))
+def _decode(
+    values: NDArray[np.int64], num_microbatches: int, metric_names: tuple[str, ...], num_parameters: int
+) -> Agreed:
     pairs = _HEAD + num_parameters
-    floats = [_float(bits) for bits in values[pairs:]]
-    sums = [tree_sum(floats[column::columns][:num_microbatches]) for column in range(columns)]
+    head: list[int] = values[:pairs].tolist()
+    digits = head[_NUM_FLAGS : _NUM_FLAGS + NORM_WORDS]
+    first, second, num_reads = head[_NUM_FLAGS + NORM_WORDS : _HEAD]
+    floats = values[pairs:].view(np.float64).reshape(num_microbatches, 2 * (1 + len(metric_names)))
+    sums = tree_sums(floats)
     return Agreed(
         loss_sum=sums[0],
         weight=sums[1],
@@ -138,24 +142,14 @@ def _decode(values: list[int], num_microbatches: int, metric_names: tuple[str, .
         gradient_norm=norm_from_words(digits),
         read_digest=(first % 2**64, second % 2**64),
         num_reads=num_reads,
-        flags=Flags.of(values[:_NUM_FLAGS]),
-        bad_losses=tuple(
-            index for index, total in enumerate(floats[0::columns][:num_microbatches]) if not math.isfinite(total)
-        ),
-        uses=tuple(values[_HEAD:pairs]),
+        flags=Flags.of(head[:_NUM_FLAGS]),
+        bad_losses=tuple(np.flatnonzero(~np.isfinite(floats[:, 0])).tolist()),
+        uses=tuple(head[_HEAD:]),
     )
 
 
 def _signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
-
-
-def _bits(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def _float(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
 class MetricNames:

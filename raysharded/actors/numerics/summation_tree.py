@@ -12,6 +12,9 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 T = TypeVar("T")
 Node = tuple[int, int]
 """(level, index)"""
@@ -91,6 +94,17 @@ def coalesce_nodes(nodes: Iterable[Node], num_leaves: int) -> list[Node]:
 def coalesce_leaves(leaves: Iterable[int], num_leaves: int) -> list[Node]:
     """Apply `coalesce_nodes` to leaves."""
     return coalesce_nodes(((0, leaf) for leaf in leaves), num_leaves)
+
+
+def tree_sums(rows: NDArray[np.float64]) -> list[float]:
+    """The sum of each column of [leaves, columns] along the tree: the bits of `tree_sum`, a level at a time."""
+    with np.errstate(all="ignore"):  # as Python adds floats
+        while len(rows) > 1:
+            pairs = len(rows) // 2
+            level = rows[0 : 2 * pairs : 2] + rows[1 : 2 * pairs : 2]
+            rows = np.concatenate((level, rows[2 * pairs :]))
+    sums: list[float] = rows[0].tolist()
+    return sums
 
 
 def tree_sum(values: list[float]) -> float:

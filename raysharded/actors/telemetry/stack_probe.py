@@ -21,6 +21,7 @@ from types import CodeType, FrameType
 
 import torch
 
+from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.device.device_waits import is_marked
 from raysharded.data.store.shard_reader import oldest_read
 from raysharded.locations import PACKAGE_FOLDER
@@ -56,6 +57,8 @@ class Whereabouts:
     where: str
     """Innermost line outside raysharded and libraries: `file:line in function`; or a read of data; empty if none
     exists."""
+    in_collective: bool | None
+    """As `Accelerator.is_in_collective`, if the thread waits."""
 
 
 def look_at(thread_id: int | None, elsewhere: Callable[[], str] = lambda: "") -> Whereabouts:
@@ -81,7 +84,8 @@ def look_at(thread_id: int | None, elsewhere: Callable[[], str] = lambda: "") ->
             stack += "It waits for:\n" + "".join(traceback.format_list(helping))
         if any(frame.filename.startswith(_DATA) for frame in frames) and (read := oldest_read()):
             where = f"the read of {read}"
-    return Whereabouts(waits=waits, stack=stack, where=where)
+    in_collective = accelerator().is_in_collective() if waits else None
+    return Whereabouts(waits=waits, stack=stack, where=where, in_collective=in_collective)
 
 
 def frames_of_dump(text: str) -> list[FrameSummary]:

@@ -192,13 +192,18 @@ def _break_up(state: State, at: float) -> Outcome:
     """Stop members that all wait for each other: the collective is broken, or one of them is in another."""
     phases = sorted({one.phase for one in state.watch.seen.values()})
     reason = f"all workers wait for each other in {' and '.join(phases)} for {at - state.since:.1f} s"
-    fields = {
+    behind = step_watch.behind(state.watch)
+    if behind:
+        reason += f"; {' and '.join(map(str, behind))} had not begun the collective that the GPUs of others are in"
+    fields: dict[str, object] = {
         "step": state.current_step,
         "seconds": at - state.since,
         "deadline_s": _patience_s(state),
         "reason": reason,
         "phase": phases[0],
     }
+    if behind:
+        fields["behind"] = list(behind)
     state = replace(
         state, watch=step_watch.at_rest(state.watch), incident=recovery_timeline.found(state, at, reason=reason)
     )

@@ -116,6 +116,12 @@ def silent(members: frozenset[WorkerId], watch: StepWatch) -> tuple[WorkerId, ..
     return tuple(sorted(members - watch.seen.keys()))
 
 
+def behind(watch: StepWatch) -> tuple[WorkerId, ...]:
+    """Members whose GPU is in no collective while those of others are: these wait for them."""
+    known = {worker: one.in_collective for worker, one in watch.seen.items() if one.in_collective is not None}
+    return tuple(sorted(worker for worker, inside in known.items() if not inside)) if any(known.values()) else ()
+
+
 def judge(watch: StepWatch) -> HangVerdict:
     """Judge members that have all answered."""
     seen = watch.seen

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 import torch
 
 from raysharded.actors.device import cuda_presence
-from raysharded.actors.device.cuda import Cuda, arithmetic_settings, entry_of, index_of, pci_of
+from raysharded.actors.device.cuda import Cuda, arithmetic_settings, entry_of, index_of, is_in_collective, pci_of
 from raysharded.actors.device.cuda_presence import CudaFacts, cuda_facts, driver_version, why_unfit, why_unusable
 from raysharded.errors import ConfigError
 from tests import patches
@@ -142,6 +145,48 @@ def deterministic_in_generated_code(*, exact: bool) -> bool:
 @pytest.mark.parametrize("exact", [False, True])
 def test_generated_code_chooses_no_order_of_additions_by_measured_times(exact: bool) -> None:
     assert in_a_fork(partial(deterministic_in_generated_code, exact=exact)) is exact
+
+
+def entry(state: str, at: int) -> dict[str, Any]:
+    return {"state": state, "time_created_ns": at, "collective_seq_id": 1}
+
+
+@pytest.mark.parametrize(
+    ("entries", "found"),
+    [
+        ([], None),
+        ([entry("started", 4)], None),  # of an aborted generation
+        ([entry("completed", 6), entry("started", 7), entry("scheduled", 8)], True),
+        ([entry("started", 4), entry("completed", 6), entry("scheduled", 7)], False),
+    ],
+    ids=["nothing", "older", "inside", "before it"],
+)
+def test_the_flight_recorder_shows_whether_the_gpu_is_in_a_collective(
+    entries: list[dict[str, Any]], found: bool | None
+) -> None:
+    assert is_in_collective(entries, since_ns=5) is found
+
+
+def recorded_entries() -> list[dict[str, Any]]:
+    """In a separate process: entries of torch's flight recorder, as gloo has them, too."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "10"
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(3))
+    dump = torch._C._distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]  # missing in torch's stubs
+    entries: list[dict[str, Any]] = json.loads(dump(includeCollectives=True, onlyActive=False))["entries"]
+    return entries
+
+
+@pytest.mark.procs
+def test_the_flight_recorder_writes_the_fields_that_are_read() -> None:
+    began = time.time_ns()
+    (one,) = in_a_fork(recorded_entries)
+    assert one["state"] in ("scheduled", "started", "completed")
+    assert began <= one["time_created_ns"] <= time.time_ns()
+    assert is_in_collective([one], began) is (one["state"] == "started")
 
 
 @pytest.fixture

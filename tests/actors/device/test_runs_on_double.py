@@ -149,6 +149,40 @@ def test_survivors_drain_their_devices_after_the_abort_and_before_they_allocate_
         assert not {"pinned", "new_stream", "all_to_all"} & set(calls[drained:second])
 
 
+class Hanging(DoubleAccelerator):
+    """Its device finishes nothing from the n-th event on, in the first process that comes so far."""
+
+    def __init__(self, number: int, marker: str) -> None:
+        super().__init__()
+        self._left, self._marker = number, marker
+        self.on_call = self._strike
+
+    def _strike(self, call: str) -> None:
+        self._left -= call == "record"
+        if call == "record" and self._left == 0:
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(self._marker, os.O_CREAT | os.O_EXCL))
+                self.reached.clear()
+
+    def is_in_collective(self) -> bool:
+        return self.reached.is_set()
+
+
+def on_hanging(number: int, marker: str) -> None:
+    """In a worker's process: compute on a device that may hang."""
+    accelerator.use(Hanging(number, marker))
+
+
+@pytest.mark.long
+def test_a_worker_whose_device_hangs_in_a_kernel_is_named_as_the_one_behind(tmp_path: Path) -> None:
+    """It waits for its device, and its peers for it. Long: a device has ten seconds to finish."""
+    prepare = partial(on_hanging, 30, str(tmp_path / "struck"))
+    outcome = train(3, use_gpu=True, prepare=prepare, losses=4, hang_timeout_s=5.0, **SETTINGS)
+    assert outcome.bits == on_cpu().bits
+    first, (leaving, *_) = outcome.of("stuck")[0], outcome.of("worker_leaving")
+    assert first["behind"] == [leaving["worker"]]
+
+
 class Used(DoubleAccelerator):
     """A device with a use to report."""
 

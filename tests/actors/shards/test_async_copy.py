@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import raysharded as rs
+from raysharded.actors.device import accelerator
 from raysharded.actors.shards import device_state
 from raysharded.actors.shards.async_copy import AsyncHostCopy
 from tests import patches
+from tests.actors.device.communicator_double import DoubleAccelerator
 from tests.cases import tried_each_time
 from tests.training.harness import SEQUENCE, Outcome, train
 
@@ -61,6 +65,36 @@ def test_a_copy_is_of_what_was_there_when_it_was_begun_and_is_there_after_waitin
     filling.wait()
     assert all(torch.equal(view, source) for view, source in zip(into, sources, strict=True))
     assert not any(view.requires_grad for view in into)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations of torch by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_copies_any_number_of_tensors_in_one_operation_and_records_one_event() -> None:
+    """The training thread launches them: it launches nothing else meanwhile."""
+    device = DoubleAccelerator()
+    calls: Counter[str] = Counter()
+    device.on_call = lambda call: calls.update([call])
+    undo = accelerator.use(device)
+    try:
+        sources = [torch.full((3,), float(number)) for number in range(300)]
+        into = [torch.zeros(3) for _ in sources]
+        with Operations() as operations:
+            AsyncHostCopy(CPU).begin(into, sources).wait()
+    finally:
+        undo()
+    assert operations.counts == {"aten._foreach_copy_.default": 1}
+    assert calls["record"] == 1
+    assert all(torch.equal(view, source) for view, source in zip(into, sources, strict=True))
 
 
 def test_a_worker_may_have_nothing_to_copy() -> None:
