@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import raysharded as rs
+from raysharded.ids import WorkerId
+from raysharded.testing import Fault
 from tests.actors.device.simulated.accelerator import simulate
 from tests.actors.device.simulated.removals import Removal
 from tests.training.harness import samples, train
@@ -29,6 +31,14 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "a loss": (3, {"kills": [(1, 3, "backward")]}),
+    "a prepared change": (
+        2,
+        {
+            "kills": [(1, 2, "backward")],
+            "faults": [Fault(worker=WorkerId(0), step=4, phase="data", kind="wait", until=WorkerId(2))],
+            "steps": 8,
+        },
+    ),
     "parity": (4, {"engine": rs.EngineConfig(redundancy=rs.Redundancy(parity=(2, 1)))}),
     "bfloat16": (2, {"engine": rs.EngineConfig(param_dtype="bfloat16")}),
 }
@@ -48,10 +58,13 @@ def findings(name: str, removal: Removal | None = None) -> Findings:
     """Findings of a run. Raises AssertionError if a worker was not watched."""
     workers, how = RUNS[name]
     with tempfile.TemporaryDirectory() as folder:
-        train(workers, use_gpu=True, prepare=partial(simulate, folder, removal), steps=4, microbatches=4, **how)
+        settings = {"steps": 4, "microbatches": 4} | how
+        outcome = train(workers, use_gpu=True, prepare=partial(simulate, folder, removal), **settings)
         found = [json.loads(file.read_text(encoding="utf-8")) for file in Path(folder).iterdir()]
     busy = [each for each in found if each["accesses"] > 10_000 and each["streams"] >= 6]
     assert len(busy) >= workers
+    if name == "a prepared change":
+        assert any("prepared_s" in fields for fields in outcome.of("generation"))
     return Findings(
         problems=tuple(sorted({problem for each in found for problem in each["problems"]})),
         callers=frozenset((file, line) for each in found for file, line in each["callers"]),
