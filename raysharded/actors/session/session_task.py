@@ -23,6 +23,8 @@ class SessionTask(Task):
         self.function, self.max_steps = function, max_steps
         self.make: Callable[[], nn.Module] | None = None
         self.held_out_loss: Callable[[Any], Loss | torch.Tensor] | None = None
+        self.sets_modes = False
+        """True if the loop is an adapter's, which sets the modes itself in each step."""
         self.units: Callable[[nn.Module], Sequence[nn.Module] | None] | None = None
         self.words: Sequence[tuple[str, str]] = ()
         """(pattern, replacement) for sentences about a loop, in the words of an adapter."""
