@@ -103,6 +103,8 @@ class Figures:
     cpu_s_per_million: float
     load: float
     """The machine's load before."""
+    is_whole: bool = True
+    """Whether all tokens of both stores were read; otherwise the round does not count."""
 
 
 class Counted:
@@ -127,6 +129,8 @@ class Stores:
     seq_len: int
     totals: dict[str, int]
     """Name of a store -> the sum of its tokens."""
+    sizes: dict[str, int]
+    """Name of a store -> its number of tokens."""
 
     def url(self, subject: Subject, name: str, endpoint_url: str) -> str:
         """The address for the subject; the peers have the server's from their environment."""
@@ -252,12 +256,12 @@ def stores(subjects: Sequence[Subject], seq_len: int, num_tokens: int) -> Iterat
             AWS_DEFAULT_REGION="us-east-1",
         )
         boto3.client("s3", endpoint_url=server.endpoint_url).create_bucket(Bucket=BUCKET)
-        found = Stores(endpoint_url=server.endpoint_url, seq_len=seq_len, totals={})
+        found = Stores(endpoint_url=server.endpoint_url, seq_len=seq_len, totals={}, sizes={})
         for name, count in (("small", SMALL_TOKENS), ("large", num_tokens)):
             tokens = np.random.default_rng(count).integers(0, VOCABULARY, count, dtype=np.uint16)
             path = Path(folder) / "tokens.npy"
             np.save(path, tokens)
-            found.totals[name] = int(tokens.sum(dtype=np.int64))
+            found.totals[name], found.sizes[name] = int(tokens.sum(dtype=np.int64)), count
             for subject in {subject.store: subject for subject in subjects}.values():
                 _write(found, subject, name, path)
         yield found
@@ -277,14 +281,15 @@ def _write(found: Stores, subject: Subject, name: str, path: Path) -> None:
         writer.write(np.zeros(1, dtype=np.uint32))  # the last sample's last target
 
 
-def figures_of(epochs: dict[str, Epoch], load: float) -> Figures:
-    """The difference between the two epochs."""
+def figures_of(epochs: dict[str, Epoch], sizes: dict[str, int], load: float) -> Figures:
+    """The difference between the two epochs. `sizes`: numbers of tokens in the stores."""
     small, large = epochs["small"], epochs["large"]
-    millions = (large.tokens - small.tokens) / 1e6
+    millions = (sizes["large"] - sizes["small"]) / 1e6
     return Figures(
         tokens_per_s=millions * 1e6 / (large.wall_s - small.wall_s),
         cpu_s_per_million=(large.cpu_s - small.cpu_s) / millions,
         load=load,
+        is_whole={name: epoch.tokens for name, epoch in epochs.items()} == sizes,
     )
 
 
@@ -301,16 +306,16 @@ def interval(values: Sequence[float], share: float = 0.9) -> tuple[float, float]
 
 
 def summary(rounds: dict[str, list[Figures]]) -> dict[str, Any]:
-    """Medians, and ratios to raysharded's of the same round with their intervals."""
+    """Medians of whole rounds, and ratios to raysharded's of the same round with their intervals."""
     found: dict[str, Any] = {}
     for name, figures in rounds.items():
-        of: dict[str, Any] = {
-            "tokens_per_s": statistics.median(one.tokens_per_s for one in figures),
-            "cpu_s_per_million_tokens": statistics.median(one.cpu_s_per_million for one in figures),
-            "load": [round(one.load, 1) for one in figures],
-        }
-        if name != OWN:
-            pairs = list(zip(figures, rounds[OWN], strict=True))
+        pairs = [(one, own) for one, own in zip(figures, rounds[OWN], strict=True) if one.is_whole and own.is_whole]
+        of: dict[str, Any] = {"rounds": len(figures), "whole_rounds": len(pairs)}
+        if pairs:
+            of["tokens_per_s"] = statistics.median(one.tokens_per_s for one, _ in pairs)
+            of["cpu_s_per_million_tokens"] = statistics.median(one.cpu_s_per_million for one, _ in pairs)
+            of["load"] = [round(one.load, 1) for one, _ in pairs]
+        if pairs and name != OWN:
             for what, ratios in (
                 ("cpu_over_own", [one.cpu_s_per_million / own.cpu_s_per_million for one, own in pairs]),
                 ("own_rate_over_its", [own.tokens_per_s / one.tokens_per_s for one, own in pairs]),
@@ -330,7 +335,8 @@ def measure(found: Stores, subjects: Sequence[Subject], num_rounds: int) -> dict
         for number in range(num_rounds):
             for name in list(readers)[:: -1 if number % 2 else 1]:
                 load = os.getloadavg()[0]
-                figures = figures_of({store: readers[name].read(store) for store in ("small", "large")}, load)
+                epochs = {store: readers[name].read(store) for store in ("small", "large")}
+                figures = figures_of(epochs, found.sizes, load)
                 rounds[name].append(figures)
                 print(f"{time.strftime('%H:%M:%S')} round {number + 1}, {name}: {figures}", flush=True)
     return rounds

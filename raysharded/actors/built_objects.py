@@ -28,8 +28,9 @@ from raysharded.task import Task, has_tensor_parallelism
 class BuiltObjects:
     """A task's model and optimizer in this process. One thread at a time; `release`: training thread."""
 
-    def __init__(self, task: Task, config: EngineConfig) -> None:
-        self._task, self._config = task, config
+    def __init__(self, task: Task, config: EngineConfig, run_data: Loader | None = None) -> None:
+        """`run_data`: the run's own data, for a session that compares others with them."""
+        self._task, self._config, self.run_data = task, config, run_data
         self._units: Units | None = None
         self._sharded: ShardedModel | None = None
         self._modes: Modes | None = None

@@ -84,7 +84,7 @@ class Worker:
         self._engine: Engine | None = None
         self._task_calls = threading.Lock()
         """Held by a thread while it calls the task's code."""
-        self._objects = BuiltObjects(job.task, job.engine)
+        self._objects = BuiltObjects(job.task, job.engine, self._sources.training)
         self._computing = computing_thread(self._begin_computing, job, self._device, self._objects, self._store)
         self._preparations = Preparations(job, self._task_calls, self._objects)
         self._reports_before: deque[StepReport] = deque(maxlen=REPORTS_KEPT)

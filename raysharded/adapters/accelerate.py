@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree
 from torch.utils.data import DataLoader
 
-from raysharded.actors.session.held_out import begin_step, copy_of, gathered, weights_of
+from raysharded.actors.session.held_out import begin_step, copy_of, gathered, leave_modes_to_loop, weights_of
 from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.adapters.accelerate_parts import (
     HeldOutBatches,
@@ -97,6 +97,7 @@ class Elastic(Base):  # type: ignore[misc]  # accelerate has no annotations
         require_loader(train, self.session.batch)
         more: dict[str, Any] = {f"object{place}": one for place, one in enumerate(self._custom_objects)}
         collate, data = train.collate_fn, train.dataset
+        leave_modes_to_loop(self.session)
         self.session.shard(
             model[0],
             optimizer[0],

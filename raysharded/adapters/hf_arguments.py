@@ -11,6 +11,9 @@ from raysharded.errors import ConfigError
 
 _ORDER = "The order of samples belongs to the run, so that it is the same at every number of workers"
 _SHARDED = "The session shards the model over the workers"
+_OF_TIME = ("runtime", "_per_second", "compilation_time")
+_OF_PROCESSES = ("aux_loss", "entropy", "mean_token_accuracy", "num_tokens")
+"""Numbers of an evaluation that TRL's trainers compute of what one process has computed."""
 _GENERATIONS = "RunConfig and CheckpointConfig"
 
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -107,22 +110,30 @@ def _require_batch(args: Any, batch: BatchConfig) -> None:
         )
 
 
+def _steps_of(args: Any, num_samples: int, global_batch_size: int) -> tuple[int, str]:
+    """The number of steps that the arguments make, and the argument that decides."""
+    if args.max_steps > 0:
+        return args.max_steps, f"max_steps={args.max_steps}"
+    steps = math.ceil(args.num_train_epochs * num_samples / global_batch_size)
+    return steps, f"num_train_epochs={args.num_train_epochs:g}"
+
+
 def require_steps(args: Any, num_samples: int, batch: BatchConfig, max_steps: int) -> None:
     """Raise ConfigError if the arguments make another number of steps than the run has."""
-    if args.max_steps > 0:
-        wanted, asked = args.max_steps, f"max_steps={args.max_steps}"
-    else:
-        wanted = math.ceil(args.num_train_epochs * num_samples / batch.global_batch_size)
-        asked = f"num_train_epochs={args.num_train_epochs:g}"
+    wanted, asked = _steps_of(args, num_samples, batch.global_batch_size)
     if wanted != max_steps:
         raise ConfigError(
             f"TrainingArguments({asked}) is {wanted} steps of {batch.global_batch_size} of {num_samples} samples, and "
-            f"RunConfig(max_steps={max_steps}) has others: give RunConfig(max_steps={wanted})."
+            f"RunConfig(max_steps={max_steps}) has others: give RunConfig(max_steps={wanted}); to `raysharded check`, "
+            f"which trains fewer, --steps {wanted}."
         )
 
 
-def require_data(trainer: Any) -> None:
-    """Raise ConfigError for a model or training data that the session cannot keep."""
+def require_data(trainer: Any, given: int | None, batch: BatchConfig) -> None:
+    """Raise ConfigError for a model, training data or a metric that the session cannot keep.
+
+    `given`: number of samples of the run's data; None if it has none.
+    """
     data = trainer.train_dataset
     if trainer.model_init is not None:
         raise ConfigError("Trainer(model_init=...): build the model with session.build, and give it as model=.")
@@ -130,4 +141,66 @@ def require_data(trainer: Any) -> None:
         raise ConfigError(
             f"Trainer(train_dataset={type(data).__name__}): give the map-style dataset that ElasticTrainer(data=...) "
             "has: its length makes the epochs."
+        )
+    _require_length(type(trainer).__name__, len(data), given, trainer.args, batch)
+    _require_metric(trainer)
+
+
+def _require_length(name: str, num_samples: int, given: int | None, args: Any, batch: BatchConfig) -> None:
+    if given == num_samples:
+        return
+    has = "data= is left out" if given is None else f"data= has {given} samples"
+    steps, asked = _steps_of(args, num_samples, batch.global_batch_size)
+    raise ConfigError(
+        f"{has}, and {name}'s train_dataset {num_samples}, as it is prepared: give data=range({num_samples}). "
+        f"{asked} is RunConfig(max_steps={steps}) then."
+    )
+
+
+def _require_metric(trainer: Any) -> None:
+    metric, own = trainer.args.metric_for_best_model, getattr(trainer, "_metrics", None)
+    name = (metric or "").removeprefix("eval_")
+    of_processes = isinstance(own, dict) and (name in _OF_PROCESSES or trainer.compute_metrics is None)
+    is_loss = name == "loss" or (name.endswith("_loss") and name not in _OF_PROCESSES)
+    if metric and (name.endswith(_OF_TIME) or (of_processes and not is_loss)):
+        raise ConfigError(
+            f"TrainingArguments(metric_for_best_model={metric!r}): each worker has another number, of its part alone. "
+            'Use "eval_loss", or a number of compute_metrics.'
+        )
+
+
+def require_to_build(name: str, model: Any, peft_config: Any, built: Any) -> None:
+    """Raise ConfigError for arguments of which a trainer would make a model itself.
+
+    `name`: of the trainer's class. `built`: the model of `session.build`; None before.
+    """
+    if isinstance(model, str):
+        raise ConfigError(
+            f"{name}(model={model!r}): the session builds the model. Give model=session.build(lambda: "
+            f"AutoModelForCausalLM.from_pretrained({model!r}, ...)), in place of ... what args.model_init_kwargs has."
+        )
+    if peft_config is not None:
+        raise ConfigError(
+            f"{name}(peft_config={type(peft_config).__name__}(...)) would make another model. Leave it out, and build "
+            "the adapter, too, in the session: session.build(lambda: get_peft_model(make(), peft_config))."
+        )
+    if model is not None:
+        require_built(name, model, built)
+
+
+def require_built(name: str, model: Any, built: Any) -> None:
+    """Raise ConfigError unless this model is that of `session.build`."""
+    if built is None:
+        raise ConfigError(
+            f"{name}(model={type(model).__name__}): the session has built no model. Build it there with all its parts: "
+            f"model=session.build(lambda: {type(model).__name__}...)."
+        )
+    if model is not built and any(one is built for one in model.modules()):
+        raise ConfigError(
+            f"{name}(model={type(model).__name__}): the {type(built).__name__} of session.build was wrapped behind it. "
+            "Wrap it in the function that session.build calls: session.build(lambda: get_peft_model(make(), config))."
+        )
+    if model is not built:
+        raise ConfigError(
+            f"{name}(model={type(model).__name__}) is another model than session.build has returned: give that one."
         )

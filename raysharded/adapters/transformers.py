@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from accelerate import PartialState
 from transformers.training_args import OptimizerNames
 
+from raysharded.actors.session.held_out import num_samples_of
 from raysharded.adapters.hf_arguments import require_data, require_steps, require_supported
 from raysharded.adapters.hf_loop import Loop
+from raysharded.adapters.hf_model import Built, write_whole
 from raysharded.adapters.hf_outputs import Outputs, autocast
 from raysharded.errors import CollectiveAborted, ConfigError
 from raysharded.task import Loss
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 TESTED = "5.24"
 """The version of transformers that the adapter was tested with."""
-_NEW = ("_collator", "_loss_of", "_norm", "_note", "_whole_model", "_with_tied")
+_NEW = ("_collator", "_loss_of", "_norm", "_note", "_print", "_whole_model", "_with_tied")
 _log = logging.getLogger("raysharded.adapters")
 
 
@@ -36,17 +39,18 @@ def elastic(trainer: type[Any], session: Session) -> type[Any]:
     Its arguments, callbacks, collator and own methods stay. Give it the model that `session.build` returned, and in
     `train_dataset` the data that `ElasticTrainer` has.
     """
-    own = [name for kind in (Elastic, Outputs) for name, value in vars(kind).items() if callable(value)]
+    own = [name for kind in (Elastic, Outputs, Built) for name, value in vars(kind).items() if callable(value)]
     lost = sorted(name for name in own if name not in _NEW and not hasattr(trainer, name))
     if lost:
         raise ConfigError(
             f"the {trainer.__name__} of transformers {transformers.__version__} has no {lost[0]}: the adapter was "
             f"tested with {TESTED}. Install that version."
         )
+    PartialState(cpu=session.device.type == "cpu")  # arguments that were made elsewhere have not set it here
     return type(trainer.__name__, (Elastic, trainer), {"session": session})
 
 
-class Elastic(Outputs):
+class Elastic(Outputs, Built):
     """The methods of a `Trainer` that are overridden. `train` may be called once."""
 
     # -- before the loop --
@@ -76,7 +80,7 @@ class Elastic(Outputs):
         return output
 
     def get_train_dataloader(self) -> Any:
-        require_data(self)
+        require_data(self, num_samples_of(self.session), self.session.batch)
         return []  # the session reads the data
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
@@ -91,6 +95,7 @@ class Elastic(Outputs):
         assert model is not None
         assert optimizer is not None
         self.session.shard(model, optimizer, collate=self._collator(), scheduler=self.lr_scheduler, trainer=loop)
+        write_whole(self, model)
         self._loop, self.state.num_train_epochs = loop, math.ceil(loop.epoch(max_steps))
         self.callback_handler.callbacks.insert(0, loop)
         self.accelerator._models.append(model)  # otherwise an evaluation would prepare it in accelerate's way

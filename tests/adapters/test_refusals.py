@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,9 @@ from typing import Any
 import pytest
 
 import raysharded as rs
-from raysharded.adapters.hf_arguments import require_data, require_steps, require_supported
+from raysharded.adapters.hf_arguments import require_data, require_steps, require_supported, require_to_build
 from raysharded.errors import ConfigError, RayshardedError
-from tests.adapters.programs import MICROBATCHES, SIZE, Script, arguments, causal_lm, run, texts
+from tests.adapters.programs import MICROBATCHES, SIZE, Script, arguments, causal_lm, run, texts, with_lora
 from tests.paths import ROOT
 
 BATCH = rs.BatchConfig(global_batch_size=SIZE * MICROBATCHES, microbatch_size=SIZE)
@@ -80,26 +81,138 @@ def test_another_number_of_steps_is_refused_with_the_right_one(
 @pytest.mark.parametrize("data", [None, iter(())])
 def test_data_without_a_length_is_refused(data: Any) -> None:
     with pytest.raises(ConfigError, match=r"Trainer\(train_dataset="):
-        require_data(SimpleNamespace(model_init=None, train_dataset=data))
+        require_data(SimpleNamespace(model_init=None, train_dataset=data), 24, BATCH)
 
 
 def test_a_model_that_the_trainer_would_build_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model_init=.*session\.build"):
-        require_data(SimpleNamespace(model_init=causal_lm, train_dataset=texts()))
+        require_data(SimpleNamespace(model_init=causal_lm, train_dataset=texts()), 24, BATCH)
+
+
+def trainer_with(folder: Path, count: int = 24, **changed: Any) -> SimpleNamespace:
+    """The parts of a trainer that are checked before it trains."""
+    parts = {"model_init": None, "train_dataset": texts(count), "compute_metrics": changed.pop("compute_metrics", None)}
+    own = changed.pop("metrics", None)
+    return SimpleNamespace(
+        args=arguments(str(folder), **changed), **parts, **({} if own is None else {"_metrics": own})
+    )
+
+
+@pytest.mark.parametrize("given", [20, 30])
+def test_data_of_another_length_than_the_trainers_are_refused_with_the_right_ones(folder: Path, given: int) -> None:
+    has = f"data= has {given} samples, and SimpleNamespace's train_dataset 24, as it is prepared: give data=range(24)."
+    with pytest.raises(ConfigError, match=re.escape(has)):
+        require_data(trainer_with(folder), given, BATCH)
+    require_data(trainer_with(folder), 24, BATCH)
+
+
+def test_packed_data_are_refused_with_their_length_and_the_number_of_steps_that_then_fits(folder: Path) -> None:
+    trainer = trainer_with(folder, 10, max_steps=-1, num_train_epochs=2)
+    for given, has in ((24, "data= has 24 samples"), (None, "data= is left out")):
+        with pytest.raises(ConfigError) as raised:
+            require_data(trainer, given, BATCH)
+        assert has in str(raised.value)
+        assert "give data=range(10). num_train_epochs=2 is RunConfig(max_steps=3) then" in str(raised.value)
+
+
+TRLS: dict[str, Any] = {"train": {}, "eval": {}}
+
+
+@pytest.mark.parametrize(
+    ("metric", "others"),
+    [
+        ("eval_mean_token_accuracy", {"metrics": TRLS}),
+        ("mean_token_accuracy", {"metrics": TRLS, "compute_metrics": len}),
+        ("eval_num_tokens", {"metrics": TRLS}),
+        ("entropy", {"metrics": TRLS}),
+        ("aux_loss", {"metrics": TRLS}),
+        ("eval_rewards/accuracies", {"metrics": TRLS}),
+        ("eval_runtime", {}),
+        ("eval_samples_per_second", {"compute_metrics": len}),
+    ],
+)
+def test_a_metric_of_one_process_is_refused_by_its_name(folder: Path, metric: str, others: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf'metric_for_best_model=.{metric}.\).*Use "eval_loss"'):
+        require_data(trainer_with(folder, metric_for_best_model=metric, **others), 24, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("metric", "others"),
+    [
+        ("loss", {"metrics": TRLS}),
+        ("eval_german_loss", {"metrics": TRLS}),
+        ("eval_accuracy", {"metrics": TRLS, "compute_metrics": len}),
+        ("accuracy", {}),
+    ],
+)
+def test_a_metric_of_all_samples_is_accepted(folder: Path, metric: str, others: dict[str, Any]) -> None:
+    require_data(trainer_with(folder, metric_for_best_model=metric, **others), 24, BATCH)
+
+
+def test_a_model_that_the_session_has_not_built_is_refused_by_the_argument() -> None:
+    built, other = causal_lm(), causal_lm()
+    wrapped = with_lora()
+    cases = [
+        (("gpt2", None, None), r"SFTTrainer\(model='gpt2'\).*session\.build\(.*from_pretrained\('gpt2', \.\.\.\)"),
+        ((built, {"r": 2}, built), r"SFTTrainer\(peft_config=dict\(\.\.\.\)\).*session\.build\(lambda: get_peft_model"),
+        ((other, None, None), r"SFTTrainer\(model=LlamaForCausalLM\): the session has built no model"),
+        ((other, None, built), r"SFTTrainer\(model=LlamaForCausalLM\) is another model than session\.build"),
+        (
+            (wrapped, None, wrapped.get_submodule("base_model.model")),
+            r"model=PeftModelForCausalLM\): the LlamaForCausalLM of session\.build was wrapped behind it",
+        ),
+    ]
+    for (model, peft_config, own), sentence in cases:
+        with pytest.raises(ConfigError, match=sentence):
+            require_to_build("SFTTrainer", model, peft_config, own)
+    require_to_build("SFTTrainer", built, None, built)
+
+
+def without_build(session: Any) -> None:
+    import transformers
+
+    from raysharded.adapters.transformers import elastic
+
+    elastic(transformers.Trainer, session)(causal_lm(), arguments(tempfile.mkdtemp()), train_dataset=texts())
+
+
+def without_elastic(session: Any) -> None:
+    import transformers
+
+    model = session.build(causal_lm)
+    transformers.Trainer(model, arguments(tempfile.mkdtemp()), train_dataset=texts()).train()
+
+
+def adapter_behind_build(session: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = session.build(causal_lm)
+    get_peft_model(model, LoraConfig(init_lora_weights="olora", target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
 
 @pytest.mark.procs
 @pytest.mark.parametrize(
-    ("changed", "sentence"),
+    ("script", "sentence"),
     [
-        ({"auto_find_batch_size": True}, r"TrainingArguments\(auto_find_batch_size=True\): A step has the same"),
-        ({"max_steps": 7}, r"give RunConfig\(max_steps=7\)"),
+        (Script(auto_find_batch_size=True), r"TrainingArguments\(auto_find_batch_size=True\): A step has the same"),
+        (Script(max_steps=7), r"give RunConfig\(max_steps=7\)"),
+        (Script(data=texts(20)), r"data= has 24 samples, and Trainer's train_dataset 20, .*: give data=range\(20\)"),
+        (without_build, r"Trainer\(model=LlamaForCausalLM\): the session has built no model"),
+        (without_elastic, r"\d: .* moved to a device: .*In a session a Trainer is elastic\(Trainer, session\)"),
+        (adapter_behind_build, r"test_refusals\.py:\d+: adapter_behind_build: .*get_peft_model.*variable\.set_data"),
     ],
-    ids=["an argument", "the number of steps"],
+    ids=[
+        "an argument",
+        "the number of steps",
+        "data of another length",
+        "no build",
+        "no elastic",
+        "OLoRA behind build",
+    ],
 )
-def test_a_run_ends_with_the_sentence(changed: dict[str, Any], sentence: str) -> None:
+def test_a_run_ends_with_the_sentence(script: Any, sentence: str) -> None:
     with pytest.raises(RayshardedError, match=sentence):
-        run(1, Script(**changed))
+        run(1, script)
 
 
 def test_no_other_module_imports_transformers() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from raysharded.errors import TaskError
+from raysharded.errors import RayshardedError, TaskError
 from raysharded.task import TrainFunction
 from tests.adapters.plain import plain_trainer
-from tests.adapters.programs import STEPS, Script, causal_lm, classifier, run, sentences, texts, translator
+from tests.adapters.programs import STEPS, Script, causal_lm, classifier, run, sentences, texts, translator, with_lora
 from tests.training.harness import make_driver, make_limits
 from tests.training.test_checkpoints import Listening, fingerprint, resume, small_job
 
@@ -90,6 +91,9 @@ def test_callbacks_see_the_state_that_belongs_to_the_step_also_when_it_is_done_a
 def look_at_the_end(folder: str, trainer: Any) -> None:
     """Lines of a script behind `train()`."""
     trainer.save_model()
+    trainer.model.save_pretrained(Path(folder, "by the model"))
+    with Path(folder, "printed").open("a") as file:
+        trainer.accelerator.print("saved", file=file)
     metrics = trainer.evaluate()
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
@@ -99,6 +103,11 @@ def look_at_the_end(folder: str, trainer: Any) -> None:
         file.write(f"{found.predictions.shape} {found.predictions.sum()!r} {found.metrics['test_loss']!r}\n")
 
 
+def pretrained() -> nn.Module:
+    """A classifier in eval mode, as `from_pretrained` returns it."""
+    return classifier(0.0).eval()
+
+
 def held_out() -> dict[str, Any]:
     return {"eval_dataset": sentences(7, first=100)}
 
@@ -106,13 +115,17 @@ def held_out() -> dict[str, Any]:
 def test_lines_behind_train_find_the_whole_model_and_files_come_from_rank_0(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    make = partial(classifier, 0.0)
+    make = pretrained
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
     plain = plain_trainer(str(tmp_path / "plain"), make, sentences(), held_out())
     wanted = plain.evaluate()
     script = Script(make, sentences(), str(tmp_path), partial(look_at_the_end, str(tmp_path)), held_out, **saving)
     outcome = run(2, script, sentences())
     assert [fields["step"] for fields in outcome.of("checkpoint")] == [2, 4, 6]
+    assert "eval mode" not in repr(outcome.entries)
+    assert (tmp_path / "printed").read_text().splitlines() == ["saved"]
+    written = [folder / "model.safetensors" for folder in (tmp_path, tmp_path / "by the model")]
+    assert written[0].read_bytes() == written[1].read_bytes()
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     for name, value in plain.model.state_dict().items():
         assert torch.allclose(saved.state_dict()[name], value, atol=1e-5), name
@@ -126,6 +139,46 @@ def test_lines_behind_train_find_the_whole_model_and_files_come_from_rank_0(tmp_
     assert len(lines) == 2
     assert len(set(lines)) == 1
     assert lines[0].startswith("(5, 3)")
+
+
+def saved_and_merged(folder: str, trainer: Any) -> None:
+    trainer.model.save_pretrained(folder)
+    trainer.model.merge_and_unload()
+
+
+def generated_behind(trainer: Any) -> None:
+    trainer.model.generate(input_ids=torch.tensor([[3, 4]]), max_new_tokens=2)
+
+
+def read_behind(trainer: Any) -> None:
+    torch.nn.functional.embedding(torch.tensor([3, 4]), next(trainer.model.parameters()))
+
+
+SENTENCE = r"each worker has a part of the model\. Use trainer\.save_model\(folder\), and merge or generate from"
+
+
+def test_a_model_of_peft_writes_its_adapter_and_is_not_merged_in_parts(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    script = Script(with_lora, behind=partial(saved_and_merged, str(tmp_path)))
+    with pytest.raises(
+        RayshardedError, match=rf"surroundings\.py:\d+: model\.merge_and_unload\(\): {SENTENCE}"
+    ) as raised:
+        run(2, script, retries=1)
+    assert "KeyError" not in str(raised.value)
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    kept = {name.replace(".default", "") for name, _ in with_lora().named_parameters() if "lora" in name}
+    assert weights.keys() == kept
+    assert all(value.abs().sum() > 0 for value in weights.values())
+
+
+def test_what_needs_the_whole_model_behind_the_loop_is_refused_by_the_line() -> None:
+    with pytest.raises(RayshardedError, match=rf"surroundings\.py:\d+: model\.generate\(\): {SENTENCE}"):
+        run(1, Script(with_lora, behind=generated_behind))
+    with pytest.raises(
+        TaskError, match=r"\.py:\d+: Script: each worker has a part of the model\..*got mixed torch\.Tensor"
+    ):
+        run(1, Script(behind=read_behind))
 
 
 def test_a_run_is_resumed_with_another_number_of_workers_by_its_own_checkpoint(tmp_path: Path) -> None:

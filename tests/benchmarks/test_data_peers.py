@@ -21,7 +21,9 @@ def test_the_small_epoch_is_taken_from_the_large_one() -> None:
         "small": Epoch(wall_s=3.0, cpu_s=2.0, tokens=1_000_000),
         "large": Epoch(wall_s=5.0, cpu_s=2.5, tokens=3_000_000),
     }
-    assert figures_of(epochs, 1.5) == Figures(tokens_per_s=1e6, cpu_s_per_million=0.25, load=1.5)
+    sizes = {"small": 1_000_000, "large": 3_000_000}
+    assert figures_of(epochs, sizes, 1.5) == Figures(tokens_per_s=1e6, cpu_s_per_million=0.25, load=1.5)
+    assert not figures_of(epochs, sizes | {"large": 3_000_001}, 1.5).is_whole
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,15 @@ def test_ratios_are_of_the_same_round() -> None:
     assert found["peer"]["own_rate_over_its"] == {"median": 2.0, "interval_90": (2.0, 2.0)}
 
 
+def test_a_round_without_all_tokens_does_not_count() -> None:
+    own = [Figures(tokens_per_s=1.0, cpu_s_per_million=1.0, load=0.0)] * 2
+    empty = Figures(tokens_per_s=1e9, cpu_s_per_million=0.0, load=0.0, is_whole=False)
+    found = summary({OWN: own, "peer": [own[0], empty], "none": [empty, empty]})
+    assert found["peer"]["whole_rounds"] == 1
+    assert found["peer"]["cpu_s_per_million_tokens"] == 1.0
+    assert found["none"] == {"rounds": 2, "whole_rounds": 0}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalStores(Stores):
     """Stores in a folder."""
@@ -57,7 +68,7 @@ def test_four_own_readers_read_every_token_once_in_each_epoch(tmp_path: Path) ->
     tokens = np.random.default_rng(0).integers(0, 257, 64 * 32, dtype=np.uint32)
     with StoreWriter(str(tmp_path / "large"), Kind(tokenizer="random", vocab_size=257), 1000) as writer:
         writer.write(np.append(tokens, np.uint32(0)))
-    stores = LocalStores(endpoint_url="", seq_len=32, totals={}, folder=tmp_path)
+    stores = LocalStores(endpoint_url="", seq_len=32, totals={}, sizes={}, folder=tmp_path)
     with Readers(stores, SUBJECTS[0], adds=True) as readers:
         for _ in range(2):
             epoch = readers.read("large")

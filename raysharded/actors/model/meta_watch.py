@@ -6,7 +6,9 @@ and indexing, read free memory.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -87,10 +89,24 @@ class WriteWatch(MemoryWatch):
     def _no_values(self, tensor: torch.Tensor) -> Exception:
         name = self._name_of(tensor)
         of_it = f"the values of {name!r}" if name else f"the values of a tensor of shape {tuple(tensor.shape)}"
-        return TaskError(f"{line_here()}: {of_it} were read, or moved to a device: {_WHY} {REMEDY}")
+        return TaskError(f"{line_here()}: {of_it} were read, or moved to a device: {_WHY} {REMEDY}{_of_a_framework()}")
 
 
 _WHY = "parameters have no memory between session.build and session.shard, which puts them on the worker's device."
+
+
+_ADAPTED = {"transformers.trainer": "Trainer", "accelerate.accelerator": "Accelerator"}
+"""Modules of frameworks that move a model themselves -> the class that an adapter has."""
+
+
+def _of_a_framework() -> str:
+    """A sentence on the adapter if a framework's own class has made the present call; otherwise empty."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if kind := _ADAPTED.get(frame.f_globals.get("__name__", "")):
+            return f" In a session a {kind} is elastic({kind}, session), of raysharded.adapters."
+        frame = frame.f_back
+    return ""
 
 
 def storage_of(tensor: torch.Tensor) -> int:

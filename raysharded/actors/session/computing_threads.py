@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.model.construction import construct
 from raysharded.actors.session.held_out import close
-from raysharded.actors.session.loop_errors import blamed_behind
+from raysharded.actors.session.loop_errors import blamed_behind, explained
 from raysharded.actors.session.orders import Orders, RunOver
 from raysharded.actors.session.session_task import SessionTask
 from raysharded.actors.session.user_session import Session
@@ -135,7 +135,7 @@ class FunctionThread:
         session.draws.seed(0, ENTRY)
         name = getattr(self._function, "__name__", type(self._function).__name__)
         try:
-            with naming(name):
+            with naming(name), _explaining(session, name):
                 self._function(session)
             if self._is_over.is_set():
                 return RunOver(f"{name} has returned")
@@ -161,6 +161,16 @@ class FunctionThread:
             if step is None:
                 return found
             return blamed_behind(step.number, found, is_undone=step.is_undone, is_aborted=is_aborted)
+
+
+@contextlib.contextmanager
+def _explaining(session: Session, name: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if known := explained(session, name, error):
+            raise known from error
+        raise
 
 
 def computing_thread(

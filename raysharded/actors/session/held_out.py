@@ -1,4 +1,4 @@
-"""Held-out data in a user's loop; and whole values of the model, for adapters of other frameworks."""
+"""Held-out data in a user's loop; and for adapters of other frameworks: whole values of the model, what was built."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from raysharded.actors.shards.whole_tensors import gather_tensors
 from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.data.loader import MicrobatchLoader
 from raysharded.data.sources import held_out_loader
+from raysharded.data.streams.numbered_microbatches import MicrobatchNumbers
 from raysharded.errors import TaskError
 from raysharded.protocol.job import Job
 
@@ -128,6 +129,22 @@ def copy_of(session: Any, weights: dict[str, torch.Tensor]) -> nn.Module:
     model = construct_whole(session._task, session.batch.seed, "copy")
     model.load_state_dict(weights, strict=False)  # tied parameters have one name
     return model
+
+
+def built_by(session: Any) -> nn.Module | None:
+    """The model of `session.build`; None before."""
+    return None if session._built is None else session._built.model
+
+
+def leave_modes_to_loop(session: Any) -> None:
+    """Log no remark on parts in eval mode: the adapter's loop sets the modes of training. Call it before `shard`."""
+    session._task.sets_modes = True
+
+
+def num_samples_of(session: Any) -> int | None:
+    """Number of samples of the run's data; None if the run has no `data`."""
+    data = session._objects.run_data
+    return None if data is None or isinstance(session._job.data, MicrobatchNumbers) else int(data.num_samples)
 
 
 def _open(step: UserStep | None, call: str) -> UserStep:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from raysharded.actors.task_calls.task_errors import is_raised_in_torch, line_here, line_of
+from raysharded.actors.task_calls.explanations import During, explanation
+from raysharded.actors.task_calls.task_errors import is_raised_in_torch, line_here, line_of, task_error
 from raysharded.errors import CollectiveAborted, InexactError, TaskError, text_of, user_traceback
 from raysharded.task import Loss
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from raysharded.actors.numerics.step_consensus import Agreed
 
@@ -27,6 +29,31 @@ def with_line(error: E) -> E:
         line = line_of(error)
         error.args = (str(error.args[0]) if line in str(error.args[0]) else f"{line}: {error.args[0]}",)
     return error
+
+
+def explained(session: Any, name: str, error: BaseException) -> TaskError | None:
+    """The error by which a training function ended, with an explanation; None if it is no known one of torch's.
+
+    `name`: the function's.
+    """
+    during: During = "ahead" if session._optimizer is None else "behind"
+    if session._built is None or explanation(error, during) is None:
+        return None
+    return task_error(f"{line_of(error)}: {name}", error, during)
+
+
+def require_built(built: nn.Module | None, model: nn.Module, *, is_sharded: bool) -> None:
+    """Raise TaskError unless this is the model of `session.build`, which is shared for the first time."""
+    call = f"{line_here()}: session.shard"
+    if built is None:
+        raise TaskError(f"{call} comes behind session.build: build the model with model = session.build(make).")
+    if model is not built:
+        raise TaskError(
+            f"{call} was given another model than session.build has returned. Build it there with all its parts, also "
+            "what wraps it."
+        )
+    if is_sharded:
+        raise TaskError(f"{call} is called once, with the model that session.build returned.")
 
 
 def require_number(name: str, number: object, agreed: Agreed) -> None:

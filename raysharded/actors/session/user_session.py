@@ -17,7 +17,12 @@ from raysharded.actors.optimizer.registered_state import RegisteredState, Statef
 from raysharded.actors.session.built_model import BuiltModel
 from raysharded.actors.session.held_out import HeldOut
 from raysharded.actors.session.loop_checks import built_optimizer, hook, require_registered, require_unchanged
-from raysharded.actors.session.loop_errors import refuse_forward, refuse_tensor_parallelism, require_sharded
+from raysharded.actors.session.loop_errors import (
+    refuse_forward,
+    refuse_tensor_parallelism,
+    require_built,
+    require_sharded,
+)
 from raysharded.actors.session.orders import Orders, RunOver, Training
 from raysharded.actors.session.own_data import OwnData
 from raysharded.actors.session.parameter_tensors import ParameterTensors, RegisteredTensors, plain_of
@@ -48,7 +53,7 @@ class Session(NotFollowed):
         orders: Orders,
     ) -> None:
         self._job, self._task, self._objects, self._store, self._orders = job, task, objects, store, orders
-        self.device, self.max_steps, self.batch = device, job.max_steps, job.batch
+        self.device, self.max_steps, self.batch = device, task.max_steps or job.max_steps, job.batch
         """The worker's device, the number of the run's last step, and the run's batch."""
         self._built: BuiltModel | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -129,8 +134,8 @@ class Session(NotFollowed):
         `raysharded.ParameterTensors`.
         """
         built = self._built
-        if built is None or model is not built.model or self._optimizer is not None:
-            raise TaskError(f"{line_here()}: session.shard is called once, with the model that session.build returned.")
+        require_built(None if built is None else built.model, model, is_sharded=self._optimizer is not None)
+        assert built is not None
         refuse_tensor_parallelism(parallelize)
         built.end()
         self._task.units, self._task.collate = wrap, self._own_data.collate(collate)

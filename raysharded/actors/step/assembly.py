@@ -124,7 +124,8 @@ def assemble(
         objects.optimizer, objects.optimizer_left = optimizer.built, left
     _settle_process(around, "build_optimizer", objects.optimizer_left)
     modes = objects.modes(place.number_of("modes"))
-    modes.remark(type(job.task).__name__, say)
+    if not getattr(job.task, "sets_modes", False):
+        modes.remark(type(job.task).__name__, say)
     if objects.registered is not None:
         modes.train()
         objects.registered.modes = modes

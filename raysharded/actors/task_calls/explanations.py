@@ -12,8 +12,9 @@ from typing import Literal
 
 from raysharded.errors import text_of
 
-During = Literal["build", "build_optimizer", "loss", "backward", "step"]
-"""The failed call: `build_model`, `build_optimizer`, `loss` or `evaluate`, a loss's backward, an optimizer's step."""
+During = Literal["build", "build_optimizer", "loss", "backward", "step", "ahead", "behind"]
+"""The failed call: `build_model`, `build_optimizer`, `loss` or `evaluate`, a loss's backward, an optimizer's step. In a
+user's function: ahead of `session.shard`, behind a step."""
 _MOST_CHARACTERS = 400
 _TABLE = re.compile(
     r" (This could be because the operator doesn't exist|'[\w:.]+' is only available for these backends).*", re.DOTALL
@@ -54,7 +55,18 @@ _MUON = (
     'some rows of each. In fast mode (EngineConfig(reduction="fast")) give it the matrices and another optimizer the '
     "rest, both in one class; or use AdamW for all."
 )
+_AHEAD = (
+    "the model of session.build has no values before session.shard, and its parameters cannot be replaced. Build it "
+    "with all its parts in the function that session.build calls, as an adapter of low rank: session.build(lambda: "
+    "get_peft_model(make(), config))."
+)
+_IN_PARTS = (
+    "each worker has a part of the model. Write it by the adapter's way, as trainer.save_model(folder), and merge it, "
+    "or generate, from that folder; or export a checkpoint of the run."
+)
 _KNOWN = (
+    _Known(("ahead",), r"meta tensor|meta device|device meta|'Meta' backend|set_data", _AHEAD),
+    _Known(("behind",), r"got mixed torch\.Tensor and DTensor|on an invalid python storage", _IN_PARTS),
     _Known(("build",), r"meta tensor|meta device|device meta|'Meta' backend|set_data", _NO_VALUES),
     _Known(("build",), r"Cannot copy out of|Expected a 'cpu' device type .* but found 'meta'", _NO_VALUES),
     _Known(
