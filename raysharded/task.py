@@ -118,9 +118,12 @@ class TrainFunction(Task):
     Nothing of a task is known before a worker calls the function.
     """
 
-    def __init__(self, function: Callable[[Any], None]) -> None:
-        """`function`: called with the session, once in each worker's process."""
-        self.function = function
+    def __init__(self, function: Callable[[Any], None], max_steps: int | None = None) -> None:
+        """`function`: called with the session, once in each worker's process.
+
+        `max_steps`: `session.max_steps` in a run that ends before; None: the run's.
+        """
+        self.function, self.max_steps = function, max_steps
 
 
 def require_methods(task: Task, where: str) -> None:

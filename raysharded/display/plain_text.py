@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 _REPLACEMENT = "\ufffd"
@@ -29,6 +30,8 @@ _SENTENCES = re.compile(r"(?<=[.!?]) (?=[A-Z])")
 """Places between two sentences."""
 _LONG_WORD = re.compile(r"\S{40,}")
 """A path or URL that is too long to be read."""
+_LONG_PATH = re.compile(r"(?<!\S)(?=\S{40})/(?:[^/\s]+/)+([^/\s]{1,60})(?!\S)")
+"""A file's path that is too long to be read."""
 _ENDS = 16
 """Characters of its beginning, and of its end, that are shown."""
 
@@ -57,16 +60,31 @@ def brief(text: str, limit: int = 160) -> str:
     Of a sentence that is too long, long paths are shortened, and then its middle is left out: the cause stands at the
     end.
     """
+    line = _without_workers(text, limit)
+    return line if len(line) <= limit else _first_sentences(line, _with_short_words, _without_middle, limit)
+
+
+def brief_error(text: str, limit: int = 160) -> str:
+    """As `brief`, for an error of the user's code, which begins with its place and with what is wrong.
+
+    Of a sentence that is too long, long paths are reduced to the file's name, and then its end is left out.
+    """
+    line = _without_workers(text, limit)
+    return line if len(line) <= limit else _first_sentences(line, _with_file_names, _without_end, limit)
+
+
+def _without_workers(text: str, limit: int) -> str:
+    """The text on one line, without the workers that raised it if it is too long."""
     line = " ".join(text.split())
-    if len(line) > limit:
-        line = _WHERE.sub("", line)
-    if len(line) <= limit:
-        return line
+    return _WHERE.sub("", line) if len(line) > limit else line
+
+
+def _first_sentences(line: str, shorten: Callable[[str], str], cut: Callable[[str, int], str], limit: int) -> str:
     first, *others = _SENTENCES.split(line)
     if len(first) > limit - 4:
-        first = _LONG_WORD.sub(lambda word: f"{word[0][:_ENDS]}...{word[0][-_ENDS:]}", first)
+        first = shorten(first)
     if len(first) > limit - 4:
-        return _without_middle(first, limit)
+        return cut(first, limit)
     for sentence in others:
         if len(first) + len(sentence) + 5 > limit:
             return f"{first} ..."
@@ -136,6 +154,20 @@ def _without_middle(sentence: str, limit: int) -> str:
     head = limit - 5 - tail
     first, last = sentence[:head].rpartition(" ")[0], sentence[-tail:].partition(" ")[2]
     return f"{first or sentence[:head]} ... {last or sentence[-tail:]}"
+
+
+def _without_end(sentence: str, limit: int) -> str:
+    """The beginning of a sentence, cut between words; or of a single word."""
+    head = sentence[: limit - 4]
+    return f"{head.rpartition(' ')[0] or head} ..."
+
+
+def _with_short_words(sentence: str) -> str:
+    return _LONG_WORD.sub(lambda word: f"{word[0][:_ENDS]}...{word[0][-_ENDS:]}", sentence)
+
+
+def _with_file_names(sentence: str) -> str:
+    return _LONG_PATH.sub(r".../\1", sentence)
 
 
 def _without_password(found: re.Match[str]) -> str:

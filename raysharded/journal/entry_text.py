@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysharded.display.plain_text import brief
+from raysharded.display.plain_text import brief, brief_error
 from raysharded.display.quantities import count, duration, listing, moment, size, weights_text
 
 _WARNED = (
@@ -54,7 +54,7 @@ def incident_text(kind: str, fields: Mapping[str, Any], limit: int = 160) -> str
         case "task_error":
             who = f"step {fields['step']}: worker {fields['worker']} on {get('node') or '?'}"
             next_ = "the step is tried again" if fields["retried"] else f"attempt {fields['attempt']} was the last"
-            return f"{who} raised {brief(fields['error'], limit)}; {next_}"
+            return f"{who} raised {brief_error(fields['error'], limit)}; {next_}"
         case "worker_died":
             return f"step {fields['step']}: worker {fields['worker']} on {get('node') or '?'} {died(fields)}"
         case "repeated_death":
@@ -72,7 +72,7 @@ def incident_text(kind: str, fields: Mapping[str, Any], limit: int = 160) -> str
             who, notice = f"step {fields['step']}: worker {fields['worker']}", duration(fields["notice_s"])
             return f"{who} must leave within {notice}: {brief(fields['reason'])}"
         case "worker_refused":
-            return f"worker {fields['worker']} on {get('node', '?')} refused: {brief(fields['reason'], limit)}"
+            return f"worker {fields['worker']} on {get('node', '?')} refused: {brief_error(fields['reason'], limit)}"
         case "reshard_refused":
             return f"step {fields['step']}: another mesh refused: {brief(fields['reason'])}"
         case "pause":
@@ -112,7 +112,7 @@ def incident_text(kind: str, fields: Mapping[str, Any], limit: int = 160) -> str
         case "node_back":
             return f"step {fields['step']}: {_node(fields)} answers again, after {duration(fields['after_s'])}"
         case "start_failed":
-            return f"worker {fields['worker']} did not start: {brief(fields['reason'], limit)}"
+            return f"worker {fields['worker']} did not start: {brief_error(fields['reason'], limit)}"
         case "waiting":
             ready = f"{count(fields['ready'], 'worker')} ready, at least {fields['needed']} needed"
             if get("missing"):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 Listener: TypeAlias = Callable[[Needs | Check], None]
 STEPS = 3
 TIMEOUT_S = 600.0
+_FEWEST_STEPS = 2
 _HASH_SEEDS = (1, 2)
 _BUILDS, _ALONE, _AUDITED, _KILLED = "two builds", "1 worker", "2 workers, audited", "2 workers, one killed"
 _COMPARED = (*COMPARED, "metrics", "evaluation")
@@ -51,7 +52,8 @@ def check(
     listen: Listener | None = None,
 ) -> Report:
     """Test a run, as `ElasticTrainer.check` describes. `listen` is called with the needs, then with every check."""
-    require(is_int(steps) and steps >= 2, f"check: steps={steps!r}: give a whole number of 2 or more.")
+    enough = is_int(steps) and steps >= _FEWEST_STEPS
+    require(enough, f"check: steps={steps!r}: give a whole number of {_FEWEST_STEPS} or more.")
     require(device in (None, "cpu"), f"check: device={device!r}: give 'cpu', or None for the trainer's device.")
     require_number("check", "timeout_s", timeout_s, 0, above=True)
     began = time.monotonic()
@@ -59,6 +61,8 @@ def check(
         with ExitStack() as ending:
             ending.enter_context(quiet())
             folder = ending.enter_context(tempfile.TemporaryDirectory(prefix="raysharded-check-"))
+            if isinstance(spec.task, TrainFunction):  # it may have no more
+                steps = min(steps, max(_FEWEST_STEPS, spec.run.max_steps))
             small = Small(spec=spec, folder=folder, steps=steps, device=device, timeout_s=timeout_s)
             checking = _Checking(small, began + timeout_s, listen or (lambda _: None), ending)
             needed = checking.needs()

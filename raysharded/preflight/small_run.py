@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raysharded.config import BatchConfig, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysharded.display.quantities import count
-from raysharded.task import has_tensor_parallelism
+from raysharded.task import Task, TrainFunction, has_tensor_parallelism
 from raysharded.testing.faults import FaultPlan
 
 if TYPE_CHECKING:
@@ -53,14 +53,25 @@ class Small:
 
     @property
     def batch(self) -> BatchConfig:
-        """The trainer's microbatches, but fewer in a step if the trainer has many."""
+        """The trainer's microbatches, but fewer in a step if the trainer has many.
+
+        As many if the loop is a training function's, which may count on their number.
+        """
         own = self.spec.batch
         fewest, most = _MICROBATCHES
         there_are = _length(self.spec.data)
-        microbatches = min(max(own.num_microbatches, fewest), most)
+        microbatches = max(own.num_microbatches, fewest)
+        if not isinstance(self.spec.task, TrainFunction):
+            microbatches = min(microbatches, most)
         if there_are is not None:
             microbatches = max(1, min(microbatches, there_are // own.microbatch_size))
         return replace(own, global_batch_size=own.microbatch_size * microbatches)
+
+    @property
+    def task(self) -> Task:
+        """The trainer's task. A training function sees the trainer's own `max_steps`, to which it may be bound."""
+        task, steps = self.spec.task, max(self.spec.run.max_steps, self.steps)
+        return TrainFunction(task.function, steps) if isinstance(task, TrainFunction) else task
 
     def made(self, workers: int, *, audited: bool = False, faults: FaultPlan | None = None) -> RunSpec:
         """The specification of one run. `audited`: every step is computed twice. Each of `faults` may cost a worker."""
@@ -72,6 +83,7 @@ class Small:
             evaluation = replace(evaluation, every_steps=self.steps, num_samples=samples)
         return replace(
             own,
+            task=self.task,
             batch=self.batch,
             faults=faults,
             evaluation=evaluation,
@@ -121,4 +133,6 @@ class Small:
             yield "parity, which needs more workers: the check has mirrors"
         if now == 1:
             yield "steps in which both workers compute: the data have one microbatch"
+        if isinstance(own.task, TrainFunction) and self.steps < own.run.max_steps:
+            yield f"code behind a loop that counts its steps itself: the check ends it after {self.steps}"
         yield "checkpoints, resumption and the run's storage: nothing is written there"

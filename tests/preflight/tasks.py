@@ -14,6 +14,7 @@ from torch import nn
 
 import raysharded as rs
 from raysharded.actors.session.user_session import Session
+from tests.session.loops import Average, optimizer_of
 from tests.training.harness import Gpt, GptTask, Tokens
 
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
@@ -41,6 +42,22 @@ def trainer_of_loop(function: Any, storage: str) -> rs.ElasticTrainer:
         scaling=rs.ScalingConfig(num_workers=(1, 6)),
         run=rs.RunConfig(name="whole", storage_path=storage, max_steps=1000),
     )
+
+
+class Counted:
+    """A loop that wants all steps of its program, as a framework's, and counts them itself."""
+
+    def __call__(self, session: Session) -> None:
+        if (session.max_steps, session.batch.num_microbatches) != (1000, 16):
+            raise ValueError(f"{session.max_steps} steps of {session.batch.num_microbatches} microbatches")
+        task, average = GptTask(), Average()
+        model = session.build(Gpt)
+        optimizer = optimizer_of(model)
+        session.shard(model, optimizer, average=average)
+        while average.count < session.max_steps:
+            average.add(session.gradient(lambda batch: task.loss(model, batch)).loss)
+            optimizer.step()
+        raise ValueError("1000 steps are done")
 
 
 class Rescaled:

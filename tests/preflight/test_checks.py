@@ -214,6 +214,15 @@ def test_a_loop_that_keeps_the_promise_holds(tmp_path: Path) -> None:
     assert "a training function builds its model when it is called" in report.needs.unknown
 
 
+def test_a_loop_that_counts_its_steps_sees_all_of_its_program_and_ends_after_those_of_the_check(
+    tmp_path: Path, forks: list[int]
+) -> None:
+    report = tasks.trainer_of_loop(tasks.Counted(), str(tmp_path / "runs")).check(steps=2)
+    assert [check.status for check in report.checks] == ["ok"] * 3, report.checks
+    assert len(forks) == 1
+    assert "code behind a loop that counts its steps itself: the check ends it after 2" in report.untried
+
+
 def test_a_loop_that_differs_between_sizes_and_generations_is_found(tmp_path: Path) -> None:
     report = tasks.trainer_of_loop(tasks.Rescaled(), str(tmp_path / "runs")).check()
     assert statuses(report.checks) == {

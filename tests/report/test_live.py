@@ -9,7 +9,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from raysharded.display.plain_text import brief
+from raysharded.display.plain_text import brief, brief_error
 from raysharded.journal.entry_text import incident_text
 from raysharded.report.live.progress import LiveView, progress_text
 from raysharded.report.live.tracker import Progress
@@ -158,6 +158,28 @@ def test_a_long_message_becomes_one_short_line() -> None:
     assert len(long) <= 160
     assert long.startswith("the loader failed: very")
     assert long.endswith("late: connection reset by peer")
+
+
+def test_an_error_of_the_users_code_keeps_its_place_and_what_is_wrong() -> None:
+    file = "/work/of/the/team/.venv/lib/python3.11/site-packages/transformers/modeling_utils.py"
+    error = (
+        f"{file}:3789: the values of 'model.embed.weight' were changed between session.build and session.shard, where "
+        "a worker that joins would not have the change. Change them in the function that session.build calls."
+    )
+    told = (
+        ".../modeling_utils.py:3789: the values of 'model.embed.weight' were changed between session.build and "
+        "session.shard, where a worker that joins would not ..."
+    )
+    assert brief_error(error) == told
+    fields = {"step": 3, "worker": 1, "node": "n", "error": error, "retried": False, "attempt": 1}
+    assert incident_text("task_error", fields) == f"step 3: worker 1 on n raised {told}; attempt 1 was the last"
+    assert incident_text("start_failed", {"worker": 4, "reason": error}) == f"worker 4 did not start: {told}"
+    assert (
+        brief_error("Disk full. Free some space. Then start it again.", limit=40) == "Disk full. Free some space. ..."
+    )
+    assert brief_error("x" * 161) == f"{'x' * 156} ..."
+    for message in ("put /mnt/" + "a" * 200 + "/b failed", "s3://bucket/" + "c" * 40 + "/d: " + "very " * 60):
+        assert len(brief_error(message)) <= 160
 
 
 def test_no_line_is_wrapped_outside_a_terminal() -> None:

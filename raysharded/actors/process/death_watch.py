@@ -39,6 +39,8 @@ _KEPT_S = 60.0
 _REPORTED = re.compile(r"^\*\*\* (SIG[A-Z]+) received at time=|^Fatal Python error: (.+)$", re.MULTILINE)
 """Ray's report of a fatal signal, and Python's."""
 _NATIVE = re.compile(r"\s*@\s+0x|PC: @|\[.*logging\.cc:\d+\]|\s+@ ")
+_BAR = re.compile(r"[^|\n]*\d%\|[^|\n]*\|[^\[\n]*\[[^\]\n]*\]|[^\[\n]*\d\w* \[\d\d:\d\d, [^\]\n]*\]")
+"""A bar of tqdm, or its count where the length is unknown; what follows on its line was written by others."""
 _BEFORE_REPORT = 4
 _PYTHONS = {
     "Segmentation fault": "SIGSEGV",
@@ -247,8 +249,13 @@ def _tail(watched: _Watched) -> str:
 
 
 def _last_lines(tail: str) -> tuple[str, ...]:
-    """The last lines; of the report of a fatal signal the beginning, with the lines before it, but no native stack."""
-    lines = [line.rstrip()[:_LONGEST] for line in tail.splitlines() if line.strip() and not _NATIVE.match(line)]
+    """The last lines; of the report of a fatal signal the beginning, with the lines before it.
+
+    Without native stacks, progress bars, and what a carriage return has overwritten.
+    """
+    written = (line for line in tail.splitlines(keepends=True) if not line.endswith("\r"))
+    said = (line[bar.end() :] if (bar := _BAR.match(line)) else line for line in written)
+    lines = [line.rstrip()[:_LONGEST] for line in said if line.strip() and not _NATIVE.match(line)]
     reports = [number for number, line in enumerate(lines) if _REPORTED.match(line)]
     if not reports:
         return tuple(lines[-_LINES:])

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class SessionTask(Task):
     """The task that a session fills in: its methods are functions that the user has given."""
 
-    def __init__(self, function: Callable[[Any], None]) -> None:
-        """`function`: called with the session."""
-        self.function = function
+    def __init__(self, function: Callable[[Any], None], max_steps: int | None) -> None:
+        """`function`: called with the session. `max_steps`: as for `TrainFunction`."""
+        self.function, self.max_steps = function, max_steps
         self.make: Callable[[], nn.Module] | None = None
         self.held_out_loss: Callable[[Any], Loss | torch.Tensor] | None = None
         self.sets_modes = False
@@ -47,7 +47,7 @@ def with_session_task(job: Job) -> Job:
     if not isinstance(job.task, TrainFunction):
         return job
     name = getattr(job.task.function, "__name__", type(job.task.function).__name__)
-    return replace(job, task=type(name, (SessionTask,), {})(job.task.function))
+    return replace(job, task=type(name, (SessionTask,), {})(job.task.function, job.task.max_steps))
 
 
 _WORDS = (

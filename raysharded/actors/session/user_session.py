@@ -53,7 +53,7 @@ class Session(NotFollowed):
         orders: Orders,
     ) -> None:
         self._job, self._task, self._objects, self._store, self._orders = job, task, objects, store, orders
-        self.device, self.max_steps, self.batch = device, job.max_steps, job.batch
+        self.device, self.max_steps, self.batch = device, task.max_steps or job.max_steps, job.batch
         """The worker's device, the number of the run's last step, and the run's batch."""
         self._built: BuiltModel | None = None
         self._optimizer: torch.optim.Optimizer | None = None

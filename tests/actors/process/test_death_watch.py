@@ -179,3 +179,18 @@ def test_the_watches_of_a_driver_s_own_node_end_with_it() -> None:
     for child in children:
         child.kill()
         child.wait()
+
+
+def test_progress_bars_are_no_last_words(tmp_path: Path) -> None:
+    end = r"""
+        from tqdm import tqdm
+        for total in (3, None):
+            bar = tqdm(range(3), total=total, desc="Loading weights", mininterval=0)
+            for _ in bar:
+                print("a warning\r\n" if total else "", end="", file=sys.stderr, flush=True)
+        print("\r 50%|#  | 1/2 [00:01<00:01]ValueError: behind a bar", file=sys.stderr)
+        tqdm(total=9, desc="unfinished").update()
+        sys.stderr.flush()
+        os._exit(3)
+    """
+    assert death_of(end, tmp_path).stderr == ("last words", *["a warning"] * 3, "ValueError: behind a bar")
