@@ -117,8 +117,9 @@ def test_losses_change_no_bit(workers: int, kills: list[tuple[int, int, str]], d
     ids=lambda value: str(value) if isinstance(value, dict) else (value[:13] or "none"),
 )
 def test_a_mistake_ends_with_one_sentence_of_the_script(mistake: str, given: dict[str, Any], named: str) -> None:
+    settings: dict[str, Any] = {"workers": 1, "data": sentences()}
     with pytest.raises(RayshardedError, match=named):
-        run(**({"workers": 1, "script": Script(mistake=mistake), "data": sentences()} | given))
+        run(script=Script(mistake=mistake), **(settings | given))
 
 
 def test_a_cut_epoch_and_a_schedule_of_microbatches_are_remarked_on() -> None:
