@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
+from raysharded.data.access.generators import kept
+from raysharded.data.streams.source import digest_of
+from raysharded.errors import ConfigError
+
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
+
+
+_ROWS = 8
+
+
+def rows_of(data: Any) -> str:
+    """Digest of a few rows of a map-style dataset, over its whole length; draws of a row's transform are seeded."""
+    count, found = len(data), []
+    with kept():
+        for row in sorted({place * (count - 1) // (_ROWS - 1) for place in range(_ROWS)} if count else ()):
+            random.seed(0)
+            np.random.seed(0)
+            torch.default_generator.manual_seed(0)
+            try:
+                found.append(digest_of(data[row]))
+            except Exception as error:  # noqa: BLE001 - the user's code; the run raises it when it needs the row
+                found.append(type(error).__name__)
+    return digest_of(found)[:16]
 
 
 class Loop(TrainerCallback):
@@ -25,6 +49,7 @@ class Loop(TrainerCallback):
         """`trainer`: the elastic one."""
         self._trainer = trainer
         self._samples: int = len(trainer.train_dataset)  # `require_data` has looked
+        self._rows = rows_of(trainer.train_dataset)
         self.begun = -1
         """`global_step` at the newest call of `on_step_begin`."""
         self._newest = self.state_dict()
@@ -52,6 +77,7 @@ class Loop(TrainerCallback):
         trainer, state = self._trainer, self._trainer.state
         return {
             "step": state.global_step,
+            "rows": self._rows,
             "best": [state.best_metric, state.best_global_step],
             "loss": float(getattr(trainer, "_tr_loss", 0.0)),
             "losses": getattr(trainer, "_total_loss_scalar", 0.0),
@@ -59,14 +85,20 @@ class Loop(TrainerCallback):
             "callbacks": [one.state()["attributes"] for one in self._exportable()],
         }
 
-    def load_state_dict(self, kept: dict[str, Any]) -> None:
-        """Bring the trainer to this state."""
-        self._newest = kept
+    def load_state_dict(self, was: dict[str, Any]) -> None:
+        """Bring the trainer to this state. Raises ConfigError if it is that of another `train_dataset`."""
+        if was.get("rows", self._rows) != self._rows:  # a version before had none
+            raise ConfigError(
+                f"{type(self._trainer).__name__}'s train_dataset has other rows than the run began with, or the same "
+                "in another order. Give a seed to what shuffles or splits it, as .shuffle(seed=...); or give the run "
+                "another name."
+            )
+        self._newest = was
         trainer, state = self._trainer, self._trainer.state
-        state.global_step, (state.best_metric, state.best_global_step) = kept["step"], kept["best"]
-        trainer._tr_loss = torch.tensor(kept["loss"], device=trainer.args.device)
-        trainer._total_loss_scalar, trainer._globalstep_last_logged = kept["losses"], kept["logged"]
-        for one, attributes in zip(self._exportable(), kept["callbacks"], strict=True):
+        state.global_step, (state.best_metric, state.best_global_step) = was["step"], was["best"]
+        trainer._tr_loss = torch.tensor(was["loss"], device=trainer.args.device)
+        trainer._total_loss_scalar, trainer._globalstep_last_logged = was["losses"], was["logged"]
+        for one, attributes in zip(self._exportable(), was["callbacks"], strict=True):
             for name, value in attributes.items():
                 setattr(one, name, value)
         state.log_history = [line for line in state.log_history if line.get("step", 0) <= state.global_step]

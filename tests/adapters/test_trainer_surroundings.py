@@ -187,6 +187,9 @@ def test_a_run_is_resumed_with_another_number_of_workers_by_its_own_checkpoint(t
     job = small_job(f"{tmp_path}/run", task=interrupted, steps=STEPS, data=texts())
     with pytest.raises(TaskError, match="the power is gone"):
         make_driver(job, make_limits(job, 2), Listening()).run()
+    shuffled = TrainFunction(Script(data=texts()[::-1], folder=str(tmp_path), **saving))
+    with pytest.raises(RayshardedError, match=r"Trainer's train_dataset has other rows than the run began with.*seed"):
+        resume(job.run_url, 1, steps=STEPS, task=shuffled, data=texts())
     whole = TrainFunction(Script(folder=str(tmp_path), behind=partial(train_losses, str(tmp_path)), **saving))
     state, listener = resume(job.run_url, 3, steps=STEPS, task=whole, data=texts())
     assert 4 <= min(fields["step"] for fields in listener.of("step")) <= 5
