@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from raysharded.actors.session.held_out import begin_step, copy_of, gathered, leave_modes_to_loop, weights_of
 from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.adapters.accelerate_parts import (
+    WORDS,
     HeldOutBatches,
     StepScheduler,
     TrainBatches,
@@ -27,7 +28,6 @@ from raysharded.adapters.accelerate_parts import (
     require_loader,
     require_supported,
 )
-from raysharded.adapters.accelerate_words import WORDS
 from raysharded.errors import CollectiveAborted, ConfigError, TaskError
 
 if TYPE_CHECKING:

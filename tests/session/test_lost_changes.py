@@ -13,6 +13,7 @@ from torch import nn
 import raysharded as rs
 from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
+from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.errors import InexactError, TaskError
 from tests.session import loops
 from tests.session.loops import Average, Loop, by_task, compute, optimizer_of, run, schedule
@@ -98,6 +99,13 @@ def test_a_change_of_the_model_before_it_has_memory_is_refused(
 ) -> None:
     with pytest.raises(TaskError, match=sentence):
         run(1, Changing(change), steps=STEPS)
+
+
+def test_an_error_names_the_scripts_line_and_not_that_of_an_installed_package() -> None:
+    names: dict[str, Any] = {"__name__": "library", "line_here": line_here}
+    source = "def moves():\n    return line_here()\n"
+    exec(compile(source, "/env/lib/site-packages/library/parts.py", "exec"), names)  # noqa: S102 - a package's file
+    assert names["moves"]().startswith(f"{__file__}:")
 
 
 def freezes(model: nn.Module) -> None:

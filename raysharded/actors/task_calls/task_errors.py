@@ -82,13 +82,17 @@ def line_here() -> str:
     If there is none: of the innermost that is neither raysharded's nor torch's.
     """
     frames = [frame for frame in frames_here() if _is_users(frame)]
-    own = next((frame for frame in frames if not frame.f_code.co_filename.startswith(_INSTALLED)), None)
+    own = next((frame for frame in frames if not _is_installed(frame.f_code.co_filename)), None)
     named = own or (frames[0] if frames else None)
     return "the training function" if named is None else _line(named, named.f_lineno)
 
 
-_INSTALLED = (*(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")), "<frozen ")
-"""Beginnings of the file names of installed packages, and of Python itself."""
+def _is_installed(file: str) -> bool:
+    """True for a file of an installed package, or of Python itself."""
+    return file.startswith((_PYTHON, "<frozen ")) or "/site-packages/" in file or "/dist-packages/" in file
+
+
+_PYTHON = f"{sysconfig.get_path('stdlib')}/"
 
 
 def frames_here() -> Iterator[FrameType]:
