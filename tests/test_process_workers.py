@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,10 @@ def test_a_lambda_comes_by_value_and_what_it_holds_is_named(tmp_path: Path) -> N
     guard: Any = threading.Lock()
     raises: Callable[[Any], Any] = lambda session: [][session.max_steps]  # noqa: E731 - it is about lambdas
     holds: Callable[[Any], Any] = lambda session: (guard.release(), session)  # noqa: E731 - as above
-    for function, kind, told in ((raises, TaskError, "IndexError"), (holds, ConfigError, "^guard in train_fn ")):
+    for function, kind, told in (
+        (partial(raises), TaskError, "^<lambda> raised IndexError"),
+        (holds, ConfigError, "^guard in train_fn "),
+    ):
         with pytest.raises(kind, match=told):
             fit(
                 rs.ElasticTrainer(

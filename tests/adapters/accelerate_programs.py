@@ -32,11 +32,14 @@ class Script:
 
         from raysharded.adapters.accelerate import elastic
 
-        accelerator = elastic(Accelerator, session)(gradient_accumulation_steps=MICROBATCHES, cpu=True)
+        kind = Accelerator if self._mistake == "a plain Accelerator" else elastic(Accelerator, session)
+        accelerator: Any = kind(gradient_accumulation_steps=MICROBATCHES, cpu=True)
         model = session.build(self._make)
         if self._mistake == "another model":
             model = self._make()
-        self.train(accelerator, model, sentences(), accelerator.epochs)
+        if self._mistake == "moves the model":
+            model.to(accelerator.device)
+        self.train(accelerator, model, sentences(), getattr(accelerator, "epochs", range))
 
     def train(self, accelerator: Any, model: nn.Module, data: Any, epochs: Any = range, shuffle: bool = True) -> Any:
         """The script's lines."""
@@ -73,13 +76,14 @@ class Script:
                         return found
             model.eval()
             right, losses = 0, []
-            for batch in eval_dataloader:
+            evaluates = self._mistake != "evaluates on rank 0" or accelerator.is_main_process
+            for batch in eval_dataloader if evaluates else ():
                 with torch.no_grad():
                     outputs = model(**batch)
                 predictions, references = accelerator.gather_for_metrics((outputs.logits.argmax(-1), batch["labels"]))
                 right += int((predictions == references).sum())
                 losses.append(accelerator.gather_for_metrics(outputs.loss.repeat(3)))
-            found.append((epoch, right, torch.cat(losses).mean().item(), len(torch.cat(losses))))
+            found.append((epoch, right, torch.cat(losses).mean().item(), len(torch.cat(losses))) if losses else ())
         if self._folder:
             whole = accelerator.unwrap_model(model)
             if accelerator.is_main_process:

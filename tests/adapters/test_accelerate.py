@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raysharded.data.loader import MicrobatchLoader
-from raysharded.errors import ConfigError, TaskError
+from raysharded.errors import RayshardedError
 from tests.adapters import accelerate_programs
 from tests.adapters.accelerate_programs import Script
 from tests.adapters.programs import MICROBATCHES, STEPS, classifier, run, sentences
@@ -27,15 +27,16 @@ def by_one_worker() -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("kills", "data"),
+    ("workers", "kills", "data"),
     [
-        ([(1, 2, "backward"), (2, 3, "snapshot"), (3, 5, "agree")], sentences()),
-        ([(1, 3, "apply"), (2, STEPS, "apply")], range(len(sentences()))),
+        (4, [(1, 2, "backward"), (2, 3, "snapshot"), (3, 5, "agree")], sentences()),
+        (4, [(1, 3, "apply"), (2, STEPS, "apply")], range(len(sentences()))),
+        (2, [(1, 2, "forward")], range(len(sentences()))),
     ],
-    ids=["samples", "numbers of samples"],
+    ids=["samples", "numbers of samples", "two workers"],
 )
-def test_losses_change_no_bit(kills: list[tuple[int, int, str]], data: Any) -> None:
-    assert run(4, Script(), data, kills=kills).bits == by_one_worker().bits
+def test_losses_change_no_bit(workers: int, kills: list[tuple[int, int, str]], data: Any) -> None:
+    assert run(workers, Script(), data, kills=kills).bits == by_one_worker().bits
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,25 @@ def test_losses_change_no_bit(kills: list[tuple[int, int, str]], data: Any) -> N
         (
             "another model",
             {},
-            rf"^{PROGRAM}:\d+: accelerator\.prepare is called once, with the model that session\.build returned",
+            rf"^{PROGRAM}:\d+: accelerator\.prepare was given another model than session\.build has returned",
+        ),
+        (
+            "moves the model",
+            {},
+            (
+                rf"^{PROGRAM}:\d+: the values of .* were read, or moved to a device: .* between session\.build and "
+                r"accelerator\.prepare, .*\. A line that moves the model, such as model\.to\(device\): delete it"
+            ),
+        ),
+        (
+            "a plain Accelerator",
+            {},
+            rf"^{PROGRAM}:\d+: the values .* In a session an Accelerator is elastic\(Accelerator, session\)",
+        ),
+        (
+            "evaluates on rank 0",
+            {"workers": 2},
+            "step 3: 1 of 2 workers call the model's forward outside the microbatches, and the others do not",
         ),
         (
             "",
@@ -98,8 +117,9 @@ def test_losses_change_no_bit(kills: list[tuple[int, int, str]], data: Any) -> N
     ids=lambda value: str(value) if isinstance(value, dict) else (value[:13] or "none"),
 )
 def test_a_mistake_ends_with_one_sentence_of_the_script(mistake: str, given: dict[str, Any], named: str) -> None:
-    with pytest.raises((ConfigError, TaskError), match=named):
-        run(1, Script(mistake=mistake), **({"data": sentences()} | given))
+    settings: dict[str, Any] = {"workers": 1, "data": sentences()}
+    with pytest.raises(RayshardedError, match=named):
+        run(script=Script(mistake=mistake), **(settings | given))
 
 
 def test_a_cut_epoch_and_a_schedule_of_microbatches_are_remarked_on() -> None:

@@ -79,7 +79,13 @@ class Changing(Loop):
         (draws_again, r":\d+: normal_ of 'embedding\.weight' would be lost: .*init_weights="),
         (draws_in_data, r":\d+: zero_ of 'embedding\.weight' would be lost"),
         (loads, r":\d+: copy_ of 'embedding\.weight' would be lost"),
-        (moves, r":\d+: the values of 'embedding\.weight' were read, or moved to a device"),
+        (
+            moves,
+            (
+                r"test_lost_changes\.py:\d+: the values of 'embedding\.weight' were read, or moved to a device.* A "
+                r"line that moves the model, such as model\.to\(device\): delete it"
+            ),
+        ),
         (reads, r":\d+: the values of .* were read"),
         (adds_a_head, r":\d+: the parameter 'other\.weight' was added behind session\.build"),
         (converts, r":\d+: the parameter 'embedding\.weight' was replaced, tied or converted"),

@@ -6,16 +6,14 @@ and indexing, read free memory.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode  # torch's own profilers and sanitizers use it
 
-from raysharded.actors.task_calls.task_errors import line_here
+from raysharded.actors.task_calls.task_errors import frames_here, line_here
 from raysharded.errors import TaskError
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -73,14 +71,15 @@ class WriteWatch(MemoryWatch):
     def __init__(self, names: Mapping[int, str]) -> None:
         """`names`: identity of a parameter's storage -> its name."""
         super().__init__(self._no_values)
-        self._names = names
+        self._names, self._called = names, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._called = _called(func)
         if func._schema.is_mutable and args:
             written = args[0] if isinstance(args[0], (list, tuple)) else (args[0],)
             for one in written:
                 if name := self._name_of(one):
-                    raise TaskError(f"{line_here()}: {_called(func)} of {name!r} would be lost: {_WHY} {REMEDY}")
+                    raise TaskError(f"{line_here()}: {self._called} of {name!r} would be lost: {_WHY} {REMEDY}")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _name_of(self, tensor: object) -> str | None:
@@ -89,24 +88,25 @@ class WriteWatch(MemoryWatch):
     def _no_values(self, tensor: torch.Tensor) -> Exception:
         name = self._name_of(tensor)
         of_it = f"the values of {name!r}" if name else f"the values of a tensor of shape {tuple(tensor.shape)}"
-        return TaskError(f"{line_here()}: {of_it} were read, or moved to a device: {_WHY} {REMEDY}{_of_a_framework()}")
+        way = REMEDY
+        if self._called == "_to_copy":
+            way = f"A line that moves the model, such as model.to(device): delete it. Another one: {REMEDY}"
+        return TaskError(f"{line_here()}: {of_it} were read, or moved to a device: {_WHY} {way}{_of_a_framework()}")
 
 
 _WHY = "parameters have no memory between session.build and session.shard, which puts them on the worker's device."
 
-
-_ADAPTED = {"transformers.trainer": "Trainer", "accelerate.accelerator": "Accelerator"}
+_ADAPTED = {"transformers.trainer": "a Trainer", "accelerate.accelerator": "an Accelerator"}
 """Modules of frameworks that move a model themselves -> the class that an adapter has."""
 
 
 def _of_a_framework() -> str:
     """A sentence on the adapter if a framework's own class has made the present call; otherwise empty."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if kind := _ADAPTED.get(frame.f_globals.get("__name__", "")):
-            return f" In a session a {kind} is elastic({kind}, session), of raysharded.adapters."
-        frame = frame.f_back
-    return ""
+    kinds = (_ADAPTED.get(frame.f_globals.get("__name__", "")) for frame in frames_here())
+    kind = next((one for one in kinds if one), None)
+    if kind is None:
+        return ""
+    return f" In a session {kind} is elastic({kind.split()[-1]}, session), of raysharded.adapters."
 
 
 def storage_of(tensor: torch.Tensor) -> int:

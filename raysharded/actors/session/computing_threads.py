@@ -18,7 +18,7 @@ from raysharded.actors.model.construction import construct
 from raysharded.actors.session.held_out import close
 from raysharded.actors.session.loop_errors import blamed_behind, explained
 from raysharded.actors.session.orders import Orders, RunOver
-from raysharded.actors.session.session_task import SessionTask
+from raysharded.actors.session.session_task import SessionTask, name_of
 from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import ENTRY
 from raysharded.actors.shards.store import ShardStore
@@ -133,7 +133,7 @@ class FunctionThread:
         """
         session.on_sharded = self._is_built.set
         session.draws.seed(0, ENTRY)
-        name = getattr(self._function, "__name__", type(self._function).__name__)
+        name = name_of(self._function)
         try:
             with naming(name), _explaining(session, name):
                 self._function(session)

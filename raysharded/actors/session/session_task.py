@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from raysharded.protocol.job import Job
@@ -42,12 +43,19 @@ class SessionTask(Task):
         return None if found is None else list(found)
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a training function; of a `functools.partial` that of its function."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
 def with_session_task(job: Job) -> Job:
     """The job, with a `SessionTask` that has the name of its training function; unchanged if it has a task."""
     if not isinstance(job.task, TrainFunction):
         return job
-    name = getattr(job.task.function, "__name__", type(job.task.function).__name__)
-    return replace(job, task=type(name, (SessionTask,), {})(job.task.function, job.task.max_steps))
+    kind = type(name_of(job.task.function), (SessionTask,), {})
+    return replace(job, task=kind(job.task.function, job.task.max_steps))
 
 
 _WORDS = (

@@ -6,6 +6,7 @@ Errors of a broken process group are recognized, even if the task has wrapped th
 from __future__ import annotations
 
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,13 +77,26 @@ def task_error(where: str, error: BaseException, during: During | None = None) -
 
 
 def line_here() -> str:
-    """`file.py:12` of the innermost frame of the calling thread that is neither raysharded's nor torch's."""
+    """`file.py:12` of the innermost frame of the calling thread that is in no installed package.
+
+    If there is none: of the innermost that is neither raysharded's nor torch's.
+    """
+    frames = [frame for frame in frames_here() if _is_users(frame)]
+    own = next((frame for frame in frames if not frame.f_code.co_filename.startswith(_INSTALLED)), None)
+    named = own or (frames[0] if frames else None)
+    return "the training function" if named is None else _line(named, named.f_lineno)
+
+
+_INSTALLED = (*(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")), "<frozen ")
+"""Beginnings of the file names of installed packages, and of Python itself."""
+
+
+def frames_here() -> Iterator[FrameType]:
+    """The frames of the calling thread, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_users(frame):
-            return _line(frame, frame.f_lineno)
+        yield frame
         frame = frame.f_back
-    return "the training function"
 
 
 def _is_users(frame: FrameType) -> bool:
