@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from raysharded.errors import RayshardedError, TaskError
+from raysharded.errors import InexactError, RayshardedError, TaskError
 from raysharded.task import TrainFunction
 from tests.adapters.plain import plain_trainer
 from tests.adapters.programs import STEPS, Script, causal_lm, classifier, run, sentences, texts, translator, with_lora
@@ -148,6 +148,18 @@ def saved_and_merged(folder: str, trainer: Any) -> None:
 
 def generated_behind(trainer: Any) -> None:
     trainer.model.generate(input_ids=torch.tensor([[3, 4]]), max_new_tokens=2)
+
+
+def saved_by_rank_0(trainer: Any) -> None:
+    if trainer.is_world_process_zero():
+        trainer.model.save_pretrained("never written")
+
+
+def test_a_model_that_rank_0_alone_would_write_ends_the_run_with_a_sentence() -> None:
+    with pytest.raises(
+        InexactError, match=r"1 of 2 workers call what gathers the whole model.*save_pretrained.*let all do"
+    ):
+        run(2, Script(behind=saved_by_rank_0))
 
 
 def read_behind(trainer: Any) -> None:

@@ -37,11 +37,12 @@ from raysharded.errors import CollectiveAborted, InexactError
 from raysharded.layout import StateSpec
 from raysharded.protocol.messages import NonFinite
 
-Place: TypeAlias = Literal["end", "evaluation", "forward"]
+Place: TypeAlias = Literal["end", "evaluation", "forward", "weights"]
 """Places of a step at which all workers are together."""
 _PLACES: Mapping[Place, str] = {
     "evaluation": "call session.evaluate",
     "forward": "call the model's forward outside the microbatches",
+    "weights": "call what gathers the whole model, as save_model or save_pretrained, of which rank 0 writes the files",
 }
 
 
@@ -354,7 +355,7 @@ class Step:
 
     def weights(self, *, everywhere: bool) -> dict[str, torch.Tensor] | None:
         """As `whole_weights`. All workers call it together, after the optimizer's step."""
-        self.steps.meet(self.number, "evaluation")
+        self.steps.meet(self.number, "weights")
         parts, around = self._parts, self._around
         return whole_weights(parts.sharded, around.place, around.groups.state, everywhere=everywhere)
 
