@@ -1,4 +1,4 @@
-"""Parts of an `Accelerator` in a session: the loaders and schedulers that `prepare` returns, its refusals and its words."""
+"""Parts of an `Accelerator` in a session: loaders and schedulers that `prepare` returns, its refusals, its words."""
 
 from __future__ import annotations
 
