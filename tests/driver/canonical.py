@@ -251,7 +251,11 @@ NAMES: Mapping[type, Names] = {
     messages.Prepared: Names("prepared", "prefix error"),
     messages.Stopped: Names("stopped", "generation reason step phase stopped_at held specs reports error corruption"),
     messages.Progress: Names("progress", "generation reports"),
-    messages.ProbeReply: Names("seen", "generation step phase phase_s waits stack where busy num_steps"),
+    messages.ProbeReply: Names(
+        "seen",
+        "generation step phase phase_s waits stack where in_collective busy num_steps",
+        later={"in_collective": None},
+    ),
     link_messages.LinkCheck: Names("link_check", "number pairs host port prefix secret", later={"secret": b""}),
     link_messages.LinkReport: Names("link_report", "number failed"),
     broken_links.Links: Names("links", "broken test num_tests tested"),

@@ -15,6 +15,7 @@ from raysharded.journal.log import read
 from raysharded.run import ScoredCheckpoint
 from raysharded.run.offline import StoredRun
 from raysharded.testing import Fault, FaultPlan
+from raysharded.testing.faults import READY
 from raysharded.testing.processes import ProcessLauncher, fit
 from tests.cli.test_commands import succeed
 from tests.training.harness import GptTask, samples
@@ -75,11 +76,15 @@ def test_without_keep_best_no_checkpoint_is_the_best(tmp_path: Path) -> None:
 def test_a_stopped_run_has_the_result_of_its_newest_checkpoint(tmp_path: Path) -> None:
     whole = fit(trainer(tmp_path, "whole", max_steps=4))
     stopped = trainer(tmp_path, "stopped", max_steps=40)
+    saved = Fault(worker=WorkerId(0), step=4, phase="data", kind="wait", until=WorkerId(98))  # or 4's is left out
     held = Fault(worker=WorkerId(0), step=6, phase="data", kind="wait", until=WorkerId(99))
-    stopped.faults = FaultPlan(faults=(held,), folder=str(tmp_path))
+    stopped.faults = FaultPlan(faults=(saved, held), folder=str(tmp_path))
     run = stopped.start_with(ProcessLauncher)
     for batch in run.follow():
-        if any(kind == "checkpoint" and fields["step"] == 4 for _, kind, fields in batch):
+        steps = [fields["step"] for _, kind, fields in batch if kind == "checkpoint"]
+        if 2 in steps:
+            (tmp_path / f"{READY}-worker98").touch()
+        if 4 in steps:
             break
     run.stop()
     with pytest.raises(rs.RunStopped, match=r"Stopped\. Run 'stopped' was at step 5 of 40; the next fit") as caught:
