@@ -93,6 +93,23 @@ def serve(order: Order, open_epoch: Callable[[Order, str], AbstractContextManage
         print(json.dumps(asdict(epoch)), flush=True)
 
 
+def run(
+    write: Callable[[argparse.Namespace], None],
+    open_epoch: Callable[[Order, str], AbstractContextManager[Iterable[Any]]],
+) -> None:
+    """A peer's program: `write TOKENS.npy URL --seq-len ... --shard-tokens ...` makes a store, other arguments read."""
+    if sys.argv[1:2] != ["write"]:
+        serve(order_of(arguments().parse_args()), open_epoch)
+        return
+    parser = argparse.ArgumentParser()
+    parser.add_argument("write")
+    parser.add_argument("tokens")
+    parser.add_argument("url")
+    parser.add_argument("--seq-len", type=int, required=True)
+    parser.add_argument("--shard-tokens", type=int, required=True)
+    write(parser.parse_args())
+
+
 def _cpu_s() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from litdata.streaming import downloader
 
-from benchmarks.epochs import Order, arguments, order_of, serve
+from benchmarks.epochs import Order, run
 
 _SAMPLES_PER_INPUT = 64
 
@@ -69,19 +68,6 @@ def open_epoch(order: Order, url: str) -> AbstractContextManager[Iterable[torch.
     return nullcontext(batch.to(torch.int64) for batch in loader)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    if sys.argv[1:2] != ["write"]:
-        serve(order_of(arguments().parse_args()), open_epoch)
-        return
-    parser = argparse.ArgumentParser()
-    parser.add_argument("write")
-    parser.add_argument("tokens")
-    parser.add_argument("url")
-    parser.add_argument("--seq-len", type=int, required=True)
-    parser.add_argument("--shard-tokens", type=int, required=True)
-    write(parser.parse_args())
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    run(write, open_epoch)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.epochs import Order, arguments, order_of, serve
+from benchmarks.epochs import Order, run
 
 
 def write(options: argparse.Namespace) -> None:
@@ -56,19 +56,6 @@ def _streaming() -> Any:
     return importlib.import_module("streaming")
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    if sys.argv[1:2] != ["write"]:
-        serve(order_of(arguments().parse_args()), open_epoch)
-        return
-    parser = argparse.ArgumentParser()
-    parser.add_argument("write")
-    parser.add_argument("tokens")
-    parser.add_argument("url")
-    parser.add_argument("--seq-len", type=int, required=True)
-    parser.add_argument("--shard-tokens", type=int, required=True)
-    write(parser.parse_args())
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    run(write, open_epoch)

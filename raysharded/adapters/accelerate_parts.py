@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import DistributedType, send_to_device
 from torch.utils.data import DistributedSampler, IterableDataset
 
-from raysharded.actors.session.held_out import num_training_samples, remark, shared_batches
+from raysharded.actors.session.held_out import num_samples_of, remark, shared_batches
 from raysharded.config import BatchConfig
 from raysharded.errors import ConfigError
 
@@ -25,13 +25,14 @@ class TrainBatches:
         self.dataset, self._accelerator = loader.dataset, accelerator
         self._batch: BatchConfig = accelerator.session.batch
         self._samples = len(loader.dataset)  # type: ignore[arg-type]  # `require_loader` has looked
-        self._require_samples(num_training_samples(accelerator.session))
+        self._require_samples(num_samples_of(accelerator.session))
 
     def _require_samples(self, found: int | None) -> None:
         if found != self._samples:
+            has = "is left out" if found is None else f"has {found} samples"
             raise ConfigError(
-                f"accelerator.prepare(...): ElasticTrainer(data=...) has {found} samples, and the dataset of the first "
-                f"data loader, which is the training data's, has {self._samples}. Both are one thing: give "
+                f"accelerator.prepare(...): ElasticTrainer(data=...) {has}, and the dataset of the first data loader, "
+                f"which is the training data's, has {self._samples}. Both are one thing: give "
                 f"ElasticTrainer(data=range({self._samples})), or that dataset."
             )
 

@@ -124,8 +124,7 @@ def require_steps(args: Any, num_samples: int, batch: BatchConfig, max_steps: in
     if wanted != max_steps:
         raise ConfigError(
             f"TrainingArguments({asked}) is {wanted} steps of {batch.global_batch_size} of {num_samples} samples, and "
-            f"RunConfig(max_steps={max_steps}) has others: give RunConfig(max_steps={wanted}); to `raysharded check`, "
-            f"which trains fewer, --steps {wanted}."
+            f"RunConfig(max_steps={max_steps}) has others: give RunConfig(max_steps={wanted})."
         )
 
 

@@ -113,12 +113,6 @@ def begin_step(session: Any) -> UserStep:
     return step.__enter__()
 
 
-def num_training_samples(session: Any) -> int | None:
-    """Number of samples of the run's data; None for microbatches that the session reads. Behind `Session.shard`."""
-    loader = session._now().engine.steps.around.loader
-    return loader.num_samples if isinstance(loader, MicrobatchLoader) else None
-
-
 def remark(session: Any, about: str, sentence: str) -> None:
     """Log a sentence on rank 0, and in the journal, once for each subject. Behind `Session.shard`."""
     session._now().engine.steps.around.say(about, sentence)

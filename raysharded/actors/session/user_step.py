@@ -105,7 +105,7 @@ class UserStep(NotFollowed):
 
     @property
     def is_open(self) -> bool:
-        """True if it was entered, and its microbatches are not all computed: it is left with its `with` alone."""
+        """True in its `with`. False for one that stays open until the next is requested."""
         return self.has_begun and self._step is not None and not self.stays_open
 
     def _agreement(self, name: str) -> Agreed:
