@@ -376,7 +376,7 @@ class Driver:
     def _record(
         self, kind: str, fields: dict[str, Any], *, durable: bool = False, awaited_by: GenerationId | None = None
     ) -> None:
+        written = None if awaited_by is None else partial(self._inbox.put, Recorded(generation=awaited_by))
+        self._recorder.record(kind, fields, durable=durable, written=written)  # first: Ctrl-C may interrupt a listener
         self._tell(kind, fields)
         self._gcs.on_entry(kind, fields)
-        written = None if awaited_by is None else partial(self._inbox.put, Recorded(generation=awaited_by))
-        self._recorder.record(kind, fields, durable=durable, written=written)

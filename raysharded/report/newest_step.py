@@ -120,6 +120,8 @@ class _Seen:
             case "step":
                 self._done = self._done or entry
                 self._goes_on_after(entry["step"])
+            case "stopped":  # Ctrl-C may have come between a step and its entry
+                self._goes_on_after(entry["step"])
             case "generation":
                 if self._members is None and self._done is None:
                     self._members = len(entry["members"])

@@ -100,6 +100,12 @@ def test_an_empty_folder_has_no_runs_and_one_that_does_not_exist_is_an_error(tmp
         assert fail("runs", tmp_path / "file", *options) == f"there is no folder {tmp_path}/file: it is a file."
 
 
+def test_ctrl_c_between_a_step_and_its_entry_is_told_with_that_step(tmp_path: Path) -> None:
+    journal_now(tmp_path, [*at_work()[:-2], ("stopped", {"step": 1, "interrupted": True})])
+    own(tmp_path, "driver0", ended=True)
+    assert "stopped: interrupted at step 1; the next fit() resumes from the start" in succeed("status", tmp_path)
+
+
 def test_runs_that_are_elsewhere_are_named_with_their_folder(tmp_path: Path) -> None:
     write_run(tmp_path / "gpt", run_with_a_loss())
     write_run(tmp_path / "bert", run_with_a_loss())

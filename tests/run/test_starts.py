@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,17 @@ def test_ctrl_c_is_the_journal_s_last_entry(tmp_path: Path) -> None:
     (found,) = look([storage])
     assert (found.state, found.interrupted) == ("stopped", True)
     assert meaning(found).startswith("it was stopped before its first step, so nothing of it was trained")
+
+
+def test_ctrl_c_in_a_listener_leaves_the_entry_that_it_received_in_the_journal(tmp_path: Path) -> None:
+    storage, clock = open_storage(str(tmp_path / "x")), ManualClock()
+    files = RunFiles(name="x", storage=storage, keep=Keep(last=1), metadata={}, global_batch_size=8, key=None)
+
+    def listen(kind: str, _: Mapping[str, Any]) -> None:
+        if kind == "started":
+            raise KeyboardInterrupt
+
+    driver = Driver(LIMITS, NeverReady(clock, "", failing=False), files, clock, listen)
+    with pytest.raises(KeyboardInterrupt):
+        driver.run()
+    assert [entry["kind"] for entry in read(storage)] == ["started", "stopped"]
