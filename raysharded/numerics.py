@@ -60,9 +60,9 @@ RULES: dict[str, Rule] = {
         (1, 2),
     ),
     "numbers": Rule(
-        "the step's loss and metrics from those of its microbatches, the gradient's norm, clipping and scaling, the "
-        "learning rate, and the optimizer's inputs",
-        (1, 2),
+        "the step's loss and metrics from those of its microbatches: added along a tree (1, 2), or exactly and rounded "
+        "once (3); the gradient's norm, clipping and scaling, the learning rate, and the optimizer's inputs",
+        (1, 2, 3),
     ),
     "order": Rule(
         "the sample at each position, and the positions of each microbatch: a permutation of all samples (1), or, for "

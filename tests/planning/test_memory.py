@@ -5,11 +5,15 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 import raysharded as rs
-from raysharded.actors.numerics.step_consensus import _HEAD
+from raysharded import numerics
+from raysharded.actors.numerics.grad_norm import NORM_WORDS
+from raysharded.actors.numerics.step_consensus import Contribution, Flags, agree
 from raysharded.actors.numerics.summation_tree import TreeSum
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh
@@ -21,7 +25,7 @@ from raysharded.planning.models.hf_config import parse_config
 from raysharded.planning.models.shapes import ADAMW, ModelShapes, ParameterShape, UnitShape
 from raysharded.planning.search import Cluster, option
 from raysharded.planning.trace import OUTSIDE, Phase, Trace, repeat_unit
-from raysharded.planning.traffic.worker_traffic import AGREEMENT_WORDS, worker_traffic
+from raysharded.planning.traffic.worker_traffic import AGREEMENT_WORDS, SUM_WORDS, worker_traffic
 from tests.planning.configs import LLAMA_8B
 
 SEVEN_ROWS = ModelShapes(
@@ -157,8 +161,25 @@ def test_a_replica_on_one_node_sends_only_sums_to_others() -> None:
     assert flat.between["reduction"] == rounds * gradient // 16  # of the one sum of 8 workers, half for other nodes
 
 
-def test_the_agreement_is_as_long_as_the_real_one() -> None:
-    assert AGREEMENT_WORDS == _HEAD
+@pytest.mark.parametrize("num_metrics", [0, 3])
+def test_the_agreement_is_as_long_as_the_real_one(num_metrics: int) -> None:
+    sent: list[int] = []
+
+    def sum_over_workers(words: torch.Tensor) -> torch.Tensor:
+        sent.append(len(words))
+        return words
+
+    own = Contribution(
+        microbatches=(0,),
+        values=np.ones((1, 2 + 2 * num_metrics)),
+        metric_names=tuple(map(str, range(num_metrics))),
+        norm_words=torch.zeros(NORM_WORDS, dtype=torch.int64),
+        read_digest=(0, 0),
+        num_reads=0,
+        flags=Flags(),
+    )
+    agree(own, 100, sum_over_workers, numbers=numerics.RULES["numbers"].listed[-1])
+    assert sent == [AGREEMENT_WORDS + SUM_WORDS * 2 * (1 + num_metrics)]
 
 
 def test_layouts_refuse_what_is_none() -> None:

@@ -17,14 +17,17 @@ import torch
 from torch import nn
 
 import raysharded as rs
+from raysharded import numerics
+from raysharded.actors.numerics.summation_tree import tree_sum
 from raysharded.actors.optimizer.learning_rate import rate_of, scale_of
 from raysharded.actors.step.forward_backward import Results, as_loss
 from raysharded.actors.task_calls.remarks import Notes
 from raysharded.actors.task_calls.task_numbers import half_precision
+from raysharded.data import MicrobatchLoader
 from raysharded.errors import TaskError
 from tests.actors.optimizer.test_shard_optimizer import Line as LineOf, shard_optimizer
 from tests.cases import tried_each_time
-from tests.training.harness import Outcome, log_into, train
+from tests.training.harness import Outcome, log_into, make_job, train
 
 WIDTH = 3
 
@@ -112,7 +115,57 @@ def test_the_first_number_of_the_rule_takes_the_default_dtype(number: int, weigh
         results.add(0, as_loss(rs.Loss(torch.tensor(6.0), 1013, {"m": (1013, 1.0)}), 2, "T.loss"))
     finally:
         torch.set_default_dtype(before)
-    assert results.pairs() == ({0: (6.0, weight)}, {0: [(metric, 1.0)]})
+    assert results.by_microbatch() == {0: [6.0, weight, metric, 1.0]}
+
+
+def test_results_of_many_microbatches_are_read_in_their_order() -> None:
+    results = Results("T.loss in step 1")
+    for index in range(1000):
+        results.add(3 * index, as_loss(rs.Loss(torch.tensor(float(index)), 1), 2, "T.loss"))
+        if index == 700:
+            assert results.by_microbatch()[3 * 700] == [700.0, 1.0]
+    assert results.by_microbatch() == {3 * index: [float(index), 1.0] for index in range(1000)}
+
+
+def uneven(batch: torch.Tensor) -> float:
+    return float(batch.double().sum()) * 0.1
+
+
+class Uneven(Given):
+    """Values whose sum depends on the order in which they are added and rounded."""
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
+        return rs.Loss(model(batch).sum() * 0, 1, {"uneven": (uneven(batch), 1)})
+
+    def evaluate(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
+        return self.loss(model, batch)
+
+
+MICROBATCHES = 16
+
+
+@pytest.mark.procs
+def test_the_number_of_the_rule_tells_how_the_microbatches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = numerics.newest()
+    evaluation = rs.EvalConfig(data=Rows(), every_steps=3, num_samples=50)
+    batch = make_job("", steps=3, microbatches=MICROBATCHES).batch
+    loader = MicrobatchLoader(Rows(), batch)
+    values = [
+        [uneven(torch.stack(list(loader.load(step, index).samples))) for index in range(MICROBATCHES)]
+        for step in (1, 2, 3)
+    ]
+    assert list(map(tree_sum, values)) != list(map(math.fsum, values))
+    for number, add in ((2, tree_sum), (3, math.fsum)):
+        monkeypatch.setattr(numerics, "newest", lambda at=number: newest.replace("numbers 3", f"numbers {at}"))
+        outcome = trained(2, Uneven(), microbatches=MICROBATCHES, evaluation=evaluation)
+        found = [numbers["metrics"]["uneven"] for numbers in outcome.numbers]
+        assert found == [add(each) / MICROBATCHES for each in values]
+        size = batch.microbatch_size
+        held_out = [
+            uneven(torch.stack([Rows()[at] for at in range(start, min(start + size, 50))]))
+            for start in range(0, 50, size)
+        ]
+        assert outcome.numbers[-1]["evaluation"]["uneven"] == add(held_out) / len(held_out)
 
 
 # -- learning rates --

@@ -1,22 +1,21 @@
-"""The consensus of all workers, once per step, as one sum of 64-bit integers.
+"""The consensus of all workers, once per step, as one sum of 64-bit integers; rarely as two.
 
-All values are sent exactly: counts as they are, floats as their bits in a slot that only one worker fills. The task's
-metrics have the same names on every worker, since they determine the layout of the sum.
+All values are sent exactly: counts as they are, floats as `column_sums` has them. The task's metrics have the same
+names on every worker, since they determine the layout of the sum.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from raysharded.actors.numerics.column_sums import LAYOUTS, Own, Sum
+from raysharded.actors.numerics.exact_sums import Rows
 from raysharded.actors.numerics.grad_norm import NORM_WORDS, norm_from_words
-from raysharded.actors.numerics.summation_tree import tree_sums
 from raysharded.errors import TaskError
 from raysharded.ids import derive_seed
 from raysharded.protocol.messages import NonFinite
@@ -51,17 +50,20 @@ class Flags:
 class Contribution:
     """One worker's contribution to the consensus."""
 
-    losses: Mapping[int, Pair]
-    """Microbatch -> (sum, weight), of the microbatches that this worker computed."""
-    metrics: Mapping[int, Sequence[Pair]]
-    """Microbatch -> the task's metrics in the order of `metric_names`."""
+    microbatches: Sequence[int]
+    """The microbatches that this worker computed."""
+    values: Rows
+    """[microbatches, 2 + 2 * metrics]: sum and weight of the loss, then of each metric in the order of
+    `metric_names`."""
     metric_names: tuple[str, ...]
     norm_words: torch.Tensor
     read_digest: tuple[int, int]
     num_reads: int
     flags: Flags
-    uses: Sequence[int] = ()
-    """For each parameter of the model: 1 if this worker's microbatches used it, else 0."""
+    uses: Sequence[bool] = ()
+    """For each parameter of the model: True if this worker's microbatches used it."""
+    presumed: Sequence[bool] = ()
+    """The same for all workers, as a worker presumes it whose microbatches used none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +80,8 @@ class Agreed:
     flags: Flags = field(default_factory=Flags)
     bad_losses: tuple[int, ...] = ()
     """The microbatches whose loss is NaN or infinite."""
-    uses: tuple[int, ...] = ()
-    """For each parameter of the model, the number of workers on which a microbatch used it."""
+    used: tuple[bool, ...] = ()
+    """For each parameter of the model: True if a microbatch used it."""
 
     @property
     def loss(self) -> float:
@@ -94,18 +96,28 @@ _NUM_FLAGS = len(Flags().as_ints())
 _HEAD = _NUM_FLAGS + NORM_WORDS + 3
 
 
-def agree(own: Contribution, num_microbatches: int, sum_over_workers: Callable[[torch.Tensor], torch.Tensor]) -> Agreed:
-    """Combine the workers' contributions; every worker of the generation must call it."""
-    pairs_per_slot = 1 + len(own.metric_names)
-    pairs = _HEAD + len(own.uses)
-    values = torch.zeros(pairs + num_microbatches * pairs_per_slot * 2, dtype=torch.int64)
-    head = [*own.flags.as_ints(), *own.norm_words.tolist(), _signed(own.read_digest[0]), _signed(own.read_digest[1])]
-    values[:pairs] = torch.tensor([*head, own.num_reads, *own.uses], dtype=torch.int64)
-    if own.losses:
-        floats = [(*pair, *chain.from_iterable(own.metrics[index])) for index, pair in own.losses.items()]
-        slots = values[pairs:].numpy().view(np.float64).reshape(num_microbatches, pairs_per_slot * 2)
-        slots[list(own.losses)] = np.array(floats, dtype=np.float64)
-    return _decode(sum_over_workers(values).numpy(), num_microbatches, own.metric_names, len(own.uses))
+def agree(own: Contribution, num_microbatches: int, sum_over_workers: Sum, *, numbers: int) -> Agreed:
+    """Combine the workers' contributions; every worker of the generation must call it. `numbers`: of the rule."""
+    microbatches = Own(microbatches=own.microbatches, values=own.values, uses=own.uses, presumed=own.presumed)
+    layout = LAYOUTS[numbers](microbatches, num_microbatches)
+    reads = [*map(_signed, own.read_digest), own.num_reads]
+    head = [np.array(own.flags.as_ints()), own.norm_words.numpy(), np.array(reads, dtype=np.int64)]
+    words = sum_over_workers(torch.from_numpy(np.concatenate([*head, layout.words()]))).numpy()
+    counts: list[int] = words[:_HEAD].tolist()
+    first, second, num_reads = counts[_NUM_FLAGS + NORM_WORDS :]
+    found = layout.read(words[_HEAD:], sum_over_workers)
+    sums = found.sums
+    return Agreed(
+        loss_sum=sums[0],
+        weight=sums[1],
+        metrics={name: (sums[2 + 2 * i], sums[3 + 2 * i]) for i, name in enumerate(own.metric_names)},
+        gradient_norm=norm_from_words(counts[_NUM_FLAGS : _NUM_FLAGS + NORM_WORDS]),
+        read_digest=(first % 2**64, second % 2**64),
+        num_reads=num_reads,
+        flags=Flags.of(counts[:_NUM_FLAGS]),
+        bad_losses=found.bad_losses,
+        used=found.used,
+    )
 
 
 def non_finite(agreed: Agreed) -> NonFinite | None:
@@ -124,28 +136,6 @@ def require_weight(step: int, agreed: Agreed) -> None:
             f"step {step}: the weights of all microbatches add up to {agreed.weight}; a step needs items to "
             "average over, and a finite number of them."
         )
-
-
-def _decode(
-    values: NDArray[np.int64], num_microbatches: int, metric_names: tuple[str, ...], num_parameters: int
-) -> Agreed:
-    pairs = _HEAD + num_parameters
-    head: list[int] = values[:pairs].tolist()
-    digits = head[_NUM_FLAGS : _NUM_FLAGS + NORM_WORDS]
-    first, second, num_reads = head[_NUM_FLAGS + NORM_WORDS : _HEAD]
-    floats = values[pairs:].view(np.float64).reshape(num_microbatches, 2 * (1 + len(metric_names)))
-    sums = tree_sums(floats)
-    return Agreed(
-        loss_sum=sums[0],
-        weight=sums[1],
-        metrics={name: (sums[2 + 2 * i], sums[3 + 2 * i]) for i, name in enumerate(metric_names)},
-        gradient_norm=norm_from_words(digits),
-        read_digest=(first % 2**64, second % 2**64),
-        num_reads=num_reads,
-        flags=Flags.of(head[:_NUM_FLAGS]),
-        bad_losses=tuple(np.flatnonzero(~np.isfinite(floats[:, 0])).tolist()),
-        uses=tuple(head[_HEAD:]),
-    )
 
 
 def _signed(word: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -201,17 +200,17 @@ class Evaluator:
         if results.half:
             self._say("half precision", half_precision(self._computer.name_of("evaluate", step), results.half))
         self._names.agree("evaluate", results.metric_names or ())
-        losses, metrics = results.pairs() if self._speaks else ({}, {})
+        values = results.values()
         own = Contribution(
-            losses=losses,
-            metrics=metrics,
+            microbatches=results.microbatches if self._speaks else (),
+            values=values if self._speaks else values[:0],
             metric_names=results.metric_names or (),
             norm_words=torch.zeros(NORM_WORDS, dtype=torch.int64),
             read_digest=(0, 0),
             num_reads=0,
             flags=Flags(),
         )
-        agreed = agree(own, dealt.count, groups.state.sum_int64)
+        agreed = agree(own, dealt.count, groups.state.sum_int64, numbers=self._numbers)
         return {"loss": agreed.loss, **agreed.averages()}
 
     def shared(self, loader: Loader, num_samples: int, batch_size: int) -> Iterator[tuple[list[int], list[Any]]]:
@@ -285,11 +284,8 @@ class Evaluator:
 
 def _digests(results: Results, *, most: int) -> dict[int, int]:
     """Microbatch -> digest of its loss and metrics, for the first ones of this worker."""
-    losses, metrics = results.pairs()
-    return {
-        index: combined(map(bits_of, (*losses[index], *chain.from_iterable(metrics[index]))))
-        for index in list(losses)[:most]
-    }
+    values = results.values()[:most].tolist()
+    return {index: combined(map(bits_of, row)) for index, row in zip(results.microbatches, values, strict=False)}
 
 
 def _digest_of(share: Share, tensors: dict[int, torch.Tensor]) -> dict[int, int]:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,8 +18,8 @@ from raysharded.actors.device.device_waits import on_device, on_host
 from raysharded.actors.guards.outputs import OutputWatch
 from raysharded.actors.model.meta_watch import MemoryWatch
 from raysharded.actors.model.sharded_model import clean_name
+from raysharded.actors.numerics.exact_sums import Rows
 from raysharded.actors.numerics.microbatch_schedule import microbatch_name
-from raysharded.actors.numerics.step_consensus import Pair
 from raysharded.actors.task_calls.explanations import narrowed
 from raysharded.actors.task_calls.object_contents import reachable
 from raysharded.actors.task_calls.task_errors import naming
@@ -27,6 +28,8 @@ from raysharded.data.access import generators
 from raysharded.errors import TaskError
 from raysharded.ids import derive_seed
 from raysharded.task import Loss, Task
+
+_ROWS_PER_BLOCK = 256
 
 
 def operand_name(model: nn.Module, tensor: torch.Tensor) -> str:
@@ -60,8 +63,11 @@ class Results:
     """Number of the rule `numbers`."""
     half: dict[str, torch.dtype] = field(default_factory=dict)
     """Values in half precision: description -> dtype."""
-    _tensors: list[torch.Tensor] = field(default_factory=list)
-    _indices: list[int] = field(default_factory=list)
+    microbatches: list[int] = field(default_factory=list)
+    _rows: list[torch.Tensor] = field(default_factory=list)
+    """Newest rows: sum and weight of a microbatch's loss, then of each metric, sorted by name."""
+    _blocks: list[torch.Tensor] = field(default_factory=list)
+    """Earlier rows, many to a tensor."""
 
     def note_names(self, loss: Loss) -> None:
         """Record the metric names. Raises TaskError unless every microbatch has the same ones."""
@@ -79,8 +85,15 @@ class Results:
         for name in sorted(loss.metrics):
             values.extend(loss.metrics[name])
         device = loss.total.device
-        self._tensors.append(torch.stack([self._tensor_of(number_of(value), device) for value in values]))
-        self._indices.append(index)
+        self._rows.append(torch.stack([self._tensor_of(number_of(value), device) for value in values]))
+        self.microbatches.append(index)
+        if len(self._rows) == _ROWS_PER_BLOCK:
+            self._join_rows()
+
+    def _join_rows(self) -> None:
+        if self._rows:
+            self._blocks.append(torch.stack(self._rows))
+            self._rows.clear()
 
     def note_half(self, loss: Loss) -> None:
         """Record values in half precision, also of a loss that does not count."""
@@ -102,19 +115,20 @@ class Results:
         value = TENSORS[self.numbers](number).double()
         return torch.full((), value.item(), dtype=value.dtype, device=device) if value.device != device else value
 
-    def pairs(self) -> tuple[dict[int, Pair], dict[int, list[Pair]]]:
-        """(microbatch -> (loss sum, weight), microbatch -> metrics). Raises TaskError for a negative weight."""
-        if not self._tensors:
-            return {}, {}
-        rows = on_host(torch.stack(self._tensors)).tolist()
-        for index, row in zip(self._indices, rows, strict=True):
-            if row[1] < 0:
-                raise _bad_weight(f"{self.where}, microbatch {index}", str(row[1]))
-        losses = {index: (row[0], row[1]) for index, row in zip(self._indices, rows, strict=True)}
-        metrics = {
-            index: list(zip(row[2::2], row[3::2], strict=True)) for index, row in zip(self._indices, rows, strict=True)
-        }
-        return losses, metrics
+    def values(self) -> Rows:
+        """[microbatches, columns], read from the device at once. Raises TaskError for a negative weight."""
+        self._join_rows()
+        if not self._blocks:
+            return np.empty((0, 2 + 2 * len(self.metric_names or ())))
+        self._blocks = [on_host(torch.cat(self._blocks))]
+        values: Rows = self._blocks[0].numpy()
+        for place in np.flatnonzero(values[:, 1] < 0)[:1]:
+            raise _bad_weight(f"{self.where}, microbatch {self.microbatches[place]}", str(values[place, 1]))
+        return values
+
+    def by_microbatch(self) -> dict[int, list[float]]:
+        """Microbatch -> its row of `values`."""
+        return dict(zip(self.microbatches, self.values().tolist(), strict=True))
 
 
 def _seed_torch(seed: int, purpose: str, step: int, microbatch: int) -> None:

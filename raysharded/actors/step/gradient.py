@@ -55,8 +55,8 @@ class Computed:
     results: Results
     read_digest: Digest
     num_reads: int
-    uses: tuple[int, ...] = ()
-    """Uses of the parameters, as from `ParameterUse.counts`."""
+    uses: tuple[bool, ...] = ()
+    """Uses of the parameters, as from `ParameterUse.uses`."""
 
 
 class StepGradient:
@@ -183,7 +183,7 @@ class StepGradient:
         if not self._exact:
             with self._reducing():
                 self._add_up_fast()
-        return Computed(results=results, read_digest=digest, num_reads=num_reads, uses=self.use.counts())
+        return Computed(results=results, read_digest=digest, num_reads=num_reads, uses=self.use.uses())
 
     def _reducing(self) -> AbstractContextManager[None]:
         return self._in_phase("reduce")

@@ -61,9 +61,9 @@ class ParameterUse:
         if self._counts:
             self._used |= {self._place[id(param)] for param in params if param.grad is not None}
 
-    def counts(self) -> tuple[int, ...]:
-        """1 for each parameter that this worker's microbatches of the step used, else 0, in the order of `names`."""
-        return tuple(int(place in self._used) for place in range(len(self.names)))
+    def uses(self) -> tuple[bool, ...]:
+        """True for each parameter that this worker's microbatches of the step used, in the order of `names`."""
+        return tuple(place in self._used for place in range(len(self.names)))
 
     def _looking_first(self, group: Any, post_backward: Callable[..., None]) -> Callable[..., None]:
         """Wrapper of `post_backward`, which FSDP2 calls by name when a unit's gradients are complete, to take them."""

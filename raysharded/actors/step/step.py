@@ -20,18 +20,17 @@ from typing import Any, Literal, Self, TypeAlias
 import torch
 
 from raysharded.actors.device.device_waits import numbers_of
-from raysharded.actors.model.param_layout import Replication
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.numerics.bit_digest import flip_bit, tensor_digest
-from raysharded.actors.numerics.grad_norm import NORM_WORDS, square_sum_words
-from raysharded.actors.numerics.step_consensus import Agreed, Contribution, Flags, agree
+from raysharded.actors.numerics.step_consensus import Agreed
 from raysharded.actors.optimizer.registered_state import NO_WORDS, RegisteredState, are_different, differing, words_of
 from raysharded.actors.shards.saver import decide
 from raysharded.actors.shards.store import ShardBuffer
 from raysharded.actors.shards.whole_tensors import whole_weights
+from raysharded.actors.step.agreement import Agreement
 from raysharded.actors.step.assembly import Parts, Surroundings
 from raysharded.actors.step.evaluation import OtherForwards
-from raysharded.actors.step.gradient import Batches, Computed
+from raysharded.actors.step.gradient import Batches
 from raysharded.data import Loader
 from raysharded.errors import CollectiveAborted, InexactError
 from raysharded.layout import StateSpec
@@ -59,6 +58,7 @@ class Steps:
         """The newest step that is done."""
         self.own: ShardBuffer | None = None
         """The newest snapshot; it may still be filling."""
+        self.agreement = Agreement(around, parts)
         self._spec = spec
         self._spec_is_final = False
         """True once the optimizer has made its state of the used parameters, in its first step."""
@@ -83,38 +83,6 @@ class Steps:
         if not self._memory_is_checked:
             self.parts.check_memory()
             self._memory_is_checked = True
-
-    def contribution(self, computed: Computed) -> Contribution:
-        """This worker's part of the agreement."""
-        names = computed.results.metric_names or ()
-        self.parts.names.agree("train", names)
-        with self.around.in_phase("norm"):
-            digits, finite = self._norm_words()
-        speaks = self.around.place.tensor_rank == 0  # the others of its tensor parallel group computed the same
-        losses, metrics = computed.results.pairs() if speaks else ({}, {})
-        return Contribution(
-            losses=losses,
-            metrics=metrics,
-            metric_names=names,
-            norm_words=digits,
-            read_digest=computed.read_digest if speaks else (0, 0),
-            num_reads=computed.num_reads if speaks else 0,
-            flags=Flags(
-                non_finite_gradient=not finite,
-                boundary=self.around.boundary.is_set(),
-                save_busy=self.around.saver.busy,
-                save_now=self.around.save_asked.is_set(),
-            ),
-            uses=computed.uses,
-        )
-
-    def _norm_words(self) -> tuple[torch.Tensor, bool]:
-        """Norm words of the gradients that this worker reports, and whether all of its gradients are finite."""
-        words, finite = torch.zeros(NORM_WORDS, dtype=torch.int64), True
-        for holders in Replication:
-            own, own_finite = square_sum_words(self.parts.optimizer.gradients(holders))
-            words, finite = words + own if self.around.place.speaks_for(holders) else words, finite and own_finite
-        return words, finite
 
     def is_last(self, step: int) -> bool:
         """True if this is the run's last step, also by the decision of a user's loop in it."""
@@ -279,7 +247,7 @@ class Step:
         steps.check_memory()
         parts.gradient.plan_reading(step + 1)
         parts.evaluator.plan_reading(step)
-        contribution = steps.contribution(computed)
+        contribution = steps.agreement.contribution(computed)
         self._asked_for_a_save = contribution.flags.save_now
         if parts.proof.is_due:
             with around.calling_the_task():
@@ -291,7 +259,7 @@ class Step:
                 yield from parts.audit.check(step, computed.results)
         around.probe("agree", step)
         with around.in_phase("agree"):
-            agreed = agree(contribution, around.job.batch.num_microbatches, around.groups.state.sum_int64)
+            agreed = steps.agreement.agree(contribution)
         with around.calling_the_task():
             self.skipped = yield from parts.applying.why_not(step, agreed)
         self.agreed = agreed

@@ -178,7 +178,7 @@ class StepUpdate:
         self._stepped |= used
 
     def _name_unused(self, step: int, agreed: Agreed, say: Say) -> None:
-        names = [name for name, count in zip(self._gradient.use.names, agreed.uses, strict=True) if not count]
+        names = [name for name, is_used in zip(self._gradient.use.names, agreed.used, strict=True) if not is_used]
         unused = [name for name in names if self._optimizer.trains(name)]
         if unused:
             effect = "is left as it is" if self._leaves_alone else "has a gradient of zeros, and decays"
@@ -197,4 +197,4 @@ class StepUpdate:
         names = self._gradient.use.names
         if not self._leaves_alone:
             return frozenset(names)
-        return frozenset(name for name, count in zip(names, agreed.uses, strict=True) if count)
+        return frozenset(name for name, is_used in zip(names, agreed.used, strict=True) if is_used)

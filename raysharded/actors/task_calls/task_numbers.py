@@ -12,7 +12,7 @@ import torch
 
 TENSORS: dict[int, Callable[[float], torch.Tensor]] = {
     1: torch.as_tensor,
-    2: partial(torch.as_tensor, dtype=torch.float64),
+    **dict.fromkeys((2, 3), partial(torch.as_tensor, dtype=torch.float64)),
 }
 """By the number of the rule `numbers`: the conversion of a weight, loss or metric that is no tensor. Number 1 takes
 torch's default dtype, which is float32 unless it was changed."""

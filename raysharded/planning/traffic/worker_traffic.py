@@ -23,9 +23,11 @@ from raysharded.planning.traffic.intra_host import Sent, is_adding, sent_in_grou
 KINDS = ("all_gather", "reduction", "replicas", "tensor", "mirror", "agreement")
 OVERLAPPED = ("all_gather", "reduction", "mirror")
 """Kinds of traffic that overlap with computation."""
-AGREEMENT_WORDS = 113
-"""int64 words of the agreement that depend neither on the batch nor on the model: flags, digits of the norm, digest,
-reads. Each parameter adds one word."""
+AGREEMENT_WORDS = 118
+"""int64 words of the agreement but for the sums: flags, digits of the norm, digests of reads and of used parameters,
+counts."""
+SUM_WORDS = 9
+"""int64 words of an exact sum: the loss and its weight, and each metric and its weight."""
 _WORD_BYTES = 8
 
 
@@ -73,7 +75,7 @@ def worker_traffic(
         "replicas": most(lambda r: _replicas(local, data, units, r)),
         "tensor": rounds * setting.trace.tensor_bytes if setting.trace else 0,
         "mirror": _mirror(setting, layout, rank or 0),
-        "agreement": _agreement(setting, layout, num_metrics),
+        "agreement": _agreement(layout, num_metrics),
     }
     spread = _Spread(layout, workers_per_node)
     shares = {
@@ -178,9 +180,8 @@ def _mirror(setting: Setting, layout: Mesh, rank: int) -> int:
     return snapshot_bytes(setting.shapes, layout.shards, layout.shard_of(rank), layout.tensor)
 
 
-def _agreement(setting: Setting, layout: Mesh, num_metrics: int) -> int:
-    uses = len(setting.shapes.parameters)
-    words = AGREEMENT_WORDS + uses + setting.num_microbatches * (1 + num_metrics) * 2
+def _agreement(layout: Mesh, num_metrics: int) -> int:
+    words = AGREEMENT_WORDS + SUM_WORDS * (1 + num_metrics) * 2
     return 2 * words * _WORD_BYTES * (layout.world_size - 1) // layout.world_size
 
 

@@ -131,7 +131,7 @@ def test_a_number_of_the_device_beside_a_loss_on_the_host_is_copied_before_it_is
     with Copies() as copies:
         results.add(0, Loss(torch.tensor(1.0), 2, {"a": (torch.empty((), device="meta"), 1.0)}))
     assert copies.found == []
-    assert results.pairs() == ({0: (1.0, 2.0)}, {0: [(0.0, 1.0)]})
+    assert results.by_microbatch() == {0: [1.0, 2.0, 0.0, 1.0]}
 
 
 @pytest.mark.usefixtures("on_meta")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from fractions import Fraction
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -13,12 +17,15 @@ import torch
 from hypothesis import given, strategies as st
 
 from raysharded.actors.numerics.grad_norm import NORM_WORDS, square_sum_words
-from raysharded.actors.numerics.step_consensus import Agreed, Contribution, Flags, Pair, agree, require_weight
+from raysharded.actors.numerics.step_consensus import Agreed, Contribution, Flags, agree, require_weight
 from raysharded.actors.numerics.summation_tree import tree_sum, tree_sums
 from raysharded.errors import TaskError
 
 NAMES = ("accuracy", "entropy")
 FLOATS = st.floats(allow_nan=False, width=64)
+NUMBERS = pytest.mark.parametrize("numbers", [2, 3])
+"""Numbers of the rule, one of each layout."""
+Pair = tuple[float, float]
 
 
 def contribution(
@@ -29,33 +36,63 @@ def contribution(
     digest: tuple[int, int] = (0, 0),
     num_reads: int = 0,
     flags: Flags | None = None,
+    uses: tuple[bool, ...] = (),
+    presumed: tuple[bool, ...] = (),
 ) -> Contribution:
+    metric_names = NAMES if metrics is not None else ()
+    rows = [[*pair, *chain.from_iterable((metrics or {}).get(index, ()))] for index, pair in losses.items()]
     return Contribution(
-        losses=losses,
-        metrics=metrics if metrics is not None else {index: [] for index in losses},
-        metric_names=NAMES if metrics is not None else (),
+        microbatches=tuple(losses),
+        values=np.array(rows, dtype=np.float64).reshape(len(losses), 2 + 2 * len(metric_names)),
+        metric_names=metric_names,
         norm_words=square_sum_words([gradient])[0]
         if gradient is not None
         else torch.zeros(NORM_WORDS, dtype=torch.int64),
         read_digest=digest,
         num_reads=num_reads,
         flags=flags or Flags(),
+        uses=uses,
+        presumed=presumed,
     )
 
 
-def agreed_by(contributions: list[Contribution], num_microbatches: int) -> Agreed:
-    """The result that each of the workers gets, their sum simulated by plain addition."""
-    sent: list[torch.Tensor] = []
+class Exchange:
+    """Workers that agree at the same time; each waits in its sums for the others."""
 
-    def remember(values: torch.Tensor) -> torch.Tensor:
-        sent.append(values.clone())
-        return values
+    def __init__(self, num_workers: int) -> None:
+        self._barrier = threading.Barrier(num_workers, timeout=30.0)
+        self._sent: list[torch.Tensor | None] = [None] * num_workers
+        self.lengths: list[int] = []
+        """Words of each sum."""
 
-    for own in contributions:
-        agree(own, num_microbatches, remember)
-    total = torch.stack(sent).sum(0)
-    everyone: Callable[[torch.Tensor], torch.Tensor] = lambda _: total.clone()  # noqa: E731
-    return agree(contributions[0], num_microbatches, everyone)
+    def sum_of(self, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def sum_over_workers(words: torch.Tensor) -> torch.Tensor:
+            self._sent[rank] = words
+            self._barrier.wait()
+            total = torch.stack([one for one in self._sent if one is not None]).sum(0)
+            if rank == 0:
+                self.lengths.append(len(words))
+            self._barrier.wait()
+            return total
+
+        return sum_over_workers
+
+
+def agreed_by(
+    contributions: list[Contribution], num_microbatches: int, numbers: int = 3, lengths: list[int] | None = None
+) -> Agreed:
+    """The result that all of the workers get."""
+    exchange = Exchange(len(contributions))
+    with ThreadPoolExecutor(len(contributions)) as pool:
+        results = [
+            pool.submit(agree, own, num_microbatches, exchange.sum_of(rank), numbers=numbers)
+            for rank, own in enumerate(contributions)
+        ]
+        found = [repr(one.result()) for one in results]
+    assert len(set(found)) == 1, "all workers have the same bits"
+    if lengths is not None:
+        lengths += exchange.lengths
+    return results[0].result()
 
 
 @given(
@@ -73,10 +110,23 @@ def test_floats_of_any_sign_and_size_arrive_exactly_from_any_number_of_workers(
         )
         for rank in range(workers)
     ]
-    agreed = agreed_by(shares, count)
-    columns = [tree_sum([row[column] for row in values]) for column in range(6)]
-    found = [agreed.loss_sum, agreed.weight, *agreed.metrics["accuracy"], *agreed.metrics["entropy"]]
-    assert [repr(value) for value in found] == [repr(value) for value in columns]
+    columns = [[row[column] for row in values] for column in range(6)]
+    for numbers, add in ((2, tree_sum), (3, exact_sum)):
+        agreed = agreed_by(shares, count, numbers)
+        found = [agreed.loss_sum, agreed.weight, *agreed.metrics["accuracy"], *agreed.metrics["entropy"]]
+        assert [repr(value) for value in found] == [repr(add(column)) for column in columns]
+
+
+def exact_sum(values: list[float]) -> float:
+    """`math.fsum`, which takes no infinity of both signs, and no sum that is too large on the way."""
+    infinite = {value for value in values if math.isinf(value)}
+    if infinite:
+        return math.nan if len(infinite) > 1 else infinite.pop()
+    total = sum(map(Fraction, values), Fraction(0))
+    try:
+        return float(total)
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf
 
 
 @given(
@@ -89,21 +139,82 @@ def test_sums_by_levels_have_the_bits_of_the_tree(values: list[list[float]], lar
     assert [repr(one) for one in tree_sums(rows)] == [repr(one) for one in expected]
 
 
-def test_an_agreement_on_65536_microbatches_with_10_metrics_takes_less_than_a_quarter_of_a_second() -> None:
+LARGE = 1 << 16
+"""Microbatches of a large step."""
+
+
+def share_of_a_large_step(num_workers: int) -> Contribution:
+    share = contribution({j: (1.0 + j, 2.0) for j in range(0, LARGE, num_workers)})
+    values = np.tile(share.values, 11).astype(np.float32).astype(np.float64)
+    return replace(share, values=values, metric_names=tuple(f"metric {number}" for number in range(10)))
+
+
+def test_an_agreement_on_65536_microbatches_with_10_metrics_is_less_than_4_kilobytes() -> None:
+    sent: list[int] = []
+
+    def sum_over_workers(words: torch.Tensor) -> torch.Tensor:
+        sent.append(words.nbytes)
+        return words
+
+    agreed = agree(share_of_a_large_step(8), LARGE, sum_over_workers, numbers=3)
+    assert agreed.weight == LARGE / 8 * 2
+    assert len(sent) == 1
+    assert sent[0] < 4096
+
+
+@NUMBERS
+def test_an_agreement_on_65536_microbatches_with_10_metrics_takes_less_than_a_quarter_of_a_second(numbers: int) -> None:
     """The processor time is the least of three."""
-    count, names = 1 << 16, tuple(f"metric {number}" for number in range(10))
-    own = replace(
-        contribution({j: (1.0 + j, 2.0) for j in range(0, count, 4)}),
-        metrics={j: [(0.5 * j, 1.0)] * 10 for j in range(0, count, 4)},
-        metric_names=names,
-    )
-    taken = []
+    own, taken = share_of_a_large_step(4), []
     for _ in range(3):
         began = time.thread_time()
-        agreed = agree(own, count, lambda values: values)
+        agreed = agree(own, LARGE, lambda values: values, numbers=numbers)
         taken.append(time.thread_time() - began)
-    assert agreed.weight == count / 2
+    assert agreed.weight == LARGE / 2
     assert min(taken) < 0.25
+
+
+@NUMBERS
+def test_microbatches_whose_loss_is_not_finite_are_named(numbers: int) -> None:
+    bad = {3: math.nan, 64: math.inf, 99: -math.inf}
+    shares = [
+        contribution({j: (bad.get(j, 1.0), 1.0) for j in range(rank, 100, 3)}, uses=(True, rank == 1))
+        for rank in range(3)
+    ]
+    agreed = agreed_by(shares, 100, numbers)
+    assert agreed.bad_losses == tuple(bad)
+    assert math.isnan(agreed.loss_sum)
+    assert (agreed.weight, agreed.used) == (100.0, (True, True))
+
+
+USES = st.lists(st.booleans(), min_size=4, max_size=4).map(tuple)
+
+
+@given(uses=st.lists(USES, min_size=1, max_size=4), presumed=USES)
+def test_a_parameter_is_used_if_any_worker_used_it(uses: list[tuple[bool, ...]], presumed: tuple[bool, ...]) -> None:
+    shares = [contribution({rank: (1.0, 1.0)}, uses=one, presumed=presumed) for rank, one in enumerate(uses)]
+    expected = tuple(map(any, zip(*uses, strict=True)))
+    for numbers in (2, 3):
+        assert agreed_by(shares, len(uses), numbers).used == expected
+
+
+@pytest.mark.parametrize(
+    ("uses", "presumed", "num_sums"),
+    [
+        ([(True, False)] * 3, (True, True), 1),
+        ([(True, False), (False, False), (True, False)], (True, False), 1),
+        ([(True, False), (False, False), (True, False)], (True, True), 2),
+        ([(True, False), (True, True)], (True, True), 2),
+        ([(False, False)] * 2, (True, True), 1),
+    ],
+)
+def test_parameters_are_counted_where_the_workers_did_not_use_the_same(
+    uses: list[tuple[bool, ...]], presumed: tuple[bool, ...], num_sums: int
+) -> None:
+    lengths: list[int] = []
+    shares = [contribution({rank: (1.0, 1.0)}, uses=one, presumed=presumed) for rank, one in enumerate(uses)]
+    agreed_by(shares, len(uses), lengths=lengths)
+    assert len(lengths) == num_sums
 
 
 def test_negative_losses_and_digests_beyond_the_sign_bit_survive() -> None:

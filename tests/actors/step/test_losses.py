@@ -43,7 +43,7 @@ def test_a_sum_its_weight_and_metrics_are_taken_as_they_are(weight: Any, metrics
 def test_a_metric_is_any_two_numbers(pair: Any) -> None:
     results = Results("T.loss in step 4")
     results.add(0, as_loss(Loss(TOTAL, np.array(2.0), {"hits": pair}), 2, "T.loss"))  # type: ignore[arg-type]
-    assert results.pairs() == ({0: (6.0, 2.0)}, {0: [(3.0, 4.0)]})
+    assert results.by_microbatch() == {0: [6.0, 2.0, 3.0, 4.0]}
 
 
 def test_a_scalar_is_the_mean_over_the_samples() -> None:
@@ -93,10 +93,10 @@ def test_metrics_that_are_invalid_are_refused_by_name(metrics: Any, shown: str) 
 def test_a_negative_weight_in_a_tensor_is_found_where_it_is_on_the_host() -> None:
     results = Results("T.loss in step 4")
     results.add(3, as_loss(Loss(TOTAL, torch.tensor(20.0)), 2, "T.loss"))
-    assert results.pairs() == ({3: (6.0, 20.0)}, {3: []})
+    assert results.by_microbatch() == {3: [6.0, 20.0]}
     results.add(5, as_loss(Loss(TOTAL, torch.tensor(-1.0)), 2, "T.loss"))
     with pytest.raises(TaskError, match=r"T\.loss in step 4, microbatch 5 returned a Loss whose weight is -1\.0"):
-        results.pairs()
+        results.values()
 
 
 @pytest.mark.parametrize("number", sorted(DRAWS))

@@ -48,15 +48,15 @@ class Pass:
 
     def parts(self) -> dict[int, tuple[int, ...]]:
         """Microbatch -> digests of the parts in `PARTS`; never 0."""
-        losses, metrics = self.results.pairs() if self.results else ({}, {})
+        values = self.results.by_microbatch() if self.results else {}
         found = {}
         for index, units in self._gradients.items():
             parts = (
                 combined(numbers_of(units)),
-                combined(map(bits_of, losses[index])),
-                combined(bits_of(number) for pair in metrics[index] for number in pair),
+                combined(map(bits_of, values[index][:2])),
+                combined(map(bits_of, values[index][2:])),
             )
-            largest = [*losses[index], *map(float, numbers_of(self._largest.get(index, ())))]
+            largest = [*values[index][:2], *map(float, numbers_of(self._largest.get(index, ())))]
             is_finite = not self.looks_for_not_finite or all(map(math.isfinite, largest))
             found[index] = parts if is_finite else (NOT_FINITE,) * len(parts)
         return found
