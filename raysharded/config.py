@@ -401,6 +401,9 @@ class RunConfig:
     record_events: bool = False
     """Also record all events of the driver in the journal, so that `raysharded replay` can reproduce an incident. The
     journal grows to about three times its size."""
+    record_microbatches: bool = False
+    """Also record in each step's journal entry, as `microbatches`, the sum of the loss and the weight of each of its
+    microbatches. The workers exchange them after the optimizer's step. The journal grows by about 40 bytes for each."""
     accept_arithmetic: bool = False
     """Continue from a checkpoint although all workers would compute different bits than the run so far. Causes are
     another version of torch, another kind of machine, and rules that this version has dropped. The journal and the
@@ -444,6 +447,7 @@ class RunConfig:
         require_number("RunConfig", "lease_s", self.lease_s, 1.0)
         require(self.lease_s <= MAX_LEASE_S, f"RunConfig.lease_s={self.lease_s!r}: give at most {MAX_LEASE_S:g}.")
         require_kind("RunConfig", "record_events", self.record_events, bool)
+        require_kind("RunConfig", "record_microbatches", self.record_microbatches, bool)
         require_kind("RunConfig", "accept_arithmetic", self.accept_arithmetic, bool)
         require_kind("RunConfig", "accept_unsigned", self.accept_unsigned, bool)
         require(

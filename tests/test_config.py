@@ -71,6 +71,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: rs.RunConfig(**{**RUN, "checkpont": None}), "did you mean 'checkpoint'"),
     (lambda: rs.RunConfig(**RUN, accept_arithmetic="yes"), "accept_arithmetic='yes': give a bool"),  # type: ignore[arg-type]
     (lambda: rs.RunConfig(**RUN, record_events="yes"), "record_events='yes': give a bool"),  # type: ignore[arg-type]
+    (lambda: rs.RunConfig(**RUN, record_microbatches=1), "record_microbatches=1: give a bool"),  # type: ignore[arg-type]
     (lambda: rs.RunConfig(name="a"), "RunConfig needs storage_path, max_steps; give them by name"),  # type: ignore[call-arg]
     (lambda: rs.EngineConfig(reduction="exactly"), "choose one of 'exact', 'fast'"),  # type: ignore[arg-type]
     (lambda: rs.EngineConfig(mirrors="no"), "mirrors='no': give a bool"),  # type: ignore[arg-type]

@@ -48,6 +48,8 @@ class Job:
     """Notices, as in `FailureConfig.preemption_notices`."""
     on_non_finite: OnNonFinite = "stop"
     """Response to a step whose loss or gradient is not finite."""
+    records_microbatches: bool = False
+    """Whether the workers exchange and report the losses and weights of each step's microbatches."""
     faults: Any = None
     """A `raysharded.testing.FaultPlan`, or None."""
     initial_weights: InitialWeights | None = None

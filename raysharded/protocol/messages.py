@@ -255,6 +255,8 @@ class StepReport:
     """Sentences on what may not be as the task's author intended, since the report of the step before."""
     gpu: Mapping[str, float] = field(default_factory=dict)
     """Use of the reporting worker's GPU, by name; empty without one."""
+    microbatches: tuple[tuple[float, float], ...] = ()
+    """(sum of the loss, weight) of each microbatch, if they are recorded."""
 
     def measured(self) -> dict[str, float]:
         """The step's finite numbers by name, as a checkpoint keeps them; those of the evaluation as `evaluation.*`."""
@@ -282,6 +284,7 @@ class StepReport:
             "skipped": self.skipped is not None,
             "remarks": list(self.remarks),
             "gpu": dict(self.gpu),
+            "microbatches": list(map(list, self.microbatches)),
         }
         return fields | {name: value for name, value in only_some.items() if value}
 

@@ -113,6 +113,7 @@ def job_of(spec: RunSpec) -> Job:
         grace_s=spec.run.checkpoint.grace_s,
         on_non_finite=spec.run.failure.on_non_finite,
         preemption_notices=spec.run.failure.preemption_notices,
+        records_microbatches=spec.run.record_microbatches,
         faults=spec.faults,
         initial_weights=spec.initial_weights,
     )

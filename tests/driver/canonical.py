@@ -269,8 +269,8 @@ NAMES: Mapping[type, Names] = {
     messages.StepReport: Names(
         "step_report",
         "generation step world_size loss weight metrics evaluation gradient_norm lr read_digest num_reads "
-        "seconds finished_at save_started save_asked save_late skipped audit_s remarks gpu",
-        later={"remarks": (), "gpu": {}},
+        "seconds finished_at save_started save_asked save_late skipped audit_s remarks gpu microbatches",
+        later={"remarks": (), "gpu": {}, "microbatches": ()},
     ),
     messages.NonFinite: Names("non_finite", "what loss microbatches"),
     messages.Corruption: Names(

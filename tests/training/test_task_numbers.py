@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
@@ -23,11 +23,13 @@ from raysharded.actors.optimizer.learning_rate import rate_of, scale_of
 from raysharded.actors.step.forward_backward import Results, as_loss
 from raysharded.actors.task_calls.remarks import Notes
 from raysharded.actors.task_calls.task_numbers import half_precision
+from raysharded.checkpoint import open_storage
 from raysharded.data import MicrobatchLoader
 from raysharded.errors import TaskError
+from raysharded.journal.log import read
 from tests.actors.optimizer.test_shard_optimizer import Line as LineOf, shard_optimizer
 from tests.cases import tried_each_time
-from tests.training.harness import Outcome, log_into, make_job, train
+from tests.training.harness import Collector, Outcome, log_into, make_driver, make_job, make_limits, train
 
 WIDTH = 3
 
@@ -135,7 +137,7 @@ class Uneven(Given):
     """Values whose sum depends on the order in which they are added and rounded."""
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
-        return rs.Loss(model(batch).sum() * 0, 1, {"uneven": (uneven(batch), 1)})
+        return rs.Loss(model(batch).sum().double() * 0 + uneven(batch), 1013, {"uneven": (uneven(batch), 1)})
 
     def evaluate(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
         return self.loss(model, batch)
@@ -166,6 +168,26 @@ def test_the_number_of_the_rule_tells_how_the_microbatches_are_added(monkeypatch
             for start in range(0, 50, size)
         ]
         assert outcome.numbers[-1]["evaluation"]["uneven"] == add(held_out) / len(held_out)
+
+
+@pytest.mark.procs
+def test_microbatches_are_recorded_if_that_is_requested(tmp_path: Path) -> None:
+    def recorded(workers: int) -> list[list[list[float]]]:
+        listener, url = Collector(), f"{tmp_path}/{workers}"
+        job = make_job(url, task=Uneven(), data=Rows(), microbatches=MICROBATCHES, steps=2)
+        job = replace(job, records_microbatches=True)
+        make_driver(job, make_limits(job, workers), listener).run()
+        return [fields["microbatches"] for kind, fields in listener.entries if kind == "step"]
+
+    loader = MicrobatchLoader(Rows(), make_job("", microbatches=MICROBATCHES).batch)
+    expected = [
+        [[uneven(torch.stack(loader.load(step, index).samples)), 1013.0] for index in range(MICROBATCHES)]
+        for step in (1, 2)
+    ]
+    assert recorded(1) == recorded(3) == expected
+    assert [
+        entry["microbatches"] for entry in read(open_storage(f"{tmp_path}/3")) if entry["kind"] == "step"
+    ] == expected
 
 
 # -- learning rates --

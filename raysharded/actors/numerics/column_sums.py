@@ -2,7 +2,7 @@
 
 Each is computed from integers that are added over the workers. There are two layouts, by the number of the rule
 `numbers`. `ByMicrobatch` has a slot for each float of each microbatch, and all workers add these along the one tree.
-`OnGrid` has a fixed number of words, whatever the number of microbatches and parameters.
+`OnGrid` has as many words at any number of microbatches and parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Own:
     uses: Sequence[bool]
     """For each parameter: True if one of these microbatches used it."""
     presumed: Sequence[bool]
-    """The same for a worker whose microbatches used none: what it presumes of all workers."""
+    """The presumption about all workers, for one whose own microbatches used no parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,16 +71,17 @@ class ByMicrobatch:
         uses = self._own.uses
         words = np.zeros(len(uses) + self._num_microbatches * self._num_columns, dtype=np.int64)
         words[: len(uses)] = uses
-        self._slots(words)[list(self._own.microbatches)] = self._own.values
+        self.slots(words)[list(self._own.microbatches)] = self._own.values
         return words
 
     def read(self, words: Words, sum_over_workers: Sum) -> Sums:
-        slots = self._slots(words)
+        slots = self.slots(words)
         bad = np.flatnonzero(~np.isfinite(slots[:, 0])).tolist()
         used = words[: len(self._own.uses)] > 0
         return Sums(sums=tree_sums(slots), bad_losses=tuple(bad), used=tuple(used.tolist()))
 
-    def _slots(self, words: Words) -> Rows:
+    def slots(self, words: Words) -> Rows:
+        """[microbatches, columns]: the floats in these words."""
         slots = words[len(self._own.uses) :].view(np.float64)
         return slots.reshape(self._num_microbatches, self._num_columns)
 

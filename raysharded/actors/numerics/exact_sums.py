@@ -1,8 +1,9 @@
 """Exact sums of float64 numbers, as a fixed number of integers that may be added over workers in any order.
 
-A number is an integer multiple of a power of two, so a sum of integers on one grid is exact, and neither the order of
-addition nor the number of workers matters (Neal, Fast exact summation using small and large superaccumulators, 2015,
-arXiv:1505.05571). The sum is rounded once, at the end: the bits are those of `math.fsum`.
+A number is a multiple of a power of two, so a sum is an integer on one grid: exact in any order, and for any number of
+workers. The integers are superaccumulators (Neal, Fast exact summation using small and large superaccumulators, 2015,
+arXiv:1505.05571).
+The sum is rounded once, at the end: the bits are those of `math.fsum`.
 
 The narrow grid has all finite numbers of float32, and all of float64 with a magnitude from 2**-108 to 2**128. The wide
 grid has all finite numbers of float64, in seven times as many words.

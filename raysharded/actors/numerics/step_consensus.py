@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from raysharded.actors.numerics.column_sums import LAYOUTS, Own, Sum
+from raysharded.actors.numerics.column_sums import LAYOUTS, ByMicrobatch, Own, Sum
 from raysharded.actors.numerics.exact_sums import Rows
 from raysharded.actors.numerics.grad_norm import NORM_WORDS, norm_from_words
 from raysharded.errors import TaskError
@@ -63,7 +63,7 @@ class Contribution:
     uses: Sequence[bool] = ()
     """For each parameter of the model: True if this worker's microbatches used it."""
     presumed: Sequence[bool] = ()
-    """The same for all workers, as a worker presumes it whose microbatches used none."""
+    """The presumption about all workers, for one whose own microbatches used no parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +118,14 @@ def agree(own: Contribution, num_microbatches: int, sum_over_workers: Sum, *, nu
         bad_losses=found.bad_losses,
         used=found.used,
     )
+
+
+def microbatch_losses(own: Contribution, num_microbatches: int, sum_over_workers: Sum) -> tuple[Pair, ...]:
+    """(sum, weight) of the loss of each microbatch; every worker of the generation must call it."""
+    losses = Own(microbatches=own.microbatches, values=own.values[:, :2], uses=(), presumed=())
+    layout = ByMicrobatch(losses, num_microbatches)
+    words = sum_over_workers(torch.from_numpy(layout.words())).numpy()
+    return tuple((total, weight) for total, weight in layout.slots(words).tolist())
 
 
 def non_finite(agreed: Agreed) -> NonFinite | None:

@@ -6,7 +6,7 @@ import torch
 
 from raysharded.actors.model.param_layout import Replication
 from raysharded.actors.numerics.grad_norm import NORM_WORDS, square_sum_words
-from raysharded.actors.numerics.step_consensus import Agreed, Contribution, Flags, agree
+from raysharded.actors.numerics.step_consensus import Agreed, Contribution, Flags, Pair, agree, microbatch_losses
 from raysharded.actors.step.assembly import Parts, Surroundings
 from raysharded.actors.step.gradient import Computed
 
@@ -18,6 +18,7 @@ class Agreement:
         self._around, self._parts = around, parts
         self._used: tuple[bool, ...] = ()
         """For each parameter: True if the newest step used it."""
+        self._newest: Contribution | None = None
 
     def contribution(self, computed: Computed) -> Contribution:
         """This worker's part of the agreement."""
@@ -55,7 +56,7 @@ class Agreement:
 
     def agree(self, contribution: Contribution) -> Agreed:
         """The agreement of all workers."""
-        around = self._around
+        around, self._newest = self._around, contribution
         agreed = agree(
             contribution,
             around.job.batch.num_microbatches,
@@ -64,3 +65,10 @@ class Agreement:
         )
         self._used = agreed.used
         return agreed
+
+    def exchange_microbatches(self) -> tuple[Pair, ...]:
+        """(sum of the loss, weight) of each microbatch of the newest agreement."""
+        assert self._newest is not None, "the workers have not agreed"
+        around, own = self._around, self._newest
+        with around.in_phase("agree"):
+            return microbatch_losses(own, around.job.batch.num_microbatches, around.groups.state.sum_int64)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 
-from raysharded.actors.numerics.step_consensus import Agreed
+from raysharded.actors.numerics.step_consensus import Agreed, Pair
 from raysharded.actors.shards.saver import Decision
 from raysharded.actors.task_calls.remarks import Notes
 from raysharded.actors.telemetry import device_use
@@ -47,10 +47,12 @@ class Reports:
         save: Decision,
         skipped: NonFinite | None,
         audit_s: float | None,
+        microbatches: tuple[Pair, ...],
     ) -> None:
         """Report a step as all workers agreed on it.
 
-        `skipped`: why it was not applied. `audit_s`: seconds of its audit.
+        `skipped`: why it was not applied. `audit_s`: seconds of its audit. `microbatches`: losses and weights, if they
+        are recorded.
         """
         report = StepReport(
             generation=self._generation,
@@ -73,6 +75,7 @@ class Reports:
             audit_s=audit_s,
             remarks=self._notes.take(),
             gpu=device_use.newest(),
+            microbatches=microbatches,
         )
         with self.updated:
             self.recent.append(report)

@@ -340,10 +340,11 @@ class Step:
                 parts.gradient.check_buffers("evaluation", step)
         with around.in_phase("snapshot"):
             own = steps.snapshot(step)
+        microbatches = steps.agreement.exchange_microbatches() if around.job.records_microbatches else ()
         last = steps.is_last(step)
         due = around.job.save_at_end if last else around.job.saves_at(step)
         decision = decide(agreed.flags, due=due, last=last)
-        report = (step, agreed, self._lr, evaluation, decision, self.skipped, parts.audit.seconds)
+        report = (step, agreed, self._lr, evaluation, decision, self.skipped, parts.audit.seconds, microbatches)
         if last:  # its checkpoint may have to wait for the previous one
             around.reports.add(*report)
         if decision.start:
