@@ -23,8 +23,7 @@ REGISTERED_STATE = "registered"
 def save_id(generation: GenerationId, driver: str = "") -> str:
     """Identifier of the saves of one generation of one driver, which saves a step at most once.
 
-    A driver that was followed by another may not know it yet, and continue to count generations. Its name keeps their
-    workers apart.
+    A driver that another one follows may not know it yet, and count on. Its name keeps their workers apart.
     """
     return f"g{generation:06d}_{driver}" if driver else f"g{generation:06d}"
 
@@ -260,8 +259,8 @@ class StepReport:
 
     def measured(self) -> dict[str, float]:
         """The step's finite numbers by name, as a checkpoint keeps them; those of the evaluation as `evaluation.*`."""
-        evaluation = {f"evaluation.{name}": value for name, value in self.evaluation.items()}
-        numbers = {**self.metrics, "loss": self.loss, **evaluation}
+        numbers = {**self.metrics, "loss": self.loss}
+        numbers |= {f"evaluation.{name}": value for name, value in self.evaluation.items()}
         return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
     def fields(self) -> dict[str, object]:
@@ -281,10 +280,10 @@ class StepReport:
         only_some: dict[str, object] = {
             "metrics": dict(self.metrics),
             "evaluation": dict(self.evaluation),
+            "microbatches": list(map(list, self.microbatches)),
             "skipped": self.skipped is not None,
             "remarks": list(self.remarks),
             "gpu": dict(self.gpu),
-            "microbatches": list(map(list, self.microbatches)),
         }
         return fields | {name: value for name, value in only_some.items() if value}
 
