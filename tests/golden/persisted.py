@@ -117,6 +117,7 @@ def _train(folder: Path, key_file: str) -> Path:
                     storage_path=str(folder),
                     max_steps=steps,
                     record_events=True,
+                    record_microbatches=True,
                     checkpoint=rs.CheckpointConfig(
                         every_steps=1, keep_last=9, keep_best=("loss", "min", 1), signing_key_file=signing
                     ),
