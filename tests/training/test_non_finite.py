@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -162,15 +162,15 @@ def test_the_second_time_at_the_same_checkpoint_ends_the_run_and_names_both() ->
 
 
 class Committed(Tokens):
-    """A sample exists only when a checkpoint does: `seen` is a file that a listener makes."""
+    """Samples that exist only when a checkpoint does: sample -> a file that a listener makes."""
 
-    def __init__(self, sample: int, seen: Path) -> None:
+    def __init__(self, seen: Mapping[int, Path]) -> None:
         super().__init__()
-        self._sample, self._seen = sample, seen
+        self._seen = seen
 
     def __getitem__(self, index: int) -> Any:
-        if index == self._sample:
-            wait_until(self._seen.exists, "the checkpoint is committed")
+        if index in self._seen:
+            wait_until(self._seen[index].exists, "the checkpoint is committed")
         return super().__getitem__(index)
 
 
@@ -182,12 +182,13 @@ def test_after_a_newer_checkpoint_the_run_may_go_back_again_and_the_report_shows
     class Listener(Collector):
         def __call__(self, kind: str, fields: dict[str, Any]) -> None:
             Collector.__call__(self, kind, fields)
-            if kind == "checkpoint" and fields["step"] == 6:
-                (tmp_path / "committed").touch()
+            if kind == "checkpoint":
+                (tmp_path / f"committed {fields['step']}").touch()
 
     task = Diverging([first_sample_of(4), first_sample_of(9)])
     url = str(tmp_path / "run")
-    data = Committed(first_sample_of(9), tmp_path / "committed")  # read in step 7, after two steps' data were skipped
+    seen = {first_sample_of(8): tmp_path / "committed 4", first_sample_of(9): tmp_path / "committed 6"}
+    data = Committed(seen)  # read in the steps 6 and 7, after two steps' data were skipped
     job = make_job(url, task=task, microbatches=MICROBATCHES, steps=7, save_every=2, on_non_finite="rewind", data=data)
     listener = Listener()
     metadata = {"batch": {"global_batch_size": BATCH, "microbatch_size": 2, "seed": SEED}, "reduction": "exact"}
