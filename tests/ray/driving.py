@@ -94,12 +94,19 @@ class DriverProcess:
     """A process that drives the run on a cluster (None: on a separate Ray), and its messages so far."""
 
     def __init__(
-        self, folder: Path, workers: int, address: str | None, *, orphan_wait_s: float = 60.0, marker: str = ""
+        self,
+        folder: Path,
+        workers: int,
+        address: str | None,
+        *,
+        orphan_wait_s: float = 60.0,
+        marker: str = "",
+        program: str = "driving",
     ) -> None:
         environment = {**os.environ, "RAYSHARDED_TEST": marker}
         environment["RAY_ADDRESS"] = "local" if address is None else address
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ray.driving", str(folder), str(workers), str(orphan_wait_s)],
+            [sys.executable, "-m", f"tests.ray.{program}", str(folder), str(workers), str(orphan_wait_s)],
             env=environment,
             stdout=subprocess.PIPE,
             text=True,
@@ -137,7 +144,7 @@ class DriverProcess:
         return [fields["pid"] for kind, fields in self.entries if kind == "worker_ready"]
 
 
-def _tell(kind: str, fields: dict[str, Any]) -> None:
+def tell(kind: str, fields: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps({"kind": kind, **fields}, default=str) + "\n")
     sys.stdout.flush()
 
@@ -145,11 +152,11 @@ def _tell(kind: str, fields: dict[str, Any]) -> None:
 def main() -> None:
     folder, workers, orphan_wait_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     try:
-        result = trainer(folder, workers, orphan_wait_s=orphan_wait_s).fit(_tell)
+        result = trainer(folder, workers, orphan_wait_s=orphan_wait_s).fit(tell)
     except RayshardedError as error:
-        _tell("raised", {"error": type(error).__name__, "text": str(error)})
+        tell("raised", {"error": type(error).__name__, "text": str(error)})
         sys.exit(1)
-    _tell("result", {"fingerprint": result.fingerprint})
+    tell("result", {"fingerprint": result.fingerprint})
 
 
 if __name__ == "__main__":

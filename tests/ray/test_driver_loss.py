@@ -18,16 +18,19 @@ from raysharded.checkpoint import newest_complete, open_storage
 from raysharded.driver.replay.rerun import load as load_replays
 from raysharded.errors import RunOwnedElsewhere
 from raysharded.ids import WorkerId
+from raysharded.journal.log import read
 from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.session import DriverSession, job_identity, run_digest
 from raysharded.protocol.worker_launcher import Reply
 from raysharded.ray_backend import adoption
 from raysharded.report import load
+from raysharded.report.data_audit import audit
 from raysharded.run.translation import job_of
-from tests.ray.driving import STEPS, DriverProcess, hurry, trainer, undisturbed
+from tests.ray import mixture_driving
+from tests.ray.driving import MICROBATCHES, STEPS, DriverProcess, hurry, trainer, undisturbed
 from tests.ray.launchers import Owner, make_launcher
 from tests.ray.leftovers import assert_no_slot_is_leaked, processes_marked, wait_until
-from tests.training.harness import make_job
+from tests.training.harness import make_job, train
 
 pytestmark = pytest.mark.ray
 
@@ -104,6 +107,32 @@ def test_workers_of_a_driver_that_was_killed_continue_with_the_next_one(
     assert [record.step for record in report.summary.steps] == list(range(1, STEPS + 1))
     if moment == "step":  # the other one may not have recorded its beginning
         assert_drivers_decide_the_same_again(tmp_path, 2)
+    assert_no_slot_is_leaked()
+
+
+@pytest.mark.parametrize("moment", ["decided", pytest.param("begun", marks=pytest.mark.long)])
+def test_weights_changed_by_hand_hold_when_another_driver_takes_over(
+    moment: str, tmp_path: Path, address: str, start: Start
+) -> None:
+    first = start(tmp_path, 2, address, program="mixture_driving")
+    decision = first.wait_for(lambda kind, _: kind == "mixture_weights")
+    journal = open_storage(str(tmp_path / "mixed"))
+    wait_until(lambda: any(entry["kind"] == "mixture_weights" for entry in read(journal)), "the decision is written")
+    if moment == "begun":
+        first.wait_for_step(decision["from_step"])
+    first.process.kill()
+    first.process.wait()
+    entries: dict[str, list[dict[str, Any]]] = {}
+    hurry(tmp_path)
+    trained = mixture_driving.trainer(tmp_path, 2)
+    result = trained.fit(lambda kind, fields: entries.setdefault(kind, []).append(fields))
+    assert entries["taken_over"][0]["workers"] == [0, 1]
+    assert entries["generation"][0]["source"] == "memory"
+    planned = mixture_driving.mixture(tmp_path, decision["from_position"])
+    assert result.fingerprint == train(1, data=planned, steps=STEPS, microbatches=MICROBATCHES).fingerprint
+    found = audit(trained.url)
+    assert found.ok
+    assert {one.name: one.read for one in found.sources} == planned.counts(STEPS * mixture_driving.BATCH)
     assert_no_slot_is_leaked()
 
 
