@@ -26,7 +26,9 @@ from raysharded.actors.task_calls.task_numbers import half_precision
 from raysharded.checkpoint import open_storage
 from raysharded.data import MicrobatchLoader
 from raysharded.errors import TaskError
+from raysharded.ids import WorkerId
 from raysharded.journal.log import read
+from raysharded.testing import Fault, FaultPlan
 from tests.actors.optimizer.test_shard_optimizer import Line as LineOf, shard_optimizer
 from tests.cases import tried_each_time
 from tests.training.harness import Collector, Outcome, log_into, make_driver, make_job, make_limits, train
@@ -172,11 +174,12 @@ def test_the_number_of_the_rule_tells_how_the_microbatches_are_added(monkeypatch
 
 @pytest.mark.procs
 def test_microbatches_are_recorded_if_that_is_requested(tmp_path: Path) -> None:
-    def recorded(workers: int) -> list[list[list[float]]]:
-        listener, url = Collector(), f"{tmp_path}/{workers}"
-        job = make_job(url, task=Uneven(), data=Rows(), microbatches=MICROBATCHES, steps=2)
+    def recorded(workers: int, *kills: Fault) -> list[list[list[float]]]:
+        listener, url, plan = Collector(), f"{tmp_path}/{workers}", FaultPlan(faults=kills, folder=str(tmp_path))
+        job = make_job(url, task=Uneven(), data=Rows(), microbatches=MICROBATCHES, steps=2, faults=plan)
         job = replace(job, records_microbatches=True)
-        make_driver(job, make_limits(job, workers), listener).run()
+        make_driver(job, make_limits(job, workers, max_worker_losses=len(kills)), listener).run()
+        assert all(plan.fired(kill) for kill in kills)
         return [fields["microbatches"] for kind, fields in listener.entries if kind == "step"]
 
     loader = MicrobatchLoader(Rows(), make_job("", microbatches=MICROBATCHES).batch)
@@ -184,7 +187,8 @@ def test_microbatches_are_recorded_if_that_is_requested(tmp_path: Path) -> None:
         [[uneven(torch.stack(loader.load(step, index).samples)), 1013.0] for index in range(MICROBATCHES)]
         for step in (1, 2)
     ]
-    assert recorded(1) == recorded(3) == expected
+    lost = [Fault(worker=WorkerId(worker), step=worker, phase="apply") for worker in (1, 2)]
+    assert recorded(1) == recorded(3, *lost) == expected
     assert [
         entry["microbatches"] for entry in read(open_storage(f"{tmp_path}/3")) if entry["kind"] == "step"
     ] == expected

@@ -338,9 +338,9 @@ class Step:
             with around.calling_the_task(), around.in_phase("evaluate"), steps.forwards.evaluating():
                 evaluation = parts.evaluator.evaluate_due(step)
                 parts.gradient.check_buffers("evaluation", step)
-        with around.in_phase("snapshot"):
-            own = steps.snapshot(step)
         microbatches = steps.agreement.exchange_microbatches() if around.job.records_microbatches else ()
+        with around.in_phase("snapshot"):  # from here to the report nothing waits for another worker
+            own = steps.snapshot(step)
         last = steps.is_last(step)
         due = around.job.save_at_end if last else around.job.saves_at(step)
         decision = decide(agreed.flags, due=due, last=last)
