@@ -403,7 +403,7 @@ class RunConfig:
     journal grows to about three times its size."""
     record_microbatches: bool = False
     """Also record in each step's journal entry, as `microbatches`, the sum of the loss and the weight of each of its
-    microbatches. The workers exchange them after the optimizer's step. The journal grows by about 40 bytes for each."""
+    microbatches. The workers exchange 16 bytes for each, after the optimizer's step; the journal grows by about 40."""
     accept_arithmetic: bool = False
     """Continue from a checkpoint although all workers would compute different bits than the run so far. Causes are
     another version of torch, another kind of machine, and rules that this version has dropped. The journal and the

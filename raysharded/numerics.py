@@ -31,7 +31,7 @@ class Rule:
     detect the other programs by trial and reject them. Those continue under the last number once it is accepted."""
     in_fast_mode: bool = False
     """True if the rule also holds with `EngineConfig(reduction="fast")`, which promises the same samples but not the
-    same bits."""
+    same bits: samples, or a format of what the workers exchange."""
 
 
 RULES: dict[str, Rule] = {
@@ -63,6 +63,7 @@ RULES: dict[str, Rule] = {
         "the step's loss and metrics from those of its microbatches: added along a tree (1, 2), or exactly and rounded "
         "once (3); the gradient's norm, clipping and scaling, the learning rate, and the optimizer's inputs",
         (1, 2, 3),
+        in_fast_mode=True,
     ),
     "order": Rule(
         "the sample at each position, and the positions of each microbatch: a permutation of all samples (1), or, for "

@@ -32,7 +32,7 @@ from raysharded.actors.shards.saver import Saver, fingerprint_of
 from raysharded.actors.shards.store import ShardStore, redundant_copies
 from raysharded.actors.step.collation import AheadOfUse
 from raysharded.actors.step.engine import Engine
-from raysharded.actors.step.pending_reports import REPORTS_KEPT
+from raysharded.actors.step.pending_reports import REPORTS_KEPT, add_newest
 from raysharded.actors.task_calls.remarks import Notes
 from raysharded.actors.telemetry.busy_sampler import Sampler
 from raysharded.actors.telemetry.stack_probe import look_at
@@ -284,7 +284,7 @@ class Worker:
     def _leave(self) -> None:
         """Release the previous generation's groups and parameters, but not its shards in host memory."""
         if self._engine is not None:
-            self._reports_before.extend(self._engine.reports)
+            add_newest(self._reports_before, self._engine.reports)
         self._engine, aborted, ended = None, self._groups is not None and self._groups.aborted, list[Any]()
         self._objects.release()
         if self._groups is not None:

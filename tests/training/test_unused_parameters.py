@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 import raysharded as rs
 from raysharded import numerics
+from raysharded.actors.numerics.column_sums import OnGrid, Words
 from raysharded.data.order import sample_ids
 from raysharded.errors import TaskError
 from raysharded.ids import WorkerId
@@ -204,6 +205,32 @@ class Slow(Marked):
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(0.03)
         return super().__getitem__(index)
+
+
+class Unmarked(Marked):
+    """No microbatch uses an extra weight."""
+
+    def __init__(self) -> None:
+        self._marks = {block: set() for block in MARKS}
+
+
+def note_second_sums(file: str) -> None:
+    """In a worker's process: a line in the file for each second sum of an agreement."""
+    wide = OnGrid._wide
+
+    def noted(own: OnGrid) -> Words:
+        with Path(file).open("a") as lines:
+            lines.write("second\n")
+        return wide(own)
+
+    setattr(OnGrid, "_wide", noted)  # noqa: B010 - mypy takes a function for no method
+
+
+def test_a_worker_without_a_microbatch_presumes_the_parameters_of_the_step_before(tmp_path: Path) -> None:
+    """In the first step it presumes all, and some are never used: that step alone has a second sum."""
+    noted = tmp_path / "sums"
+    trained(3, data=Unmarked(), prepare=partial(note_second_sums, str(noted)))
+    assert noted.read_text().split() == ["second"] * 3
 
 
 def test_a_worker_may_join_just_after_the_step_that_uses_a_parameter_first() -> None:

@@ -2,7 +2,8 @@
 
 Each is computed from integers that are added over the workers. There are two layouts, by the number of the rule
 `numbers`. `ByMicrobatch` has a slot for each float of each microbatch, and all workers add these along the one tree.
-`OnGrid` has as many words at any number of microbatches and parameters.
+`OnGrid` has as many words at any number of microbatches and parameters, and adds more where numbers are not finite, or
+where workers did not use the same parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Sum = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Own:
+class OwnMicrobatches:
     """One worker's microbatches."""
 
     microbatches: Sequence[int]
@@ -63,7 +64,7 @@ class Layout(Protocol):
 class ByMicrobatch:
     """Each float of each microbatch as its bits, in a slot that one worker fills; a count for each parameter."""
 
-    def __init__(self, own: Own, num_microbatches: int) -> None:
+    def __init__(self, own: OwnMicrobatches, num_microbatches: int) -> None:
         self._own, self._num_microbatches = own, num_microbatches
         self._num_columns = own.values.shape[1]
 
@@ -89,11 +90,11 @@ class ByMicrobatch:
 class OnGrid:
     """Each column's exact sum on the narrow grid, rounded once; a digest of the parameters used.
 
-    If a number is not on that grid, or two workers used different parameters, the workers add a second list of words:
+    If a number is not on that grid, or two workers used different parameters, all workers add a second list of words:
     the sums on the wide grid, the microbatches whose losses are not finite, and a count for each parameter.
     """
 
-    def __init__(self, own: Own, num_microbatches: int) -> None:
+    def __init__(self, own: OwnMicrobatches, num_microbatches: int) -> None:
         self._own, self._num_microbatches = own, num_microbatches
         self._num_columns = own.values.shape[1]
         self._uses_any = any(own.uses)
@@ -144,12 +145,15 @@ class OnGrid:
         )
 
 
-LAYOUTS: dict[int, Callable[[Own, int], Layout]] = {1: ByMicrobatch, 2: ByMicrobatch, 3: OnGrid}
+LAYOUTS: dict[int, Callable[[OwnMicrobatches, int], Layout]] = {1: ByMicrobatch, 2: ByMicrobatch, 3: OnGrid}
 """By the number of the rule `numbers`: the layout of one worker's microbatches, of so many in all."""
 
 
 def _digest_of(uses: Sequence[bool]) -> list[int]:
-    """Two words of which the sums over workers differ from multiples unless all workers have the same ones."""
+    """Two words. The sum over the workers is a multiple of a worker's own only if all have the same ones.
+
+    That is not certain, but workers that decide differently are less likely than 2**-90.
+    """
     digest = hashlib.blake2b(bytes(uses), digest_size=16).digest()
     return np.frombuffer(digest, dtype="<i8").tolist()  # type: ignore[no-any-return]
 

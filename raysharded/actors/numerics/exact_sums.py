@@ -2,8 +2,7 @@
 
 A number is a multiple of a power of two, so a sum is an integer on one grid: exact in any order, and for any number of
 workers. The integers are superaccumulators (Neal, Fast exact summation using small and large superaccumulators, 2015,
-arXiv:1505.05571).
-The sum is rounded once, at the end: the bits are those of `math.fsum`.
+arXiv:1505.05571). The sum is rounded once, at the end: the bits are those of `math.fsum`.
 
 The narrow grid has all finite numbers of float32, and all of float64 with a magnitude from 2**-108 to 2**128. The wide
 grid has all finite numbers of float64, in seven times as many words.
@@ -45,9 +44,10 @@ class Grid:
     def integers(self, rows: Rows) -> list[int] | None:
         """Each column's sum in units of the grid; None if a number is not on the grid."""
         sums = [0] * rows.shape[1]
-        for start in range(0, len(rows), _MOST_ROWS):
-            if not self._add(sums, rows[start : start + _MOST_ROWS].T.copy()):
-                return None
+        with np.errstate(all="ignore"):  # also under a user's np.seterr
+            for start in range(0, len(rows), _MOST_ROWS):
+                if not self._add(sums, rows[start : start + _MOST_ROWS].T.copy()):
+                    return None
         return sums
 
     def _add(self, sums: list[int], columns: Rows) -> bool:
@@ -70,7 +70,7 @@ class Grid:
             units = np.maximum(units - _DIGIT_BITS, self.lowest)
 
     def _scaled(self, values: NDArray[Any], exponents: NDArray[np.int64]) -> Rows:
-        """values * 2**exponents, an exponent for each column. It is exact where the result is an integer or a float64.
+        """values * 2**exponents, an exponent for each column. It is exact but for results below 1, which give no digit.
 
         In two steps for a grid with powers of two that float64 does not have.
         """

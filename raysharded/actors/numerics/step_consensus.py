@@ -1,4 +1,4 @@
-"""The consensus of all workers, once per step, as one sum of 64-bit integers; rarely as two.
+"""The consensus of all workers, once per step, as one sum of 64-bit integers, or two.
 
 All values are sent exactly: counts as they are, floats as `column_sums` has them. The task's metrics have the same
 names on every worker, since they determine the layout of the sum.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from raysharded.actors.numerics.column_sums import LAYOUTS, ByMicrobatch, Own, Sum
+from raysharded.actors.numerics.column_sums import LAYOUTS, ByMicrobatch, OwnMicrobatches, Sum
 from raysharded.actors.numerics.exact_sums import Rows
 from raysharded.actors.numerics.grad_norm import NORM_WORDS, norm_from_words
 from raysharded.errors import TaskError
@@ -98,8 +98,8 @@ _HEAD = _NUM_FLAGS + NORM_WORDS + 3
 
 def agree(own: Contribution, num_microbatches: int, sum_over_workers: Sum, *, numbers: int) -> Agreed:
     """Combine the workers' contributions; every worker of the generation must call it. `numbers`: of the rule."""
-    microbatches = Own(microbatches=own.microbatches, values=own.values, uses=own.uses, presumed=own.presumed)
-    layout = LAYOUTS[numbers](microbatches, num_microbatches)
+    mine = OwnMicrobatches(microbatches=own.microbatches, values=own.values, uses=own.uses, presumed=own.presumed)
+    layout = LAYOUTS[numbers](mine, num_microbatches)
     reads = [*map(_signed, own.read_digest), own.num_reads]
     head = [np.array(own.flags.as_ints()), own.norm_words.numpy(), np.array(reads, dtype=np.int64)]
     words = sum_over_workers(torch.from_numpy(np.concatenate([*head, layout.words()]))).numpy()
@@ -122,7 +122,7 @@ def agree(own: Contribution, num_microbatches: int, sum_over_workers: Sum, *, nu
 
 def microbatch_losses(own: Contribution, num_microbatches: int, sum_over_workers: Sum) -> tuple[Pair, ...]:
     """(sum, weight) of the loss of each microbatch; every worker of the generation must call it."""
-    losses = Own(microbatches=own.microbatches, values=own.values[:, :2], uses=(), presumed=())
+    losses = OwnMicrobatches(microbatches=own.microbatches, values=own.values[:, :2], uses=(), presumed=())
     layout = ByMicrobatch(losses, num_microbatches)
     words = sum_over_workers(torch.from_numpy(layout.words())).numpy()
     return tuple((total, weight) for total, weight in layout.slots(words).tolist())

@@ -19,6 +19,7 @@ class Agreement:
         self._used: tuple[bool, ...] = ()
         """For each parameter: True if the newest step used it."""
         self._newest: Contribution | None = None
+        """The newest contribution, if its microbatches are recorded."""
 
     def contribution(self, computed: Computed) -> Contribution:
         """This worker's part of the agreement."""
@@ -56,7 +57,8 @@ class Agreement:
 
     def agree(self, contribution: Contribution) -> Agreed:
         """The agreement of all workers."""
-        around, self._newest = self._around, contribution
+        around = self._around
+        self._newest = contribution if around.job.records_microbatches else None
         agreed = agree(
             contribution,
             around.job.batch.num_microbatches,

@@ -120,10 +120,12 @@ class Results:
         self._join_rows()
         if not self._blocks:
             return np.empty((0, 2 + 2 * len(self.metric_names or ())))
-        self._blocks = [on_host(torch.cat(self._blocks))]
-        values: Rows = self._blocks[0].numpy()
-        for place in np.flatnonzero(values[:, 1] < 0)[:1]:
-            raise _bad_weight(f"{self.where}, microbatch {self.microbatches[place]}", str(values[place, 1]))
+        self._blocks = [torch.cat(self._blocks)]
+        values: Rows = on_host(self._blocks[0]).numpy()
+        weights = values[:, 1]
+        if weights.min() < 0:
+            place = int(np.argmax(weights < 0))
+            raise _bad_weight(f"{self.where}, microbatch {self.microbatches[place]}", str(weights[place]))
         return values
 
     def by_microbatch(self) -> dict[int, list[float]]:

@@ -6,6 +6,8 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
+from dataclasses import replace
 
 from raysharded.actors.numerics.step_consensus import Agreed, Pair
 from raysharded.actors.shards.saver import Decision
@@ -23,6 +25,20 @@ _TELLERS = 8
 """Number of ranks that send all of these. All workers know the same. The newest are enough from the others, in case
 none of the first is left; otherwise thousands would send the driver a million reports."""
 _TOLD_BY_OTHERS = 8
+_MICROBATCHES_KEPT = 1 << 16
+"""Microbatches that are recorded in kept reports, 8 MB of them; the newest report has its microbatches in any case."""
+
+
+def add_newest(reports: deque[StepReport], newest: Collection[StepReport]) -> None:
+    """Add the newest reports, in place, as waiting calls hold `reports`. Older ones lose their microbatches."""
+    reports.extend(newest)
+    if not any(report.microbatches for report in newest):
+        return
+    num_recorded = 0
+    for place in range(len(reports) - 1, -1, -1):
+        num_recorded += len(reports[place].microbatches)
+        if num_recorded > _MICROBATCHES_KEPT and place < len(reports) - 1:
+            reports[place] = replace(reports[place], microbatches=())
 
 
 class Reports:
@@ -78,5 +94,5 @@ class Reports:
             microbatches=microbatches,
         )
         with self.updated:
-            self.recent.append(report)
+            add_newest(self.recent, [report])
             self.updated.notify_all()

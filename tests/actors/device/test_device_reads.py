@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raysharded.actors.device import accelerator
 from raysharded.actors.device.device_waits import on_device, on_host
 from raysharded.actors.numerics.grad_norm import norm_from_words, square_sum_words
+from raysharded.actors.step import forward_backward
 from raysharded.actors.step.forward_backward import Results
 from raysharded.task import Loss
 from tests.actors.device.communicator_double import DoubleAccelerator
@@ -132,6 +133,15 @@ def test_a_number_of_the_device_beside_a_loss_on_the_host_is_copied_before_it_is
         results.add(0, Loss(torch.tensor(1.0), 2, {"a": (torch.empty((), device="meta"), 1.0)}))
     assert copies.found == []
     assert results.by_microbatch() == {0: [1.0, 2.0, 0.0, 1.0]}
+
+
+@pytest.mark.usefixtures("on_meta")
+def test_results_on_the_device_are_read_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_backward, "on_host", lambda values: torch.zeros(values.shape, dtype=values.dtype))
+    results = Results("Task.loss")
+    for number in (1, 2):
+        results.add(number, Loss(torch.empty((), device="meta"), 2))
+        assert results.by_microbatch() == {index: [0.0, 0.0] for index in range(1, number + 1)}
 
 
 @pytest.mark.usefixtures("on_meta")

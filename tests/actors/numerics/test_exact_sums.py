@@ -72,6 +72,19 @@ def test_many_numbers_are_added_in_parts_and_stay_as_they_are() -> None:
     assert sums_of(NARROW, [values[:0]]) == [0.0, 0.0, 0.0]
 
 
+def test_the_digits_of_many_large_numbers_do_not_overflow() -> None:
+    largest = math.ldexp(2 - 2.0**-52, 100)
+    for sign in (1, -1):
+        assert sums_of(NARROW, [np.full((1 << 16, 1), sign * largest)]) == [sign * largest * 2**16]
+
+
+def test_a_user_s_errors_of_numpy_are_not_raised() -> None:
+    with np.errstate(all="raise"):
+        assert sums_of(NARROW, [np.array([[1e38], [1.0]])]) == [1e38]
+        assert sums_of(WIDE, [np.array([[1e300], [1e-300]])]) == [1e300]
+        assert NARROW.integers(np.array([[1e38], [1e-300]])) is None
+
+
 def test_a_sum_that_is_too_large_is_infinite() -> None:
     values = np.full((3, 1), -1.5e308)
     assert sums_of(WIDE, [values]) == [-math.inf]

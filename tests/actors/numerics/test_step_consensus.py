@@ -190,12 +190,19 @@ def test_microbatches_whose_loss_is_not_finite_are_named(numbers: int) -> None:
 USES = st.lists(st.booleans(), min_size=4, max_size=4).map(tuple)
 
 
-@given(uses=st.lists(USES, min_size=1, max_size=4), presumed=USES)
-def test_a_parameter_is_used_if_any_worker_used_it(uses: list[tuple[bool, ...]], presumed: tuple[bool, ...]) -> None:
-    shares = [contribution({rank: (1.0, 1.0)}, uses=one, presumed=presumed) for rank, one in enumerate(uses)]
-    expected = tuple(map(any, zip(*uses, strict=True)))
+@given(workers=st.lists(st.tuples(USES, USES, st.booleans()), min_size=1, max_size=4))
+def test_a_parameter_is_used_if_any_worker_used_it_at_any_presumptions(
+    workers: list[tuple[tuple[bool, ...], tuple[bool, ...], bool]],
+) -> None:
+    shares = [
+        contribution({rank: (1.0, 1.0)} if has_values else {}, uses=uses, presumed=presumed)
+        for rank, (uses, presumed, has_values) in enumerate(workers)
+    ]
+    expected = tuple(map(any, zip(*(uses for uses, _, _ in workers), strict=True)))
     for numbers in (2, 3):
-        assert agreed_by(shares, len(uses), numbers).used == expected
+        agreed = agreed_by(shares, len(workers), numbers)
+        assert agreed.used == expected
+        assert agreed.weight == sum(has_values for _, _, has_values in workers)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +222,27 @@ def test_parameters_are_counted_where_the_workers_did_not_use_the_same(
     shares = [contribution({rank: (1.0, 1.0)}, uses=one, presumed=presumed) for rank, one in enumerate(uses)]
     agreed_by(shares, len(uses), lengths=lengths)
     assert len(lengths) == num_sums
+
+
+def test_the_words_of_the_older_numbers_are_those_of_the_versions_that_had_them() -> None:
+    """Workers of an older version may be in the same sum."""
+    own = contribution(
+        {1: (-2.5, 3.0)},
+        metrics={1: [(0.5, 1.0), (7.0, 2.0)]},
+        digest=(5, 2**64 - 1),
+        num_reads=9,
+        flags=Flags(boundary=True),
+        uses=(True, False),
+    )
+    sent: list[list[int]] = []
+
+    def sum_over_workers(words: torch.Tensor) -> torch.Tensor:
+        sent.append(words.tolist())
+        return words
+
+    agree(own, 2, sum_over_workers, numbers=2)
+    slots = np.array([0.0] * 6 + [-2.5, 3.0, 0.5, 1.0, 7.0, 2.0]).view(np.int64).tolist()
+    assert sent == [[0, 1, 0, 0, *[0] * NORM_WORDS, 5, -1, 9, 1, 0, *slots]]
 
 
 def test_negative_losses_and_digests_beyond_the_sign_bit_survive() -> None:
