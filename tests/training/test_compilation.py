@@ -17,6 +17,7 @@ from raysharded.checkpoint.retention.catalog import list_checkpoints
 from raysharded.checkpoint.retention.policy import Keep
 from raysharded.errors import InexactError
 from raysharded.ids import WorkerId
+from tests.ray.leftovers import wait_until
 from tests.training.harness import VOCABULARY, WIDTH, Collector, GptTask, make_driver, make_job, make_limits, train
 
 pytestmark = [
@@ -61,6 +62,22 @@ class ManyLengths(GptTask):
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
         return super().loss(model, batch[:, : LENGTHS[int(batch.sum()) % len(LENGTHS)] + 1])
+
+
+class Saved(ManyLengths):
+    """Its fifth step waits for a checkpoint."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def lr_scale(self, step: int) -> float:
+        if step == 5:
+            wait_until(lambda: bool(complete(self._url)), "a checkpoint is complete")
+        return super().lr_scale(step)
+
+
+def complete(url: str) -> list[int]:
+    return [ref.step for ref in list_checkpoints(open_storage(url)) if ref.complete]
 
 
 def one_compiler() -> None:
@@ -117,11 +134,14 @@ def test_many_lengths_give_the_same_bits_at_every_size_and_after_a_loss() -> Non
 def test_more_shapes_than_the_limit_end_the_run_with_a_checkpoint_and_a_higher_one_changes_no_bit(
     tmp_path: Path,
 ) -> None:
-    prepare = partial(each_by_itself, tmp_path / "made")  # a compiler that needs little time
+    url, prepare = (
+        str(tmp_path / "run"),
+        partial(each_by_itself, tmp_path / "made"),
+    )  # a compiler that needs little time
 
     def drive(limit: int) -> str | None:
         engine = rs.EngineConfig(compile=True, max_compiled_shapes=limit)
-        job = make_job(str(tmp_path / "run"), steps=6, **(SETTINGS | {"engine": engine}))
+        job = make_job(url, steps=6, **(SETTINGS | {"engine": engine, "task": Saved(url)}))
         limits = make_limits(job, 1)
         driver = make_driver(job, limits, Collector(), keep=Keep(last=9), prepare={WorkerId(0): prepare})
         driver.restore()
@@ -131,6 +151,5 @@ def test_more_shapes_than_the_limit_end_the_run_with_a_checkpoint_and_a_higher_o
         InexactError, match=r"unit blocks\.0 came to 2 shapes .*max_compiled_shapes=1: the first was \[2, \d, 16\]"
     ):
         drive(1)
-    saved = [ref.step for ref in list_checkpoints(open_storage(str(tmp_path / "run"))) if ref.complete]
-    assert saved
+    assert complete(url)
     assert drive(4) == train(1, prepare=prepare, steps=6, **SETTINGS).fingerprint
