@@ -23,7 +23,7 @@ REGISTERED_STATE = "registered"
 def save_id(generation: GenerationId, driver: str = "") -> str:
     """Identifier of the saves of one generation of one driver, which saves a step at most once.
 
-    A driver that another one follows may not know it yet, and count further. Its name keeps their workers apart.
+    A driver may count generations on, unaware that another one follows it. Its name keeps their workers apart.
     """
     return f"g{generation:06d}_{driver}" if driver else f"g{generation:06d}"
 

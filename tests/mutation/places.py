@@ -27,13 +27,15 @@ _MODULES_OF = {
         "build constants construction drawn_constants init_batches init_weights inventory meta_watch param_layout "
         "parameter_marks sharded_model"
     ),
-    "actors/numerics": "bit_digest grad_norm microbatch_schedule norm_blocks step_consensus summation_tree",
+    "actors/numerics": (
+        "bit_digest column_sums exact_sums grad_norm microbatch_schedule norm_blocks step_consensus summation_tree"
+    ),
     "actors/optimizer": (
         "built_optimizer held_parameters inner_optimizers kept_state learning_rate shard_optimizer step_hooks trial"
     ),
     "actors/reduction": "gradient_exchange replica_sum tree_reducer",
     "actors/shards": "async_copy device_state erasure mirror parity position rebuild restore store transfer",
-    "actors/step": ("evaluation forward_backward gradient parameter_use recomputation update"),
+    "actors/step": ("agreement evaluation forward_backward gradient parameter_use recomputation update"),
     "actors/step/proofs": "audit audit_verdict evaluation_proof first_step_proof repeated_pass",
     "actors/task_calls": "object_contents task_numbers",
     "data": "ledger loader order",

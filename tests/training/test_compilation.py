@@ -134,10 +134,8 @@ def test_many_lengths_give_the_same_bits_at_every_size_and_after_a_loss() -> Non
 def test_more_shapes_than_the_limit_end_the_run_with_a_checkpoint_and_a_higher_one_changes_no_bit(
     tmp_path: Path,
 ) -> None:
-    url, prepare = (
-        str(tmp_path / "run"),
-        partial(each_by_itself, tmp_path / "made"),
-    )  # a compiler that needs little time
+    url = str(tmp_path / "run")
+    prepare = partial(each_by_itself, tmp_path / "made")  # a compiler that needs little time
 
     def drive(limit: int) -> str | None:
         engine = rs.EngineConfig(compile=True, max_compiled_shapes=limit)

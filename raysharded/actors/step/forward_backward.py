@@ -122,10 +122,10 @@ class Results:
             return np.empty((0, 2 + 2 * len(self.metric_names or ())))
         self._blocks = [torch.cat(self._blocks)]
         values: Rows = on_host(self._blocks[0]).numpy()
-        weights = values[:, 1]
-        if weights.min() < 0:
-            place = int(np.argmax(weights < 0))
-            raise _bad_weight(f"{self.where}, microbatch {self.microbatches[place]}", str(weights[place]))
+        is_negative = values[:, 1] < 0
+        if is_negative.any():
+            place = int(is_negative.argmax())
+            raise _bad_weight(f"{self.where}, microbatch {self.microbatches[place]}", str(values[place, 1]))
         return values
 
     def by_microbatch(self) -> dict[int, list[float]]:

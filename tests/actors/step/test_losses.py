@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from decimal import Decimal
 from fractions import Fraction
@@ -96,6 +97,14 @@ def test_a_negative_weight_in_a_tensor_is_found_where_it_is_on_the_host() -> Non
     assert results.by_microbatch() == {3: [6.0, 20.0]}
     results.add(5, as_loss(Loss(TOTAL, torch.tensor(-1.0)), 2, "T.loss"))
     with pytest.raises(TaskError, match=r"T\.loss in step 4, microbatch 5 returned a Loss whose weight is -1\.0"):
+        results.values()
+
+
+def test_a_negative_weight_is_named_beside_one_that_is_not_a_number() -> None:
+    results = Results("T.loss in step 4")
+    for index, weight in enumerate((math.nan, 1.0, -2.0)):
+        results.add(index, Loss(TOTAL, torch.tensor(weight)))
+    with pytest.raises(TaskError, match=r"microbatch 2 returned a Loss whose weight is -2\.0"):
         results.values()
 
 
