@@ -76,6 +76,7 @@ def storage(keyring: Keyring, s3_url: str) -> Storage:
     """A storage with a separate connection, which has used the file's key."""
     opened = open_storage(_apart(s3_url))
     opened.write("old", [b"old"])
+    assert opened.read("old", 0, 2) == b"ol"
     return opened
 
 
@@ -144,6 +145,14 @@ def test_every_operation_goes_on_with_the_key_that_is_in_the_file_by_now(
     OPERATIONS[name](refused)
     assert _client_of(refused) is not before
     assert refused.retries == 0
+
+
+def test_a_range_of_an_object_that_was_read_with_the_old_key_is_read_with_the_new_one(
+    storage: Storage, keyring: Keyring
+) -> None:
+    keyring.exchange()
+    assert storage.read("old", 1, 2) == storage.read("old", 1, 2) == b"ld"
+    assert storage.retries == 0
 
 
 def test_an_upload_that_began_with_the_old_key_ends_with_the_new_one(storage: Storage, keyring: Keyring) -> None:

@@ -2,7 +2,7 @@
 
 `location` reads the URL, `connection` makes the client, `bucket` sends requests, `errors` finds transient failures.
 `credentials` looks keys up again, `answers` rejects what no S3 server sent, and `rights` names those that are missing.
-`upload`, `download` and `conditional` implement the storage's methods. See docs/storage.md.
+`upload`, `download`, with `ranged_reads`, and `conditional` implement the storage's methods. See docs/storage.md.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from raysharded.checkpoint.storage.s3.credentials import Found, Session, look_up
 from raysharded.checkpoint.storage.s3.deadline import watch_over
 from raysharded.checkpoint.storage.s3.errors import InvalidConfiguration
 from raysharded.checkpoint.storage.s3.location import Endpoint
+from raysharded.checkpoint.storage.s3.ranged_reads import Client, RangedReads
 from raysharded.checkpoint.threads import Threads
 
 _log = logging.getLogger("raysharded.checkpoint")
@@ -34,15 +35,14 @@ NUM_THREADS = 16
 """Concurrent parts and ranges over all storages of one endpoint in this process."""
 _MOST_CONNECTIONS = NUM_THREADS + 16  # including those of the callers' threads
 
-Client = Any  # boto3 makes its clients' methods at run time and has no types for them
-
 
 @dataclass(slots=True)
 class Connection:
     """A client with its threads. Thread-safe. Trying sets `checksums`: see `Bucket.request_with_optional`."""
 
     endpoint: Endpoint
-    client: Client
+    reads: RangedReads
+    """The client, and its ranged reads."""
     credentials: Found
     """The client's."""
     pool: Threads = field(default_factory=lambda: Threads(NUM_THREADS, thread_name_prefix="raysharded-s3"))
@@ -50,6 +50,10 @@ class Connection:
     """Whether the server accepts requests with checksums."""
     _renewing: threading.Lock = field(default_factory=threading.Lock)
     _looked_up_at: float = float("-inf")
+
+    @property
+    def client(self) -> Client:
+        return self.reads.client
 
     def renew(self, refused: Client, error: BaseException) -> bool:
         """True if `client` has other credentials than `refused`, which is replaced if such are found now.
@@ -70,7 +74,7 @@ class Connection:
                 found = look_up(session)
                 if not found.differ_from(self.credentials):
                     return False
-                self.client, self.credentials = _client(self.endpoint, session), found
+                self.reads, self.credentials = RangedReads(_client(self.endpoint, session)), found
                 renewed = not found.renews_itself
             except (BotoCoreError, InvalidConfiguration) as failure:
                 _log.info("credentials were refused, and could not be looked up again: %s", failure)
@@ -92,7 +96,7 @@ def connect(endpoint: Endpoint) -> Connection:
         if endpoint not in _connections:
             session = new_session()
             found = look_up(session)
-            _connections[endpoint] = Connection(endpoint, _client(endpoint, session), found)
+            _connections[endpoint] = Connection(endpoint, RangedReads(_client(endpoint, session)), found)
         return _connections[endpoint]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Self
@@ -62,7 +62,7 @@ def _read_whole(bucket: Bucket, key: str) -> bytes:
     full = bucket.location.full(key)
 
     def once() -> bytes | int:
-        asked = _get(bucket, full, 0, ONE_REQUEST_BYTES, {"ChecksumMode": "ENABLED"})
+        asked = _answer(lambda: _get_first(bucket, full), 0, ONE_REQUEST_BYTES)
         if asked is None:
             return b""
         with asked as got:
@@ -123,7 +123,7 @@ def _read_range(bucket: Bucket, key: str, start: int, outs: Outs, stop: threadin
     full = bucket.location.full(key)
 
     def once() -> _Got:
-        asked = _get(bucket, full, start, size, {})
+        asked = _answer(lambda: bucket.get_range(full, start, size), start, size)
         if asked is None:
             return _Got(count=0, version="")
         with asked as got:
@@ -133,17 +133,20 @@ def _read_range(bucket: Bucket, key: str, start: int, outs: Outs, stop: threadin
     return bucket.retrying(once, stop)
 
 
-def _get(bucket: Bucket, full: str, start: int, size: int, optional: dict[str, Any]) -> _Answer | None:
+def _get_first(bucket: Bucket, full: str) -> dict[str, Any]:
+    """Answer to a GET of an object's first bytes, and its checksum if it has one."""
+    wanted = f"bytes=0-{ONE_REQUEST_BYTES - 1}"
+    return bucket.request_with_optional("get_object", {"ChecksumMode": "ENABLED"}, Key=full, Range=wanted)
+
+
+def _answer(get: Callable[[], dict[str, Any]], start: int, size: int) -> _Answer | None:
     """Answer to a ranged GET, before its body; None if the object ends before `start`."""
     try:
-        answer = bucket.request_with_optional(
-            "get_object", optional, Key=full, Range=f"bytes={start}-{start + size - 1}"
-        )
+        return _Answer(get(), start, size)
     except ClientError as error:
         if status_of(error) == 416:
             return None
         raise
-    return _Answer(answer, start, size)
 
 
 class _Answer:
