@@ -45,6 +45,13 @@ def test_a_worker_that_is_killed_in_any_phase_changes_no_bit(phase: str) -> None
     assert run(3, kills=KILLS[phase], save_every=3).bits == by_task().bits
 
 
+def test_the_microbatches_of_a_loop_are_recorded_as_those_of_a_task() -> None:
+    by_loop = run(3, kills=[(1, 2, "apply")], records_microbatches=True)
+    task = train(1, microbatches=MICROBATCHES, steps=STEPS, records_microbatches=True)
+    assert by_loop.bits == task.bits
+    assert {len(numbers["microbatches"]) for numbers in task.numbers} == {MICROBATCHES}
+
+
 class Witness(Loop):
     """Writes down each step that was entered and each that was left, with the average of the losses."""
 

@@ -196,6 +196,7 @@ def train(
     retries: int = 0,
     done: int | None = None,
     read_patience_s: float = 60.0,
+    records_microbatches: bool = False,
 ) -> Outcome:
     """Train from the start with so many workers, in groups of `shards` if that is given and of not fewer than
     `least_shards`, with a tensor parallel degree of `tensor`; raises the error that the run failed with. `nodes`: a
@@ -223,6 +224,7 @@ def train(
             faults=plan if plan.faults else None,
             on_non_finite=on_non_finite,
             read_patience_s=read_patience_s,
+            records_microbatches=records_microbatches,
         )
         limits = make_limits(
             job,
@@ -276,6 +278,7 @@ def make_job(
     grace_s: float = 25.0,
     on_non_finite: OnNonFinite = "stop",
     read_patience_s: float = 60.0,
+    records_microbatches: bool = False,
 ) -> Job:
     """A run in the folder at `url`."""
     return Job(
@@ -295,6 +298,7 @@ def make_job(
         grace_s=grace_s,
         on_non_finite=on_non_finite,
         read_patience_s=read_patience_s,
+        records_microbatches=records_microbatches,
         faults=faults,
     )
 

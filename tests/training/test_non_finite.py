@@ -77,6 +77,20 @@ def test_a_step_that_is_not_finite_is_left_out_with_the_same_bits_at_every_size(
     assert proven == ([1, 2] if workers > 2 else [1])  # microbatch 2 is of the first round then, which proves nothing
 
 
+def test_the_microbatches_of_a_step_that_is_left_out_are_recorded_too() -> None:
+    bad = [(1, 2), (3, 0), (3, 2)]
+    alone, three = (run(workers, bad, "skip", records_microbatches=True) for workers in (1, 3))
+    assert three.bits == alone.bits
+    for numbers, plain in zip(alone.numbers, skipping().numbers, strict=True):
+        losses = [total for total, _ in numbers["microbatches"]]
+        step = numbers["step"]
+        assert [(step, index) for index, loss in enumerate(losses) if math.isnan(loss)] == [
+            one for one in bad if one[0] == step
+        ]
+        assert sum(weight for _, weight in numbers["microbatches"]) == plain["weight"]
+        assert repr(math.fsum(losses) / numbers["weight"]) == repr(plain["loss"])
+
+
 def test_a_step_that_is_left_out_changes_no_bit_of_the_state() -> None:
     bad = first_sample_of(3)
     all_but_one = train(1, task=Diverging([bad]), on_non_finite="skip", microbatches=MICROBATCHES, steps=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
@@ -176,8 +176,15 @@ def test_the_number_of_the_rule_tells_how_the_microbatches_are_added(monkeypatch
 def test_microbatches_are_recorded_if_that_is_requested(tmp_path: Path) -> None:
     def recorded(workers: int, *kills: Fault) -> list[list[list[float]]]:
         listener, url, plan = Collector(), f"{tmp_path}/{workers}", FaultPlan(faults=kills, folder=str(tmp_path))
-        job = make_job(url, task=Uneven(), data=Rows(), microbatches=MICROBATCHES, steps=2, faults=plan)
-        job = replace(job, records_microbatches=True)
+        job = make_job(
+            url,
+            task=Uneven(),
+            data=Rows(),
+            microbatches=MICROBATCHES,
+            steps=2,
+            faults=plan,
+            records_microbatches=True,
+        )
         make_driver(job, make_limits(job, workers, max_worker_losses=len(kills)), listener).run()
         assert all(plan.fired(kill) for kill in kills)
         return [fields["microbatches"] for kind, fields in listener.entries if kind == "step"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -51,6 +52,14 @@ def test_the_bits_are_those_of_one_tensor_parallel_group(
     outcome = in_groups(workers, degree, shards=shards)
     assert outcome.bits == one_group(degree).bits
     assert meshes_of(outcome) == [mesh]
+
+
+def test_the_recorded_microbatches_are_those_of_one_tensor_parallel_group() -> None:
+    alone, three = (in_groups(workers, records_microbatches=True) for workers in (2, 6))
+    assert three.bits == alone.bits
+    for numbers, plain in zip(alone.numbers, one_group().numbers, strict=True):
+        assert len(numbers["microbatches"]) == MICROBATCHES
+        assert math.fsum(loss for loss, _ in numbers["microbatches"]) / plain["weight"] == plain["loss"]
 
 
 def test_cutting_the_model_changes_nothing_but_rounding() -> None:
