@@ -18,6 +18,8 @@ from torch import nn
 
 import raysharded as rs
 from raysharded.actors.shards import saver
+from raysharded.actors.shards.store import ShardBuffer
+from raysharded.actors.step.step import Steps
 from raysharded.checkpoint import SigningKey, Storage, open_storage, write_shard
 from raysharded.checkpoint.format.paths import parse_save_folder
 from raysharded.checkpoint.retention.catalog import list_checkpoints, newest_complete
@@ -30,6 +32,7 @@ from raysharded.protocol.job import Job
 from raysharded.protocol.messages import FromCheckpoint
 from tests import patches
 from tests.cases import tried_each_time
+from tests.ray.leftovers import wait_until
 from tests.training.harness import (
     VOCABULARY,
     Collector,
@@ -464,3 +467,28 @@ def test_a_driver_that_sleeps_through_a_takeover_commits_nothing_and_ends(tmp_pa
     newest = newest_complete(open_storage(job.run_url)).checkpoint
     assert newest is not None
     assert newest.manifest.metadata["fingerprint"] == state.result_fingerprint
+
+
+def save_after_the_loss_of_a_worker() -> None:
+    """In a worker's process: the first save begins when the state is mirrored, and on survivors when the generation has
+    been aborted."""
+    plain = Steps.save
+    lost = threading.Event()
+
+    def save(steps: Steps, own: ShardBuffer) -> None:
+        around = steps.around
+        steps.join_copies()
+        if around.place.rank != 1 and not lost.is_set():
+            wait_until(lambda: around.groups.aborted, "the generation is not aborted", WAIT_S)
+            lost.set()
+            with around.in_phase("save"):
+                raise AssertionError("a phase of an aborted generation began")
+        plain(steps, own)
+
+    Steps.save = save  # type: ignore[method-assign,assignment]
+
+
+def test_a_step_whose_save_a_loss_prevents_is_reported_and_not_computed_again() -> None:
+    lost = train(3, steps=4, save_every=2, kills=[(1, 2, "save")], prepare=save_after_the_loss_of_a_worker)
+    assert lost.bits == train(1, steps=4).bits
+    assert lost.of("generation")[1]["step"] == 2

@@ -347,13 +347,15 @@ class Step:
         report = (step, agreed, self._lr, evaluation, decision, self.skipped, parts.audit.seconds, microbatches)
         if last:  # its checkpoint may have to wait for the previous one
             around.reports.add(*report)
-        if decision.start:
-            with around.in_phase("save"):
-                steps.save(own)
-            if self._asked_for_a_save:  # otherwise it was requested later: it stays pending
-                around.save_asked.clear()
-        if not last:
-            around.reports.add(*report)
+        try:
+            if decision.start:
+                with around.in_phase("save"):
+                    steps.save(own)
+                if self._asked_for_a_save:  # otherwise it was requested later: it stays pending
+                    around.save_asked.clear()
+        finally:
+            if not last:  # also if the generation was aborted meanwhile: the step may be recovered from memory
+                around.reports.add(*report)
         if around.compilation is not None:
             around.compilation.end_step(step, around.storage, around.save_asked.set)
 

@@ -1,9 +1,9 @@
 """Ranged GETs of a boto3 client, without what boto3 computes again for each: half the CPU of its `get_object`.
 
 The first read of an object is boto3's, which finds the object's address, the headers and how to sign. They are
-remembered. Later reads send the same with another range, signed anew by the client, over the client's connections. Only
-an object's bytes are taken from the answer: all others, such as refusals, redirections and the pages of other servers,
-are forgotten, and boto3 sends the request again.
+remembered. Later reads send the same with another range, signed anew by the client, over the client's connections. After
+any answer but an object's bytes, such as a refusal or a redirection, the request is forgotten, and boto3 sends it: at
+once, or after a server's error at the next try.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Sent:
     auth_path: str | None
 
     def with_range(self, wanted: str) -> AWSRequest:
-        """The same request, for another range."""
+        """This request for another range."""
         request = AWSRequest(
             method="GET",
             url=self.url,
@@ -65,7 +65,7 @@ class RangedReads:
         client.meta.events.register_first(_CREATED, self._remember)
 
     def get(self, bucket: str, key: str, wanted: str) -> Answer:
-        """What `get_object` answers to a Range header: ContentLength, ContentRange, ETag and Body.
+        """The answer of `get_object` to a Range header: ContentLength, ContentRange, ETag and Body.
 
         Raises what `get_object` raises, and ConnectionError if the server has failed or has too many requests: the next
         try is boto3's.
