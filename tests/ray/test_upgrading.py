@@ -39,7 +39,7 @@ Entry = dict[str, Any]
 class Program:
     """The program with the version in a folder, and its messages."""
 
-    def __init__(self, version: Path, folder: Path, how: str) -> None:
+    def __init__(self, version: Path, folder: Path, how: str, *more: str) -> None:
         environment = {
             **os.environ,
             "PYTHONPATH": str(version),
@@ -47,7 +47,7 @@ class Program:
         }
         self._errors = (folder / f"{how}-{version.name}.log").open("w+")
         self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(folder), how],
+            [sys.executable, str(PROGRAM), str(folder), how, *more],
             env=environment,
             cwd=folder,
             stdout=subprocess.PIPE,
@@ -86,15 +86,15 @@ class Program:
         return by_kind, self._errors.read()
 
 
-Start = Callable[[Path, str], Program]
+Start = Callable[..., Program]
 
 
 @pytest.fixture
 def start(cluster: None, tmp_path: Path) -> Iterator[Start]:
     started: list[Program] = []
 
-    def one(version: Path, how: str) -> Program:
-        started.append(Program(version, tmp_path, how))
+    def one(version: Path, how: str, *more: str) -> Program:
+        started.append(Program(version, tmp_path, how, *more))
         return started[-1]
 
     yield one
@@ -165,14 +165,14 @@ def test_no_step_of_workers_of_the_version_before_is_lost(
         assert "Traceback" not in errors
     assert (claims(tmp_path), leases(tmp_path)) == (before, shown)
     old.wait_for_step(max(entry["step"] for entry in old.entries if entry["kind"] == "step") + 1)  # undisturbed
+    new = start(installed if in_place else ROOT, "fit", "later")  # so that it comes while the workers wait for a driver
+    new.wait_for(lambda entry: entry["kind"] == "ready")
     old.process.kill()
     old.process.wait()
     told = max(entry["step"] for entry in old.entries if entry["kind"] == "step")
-    version = ROOT
     if in_place:
         replace_in_place(installed)
-        version = installed
-    new = start(version, "fit")
+    (tmp_path / "go").touch()
     waiting = new.wait_for(lambda entry: entry["kind"] == "waiting_for_workers")
     assert (waiting["workers"], waiting["version"].partition(";")[0]) == (2, "raysharded 0.1 (protocol 1")
     (tmp_path / "hurry").touch()

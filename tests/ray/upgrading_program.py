@@ -1,6 +1,7 @@
-"""A run that any version of raysharded can drive: `python upgrading_program.py FOLDER fit|start|attach`.
+"""A run that any version of raysharded can drive: `python upgrading_program.py FOLDER fit|start|attach [later]`.
 
-It imports nothing of the tests: the version that it finds is the one in PYTHONPATH. It writes its events as JSON.
+It imports nothing of the tests: the version that it finds is the one in PYTHONPATH. It writes its events as JSON. With
+`later` it connects to Ray, writes `ready`, and waits for the file `go` in the folder before it imports raysharded.
 """
 
 from __future__ import annotations
@@ -15,8 +16,27 @@ from typing import Any
 import ray
 import torch
 
-import raysharded as rs
-from raysharded.errors import RayshardedError
+
+def tell(kind: str, fields: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps({"kind": kind, **fields}, default=str) + "\n")
+    sys.stdout.flush()
+
+
+def connect() -> None:
+    """Connect to Ray; return when the test says so."""
+    environment = {"PYTHONPATH": os.environ["PYTHONPATH"]}
+    ray.init(os.environ["RAY_ADDRESS"], runtime_env={"env_vars": environment}, log_to_driver=False)
+    if sys.argv[3:] == ["later"]:
+        tell("ready", {})
+        while not Path(sys.argv[1], "go").exists():
+            time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    connect()
+
+import raysharded as rs  # noqa: E402 - its version may be decided only now
+from raysharded.errors import RayshardedError  # noqa: E402
 
 STEPS = 60
 
@@ -60,21 +80,14 @@ def trainer(folder: Path) -> rs.ElasticTrainer:
             storage_path=str(folder),
             max_steps=STEPS,
             lease_s=2.0,
-            failure=rs.FailureConfig(orphan_wait_s=6.0),
+            failure=rs.FailureConfig(orphan_wait_s=10.0),
         ),
         engine=rs.EngineConfig(prefetch=False),
     )
 
 
-def tell(kind: str, fields: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps({"kind": kind, **fields}, default=str) + "\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
     folder, how = Path(sys.argv[1]), sys.argv[2]
-    environment = {"PYTHONPATH": os.environ["PYTHONPATH"]}
-    ray.init(os.environ["RAY_ADDRESS"], runtime_env={"env_vars": environment}, log_to_driver=False)
     try:
         match how:
             case "fit":
