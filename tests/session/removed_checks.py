@@ -46,6 +46,7 @@ TESTS = (
     "tests/session/test_in_a_step.py",
     "tests/session/test_behind_a_step.py",
     "tests/session/test_registered_state.py",
+    "tests/session/test_own_data.py",
     "tests/session/test_call_form.py",
     "tests/session/test_end_of_a_loop.py",
     "tests/session/test_parameter_tensors.py",

@@ -40,6 +40,9 @@ class Mistake:
             return
         if kind == "rank before shard":
             _ = session.rank
+        if kind == "shards what it built itself":
+            own = Gpt()
+            session.shard(own, optimizer_of(own))
         model = session.build(Gpt)
         if kind == "builds twice":
             session.build(Gpt)
@@ -65,8 +68,16 @@ class Mistake:
         if kind == "steps before shard":
             next(session.steps())
         session.shard(
-            model, optimizer, scheduler=None if kind == "not registered" else scheduler, average=average, **more
+            nn.Sequential(model) if kind == "wraps the model" else model,
+            optimizer,
+            scheduler=None if kind == "not registered" else scheduler,
+            average=average,
+            **more,
         )
+        if kind == "evaluates before a step":
+            session.evaluate(lambda batch: model(batch[:, :-1]).sum(), Tokens(4))
+        if kind == "forward before a step":
+            _ = session.rank, model(torch.zeros(1, 8, dtype=torch.int64))
         if kind == "schedule behind shard":
             session.late = torch.optim.lr_scheduler.StepLR(optimizer, 2)  # type: ignore[attr-defined]
         if kind == "shards twice":
@@ -158,6 +169,10 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
     ("raises early", 1, TaskError, r"Mistake raised ValueError: no such file"),
     ("returns early", 1, TaskError, r"returned without session\.shard\(model, optimizer\) and a loop over"),
     ("rank before shard", 1, TaskError, FILE + r":\d+: session\.rank is known after session\.shard"),
+    ("shards what it built itself", 1, TaskError, FILE + r":\d+: session\.shard comes behind session\.build: build"),
+    ("wraps the model", 1, TaskError, FILE + r":\d+: session\.shard was given another model than session\.build"),
+    ("evaluates before a step", 1, TaskError, FILE + r":\d+: session\.evaluate.* belongs into `with step:`"),
+    ("forward before a step", 1, TaskError, FILE + r":\d+: a forward of the model belongs into `with step:`, as it"),
     ("builds twice", 1, TaskError, FILE + r":\d+: session\.build was called twice"),
     ("another model", 1, TaskError, FILE + r":\d+: the optimizer has a parameter of shape .* model\.parameters\(\)"),
     (
