@@ -78,6 +78,8 @@ class Mistake:
             session.evaluate(lambda batch: model(batch[:, :-1]).sum(), Tokens(4))
         if kind == "forward before a step":
             _ = session.rank, model(torch.zeros(1, 8, dtype=torch.int64))
+        if kind == "updates before a step" and session.rank >= 0:
+            optimizer.step()
         if kind == "schedule behind shard":
             session.late = torch.optim.lr_scheduler.StepLR(optimizer, 2)  # type: ignore[attr-defined]
         if kind == "shards twice":
@@ -173,6 +175,7 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
     ("wraps the model", 1, TaskError, FILE + r":\d+: session\.shard was given another model than session\.build"),
     ("evaluates before a step", 1, TaskError, FILE + r":\d+: session\.evaluate.* belongs into `with step:`"),
     ("forward before a step", 1, TaskError, FILE + r":\d+: a forward of the model belongs into `with step:`, as it"),
+    ("updates before a step", 1, TaskError, FILE + r":\d+: optimizer\.step\(\) belongs into `with step:`"),
     ("builds twice", 1, TaskError, FILE + r":\d+: session\.build was called twice"),
     ("another model", 1, TaskError, FILE + r":\d+: the optimizer has a parameter of shape .* model\.parameters\(\)"),
     (
