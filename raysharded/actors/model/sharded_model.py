@@ -88,5 +88,7 @@ def reduces_gradients(unit: FSDPModule) -> bool:
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
     """This worker's part of a sharded parameter or gradient, sharing its memory."""
-    param = param.detach()
-    return param.to_local() if isinstance(param, DTensor) else param
+    if isinstance(param, DTensor):
+        with torch.no_grad():  # then it is the part itself: with gradients, DTensor records two views of it
+            param = param.to_local()
+    return param.detach()
