@@ -23,7 +23,7 @@ def tell(kind: str, fields: dict[str, Any]) -> None:
 
 
 def connect() -> None:
-    """Connect to Ray; return when the test says so."""
+    """Connect to Ray. With `later`, return once the file `go` is there."""
     environment = {"PYTHONPATH": os.environ["PYTHONPATH"]}
     ray.init(os.environ["RAY_ADDRESS"], runtime_env={"env_vars": environment}, log_to_driver=False)
     if sys.argv[3:] == ["later"]:

@@ -1,9 +1,9 @@
 """Ranged GETs of a boto3 client, without what boto3 computes again for each: half the CPU of its `get_object`.
 
 The first read of an object is boto3's, which finds the object's address, the headers and how to sign. They are
-remembered. Later reads send the same with another range, signed anew by the client, over the client's connections. After
-any answer but an object's bytes, such as a refusal or a redirection, the request is forgotten, and boto3 sends it: at
-once, or after a server's error at the next try.
+remembered. Later reads send the same with another range, signed anew by the client, over the client's connections.
+After any answer but an object's bytes, such as a refusal or a redirection, the request is forgotten, and boto3 sends
+it: at once, or after a server's error at the next try.
 """
 
 from __future__ import annotations
