@@ -78,11 +78,13 @@ def test_what_passes_is_outlasted(faulty_s3: FaultyS3, storage: Storage, fault: 
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), [(403, "AccessDenied"), (400, "InvalidRequest"), (404, "NoSuchBucket"), (507, "StorageFull")]
+    ("status", "code"),
+    [(403, "AccessDenied"), (400, "InvalidRequest"), (404, "NoSuchBucket"), (507, "Full"), (503, "SlowDown")],
 )
 def test_what_stays_is_raised_as_at_the_first_read(
-    faulty_s3: FaultyS3, storage: Storage, status: int, code: str
+    faulty_s3: FaultyS3, storage: Storage, status: int, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(retry, "MAX_ATTEMPTS", 1)
     faulty_s3.proxy.inject(Refuse(status, code), on="GetObject", times=100)
     with pytest.raises(StorageError) as first:
         storage.read("b", 5, 500)

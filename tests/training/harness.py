@@ -197,6 +197,7 @@ def train(
     done: int | None = None,
     read_patience_s: float = 60.0,
     records_microbatches: bool = False,
+    replacement_wait_s: float = 0.0,
 ) -> Outcome:
     """Train from the start with so many workers, in groups of `shards` if that is given and of not fewer than
     `least_shards`, with a tensor parallel degree of `tensor`; raises the error that the run failed with. `nodes`: a
@@ -205,7 +206,8 @@ def train(
 
     `kills`: (worker, step, phase) of every worker to kill; `faults`: others; that all of them strike is checked.
     `losses`: the workers that may be lost besides those. `retries`: of a step whose task raised. `done`: the step that
-    a loop makes the last one. `read_patience_s`: as of `Job`, long enough for a busy machine.
+    a loop makes the last one. `read_patience_s`: as of `Job`, long enough for a busy machine. `replacement_wait_s`: as
+    of `ScalingConfig`.
     """
     with tempfile.TemporaryDirectory() as folder:
         killed = [Fault(worker=WorkerId(worker), step=step, phase=phase) for worker, step, phase in kills]
@@ -235,6 +237,7 @@ def train(
             max_skipped_steps=max_skipped_steps,
             task_error_retries=retries,
             grouping=grouped(job, shards, least_shards, tensor),
+            replacement_wait_s=replacement_wait_s,
             join_wait_s=60.0,  # all begin together, on a busy machine too: or else a fault's worker may come too late
         )
         listener = Collector()

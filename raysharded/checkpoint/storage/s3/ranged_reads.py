@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from botocore.awsrequest import AWSRequest, AWSResponse
+from botocore.exceptions import ClientError
+from botocore.parsers import create_parser
 from botocore.response import StreamingBody
 
 from raysharded.checkpoint.storage.s3.answers import refuse_foreign
@@ -67,8 +69,7 @@ class RangedReads:
     def get(self, bucket: str, key: str, wanted: str) -> Answer:
         """The answer of `get_object` to a Range header: ContentLength, ContentRange, ETag and Body.
 
-        Raises what `get_object` raises, and ConnectionError if the server has failed or has too many requests: the next
-        try is boto3's.
+        Raises what `get_object` raises. After a failure of the server the next try is boto3's.
         """
         name = bucket, key
         sent = self._sent.get(name)
@@ -76,11 +77,11 @@ class RangedReads:
             response = self._send(sent.with_range(wanted))
             if response.status_code in _FOUND:
                 return self._answer(response)
-            response.raw.close()
             with self._lock:
                 self._sent.pop(name, None)
             if response.status_code >= _SERVER_ERROR or response.status_code == _TOO_MANY_REQUESTS:
-                raise ConnectionError(f"the server answered {_OPERATION} with {response.status_code}")
+                raise self._error(response)
+            response.raw.close()
         self._mine.reads = name
         try:
             found: Answer = self.client.get_object(Bucket=bucket, Key=key, Range=wanted)
@@ -93,9 +94,20 @@ class RangedReads:
         self.client.meta.events.emit(_CREATED, request=request, operation_name=_OPERATION)
         return self.client._endpoint.http_session.send(request.prepare())  # no public way, as in `deadline`
 
+    def _error(self, response: AWSResponse) -> ClientError:
+        """The error for a server's trouble, as boto3 makes it."""
+        found = self._checked(response, response.content)
+        parser = create_parser("rest-xml")
+        return ClientError(parser.parse(found, None), _OPERATION)
+
+    def _checked(self, response: AWSResponse, body: object) -> Answer:
+        """The response as botocore's parsers take it. Raises ForeignAnswer."""
+        found = {"status_code": response.status_code, "headers": response.headers, "body": body}
+        refuse_foreign(self.client.meta.endpoint_url, _OPERATION, found)
+        return found
+
     def _answer(self, response: AWSResponse) -> Answer:
-        checked = {"status_code": response.status_code, "headers": response.headers, "body": response.raw}
-        refuse_foreign(self.client.meta.endpoint_url, _OPERATION, checked)
+        self._checked(response, response.raw)
         answer: Answer = {field: response.headers[name] for field, name in _FIELDS if name in response.headers}
         return {**answer, "Body": StreamingBody(response.raw, answer.get("ContentLength"))}
 
