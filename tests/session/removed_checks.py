@@ -1,6 +1,6 @@
 """Take out the checks of a user's loop one at a time, and look whether a test misses each.
 
-`python -m tests.session.removed_checks FOLDER`: tries every `raise` of `MODULES` and `FUNCTIONS` in a work tree of the
+`python -m tests.session.removed_checks FOLDER`: tries every check of `MODULES` and `FUNCTIONS` in a work tree of the
 current commit, with `pass` in its place, against the files of `TESTS` in which it is reached. Results are kept in
 FOLDER, and not repeated.
 """
