@@ -22,13 +22,17 @@ KINDS = ("tuple", "dict", "Counter", "numpy", "tensor", "bytes", "array", "whole
 """Names of the forms that JSON lacks: each is a dict with this one key."""
 
 
+AS_THEY_ARE = frozenset((type(None), bool, str, int, float))
+"""Types whose values JSON keeps as they are."""
+
+
 def plain(value: Any, path: str, refusal: str, *, whole: bool = False) -> Any:
     """A value as JSON that `restored` brings back with its types. Raises TaskError for what is not plain data.
 
     `path`: the way to the value; `refusal`: a sentence about what may be in it, both for the error. `whole`: True to
     take bytes, arrays and tensors, too.
     """
-    if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
+    if type(value) in AS_THEY_ARE or isinstance(value, str):
         return value
     if isinstance(value, _NUMPY):  # its type decides how later products are rounded
         return {"numpy": [value.dtype.name, value.item()]}

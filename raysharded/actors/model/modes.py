@@ -54,6 +54,7 @@ class Modes:
         """(attributes, mode in training) of each module; empty while unknown, or if a module has a custom `train`."""
         self._own: tuple[tuple[nn.Module, bool], ...] = ()
         """(module, mode) as a user's loop has set them; empty: the rule decides."""
+        self._changes: tuple[str, ...] = ()
         self._kept = tuple(part for part in parts if not part.has_trainable)
         self._trained = tuple(part for part in parts if part.has_trainable)
 
@@ -80,18 +81,21 @@ class Modes:
 
     def take_over(self) -> None:
         """Train in the modes that the modules have now: a user's loop has set them."""
-        self._own = tuple((module, module.training) for module in self._model.modules())
+        self._note(tuple((module, module.training) for module in self._model.modules()))
+
+    def _note(self, own: tuple[tuple[nn.Module, bool], ...]) -> None:
+        if own != self._own:
+            self._own, self._changes = own, tuple(_changes(self._model, "", around=True, modes=dict(own)))
 
     @property
     def changes(self) -> list[str]:
         """The modules whose mode a user's loop has set unlike that of the module around them; the first is in train
         mode. Empty without such a loop, and if all are in train mode."""
-        own = dict(self._own)
-        return list(_changes(self._model, "", around=True, modes=own)) if own else []
+        return list(self._changes)
 
     def set(self, changes: Sequence[str]) -> None:
         """Train in modes that `changes` has returned before, also in another process."""
-        self._own = tuple(_with_changes(self._model, "", around=True, changes=frozenset(changes)))
+        self._note(tuple(_with_changes(self._model, "", around=True, changes=frozenset(changes))))
         self.train()
 
     @contextmanager

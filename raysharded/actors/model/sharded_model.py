@@ -88,7 +88,5 @@ def reduces_gradients(unit: FSDPModule) -> bool:
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
     """This worker's part of a sharded parameter or gradient, sharing its memory."""
-    if isinstance(param, DTensor):
-        with torch.no_grad():  # then it is the part itself: with gradients, DTensor records two views of it
-            param = param.to_local()
-    return param.detach()
+    # as `to_local` returns it without gradients, at a tenth of the time
+    return (param._local_tensor if isinstance(param, DTensor) else param).detach()

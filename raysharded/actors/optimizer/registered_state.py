@@ -19,7 +19,7 @@ from raysharded.actors.comm.host_group import HostGroup
 from raysharded.actors.model.inventory import find_difference
 from raysharded.actors.model.modes import Modes
 from raysharded.actors.task_calls.remarks import Say
-from raysharded.data.plain_data import KINDS, plain, restored
+from raysharded.data.plain_data import AS_THEY_ARE, KINDS, plain, restored
 from raysharded.data.streams.own_microbatches import OwnMicrobatches
 from raysharded.display.quantities import size
 from raysharded.errors import InexactError, TaskError
@@ -82,7 +82,7 @@ class RegisteredState:
 
     def settings(self) -> str:
         """The present numbers of the groups, as `text`, and the calls of this step."""
-        return json.dumps({_OF_GROUPS: self._settings(), "calls": self.calls}, separators=(",", ":"))
+        return _as_json({_OF_GROUPS: self._settings(), "calls": self.calls})
 
     def _settings(self) -> list[dict[str, Any]]:
         return [_settings_of(group, f"{_OF_GROUPS}[{place}]") for place, group in enumerate(self._groups)]
@@ -100,7 +100,7 @@ class RegisteredState:
             values[_IS_LAST] = True
         if self.streams is not None:
             values[_STREAMS] = self.streams.place()
-        text = json.dumps(values, separators=(",", ":"))
+        text = _as_json(values)
         if len(text) > MOST_BYTES:
             sizes = {name: len(json.dumps(value)) for name, value in values.items()}
             largest = max(sizes, key=lambda name: sizes[name])
@@ -114,11 +114,13 @@ class RegisteredState:
     def with_modes(self, text: str) -> str:
         """An earlier state with the present modes: a loop may set them between two steps."""
         first, line, rest = text.partition("\n")
+        changes = self.modes.changes if self.modes else []
+        if not changes and f'"{_MODES}":' not in first:
+            return text
         values = json.loads(first)
         values.pop(_MODES, None)
-        changes = self.modes.changes if self.modes else []
         ordered = {_OF_GROUPS: values.pop(_OF_GROUPS), **({_MODES: changes} if changes else {}), **values}
-        return json.dumps(ordered, separators=(",", ":")) + line + rest
+        return _as_json(ordered) + line + rest
 
     def load(self, text: str) -> None:
         """Bring the groups and the registered objects to this state. Raises TaskError if it has other objects."""
@@ -169,6 +171,9 @@ class RegisteredState:
     def change_since(self, text: str) -> str | None:
         """The first value that differs from an earlier state, with both values; None if there is none."""
         return first_change(text, self.text())
+
+
+_as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def settings_of(text: str) -> str:
@@ -235,8 +240,13 @@ def _gathered(own: bytes, group: HostGroup) -> list[bytes]:
 
 def _settings_of(group: Mapping[str, Any], path: str) -> dict[str, Any]:
     found = {}
-    for key, value in sorted(group.items()):
-        if key not in _NO_SETTINGS and not isinstance(value, _CONSTANTS) and not callable(value):
+    for key in sorted(group):
+        value = group[key]
+        if key in _NO_SETTINGS:
+            continue
+        if type(value) in AS_THEY_ARE:
+            found[key] = value
+        elif not isinstance(value, _CONSTANTS) and not callable(value):
             found[key] = _plain(value, f"{path}.{key}")
     return found
 
