@@ -37,7 +37,7 @@ MODULES = tuple(
 )
 FUNCTIONS = {
     "raysharded/actors/reduction/tree_reducer.py": ("require_backward",),
-    "raysharded/actors/step/step.py": ("meet", "meet_alike", "register"),
+    "raysharded/actors/step/meetings.py": ("_begin", "meet_alike", "settle"),
 }
 """Functions with checks of loops, in modules with others."""
 TESTS = (

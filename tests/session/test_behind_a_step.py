@@ -17,7 +17,7 @@ from torch import nn
 
 from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
-from raysharded.errors import TaskError
+from raysharded.errors import InexactError, TaskError
 from tests.session import loops
 from tests.session.loops import Loop, by_task, optimizer_of, run
 from tests.session.test_in_a_step import HELD_OUT, Evaluating
@@ -64,6 +64,31 @@ def test_an_error_behind_a_step_that_was_undone_names_the_line_and_the_way_out()
     )
     with pytest.raises(TaskError, match=sentence):
         run(3, Unbound(), kills=[(1, 3, "forward")], steps=STEPS)
+
+
+class DiffersOnce(Loop):
+    """Worker 1 makes one step at another rate, the first time only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._groups: list[dict[str, Any]] = []
+        self._has_differed = False
+
+    def computed(self, session: Session, step: UserStep, _: nn.Module) -> None:
+        if step.number == 3 and session.rank == 1 and not self._has_differed:
+            self._has_differed = True
+            for group in self._groups:
+                group["lr"] *= 2
+
+    def left(self, session: Session, step: UserStep, _: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._groups = optimizer.param_groups
+
+
+@pytest.mark.parametrize("phase", ["data", "backward", "agree"])
+def test_no_run_continues_from_a_step_whose_settings_were_not_compared(phase: str) -> None:
+    """Settings of step 3 are compared while step 4 computes; a loss there may leave nobody with the result."""
+    with pytest.raises(InexactError, match=r"step 3 is computed again.*with other settings|step 3:.* differ between"):
+        run(3, DiffersOnce(), kills=[(2, 4, phase)], steps=STEPS + 2)
 
 
 def numbers() -> list[float]:

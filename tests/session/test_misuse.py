@@ -141,7 +141,15 @@ class Mistake:
                     continue
                 if kind == "invalid rate":
                     optimizer.param_groups[1]["lr"] = -0.1
+                if kind == "rank's own rate in the step":  # the scheduler sets it again
+                    optimizer.param_groups[1]["lr"] *= 1 + session.rank
+                if kind == "rank's own decay in a hook" and step.number == 1:
+                    optimizer.register_step_pre_hook(
+                        lambda one, *_: one.param_groups[1].update(weight_decay=0.1 + session.rank)
+                    )
                 optimizer.step()
+                if kind == "rank's own decay in a hook":
+                    optimizer.param_groups[1]["weight_decay"] = 0.0
                 if kind == "two steps":
                     optimizer.step()
                 if kind == "rank's own schedule" and session.rank == 1:
@@ -229,6 +237,15 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
     ("invalid rate", 1, TaskError, r"parameter group 1 is -0\.1 in step 1.*give a finite number"),
     ("two steps", 1, TaskError, FILE + r":\d+: optimizer\.step\(\) belongs .* once in each step"),
     ("rank's own schedule", 2, InexactError, r"step 1: the optimizer's settings,.* worker 0 has .*, worker 1 "),
+    *(
+        (
+            f"rank's own {what}",
+            2,
+            InexactError,
+            rf"step 1: .* worker 0 has optimizer\[1\]\.{key} = \S+, worker 1 optimizer\[1\]\.{key} = \S+",
+        )
+        for what, key in (("rate in the step", "lr"), ("decay in a hook", "weight_decay"))
+    ),
     (
         "rank's own state",
         2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,11 +49,26 @@ class HostGroup:
 
     def sum_int64(self, values: torch.Tensor) -> torch.Tensor:
         """The element-wise sum of an int64 host tensor over all members, in place."""
-        return self._all_reduce(values, dist.ReduceOp.SUM)
+        return self.begin_sum_int64(values)()
+
+    def begin_sum_int64(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin `sum_int64`; returns a function that waits for it. Do not use the tensor before that has returned.
+
+        All members call it at the same place among their collectives of this group.
+        """
+        work = self._begin_all_reduce(values, dist.ReduceOp.SUM)
+
+        def arrived() -> torch.Tensor:
+            self._finish(work)
+            return values
+
+        return arrived
 
     def max_int(self, value: int) -> int:
         """The largest of the members' values."""
-        return int(self._all_reduce(torch.tensor([value], dtype=torch.int64), dist.ReduceOp.MAX).item())
+        values = torch.tensor([value], dtype=torch.int64)
+        self._finish(self._begin_all_reduce(values, dist.ReduceOp.MAX))
+        return int(values.item())
 
     def broadcast(self, data: torch.Tensor) -> None:
         """Overwrite a uint8 host tensor, of equal length on every member, with rank 0's."""
@@ -70,11 +86,10 @@ class HostGroup:
         options.timeout = self._timeout
         self._finish(self.group.alltoall_base(received, send, out_sizes, in_sizes, options))
 
-    def _all_reduce(self, values: torch.Tensor, how: Any) -> torch.Tensor:
+    def _begin_all_reduce(self, values: torch.Tensor, how: Any) -> Any:
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp(how), self._timeout
-        self._finish(self.group.allreduce([values], options))
-        return values
+        return self.group.allreduce([values], options)
 
 
 class Replicas:

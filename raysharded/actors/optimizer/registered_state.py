@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +70,8 @@ class RegisteredState:
         """Numbers that the newest step has logged."""
         self.calls: list[str] = []
         """Calls of the newest step that all workers make alike, with their values, as `name = value`."""
+        self.in_update: list[str] = []
+        """`settings` as the newest step's `optimizer.step()` began, and as it ended."""
         self.modes: Modes | None = None
         """Modes of the model's modules; None before the first generation."""
         self.is_last = False
@@ -77,8 +80,8 @@ class RegisteredState:
         """The state with which a run begins."""
 
     def begin_step(self) -> None:
-        """Forget what the step before has logged and called."""
-        self.logged, self.calls = {}, []
+        """Forget what the step before has logged, called and set."""
+        self.logged, self.calls, self.in_update = {}, [], []
 
     def settings(self) -> str:
         """The present numbers of the groups, as `text`, and the calls of this step."""
@@ -208,10 +211,11 @@ def are_different(sums: Sequence[int], world_size: int) -> bool:
 
 
 def differing(
-    text: str, calls: Sequence[str], step: int, members: Sequence[WorkerId], group: HostGroup
+    texts: Sequence[str], calls: Sequence[str], step: int, members: Sequence[WorkerId], group: HostGroup
 ) -> InexactError:
     """The error for texts, or calls, that differ between workers. Every member must call it."""
-    found = find_difference([*_leaves(json.loads(settings_of(text))), *calls], len(members), group)
+    now, *in_update = ([*_leaves(json.loads(settings_of(text)))] for text in texts)
+    found = find_difference([*now, *calls, *chain(*in_update)], len(members), group)
     here, there = (found.first, found.other) if found else ("", "")
     rank = found.rank if found else 0
     return InexactError(

@@ -88,7 +88,7 @@ def gathered(step: UserStep | None, own: Sequence[torch.Tensor]) -> list[list[to
 
 
 def _gathered(step: Step, own: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    step.steps.meet(step.number, "evaluation")
+    step.steps.meetings.meet(step.number, "evaluation")
     group = step.steps.around.groups.state
     given = {f"{group.rank}.{place}": one.detach().cpu().contiguous() for place, one in enumerate(own)}
     found = gather_tensors(given, group)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from raysharded.actors.guards.parameters import RefusedGradient
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.optimizer.held_parameters import ParameterPlaces
-from raysharded.actors.optimizer.registered_state import first_change, settings_of
+from raysharded.actors.optimizer.registered_state import RegisteredState, first_change, settings_of
 from raysharded.actors.session.loop_errors import changed_gradients, changed_parameters, require_limit
 from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.errors import InexactError, TaskError
@@ -80,6 +80,11 @@ class StepWatch:
         self.identities: int | None = None
         """Those of the optimizer's state at the step's end."""
 
+    @property
+    def _registered(self) -> RegisteredState:
+        assert self._steps.registered is not None
+        return self._steps.registered
+
     def begin_microbatches(self) -> None:
         """Call ahead of the microbatches. Raises InexactError."""
         self._refuse_replaced_parameters()
@@ -106,7 +111,7 @@ class StepWatch:
 
     def begin_update(self) -> None:
         """Call ahead of the optimizer's step. Raises InexactError."""
-        self._note("update")
+        self._registered.in_update.append(self._note("update"))
         if self._step.skipped:
             return
         if any(own.grad is None or param.grad is None for param, own in self._with_gradient):
@@ -122,6 +127,7 @@ class StepWatch:
 
     def end_update(self) -> None:
         """Call behind the optimizer's step and its hooks."""
+        self._registered.in_update.append(self._registered.settings())
         if self.is_watched:
             self._updated = self._steps.digest("parameters")
 
@@ -153,8 +159,7 @@ class StepWatch:
 
     def note_call(self, name: str, value: str) -> None:
         """Note a call that all workers make alike, with a value that is the same on all."""
-        assert self._steps.registered is not None
-        self._steps.registered.calls.append(f"{name} = {value}")
+        self._registered.calls.append(f"{name} = {value}")
 
     def _refuse_replaced(self) -> None:
         """Raise InexactError for what a loop has put in the place of the optimizer's or the model's own objects."""
@@ -184,9 +189,10 @@ class StepWatch:
                 "that session.build calls; a rate of 0 in a separate group stops a part for a while."
             )
 
-    def _note(self, place: Place) -> None:
-        assert self._steps.registered is not None
-        self._attempts.note(self._step.number, place, self._steps.registered.settings())
+    def _note(self, place: Place) -> str:
+        text = self._registered.settings()
+        self._attempts.note(self._step.number, place, text)
+        return text
 
     def _shards(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(trained parameter, the optimizer's own tensor for it, which may be the same)."""

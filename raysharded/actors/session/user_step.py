@@ -241,7 +241,7 @@ class UserStep(NotFollowed):
         step = self._now("a forward of the model")
         if self._agreed is None:
             raise misplaced_forward(is_behind_backward=self._is_computed)
-        step.steps.meet(self.number, "forward")
+        step.steps.meetings.meet(self.number, "forward")
 
     def log(self, numbers: Mapping[str, float]) -> None:
         """Add numbers to the step's metrics."""

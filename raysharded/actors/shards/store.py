@@ -233,6 +233,12 @@ class ShardStore:
                     kept.append(spare)
         self._buffers = kept
 
+    def forget(self, step: int) -> None:
+        """Let no buffer of a step count as complete. Nothing may fill one meanwhile."""
+        for buffer in self._buffers:
+            if buffer.step == step:
+                buffer.complete = False
+
     def drop_incomplete(self) -> list[ShardBuffer]:
         """Forget the buffers that were not complete when a generation failed; returns them."""
         dropped = [buffer for buffer in self._buffers if not buffer.complete]

@@ -218,6 +218,8 @@ class Engine:
             with suppress(Exception):  # a failed copy does not count
                 self._steps.own.wait()
         self._around.keeper.settle()
+        if self._steps is not None:
+            self._steps.meetings.give_up()
 
     def request_boundary(self) -> None:
         """Request, through the next agreement, that all workers stop after the step it closes. Any thread."""

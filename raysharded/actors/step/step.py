@@ -12,10 +12,10 @@ for others. Audits, the first step's proof and the search for a number that is n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self
 
 import torch
 
@@ -23,7 +23,7 @@ from raysharded.actors.device.device_waits import numbers_of
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.numerics.bit_digest import flip_bit, tensor_digest
 from raysharded.actors.numerics.step_consensus import Agreed
-from raysharded.actors.optimizer.registered_state import NO_WORDS, RegisteredState, are_different, differing, words_of
+from raysharded.actors.optimizer.registered_state import RegisteredState
 from raysharded.actors.shards.saver import decide
 from raysharded.actors.shards.store import ShardBuffer
 from raysharded.actors.shards.whole_tensors import whole_weights
@@ -31,18 +31,11 @@ from raysharded.actors.step.agreement import Agreement
 from raysharded.actors.step.assembly import Parts, Surroundings
 from raysharded.actors.step.evaluation import OtherForwards
 from raysharded.actors.step.gradient import Batches
+from raysharded.actors.step.meetings import Meetings
 from raysharded.data import Loader
-from raysharded.errors import CollectiveAborted, InexactError
+from raysharded.errors import CollectiveAborted
 from raysharded.layout import StateSpec
 from raysharded.protocol.messages import NonFinite
-
-Place: TypeAlias = Literal["end", "evaluation", "forward", "weights"]
-"""Places of a step at which all workers are together."""
-_PLACES: Mapping[Place, str] = {
-    "evaluation": "call session.evaluate",
-    "forward": "call the model's forward outside the microbatches",
-    "weights": "call what gathers the whole model, as save_model or save_pretrained, of which rank 0 writes the files",
-}
 
 
 class Steps:
@@ -59,6 +52,7 @@ class Steps:
         self.own: ShardBuffer | None = None
         """The newest snapshot; it may still be filling."""
         self.agreement = Agreement(around, parts)
+        self.meetings = Meetings(around, registered)
         self._spec = spec
         self._spec_is_final = False
         """True once the optimizer has made its state of the used parameters, in its first step."""
@@ -144,43 +138,9 @@ class Steps:
     def commit_last(self) -> None:
         """Commit the newest step, which no agreement of a next one does."""
         with self.around.in_phase("commit"):
+            self.meetings.settle()
             self.join_copies()
             self.around.groups.state.barrier()
-
-    def register(self, step: int) -> None:
-        """Keep the registered state of a step that ends, which all workers have alike. Raises InexactError, TaskError.
-
-        All workers call it together, as they end the same step with the same evaluations.
-        """
-        if self.registered is not None:
-            self.registered.exchange_streams(step, self.around.groups.state, self.around.say)
-            text, members = self.registered.text(), self.around.place.spec.members
-            calls = self.registered.calls
-            if are_different(self.meet(step, "end", words_of("\n".join([text, *calls]))), len(members)):
-                raise differing(text, calls, step, members, self.around.groups.state)
-            self.around.store.register(step, text)
-
-    def meet_alike(self, step: int, place: Place, what: str) -> None:
-        """As `meet`. Raises InexactError, too, if the workers are to do different things there."""
-        if are_different(self.meet(step, place, words_of(what)), self.around.place.spec.world_size):
-            raise InexactError(
-                f"step {step}: the workers {_PLACES[place]} with data of other lengths, or with other arguments; here "
-                f"they are {what}. Give the same on every worker."
-            )
-
-    def meet(self, step: int, place: Place, words: Sequence[int] = NO_WORDS) -> list[int]:
-        """The sums of the workers' words. Raises InexactError if they are at different places of a step."""
-        own = [int(place == one) for one in _PLACES]
-        counts = self.around.groups.state.sum_int64(torch.tensor([*own, *words], dtype=torch.int64)).tolist()
-        at, sums = counts[: len(own)], counts[len(own) :]
-        world_size = self.around.place.spec.world_size
-        for count, what in zip(at, _PLACES.values(), strict=True):
-            if count not in (0, world_size):
-                raise InexactError(
-                    f"step {step}: {count} of {world_size} workers {what}, and the others do not: let all do it "
-                    "equally often, by what is the same on every worker, as step.number."
-                )
-        return sums
 
 
 class Step:
@@ -259,6 +219,7 @@ class Step:
                 yield from parts.audit.check(step, computed.results)
         around.probe("agree", step)
         with around.in_phase("agree"):
+            steps.meetings.settle()
             agreed = steps.agreement.agree(contribution)
         with around.calling_the_task():
             self.skipped = yield from parts.applying.why_not(step, agreed)
@@ -305,7 +266,7 @@ class Step:
         All workers call it together, after the optimizer's step.
         """
         steps, around, parts, step = self.steps, self._around, self._parts, self.number
-        steps.meet_alike(step, "evaluation", f"num_samples={num_samples}, name={name!r}")
+        steps.meetings.meet_alike(step, "evaluation", f"num_samples={num_samples}, name={name!r}")
         with around.calling_the_task(), around.in_phase("evaluate"), steps.forwards.evaluating():
             found = parts.evaluator.evaluate(step, data, num_samples, name)
             parts.gradient.check_buffers("evaluation", step)
@@ -315,7 +276,7 @@ class Step:
     def predict(self, compute: Callable[[Any], Any], data: Loader, num_samples: int, batch_size: int) -> list[Any]:
         """The outputs for each batch of the first samples of these data, on every worker. As `evaluate`."""
         steps, around, parts, step = self.steps, self._around, self._parts, self.number
-        steps.meet_alike(step, "evaluation", f"num_samples={num_samples}, batch_size={batch_size}")
+        steps.meetings.meet_alike(step, "evaluation", f"num_samples={num_samples}, batch_size={batch_size}")
         with around.calling_the_task(), around.in_phase("evaluate"), steps.forwards.evaluating():
             found = parts.evaluator.predict(step, compute, data, num_samples, batch_size)
             parts.gradient.check_buffers("evaluation", step)
@@ -323,7 +284,7 @@ class Step:
 
     def weights(self, *, everywhere: bool) -> dict[str, torch.Tensor] | None:
         """As `whole_weights`. All workers call it together, after the optimizer's step."""
-        self.steps.meet(self.number, "weights")
+        self.steps.meetings.meet(self.number, "weights")
         parts, around = self._parts, self._around
         return whole_weights(parts.sharded, around.place, around.groups.state, everywhere=everywhere)
 
@@ -331,7 +292,7 @@ class Step:
         """Evaluate if that is due; begin the snapshot, and a checkpoint if one is due; report the step."""
         steps, around, parts, step, agreed = self.steps, self._around, self._parts, self.number, self.agreed
         assert agreed is not None, "the workers have not agreed"
-        steps.register(step)
+        steps.meetings.end(step)
         steps.done = step
         evaluation = self._evaluation
         if parts.evaluator.is_due(step):
@@ -344,6 +305,8 @@ class Step:
         last = steps.is_last(step)
         due = around.job.save_at_end if last else around.job.saves_at(step)
         decision = decide(agreed.flags, due=due, last=last)
+        if last or decision.start:
+            steps.meetings.settle()
         report = (step, agreed, self._lr, evaluation, decision, self.skipped, parts.audit.seconds, microbatches)
         if last:  # its checkpoint may have to wait for the previous one
             around.reports.add(*report)
