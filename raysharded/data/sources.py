@@ -114,7 +114,7 @@ class Sources:
         self._reader.validate()
         ids = _checked_ids(self.training.num_samples, self._batch.seed)
         if self._exact and self._reads_strangers:
-            self._reader.check(ids)
+            self._reader.check(ids, self.training.num_samples)
         else:
             self._reader.read_samples([0], "at the start", 0)
         if self._held_out is not None and self._evaluation is not None and self.held_out is not None:
@@ -127,7 +127,7 @@ class Sources:
             last = wanted - 1
             self.held_out.load_range(last, last + 1)
             if self._exact and self._reads_strangers:
-                self._held_out.check([last])
+                self._held_out.check([last], wanted)
 
     def stacks(self) -> str:
         """Stacks of the data's process while it reads, as `faulthandler` writes them; empty without a process."""
@@ -175,7 +175,7 @@ def held_out_loader(data: Any, batch: BatchConfig, engine: EngineConfig) -> Micr
     reader = DatasetReader(data, draws=Draws(refuses=is_exact, puts_back=True))
     loader = MicrobatchLoader(reader, batch)
     if is_exact:
-        reader.check(_checked_ids(loader.num_samples, batch.seed))
+        reader.check(_checked_ids(loader.num_samples, batch.seed), loader.num_samples)
     return loader
 
 

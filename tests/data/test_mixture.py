@@ -12,13 +12,17 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from raysharded.config import BatchConfig, EngineConfig
+from raysharded.config import BatchConfig, EngineConfig, EvalConfig
 from raysharded.data import Bucketed, MicrobatchLoader, Mixture, TokenDataset
 from raysharded.data.mixtures.pattern import PARTS, PERIOD, Pattern, in_parts
 from raysharded.data.mixtures.schedule import ENDLESS, Part, Schedule
+from raysharded.data.order import WINDOW_BLOCKS
 from raysharded.data.outlook import outlook
 from raysharded.data.pack import pack
 from raysharded.data.sources import Sources
+from raysharded.data.store.layout import Kind
+from raysharded.data.store.store_source import StoreSource
+from raysharded.data.store.writer import StoreWriter
 from raysharded.errors import ConfigError, DataError
 
 WEIGHTS = st.lists(st.floats(1e-5, 1.0), min_size=1, max_size=12)
@@ -164,6 +168,36 @@ class Squares:
         return index * index
 
 
+class Noted(Squares):
+    """Notes what is read."""
+
+    def __init__(self) -> None:
+        self.reads: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        self.reads.append(index)
+        return super().__getitem__(index)
+
+
+def test_of_each_source_the_first_sample_is_read_twice_before_training() -> None:
+    rare, limited, held_out = Noted(), Noted(), Noted()
+    data = Mixture({"a": Squares(), "rare": rare}, [(0, {"a": 1}), (10**9, {"a": 999, "rare": 1})])
+    ends = Mixture(
+        {"a": Squares(), "limited": limited}, [(0, {"a": 1}), (7, {"limited": 1})], max_epochs={"limited": 1}
+    )
+    late = Mixture({"a": [1], "late": held_out}, {"a": 99, "late": 1})
+    evaluation = EvalConfig(data=late, every_steps=1, num_samples=9)
+    batch = BatchConfig(global_batch_size=2, microbatch_size=2)
+    for mixture in (data, ends):
+        sources = Sources(mixture, evaluation, batch, EngineConfig(prefetch=False), nothing)
+        sources.check()
+        sources.close()
+    first = next(position for position in range(10**9, 10**9 + PERIOD) if data.counts(position + 1)["rare"])
+    assert rare.reads == [data.origin(first)[1]] * 2
+    assert limited.reads.count(ends.origin(7)[1]) >= 2
+    assert held_out.reads == [], "no evaluation reads it"
+
+
 def _wrong(words: str, error: type[Exception] = ConfigError, **given: Any) -> None:
     settings: dict[str, Any] = {"sources": {"a": [1, 2], "b": [3]}, "weights": {"a": 1, "b": 1}, **given}
     with pytest.raises(error, match=words) as caught:
@@ -276,11 +310,72 @@ def _at(data: Mixture, position: int) -> npt.NDArray[np.int64]:
     return found
 
 
+def _source(dataset: TokenDataset) -> StoreSource:
+    source = dataset._open_reader(dataset._opened())
+    assert isinstance(source, StoreSource)
+    return source
+
+
+@pytest.mark.parametrize("seq_len", [128, 2048, 8192])
+def test_a_mixture_of_stores_reads_each_byte_about_once_in_few_requests(
+    seq_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sixteenth of the default window and of the default cache, and two such windows of each source."""
+    window = WINDOW_BLOCKS // 16
+    monkeypatch.setattr("raysharded.data.order.WINDOW_BLOCKS", window)
+    kind = Kind(tokenizer="bytes", vocab_size=257)
+    stores = []
+    for number in range(2):
+        url = f"memory://mixture/{seq_len}/{number}"
+        tokens = np.random.default_rng(number).integers(0, 257, (2 * window << 16) + 100_000, dtype=np.uint32)
+        with StoreWriter(url, kind, 1 << 22) as writer:
+            for part in np.array_split(tokens, 5):
+                writer.write(part)
+        stores.append(TokenDataset(url, seq_len=seq_len, cache_bytes=16 << 20, disk_cache_bytes=0))
+    data = Mixture({"web": stores[0], "code": stores[1]}, {"web": 1, "code": 1}, seed=3)
+    data.validate()
+    num_samples, per_block = sum(map(len, stores)), stores[0].samples_per_block
+    for start in range(0, num_samples, 8192):
+        positions = np.arange(start, min(start + 8192, num_samples))
+        data.read_ahead(positions)
+        sources, ids = data._opened().at(positions)
+        for source, block in zip(sources.tolist(), (ids // per_block).tolist(), strict=True):
+            _source(stores[source]).blocks.get(block)
+    used = num_samples * seq_len * kind.token_bytes
+    readers = [reader for store in stores for reader in _source(store).readers]
+    assert sum(reader.num_bytes for reader in readers) / used < 1.1
+    assert sum(reader.num_requests for reader in readers) / (num_samples * seq_len / 1e6) < 20
+    assert max(_source(store).blocks.num_bytes for store in stores) <= 16 << 20
+
+
 def test_sources_of_different_tokenizers_or_lengths_are_refused(stores: list[TokenDataset], tmp_path: Path) -> None:
     one, _ = stores
     other = TokenDataset(tmp_path / "two", seq_len=32)
     with pytest.raises(DataError, match="source 'b' has seq_len 32, but 'a' has 64"):
         Mixture({"a": one, "b": other}, {"a": 1, "b": 1}).validate()
+
+
+def test_a_store_without_a_sample_or_without_a_shard_is_named_before_training(
+    stores: list[TokenDataset], tmp_path: Path
+) -> None:
+    kind = Kind(tokenizer="bytes", vocab_size=257)
+    for name, number in (("empty", 0), ("tiny", 64)):
+        with StoreWriter(str(tmp_path / name), kind, 100) as writer:
+            writer.write(np.zeros(number, dtype=np.uint32))
+    batch = BatchConfig(global_batch_size=2, microbatch_size=2)
+
+    def refused(other: TokenDataset, message: str) -> None:
+        data = Mixture({"one": stores[0], "other": other}, {"one": 1, "other": 1})
+        with pytest.raises(DataError, match=message) as caught:
+            Sources(data, None, batch, EngineConfig(prefetch=False), nothing).check()
+        assert "\n" not in str(caught.value)
+
+    for name, found in (("empty", "0 tokens in 0 files"), ("tiny", "64 tokens in 1 file")):
+        other = TokenDataset(tmp_path / name, seq_len=64)
+        refused(other, rf"^{tmp_path}/{name}: {found} are too few for one sample of seq_len \+ 1 = 65 tokens")
+    shard = sorted((tmp_path / "two").glob("*.tokens"))[1]
+    shard.unlink()
+    refused(stores[1], rf"^{shard}: the shard is missing, but tokens\.json names it\. Restore it from its source")
 
 
 def test_a_mixture_has_the_length_that_its_sources_share(stores: list[TokenDataset]) -> None:

@@ -15,7 +15,7 @@ from raysharded.checkpoint import newest_complete, open_storage
 from raysharded.data.ledger import expected_digest
 from raysharded.data.order import Blocks
 from raysharded.driver.state.state import State
-from raysharded.errors import ConfigError, DataError
+from raysharded.errors import ConfigError, DataError, InexactError
 from raysharded.ids import WorkerId
 from raysharded.report import load
 from raysharded.testing import Fault, FaultPlan
@@ -101,6 +101,27 @@ def test_a_run_that_its_mixture_does_not_reach_is_refused_before_its_first_step(
     listener = Collector()
     job = make_job(f"{tmp_path}/run", steps=steps, microbatches=MICROBATCHES, data=data)
     with pytest.raises(DataError, match=r"source 'code' has then been read 1 times\. Train for fewer steps, raise max"):
+        make_driver(job, make_limits(job, 1), listener).run()
+    assert not listener.numbers
+
+
+class Unsteady:
+    """Samples of a generator that is made without a seed."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> Any:
+        return np.random.default_rng().integers(0, VOCABULARY, SEQUENCE + 1)
+
+
+def test_an_unsteady_source_of_small_weight_is_named_before_the_first_step(tmp_path: Any) -> None:
+    data = rs.Mixture({"web": _source(1, 40), "rare": Unsteady()}, {"web": 0.99, "rare": 0.01}, seed=8)
+    first = next(position for position in itertools.count() if data.origin(position)[0] == "rare")
+    assert first >= BATCH, "the run does not read it"
+    listener = Collector()
+    job = make_job(f"{tmp_path}/run", steps=1, microbatches=MICROBATCHES, data=data)
+    with pytest.raises(InexactError, match=rf"Mixture\[{first}\], sample \d+ of source 'rare', gave other values"):
         make_driver(job, make_limits(job, 1), listener).run()
     assert not listener.numbers
 

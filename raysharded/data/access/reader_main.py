@@ -119,8 +119,8 @@ class _Served:
             return reads
         return _Answers((replace(reads, samples=reads.samples if wish.keeps_samples else [], batch=batch), reads))
 
-    def check(self, which: int, ids: Sequence[int]) -> None:
-        self._reader(which).check(ids)
+    def check(self, which: int, ids: Sequence[int], below: int) -> None:
+        self._reader(which).check(ids, below)
 
     def validate(self, which: int) -> None:
         self._reader(which).validate()

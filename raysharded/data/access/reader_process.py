@@ -265,8 +265,8 @@ class ProcessReader:
         reads: Reads = self._process.ask("read_samples", self._which, ids, where, number, *more)
         return reads
 
-    def check(self, ids: Sequence[int]) -> None:
-        self._process.ask("check", self._which, ids)
+    def check(self, ids: Sequence[int], below: int = 0) -> None:
+        self._process.ask("check", self._which, ids, below)
 
     def validate(self) -> None:
         self._process.ask("validate", self._which)
@@ -312,8 +312,8 @@ class CollatingReader:
         collated: Reads = self._processes.ask("collate", reads.samples, reads.ids, wish)
         return collated
 
-    def check(self, ids: Sequence[int]) -> None:
-        self._reader.check(ids)
+    def check(self, ids: Sequence[int], below: int = 0) -> None:
+        self._reader.check(ids, below)
 
     def validate(self) -> None:
         self._reader.validate()

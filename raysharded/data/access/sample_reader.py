@@ -20,6 +20,7 @@ from raysharded.data.access.collation import Batch, Wish
 from raysharded.data.access.read_errors import explaining, read_again, task_error
 from raysharded.data.access.repeat_check import differ
 from raysharded.data.ledger import ReadRecorder
+from raysharded.data.mixtures.schedule import position_of
 from raysharded.data.order import Int64s
 from raysharded.errors import ConfigError, DataError, InexactError, RayshardedError, is_ctrl_c
 from raysharded.ids import derive_seed
@@ -88,6 +89,10 @@ class HasWeights(Protocol):
         """Samples of each source below a position. Raises DataError if the mixture ends before it."""
         ...
 
+    def origin(self, position: int) -> tuple[str, int]:
+        """(Name of the source, id of the sample in it) at a position."""
+        ...
+
 
 @runtime_checkable
 class Reader(Protocol):
@@ -133,10 +138,11 @@ class Reader(Protocol):
         """
         ...
 
-    def check(self, ids: Sequence[int]) -> None:
-        """Read the first id once, and each twice more.
+    def check(self, ids: Sequence[int], below: int = 0) -> None:
+        """Read the first id once, and each twice more; of a mixture also the first sample of each source.
 
-        Raises InexactError for differences. Takes at most about a second.
+        `below`: end of the positions of these first samples. Raises InexactError for differences. Takes at most about a
+        second.
         """
         ...
 
@@ -243,11 +249,12 @@ class DatasetReader:
                 self._changed = weights, self._dataset.with_changes(changes)
             return self._changed[1]
 
-    def check(self, ids: Sequence[int]) -> None:
+    def check(self, ids: Sequence[int], below: int = 0) -> None:
         limit = getattr(self._dataset, "num_checked", None)  # of data that are not read at any place
         if isinstance(limit, int) and limit > 0:
-            ids = list(dict.fromkeys(index % limit for index in ids))
+            ids = [index % limit for index in ids]
         with self.lock, self._kept():
+            ids = list(dict.fromkeys([ids[0], *self._of_each_source(below), *ids[1:]]))
             self._sample(self._dataset, ids[0], "at the start")  # a first read may set things up; later ones only read
             began, first = time.monotonic(), []
             for index in ids:
@@ -256,6 +263,14 @@ class DatasetReader:
                     break
             for index, before in reversed(list(zip(ids, first, strict=False))):  # later, and after another one
                 self._compare(index, before, self._looked_at(index, 1))
+
+    def _of_each_source(self, below: int) -> list[int]:
+        """The position of the first sample of each source of a mixture, if it is below this one."""
+        if not isinstance(self._dataset, HasWeights):
+            return []
+        end = min(below, len(self._dataset))
+        counts = self._dataset.counts(end)
+        return [position_of(self._dataset, name, 0, end) for name, number in counts.items() if number]
 
     def validate(self) -> None:
         with self.lock:
@@ -307,7 +322,7 @@ class DatasetReader:
             if self._moves <= _LOOKED_AT or self._moves & (self._moves - 1) == 0:
                 _settle(derive_seed(number, "again"))
                 if differ(sample, self._sample(dataset, index, where)):
-                    raise self._drawn(moved[0], index, where)
+                    raise self._drawn(dataset, moved[0], index, where)
         return sample
 
     def _looked_at(self, index: int, number: int) -> _Looked:
@@ -319,20 +334,22 @@ class DatasetReader:
     def _compare(self, index: int, one: _Looked, other: _Looked) -> None:
         drawn = [name for name in one.moved if name in other.moved and one.after[name] != other.after[name]]
         if drawn:  # a generator that the dataset seeds would be in the same state both times
-            raise self._drawn(drawn[0], index, "at the start")
+            raise self._drawn(self._dataset, drawn[0], index, "at the start")
         if differ(one.sample, other.sample):
             raise InexactError(
-                f"{self.name}[{index}] gave other values when it was read a second time: the same index must give the "
-                "same sample every time. Look for the clock, for a generator that is made once and not seeded for each "
-                "sample, and for what reading changes. Draw from a generator that is made in __getitem__ and seeded "
-                'with the index; or waive identical bits with EngineConfig(reduction="fast").'
+                f"{self.name}[{index}]{_of_source(self._dataset, index)} gave other values when it was read a second "
+                "time: the same index must give the same sample every time. Look for the clock, for a generator that "
+                "is made once and not seeded for each sample, and for what reading changes. Draw from a generator that "
+                "is made in __getitem__ and seeded with the index; or waive identical bits with "
+                'EngineConfig(reduction="fast").'
             )
 
-    def _drawn(self, generator: str, index: int, where: str) -> InexactError:
+    def _drawn(self, dataset: Dataset, generator: str, index: int, where: str) -> InexactError:
         return InexactError(
-            f"{self.name}.__getitem__ draws from {generator}'s global generator, for sample {index} {where}: it would "
-            "give another sample each time. Draw from a separate generator, seeded with the sample's index, or seed "
-            'that one with it; or waive identical bits with EngineConfig(reduction="fast").'
+            f"{self.name}.__getitem__ draws from {generator}'s global generator, for sample {index}"
+            f"{_of_source(dataset, index)} {where}: it would give another sample each time. Draw from a separate "
+            "generator, seeded with the sample's index, or seed that one with it; or waive identical bits with "
+            'EngineConfig(reduction="fast").'
         )
 
     def _sample(self, dataset: Dataset, index: int, where: str) -> Any:  # the user's dataset may return anything
@@ -359,3 +376,11 @@ class DatasetReader:
 def _settle(number: int) -> generators.Marks:
     generators.seed(number)
     return generators.marks()
+
+
+def _of_source(dataset: Dataset, position: int) -> str:
+    """The source and the sample at a position of a mixture, in words that begin with a comma; else empty."""
+    if not isinstance(dataset, HasWeights):
+        return ""
+    name, index = dataset.origin(position)
+    return f", sample {index} of source {name!r},"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -115,3 +116,20 @@ class Schedule:
         return {
             part.name: before + own for part, before, own in zip(self.parts, self._before[number], more, strict=True)
         }
+
+
+class Counted(Protocol):
+    """Samples of sources by position."""
+
+    def counts(self, position: int) -> dict[str, int]:
+        """Samples of each source at the positions below this one."""
+        ...
+
+
+def position_of(counted: Counted, name: str, rank: int, end: int) -> int:
+    """The position of a source's sample, counted over all epochs. It must be below `end`."""
+    low, high = 0, end
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if counted.counts(middle)[name] <= rank else (low, middle)
+    return low
