@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
     from raysharded.data.store.progress import PackProgress
     from raysharded.data.text.part_tokens import Encoders, Reading
     from raysharded.report.data_audit import DataAudit
+    from raysharded.report.read_samples import SamplesRead
 
 app = App(help="Create token stores from text, and inspect them.")
+_LISTED_IDS = 8
+"""Ids of samples that a line shows."""
 
 
 class Format(StrEnum):
@@ -116,7 +120,7 @@ def _ray_tasks() -> Callable[[Reading], Encoders]:
 def _show_progress(found: PackProgress) -> None:
     from raysharded.display.quantities import count
 
-    rate = f"{found.tokens_per_s:,.0f} per second"
+    rate = f"{found.tokens_per_s:,.0f} per second, {found.share:.0%} of the input"
     echo(f"{count(found.shards, 'shard')}, {count(found.tokens, 'token')}, {rate}", err=True)
 
 
@@ -168,6 +172,9 @@ def arrange(
 @app.command()
 def audit(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder or URL.")],
+    steps: Annotated[
+        str | None, typer.Option(metavar="A:B", help="List the samples of each source that these steps have read.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a run has read of each source, beside what its weights want, and what it has skipped.
@@ -179,12 +186,39 @@ def audit(
     from raysharded.report.data_audit import audit as audit_run
 
     found = audit_run(run)
+    listed = None if steps is None else _samples_of(run, steps)
     if as_json:
-        print_json({"run": run, "ok": found.ok, **asdict(found)})
+        of_steps = {} if listed is None else {"steps": steps, "samples_read": [asdict(one) for one in listed]}
+        print_json({"run": run, "ok": found.ok, **asdict(found), **of_steps})
+    elif listed is not None:
+        _print_samples(listed)
     else:
         _print_audit(found)
     if not found.ok:
         raise typer.Exit(1)
+
+
+def _samples_of(run: str, steps: str) -> tuple[SamplesRead, ...]:
+    from raysharded.errors import ConfigError
+    from raysharded.report.read_samples import samples_read
+
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", steps)
+    if found is None:
+        raise ConfigError(f"--steps {steps}: give the first and the last step, as in 100:120.")
+    return samples_read(run, int(found[1]), int(found[2] or found[1]))
+
+
+def _print_samples(found: tuple[SamplesRead, ...]) -> None:
+    from raysharded.display.quantities import count
+
+    for source in found:
+        echo(f"{source.name}: {count(source.samples, 'sample')}")
+        for part in source.ranges:
+            epoch = "" if part.epoch is None else f" of epoch {part.epoch}"
+            ids = ", ".join(map(str, part.ids[:_LISTED_IDS])) + (", ..." if len(part.ids) > _LISTED_IDS else "")
+            shown = f": {ids}" if ids else ""
+            last = part.first + part.samples - 1
+            echo(f"  places {part.first} to {last}{epoch}, in steps {part.first_step} to {part.last_step}{shown}")
 
 
 def _print_audit(found: DataAudit) -> None:
@@ -194,15 +228,20 @@ def _print_audit(found: DataAudit) -> None:
     table = RowTable()
     table.add_column("source", long="shorten")
     ranks = {"read": 0, "wanted": 1, "skipped": 4, "epochs": 2, "of samples": 3}
+    if any(one.unproven for one in found.sources):
+        ranks["unproven"] = 1
     if any(one.tokens is not None for one in found.sources):
-        ranks["tokens"] = 5
+        ranks |= {"tokens": 5, "wanted tokens": 6}
     for name, rank in ranks.items():
         table.add_column(name, right=True, rank=rank)
     for one in found.sources:
         size = one.num_samples
         of_epochs = ("-", "-") if size is None else (f"{(one.read + one.skipped) / size:.2f}", str(size))
-        tokens = () if one.tokens is None else (str(one.tokens),)
-        numbers = (str(one.read), f"{one.wanted:.1f}", str(one.skipped), *of_epochs, *tokens)
+        numbers = [str(one.read), f"{one.wanted:.1f}", str(one.skipped), *of_epochs]
+        if "unproven" in ranks:
+            numbers.append(str(one.unproven))
+        if one.tokens is not None:
+            numbers += [str(one.tokens), f"{one.wanted_tokens:.0f}"]
         table.add_row(one.name, *numbers)
     with console() as out:
         out.print(table)
@@ -269,3 +308,10 @@ def info(
         table.add_row(name, str(value))
     with console() as out:
         out.print(table)
+    if not documents and tokenizer is None:
+        more = (
+            ", and a decoded sample"
+            if dataset.tokenizer == "bytes"
+            else "; with --tokenizer FILE also a decoded sample"
+        )
+        echo(f"with --documents: number and lengths of documents{more}")

@@ -82,7 +82,7 @@ def pack(
     `if __name__ == "__main__"`. `encoders`: others in their place, as `RayTasks` of
     `raysharded.ray_backend.packing.ray_tasks`. The bytes are the same each way. A store whose packing was interrupted
     is continued after its last whole shard, by a call with the same inputs and settings. `on_progress`: called for each
-    shard.
+    shard of a store, and every ten seconds.
 
     Memory: one row group and one document (for a text file with the byte tokenizer, one chunk of it); with several
     workers some parts of the input for each, which have about 4 MiB of JSON Lines, a row group of Parquet, or a text
@@ -121,8 +121,8 @@ def pack(
         )
         about = {"reading": [reading.input_format, reading.text_field], "tokens_per_file": tokens_per_file}
         progress = Progress.of(folder, kind, files, about)
-        on_shard = partial(progress.save, say=on_progress)
-        writer = StoreWriter(folder, kind, tokens_per_file, done=progress.shards, on_shard=on_shard)
+        progress.say = on_progress
+        writer = StoreWriter(folder, kind, tokens_per_file, done=progress.shards, on_shard=progress.save)
     else:
         writer = _Parts(folder, encoder, tokens_per_file, tokens_per_row_group, compression)
     chosen = encoders or (partial(Processes, number=workers) if workers > 1 else None)
@@ -150,12 +150,17 @@ def pack(
 
 def _work(files: Sequence[File], input_format: InputFormat | None, progress: Progress | None) -> Iterator[Work]:
     """The parts of all files that are left, in order."""
-    number = 0
-    for file in files:
-        for part in parts_of(file, input_format):
-            if progress is None or number >= progress.parts:
+    number, before = 0, 0
+    for file, size in zip(files, progress.sizes if progress is not None else [0] * len(files), strict=True):
+        parts = list(parts_of(file, input_format))
+        for place, part in enumerate(parts, start=1):
+            is_written = progress is not None and number < progress.parts
+            if progress is not None:
+                progress.begins(before + size * place / len(parts), is_written=is_written)
+            if not is_written:
                 yield file, part
             number += 1
+        before += size
 
 
 def _write_here(

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from raysharded.data.ledger import LedgerReport
-from raysharded.data.mixtures.schedule import ENDLESS, Part, Schedule
+from raysharded.data.mixtures.schedule import ENDLESS, Counted, Part, Schedule, position_of
 from raysharded.errors import StorageError
 from raysharded.journal.log import read
 from raysharded.overrides import Decisions, decided, skipped_before
 from raysharded.report.loader import load, open_run
+from raysharded.report.run_report import RunReport
 
 _EPOCHS = 8
 """Newest epochs of a source that are listed."""
@@ -52,8 +53,12 @@ class SourceRead:
     skipped: int
     epochs: tuple[EpochRead, ...]
     """The newest ones, oldest first."""
+    unproven: int = 0
+    """Samples of steps whose record in the ledger is missing, or is not the expected one."""
     tokens: int | None = None
     """Tokens that were read: `read` times the length of a sample; None if the journal does not have the length."""
+    wanted_tokens: float | None = None
+    """The number by the weights that held."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,12 +90,6 @@ class DataAudit:
         return self.ledger is not None and self.ledger.ok
 
 
-class _Counts(Protocol):
-    def counts(self, position: int) -> dict[str, int]:
-        """Samples of each source at the positions below this one."""
-        ...
-
-
 class _Alone:
     """Data that are no mixture."""
 
@@ -98,27 +97,51 @@ class _Alone:
         return {ALONE: position}
 
 
-def audit(run_url: str) -> DataAudit:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunData:
+    """The entries of a run's journal that decide what it reads."""
+
+    report: RunReport
+    entries: tuple[Mapping[str, Any], ...]
+    data: Mapping[str, Any]
+    """The newest entry of the kind `data`."""
+    decisions: Decisions
+    batch: int
+    """Samples per step."""
+    last_step: int
+
+
+def read_data(run_url: str) -> RunData:
     """The data of the run in a folder or under a URL. Raises StorageError as `load`, and if nothing was read."""
     storage, report = open_run(run_url), load(run_url)
-    entries = [entry for entry in read(storage) if entry["kind"] in _KINDS]  # few: steps are left out
+    entries = tuple(entry for entry in read(storage) if entry["kind"] in _KINDS)  # few: steps are left out
     data = next((entry for entry in reversed(entries) if entry["kind"] == "data"), None)
     batch = next((span.batch for span in report.summary.spans if span.batch is not None), None)
     last = report.summary.last_step
     if data is None or batch is None or last < 1:
         raise StorageError(f"{storage.url}: the run has not read any data yet: there is no step in its journal.")
-    decisions = decided(entries)
-    skipped = skipped_ranges(decisions, last, batch["global_batch_size"], reasons(entries))
-    sources = sources_read(data, decisions, last, batch["global_batch_size"], skipped)
-    seq_len = next((entry.get("seq_len") for entry in reversed(entries) if entry["kind"] == "started"), None)
-    if isinstance(seq_len, int):
-        sources = tuple(replace(one, tokens=one.read * seq_len) for one in sources)
-    return DataAudit(
+    return RunData(
+        report=report,
+        entries=entries,
+        data=data,
+        decisions=decided(entries),
+        batch=batch["global_batch_size"],
         last_step=last,
-        read=last * batch["global_batch_size"],
-        sources=sources,
-        skipped=skipped,
-        ledger=report.ledger,
+    )
+
+
+def audit(run_url: str) -> DataAudit:
+    """The data that a run has read, by source. Raises StorageError as `read_data`."""
+    run = read_data(run_url)
+    skipped = skipped_ranges(run.decisions, run.last_step, run.batch, reasons(run.entries))
+    ledger = run.report.ledger
+    unproven = () if ledger is None else (*ledger.steps_missing, *ledger.steps_wrong)
+    sources = sources_read(run.data, run.decisions, run.last_step, run.batch, skipped, unproven)
+    seq_len = next((entry.get("seq_len") for entry in reversed(run.entries) if entry["kind"] == "started"), None)
+    if isinstance(seq_len, int):
+        sources = tuple(replace(one, tokens=one.read * seq_len, wanted_tokens=one.wanted * seq_len) for one in sources)
+    return DataAudit(
+        last_step=run.last_step, read=run.last_step * run.batch, sources=sources, skipped=skipped, ledger=ledger
     )
 
 
@@ -151,22 +174,29 @@ def skipped_ranges(
 
 
 def sources_read(
-    data: Mapping[str, Any], decisions: Decisions, last_step: int, batch: int, skipped: Sequence[SkippedRange]
+    data: Mapping[str, Any],
+    decisions: Decisions,
+    last_step: int,
+    batch: int,
+    skipped: Sequence[SkippedRange],
+    unproven: Sequence[int] = (),
 ) -> tuple[SourceRead, ...]:
-    """The sources of the entry `data`, and what the steps up to `last_step` have read of them."""
+    """The sources of the entry `data`, and what the steps up to `last_step` have read of them. `unproven`: steps."""
     end = last_step * batch + skipped_before(decisions.skips, last_step)
     mixture = data.get("mixture")
     if mixture is None:
         has_order = int(data.get("samples_per_block", 1)) < 0
         sizes: dict[str, int | None] = {ALONE: None if has_order else int(data["num_samples"])}
         weights = [(0, {ALONE: 1.0})]
-        counted: _Counts = _Alone()
+        counted: Counted = _Alone()
     else:
         sizes = {str(part[0]): int(part[1]) for part in mixture["parts"]}
-        weights = _weights(mixture, decisions)
-        counted = _schedule(mixture, weights)
+        weights = weights_of(mixture, decisions)
+        counted = schedule_of(mixture, weights)
     passed = [(one.first_position, one.first_position + one.samples) for one in skipped]
     borders = [0, *(border for pair in passed for border in pair), end]
+    starts = [(step - 1) * batch + skipped_before(decisions.skips, step) for step in unproven if step <= last_step]
+    doubtful = [(start, start + batch) for start in starts]
     parts = list(zip(borders[::2], borders[1::2], strict=True))  # ranges of positions that were read
     total, left_out = counted.counts(end), {name: _sum(counted, passed, name) for name in sizes}
     return tuple(
@@ -176,19 +206,22 @@ def sources_read(
             read=total[name] - left_out[name],
             wanted=sum(_wanted(weights, first, stop, name) for first, stop in parts),
             skipped=left_out[name],
+            unproven=_sum(counted, doubtful, name),
             epochs=() if size is None else _epochs(counted, name, size, end, decisions, last_step, batch),
         )
         for name, size in sizes.items()
     )
 
 
-def _weights(mixture: Mapping[str, Any], decisions: Decisions) -> list[tuple[int, dict[str, float]]]:
+def weights_of(mixture: Mapping[str, Any], decisions: Decisions) -> list[tuple[int, dict[str, float]]]:
+    """(First position, weights), ascending: the mixture's, and those that were changed while the run trained."""
     own = {int(start): {str(name): float(weight) for name, weight in given} for start, given in mixture["weights"]}
     by_hand = {position: dict(given) for _, position, given in decisions.weights}
     return sorted({**own, **by_hand}.items(), key=lambda change: change[0])
 
 
-def _schedule(mixture: Mapping[str, Any], weights: Sequence[tuple[int, Mapping[str, float]]]) -> Schedule:
+def schedule_of(mixture: Mapping[str, Any], weights: Sequence[tuple[int, Mapping[str, float]]]) -> Schedule:
+    """The samples by position of a mixture as the entry `data` describes it."""
     parts = [
         Part(name=name, num_samples=number, samples_per_block=per_block, limit=limit)
         for name, number, per_block, limit in mixture["parts"]
@@ -196,7 +229,7 @@ def _schedule(mixture: Mapping[str, Any], weights: Sequence[tuple[int, Mapping[s
     return Schedule(parts, weights, seed=int(mixture["seed"]), reweight=mixture["at_limit"] == "reweight")
 
 
-def _sum(counted: _Counts, ranges: Sequence[tuple[int, int]], name: str) -> int:
+def _sum(counted: Counted, ranges: Sequence[tuple[int, int]], name: str) -> int:
     return sum(counted.counts(stop)[name] - counted.counts(first)[name] for first, stop in ranges)
 
 
@@ -211,25 +244,16 @@ def _wanted(weights: Sequence[tuple[int, Mapping[str, float]]], first: int, stop
 
 
 def _epochs(
-    counted: _Counts, name: str, size: int, end: int, decisions: Decisions, last_step: int, batch: int
+    counted: Counted, name: str, size: int, end: int, decisions: Decisions, last_step: int, batch: int
 ) -> tuple[EpochRead, ...]:
     total = counted.counts(end)[name]
     number = -(-total // size)
     found = []
     for epoch in range(max(0, number - _EPOCHS), number):
         first, last = epoch * size, min((epoch + 1) * size, total) - 1
-        steps = [_step(_position(counted, name, rank, end), decisions, last_step, batch) for rank in (first, last)]
+        steps = [_step(position_of(counted, name, rank, end), decisions, last_step, batch) for rank in (first, last)]
         found.append(EpochRead(number=epoch + 1, samples=last - first + 1, first_step=steps[0], last_step=steps[1]))
     return tuple(found)
-
-
-def _position(counted: _Counts, name: str, rank: int, end: int) -> int:
-    """The position of a source's sample, counted over all epochs."""
-    low, high = 0, end
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if counted.counts(middle)[name] <= rank else (low, middle)
-    return low
 
 
 def _step(position: int, decisions: Decisions, last_step: int, batch: int) -> int:

@@ -138,7 +138,10 @@ def test_pack_and_info_go_together(tmp_path: Path) -> None:
         "seq_len": 4,
         "samples": 2,
     }
-    assert "257" in succeed("data", "info", tmp_path / "out")
+    told = succeed("data", "info", tmp_path / "out")
+    assert "257" in told
+    assert told.splitlines()[-1] == "with --documents: number and lengths of documents, and a decoded sample"
+    assert "with --documents" not in succeed("data", "info", tmp_path / "out", "--documents")
 
 
 def test_data_arrange_plans_what_pack_wrote_and_changes_no_plan_that_is_there(tmp_path: Path) -> None:

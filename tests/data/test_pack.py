@@ -26,6 +26,7 @@ from raysharded.actors.process.os_processes import start_ticks
 from raysharded.data import document_lengths as counting
 from raysharded.data.dataset import TokenDataset
 from raysharded.data.pack import pack as pack_either
+from raysharded.data.store import progress
 from raysharded.data.store.progress import PackProgress
 from raysharded.data.text import documents
 from raysharded.data.text.files import find_files
@@ -498,3 +499,57 @@ def test_a_tokenizer_is_found_in_a_folder_and_under_a_name(tmp_path: Path, token
         pack_either(tmp_path / "a.txt", tmp_path / "three", tokenizer=tmp_path / "none")
     with pytest.raises(ConfigError, match=r"neither a file nor a folder here, and no tokenizer\.json of that name"):
         pack_either(tmp_path / "a.txt", tmp_path / "three", tokenizer="nobody-has/this-model")
+
+
+def test_a_name_of_the_hub_is_found_in_the_cache_without_a_network_by_every_process(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    model = tmp_path / "hub" / "models--nobody--words"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text(commit)
+    (model / "snapshots" / commit).mkdir(parents=True)
+    (model / "snapshots" / commit / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+    source = _inputs(tmp_path / "in")
+    expected = pack_either(source, tmp_path / "one", tokenizer=tokenizer_file, tokens_per_file=9_000)
+    command = [sys.executable, "-m", "raysharded", "data", "pack", "--workers", "2", "--tokens-per-file", "9000"]
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+
+    def packed(name: str, output: str) -> subprocess.CompletedProcess[str]:
+        whole = [*command, "--json", "--tokenizer", name, str(source), str(tmp_path / output)]
+        return subprocess.run(whole, check=False, timeout=120, capture_output=True, text=True, env=environment)
+
+    done = packed("nobody/words", "two")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tokens"] == expected.tokens
+    assert _bytes_of(tmp_path / "one") == _bytes_of(tmp_path / "two")
+    refused = packed("nobody/others", "three")
+    assert refused.returncode == 1
+    (message,) = refused.stderr.splitlines()
+    assert "--tokenizer nobody/others: neither a file nor a folder here, and no tokenizer.json of that" in message
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_progress_has_the_share_of_the_input_also_between_shards_and_of_a_continued_packing(
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "_PART_BYTES", 20_000)
+    monkeypatch.setattr(progress, "_TOLD_EVERY_S", 0.0)
+    source, told = _inputs(tmp_path / "in"), list[PackProgress]()
+
+    def interrupted(found: PackProgress) -> None:
+        told.append(found)
+        if found.shards == 2:
+            raise KeyboardInterrupt
+
+    settings: dict[str, Any] = {"tokens_per_file": 60_000, "workers": workers}
+    with pytest.raises(KeyboardInterrupt):
+        pack_either(source, tmp_path / "out", on_progress=interrupted, **settings)
+    before = told[-1]
+    assert len(told) > 2, "not for the shards alone"
+    assert 0 < told[0].share < 0.2 < before.share < 0.5
+    whole = pack_either(source, tmp_path / "out", on_progress=told.append, **settings)
+    shares, tokens = [one.share for one in told], [one.tokens for one in told]
+    assert shares == sorted(shares)
+    assert tokens == sorted(tokens)
+    assert (told[-1].share, told[-1].tokens, told[-1].shards) == (1.0, whole.tokens, whole.files)

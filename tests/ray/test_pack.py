@@ -13,6 +13,7 @@ from raysharded.data.pack import pack
 from raysharded.data.text import documents
 from raysharded.ray_backend.packing import ray_tasks
 from raysharded.ray_backend.packing.ray_tasks import RayTasks
+from tests.cli.test_commands import invoke
 
 pytestmark = pytest.mark.ray
 
@@ -29,11 +30,16 @@ def test_tasks_of_a_cluster_write_the_bytes_that_one_process_writes(
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         assert pack(source, tmp_path / "ray", tokens_per_file=10_000, encoders=RayTasks) == alone
+        told = invoke("data", "pack", "--ray", "--tokens-per-file", 10_000, source, tmp_path / "command")
+        assert told.exit_code == 0, told.output
+        assert "of the input" in told.stderr
         assert ray.is_initialized()
     finally:
         ray.shutdown()
-    stores = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("alone", "ray")]
-    assert stores[0] == stores[1]
+    stores = [
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("alone", "ray", "command")
+    ]
+    assert stores[0] == stores[1] == stores[2]
 
 
 def test_without_a_cluster_one_is_started_even_if_the_file_of_an_ended_one_is_left(

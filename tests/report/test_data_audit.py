@@ -7,13 +7,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from raysharded.data import Bucketed, Mixture
+from raysharded.data import Bucketed, Mixture, sample_ids
 from raysharded.errors import StorageError
 from raysharded.overrides import Decisions, decided, skipped_before
 from raysharded.report.data_audit import ALONE, audit, reasons, skipped_ranges, sources_read
+from raysharded.report.read_samples import samples_of
 from tests.cli.test_commands import invoke
 from tests.report import entries
 from tests.report.entries import started, write_run
@@ -108,10 +110,104 @@ def test_tokens_are_counted_where_the_journal_has_the_length_of_a_sample(tmp_pat
     for name, about in (("tokens", {"seq_len": 128}), ("rows", {})):
         write_run(tmp_path / name, [started(**about), entries.data(), *entries.generation(1, [0, 1], 0), *steps])
     (read,) = audit(str(tmp_path / "tokens")).sources
-    assert (read.read, read.tokens) == (8, 8 * 128)
+    assert (read.read, read.tokens, read.wanted_tokens) == (8, 8 * 128, 8 * 128)
     assert audit(str(tmp_path / "rows")).sources[0].tokens is None
-    assert "1024" in invoke("data", "audit", tmp_path / "tokens").stdout
+    told = invoke("data", "audit", tmp_path / "tokens").stdout
+    assert told.count("1024") == 2
+    assert "wanted tokens" in told
     assert "tokens" not in invoke("data", "audit", tmp_path / "rows").stdout
+
+
+def _by_position(step: int, positions: Any) -> Any:
+    return positions
+
+
+@given(
+    first=st.integers(1, 20),
+    number=st.integers(1, 12),
+    skips=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), unique_by=lambda skip: skip[0], max_size=3),
+    change=st.none() | st.integers(0, 200),
+)
+@settings(deadline=None)
+def test_the_samples_of_steps_are_those_that_each_position_has_by_itself(
+    first: int, number: int, skips: list[tuple[int, int]], change: int | None
+) -> None:
+    totals, told = 0, []
+    for step, more in sorted(skips):
+        totals += more
+        told.append((step, totals))
+    weights = () if change is None else ((change // BATCH + 1, change, (("books", 1.0), ("code", 3.0))),)
+    decisions, mixture = Decisions(skips=tuple(told), weights=weights), _mixture()
+    data = {"num_samples": len(mixture), "mixture": json.loads(mixture.order_text)}
+    steps = range(first, first + number)
+    found = samples_of(data, decisions, BATCH, steps, _by_position)
+    as_read = mixture.with_changes([] if change is None else [(change, {"books": 1.0, "code": 3.0})])
+    expected: dict[str, list[tuple[int, int, int]]] = {name: [] for name in SOURCES}
+    for step in steps:
+        start = (step - 1) * BATCH + skipped_before(decisions.skips, step)
+        for position in range(start, start + BATCH):
+            name, index = as_read.origin(position)
+            expected[name].append((as_read.counts(position)[name], index, step))
+    for source in found:
+        size, rows = len(SOURCES[source.name]), list[tuple[int, int]]()
+        assert source.samples == len(expected[source.name])
+        for part in source.ranges:
+            assert part.epoch is not None
+            assert part.first + part.samples <= size, "it is in one epoch"
+            assert len(part.ids) == part.samples
+            begin = (part.epoch - 1) * size + part.first
+            own = expected[source.name][len(rows) : len(rows) + part.samples]
+            assert (own[0][2], own[-1][2]) == (part.first_step, part.last_step)
+            rows += [(begin + place, index) for place, index in enumerate(part.ids)]
+        assert rows == [(rank, index) for rank, index, _ in expected[source.name]]
+
+
+def test_steps_of_data_without_sources_are_listed_with_the_ids_that_were_read(tmp_path: Path) -> None:
+    steps = [entries.step(number) for number in range(1, 16)]
+    start = [started(max_steps=15), entries.data(), *entries.generation(1, [0, 1], 0)]
+    write_run(tmp_path / "run", [*start, *steps])
+    listed = json.loads(invoke("data", "audit", tmp_path / "run", "--steps", "12:14", "--json").stdout)
+    (read,) = listed["samples_read"]
+    batch, positions = entries.BATCH.global_batch_size, np.arange(44, 56)
+    ids = sample_ids(entries.BATCH.seed, positions, entries.NUM_SAMPLES).tolist()
+    assert read == {
+        "name": ALONE,
+        "samples": 3 * batch,
+        "ranges": [
+            {"epoch": 1, "first": 44, "samples": 6, "first_step": 12, "last_step": 13, "ids": ids[:6]},
+            {"epoch": 2, "first": 0, "samples": 6, "first_step": 13, "last_step": 14, "ids": ids[6:]},
+        ],
+    }
+    told = invoke("data", "audit", tmp_path / "run", "--steps", "1:12").stdout
+    assert "places 0 to 47 of epoch 1, in steps 1 to 12: " in told
+    assert told.count(", ...") == 1, "a line shows a few ids"
+    assert "places 4 to 7 of epoch 1, in steps 2 to 2" in invoke("data", "audit", tmp_path / "run", "--steps", 2).stdout
+    for wrong, message in (("0:3", "the run has steps 1 to 15"), ("9:16", "steps 9:16"), ("x", "as in 100:120")):
+        refused = invoke("data", "audit", tmp_path / "run", "--steps", wrong)
+        assert refused.exit_code != 0
+        assert message in refused.stderr
+
+
+def test_samples_of_an_order_that_the_journal_has_as_a_digest_are_listed_by_place() -> None:
+    data = Bucketed(list(range(10)), [1] * 10, microbatch_size=2)
+    entry = {"num_samples": len(data), "samples_per_block": -data.order_digest}
+    (found,) = samples_of(entry, Decisions(), BATCH, range(3, 5), _by_position)
+    (part,) = found.ranges
+    assert (part.epoch, part.first, part.samples, part.ids) == (None, 12, 12, ())
+
+
+def test_samples_of_steps_that_the_ledger_does_not_prove_are_counted_by_source(tmp_path: Path) -> None:
+    steps = [entries.step(1), entries.step(2, digest=["0" * 16, "1" * 16]), entries.step(3)]
+    write_run(tmp_path / "run", [started(), entries.data(), *entries.generation(1, [0, 1], 0), *steps])
+    assert [one.unproven for one in audit(str(tmp_path / "run")).sources] == [4]
+    told = invoke("data", "audit", tmp_path / "run")
+    assert told.exit_code == 1
+    assert "unproven" in told.stdout
+    mixture = _mixture()
+    data = {"num_samples": len(mixture), "mixture": json.loads(mixture.order_text)}
+    found = sources_read(data, Decisions(), 20, BATCH, (), (7, 12))
+    origins = Counter(mixture.origin(position)[0] for position in (*range(36, 42), *range(66, 72)))
+    assert {one.name: one.unproven for one in found} == {name: origins[name] for name in SOURCES}
 
 
 def test_a_run_without_a_step_has_nothing_to_audit(tmp_path: Path) -> None:

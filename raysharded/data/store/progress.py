@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,17 +21,20 @@ from raysharded.errors import ConfigError
 
 NAME = "unfinished.json"
 _THREADS = 16
+_TOLD_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackProgress:
-    """Progress of `pack` when a shard is written."""
+    """Progress of `pack` when a shard is written, and every ten seconds."""
 
     shards: int
     tokens: int
-    """Tokens of all shards so far, also of an interrupted call before."""
+    """Tokens so far, also of an interrupted call before."""
     tokens_per_s: float
     """Rate of this call."""
+    share: float
+    """Share of the inputs' bytes that was read, also by an interrupted call before."""
 
 
 @dataclass(slots=True)
@@ -48,7 +52,16 @@ class Progress:
     documents: int = 0
     """Documents of these parts."""
     first_tokens: int = 0
+    sizes: tuple[int, ...] = ()
+    """Bytes of each input."""
+    say: Callable[[PackProgress], None] | None = None
+    done_bytes: float = 0.0
+    """Bytes of the inputs up to the end of the newest part that was written."""
+    _ends: deque[float] = field(default_factory=deque)
+    """The same of the parts that are being read."""
+    _told: float = field(default_factory=time.monotonic)
     _began: float = field(default_factory=time.monotonic)
+    _num_shards: int = 0
     _passed: tuple[int, int, int] = (0, 0, 0)
     """(parts, tokens, documents) of the parts that were written wholly."""
 
@@ -59,7 +72,7 @@ class Progress:
             sizes = list(threads.map(_size, files))
         names = [[file.name, size] for file, size in zip(files, sizes, strict=True)]
         text = json.dumps([names, kind.fields(), kind.end_of_document, dict(about)])
-        found = cls(open_storage(folder), blake3(text.encode()).hexdigest())
+        found = cls(open_storage(folder), blake3(text.encode()).hexdigest(), sizes=tuple(sizes))
         found._read(folder)
         return found
 
@@ -79,6 +92,7 @@ class Progress:
             )
         self.shards, (self.parts, self.tokens_of_part, self.documents) = shards, place
         self.first_tokens = sum(shard.num_tokens for shard in shards)
+        self._num_shards = len(shards)
         self._passed = self.parts, self.first_tokens - self.tokens_of_part, self.documents
 
     def check(self) -> None:
@@ -90,11 +104,21 @@ class Progress:
                 f"pack: {masked(self.storage.url)}: {gone[0]} of an unfinished packing is missing. Empty the folder."
             )
 
-    def passed(self, num_tokens: int, num_documents: int) -> None:
-        """Record that one more part is written, with so many tokens and documents in total."""
-        self._passed = self._passed[0] + 1, num_tokens, num_documents
+    def begins(self, done_bytes: float, *, is_written: bool) -> None:
+        """Record that the next part is read, with which so many bytes of the inputs are; `is_written`: was before."""
+        if is_written:
+            self.done_bytes = done_bytes
+        else:
+            self._ends.append(done_bytes)
 
-    def save(self, shards: Sequence[Shard], *, say: Callable[[PackProgress], None] | None = None) -> None:
+    def passed(self, num_tokens: int, num_documents: int) -> None:
+        """Record that one more part is written, with so many tokens and documents in total; report it now and then."""
+        self._passed = self._passed[0] + 1, num_tokens, num_documents
+        self.done_bytes = self._ends.popleft()
+        if time.monotonic() - self._told >= _TOLD_EVERY_S:
+            self._tell(num_tokens)
+
+    def save(self, shards: Sequence[Shard]) -> None:
         """Record the whole shards, and report the progress."""
         total = sum(shard.num_tokens for shard in shards)
         parts, tokens, documents = self._passed
@@ -106,10 +130,15 @@ class Progress:
             "documents": documents,
         }
         self.storage.write(NAME, [json.dumps(body).encode()])
-        if say is not None:
-            passed_s = max(time.monotonic() - self._began, 1e-6)
-            rate = (total - self.first_tokens) / passed_s
-            say(PackProgress(shards=len(shards), tokens=total, tokens_per_s=rate))
+        self._num_shards = len(shards)
+        self._tell(total)
+
+    def _tell(self, num_tokens: int) -> None:
+        self._told = time.monotonic()
+        if self.say is not None:
+            rate = (num_tokens - self.first_tokens) / max(self._told - self._began, 1e-6)
+            share = self.done_bytes / max(sum(self.sizes), 1)
+            self.say(PackProgress(shards=self._num_shards, tokens=num_tokens, tokens_per_s=rate, share=share))
 
     def end(self) -> None:
         """Remove the record: the store is complete."""
