@@ -1,12 +1,18 @@
 """Reads of a token store by several processes, beside plain ranged reads of the same bytes, and behind a slow network.
 
-python -m benchmarks.data_reads [--url URL] [--tokens 200000000] [--seq-len 2048] [--readers 4] [--json PATH]
+python -m benchmarks.data_reads [--url URL | --local] [--tokens 200000000] [--seq-len 128 2048 8192] [--readers 4]
+    [--cache-mib 256] [--disk-cache] [--rounds 3] [--first-batch] [--json PATH]
 
-`--url`: an empty folder, or one on S3, for the store; default: the S3 server of the tests, started for this. Each
-reader is a process that reads an epoch's part as a worker does: the microbatches of its rank. Plain readers fetch the
-same byte ranges with as many threads, and check and decode nothing. Both are timed in turns, and their CPU seconds
-stand beside. With fewer tokens than a window of the order (67 million) every reader needs every block. Then the demo's
-model trains with 50 ms before every request, and the time that it waits for data counts.
+`--url`: an empty folder, or one on S3, for the store; `--local`: a temporary folder; default: the S3 server of the
+tests, started for this. Each reader is a process that reads an epoch's part as a worker does: the microbatches of its
+rank, with a cache of `--cache-mib` in memory. `--disk-cache`: the readers of a round share a cache on disk, which is
+empty at first; it has an effect on a remote store. Plain readers fetch the same byte ranges with as many threads, and
+check, cache and decode nothing. Both are timed in turns, and their CPU seconds stand beside. With fewer tokens than a
+window of the order (67 million) every reader needs every block.
+
+Then, on the server that was started, the demo's model trains in a plain loop with 50 ms before every request, and the
+time that it waits for data counts. `--first-batch` measures nothing but the first batch after a resumption at the
+positions 10^9 and 10^12 of such a store, in a new process each, with the package's import before the clock starts.
 """
 
 from __future__ import annotations
@@ -15,12 +21,13 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -42,8 +49,11 @@ from tests.s3.server import running_server
 BATCH = 32
 ORDER = 2
 THREADS = 8
-CACHE_BYTES = 64 << 20
+CACHE_MIB = 256
+"""Default of `TokenDataset`."""
+DISK_BYTES = 8 << 30
 WARM_STEPS = 2
+POSITIONS = (10**9, 10**12)
 
 Range = tuple[str, int, int]
 """(shard, first byte, end)."""
@@ -57,6 +67,18 @@ class Work:
     seq_len: int
     rank: int
     readers: int
+    cache_bytes: int
+    disk: str = ""
+    """Folder of the cache on disk; empty: none."""
+
+    def dataset(self) -> TokenDataset:
+        return TokenDataset(
+            self.url,
+            seq_len=self.seq_len,
+            cache_bytes=self.cache_bytes,
+            disk_cache=self.disk or None,
+            disk_cache_bytes=DISK_BYTES if self.disk else 0,
+        )
 
     def batch(self) -> BatchConfig:
         return BatchConfig(global_batch_size=BATCH, microbatch_size=BATCH // self.readers, seed=1)
@@ -71,11 +93,13 @@ class Read:
     bytes: int
     requests: int
     tokens: int
+    block_bytes: int = 0
+    """Memory for blocks at the end."""
 
 
 def read_store(work: Work, ready: Barrier) -> Read:
     """The samples of a rank, through the loader that workers have."""
-    dataset = TokenDataset(work.url, seq_len=work.seq_len, cache_bytes=CACHE_BYTES, disk_cache_bytes=0)
+    dataset = work.dataset()
     loader = MicrobatchLoader(dataset, work.batch(), prefetch=True)
     loader.skip((), ORDER, (dataset.samples_per_block, BATCH))
     steps = range(1, len(dataset) // BATCH + 1)
@@ -87,6 +111,7 @@ def read_store(work: Work, ready: Barrier) -> Read:
     wall_s, cpu_s = time.monotonic() - began, time.process_time() - cpu
     reader = dataset._reader
     assert isinstance(reader, StoreSource)
+    block_bytes = reader.blocks.num_bytes
     loader.close()
     return Read(
         wall_s=wall_s,
@@ -94,6 +119,7 @@ def read_store(work: Work, ready: Barrier) -> Read:
         bytes=sum(one.num_bytes for one in reader.readers),
         requests=sum(one.num_requests for one in reader.readers),
         tokens=len(steps) * work.batch().microbatch_size * work.seq_len,
+        block_bytes=block_bytes,
     )
 
 
@@ -115,7 +141,7 @@ def read_plain(work: Work, ready: Barrier) -> Read:
 
 
 def _ranges(work: Work) -> Iterator[Range]:
-    dataset = TokenDataset(work.url, seq_len=work.seq_len, disk_cache_bytes=0)
+    dataset = work.dataset()
     (store,) = find_stores([work.url])
     blocks, batch = Blocks(dataset.samples_per_block, BATCH), work.batch()
     first = work.rank * batch.microbatch_size
@@ -187,7 +213,7 @@ class Late:
         exchange.send(exchange.forward())
 
 
-def train(url: str, steps: int, results: Any) -> None:
+def train(work: Work, steps: int, results: Any) -> None:
     """(Seconds that the demo's model trained, seconds that it waited for data), after the first steps."""
     import torch
 
@@ -197,8 +223,8 @@ def train(url: str, steps: int, results: Any) -> None:
     task = ByteGPT(dropout=0.0)
     model = task.build_model()
     optimizer = task.build_optimizer(model)
-    dataset = TokenDataset(url, seq_len=128, cache_bytes=CACHE_BYTES, disk_cache_bytes=0)
-    loader = MicrobatchLoader(dataset, BatchConfig(global_batch_size=BATCH, microbatch_size=BATCH), prefetch=True)
+    dataset = work.dataset()
+    loader = MicrobatchLoader(dataset, work.batch(), prefetch=True)
     loader.skip((), ORDER, (dataset.samples_per_block, BATCH))
     waited, began = 0.0, time.monotonic()
     for step in range(1, steps + WARM_STEPS + 1):
@@ -216,13 +242,14 @@ def train(url: str, steps: int, results: Any) -> None:
     loader.close()
 
 
-def behind(url: str, endpoint_url: str, latency_s: float, steps: int) -> tuple[float, float]:
+def behind(work: Work, endpoint_url: str, latency_s: float, steps: int) -> tuple[float, float]:
     """Result of `train` with this latency before the server."""
     context = get_context("spawn")
     with FaultyProxy(endpoint_url) as proxy:
         proxy.inject(Late(latency_s), times=1 << 30)
         results = context.SimpleQueue()
-        process = context.Process(target=train, args=(url.replace(endpoint_url, proxy.endpoint_url), steps, results))
+        late = replace(work, url=work.url.replace(endpoint_url, proxy.endpoint_url))
+        process = context.Process(target=train, args=(late, steps, results))
         process.start()
         found: tuple[float, float] = results.get()
         process.join()
@@ -244,31 +271,78 @@ def _server() -> Iterator[tuple[str, str]]:
         yield f"s3://reads/store?endpoint_url={server.endpoint_url}", server.endpoint_url
 
 
-def measure(url: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of plain and own reads, round by round."""
+def first_batch(work: Work, position: int, results: Any) -> None:
+    """Seconds until the batch at a position is there, bytes of blocks, and the growth of the process."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        resident = int(file.read().split()[1]) * resource.getpagesize()
+    began, cpu = time.monotonic(), time.process_time()
+    dataset = work.dataset()
+    dataset.validate()
+    loader = MicrobatchLoader(dataset, work.batch(), prefetch=True)
+    loader.skip((), ORDER, (dataset.samples_per_block, BATCH))
+    step = position // BATCH + 1
+    loader.plan([(step, 0)])
+    loader.load(step, 0)
+    wall_s, cpu_s = time.monotonic() - began, time.process_time() - cpu
+    assert isinstance(dataset._reader, StoreSource)
+    block_bytes = dataset._reader.blocks.num_bytes
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    results.put({"wall_s": wall_s, "cpu_s": cpu_s, "block_bytes": block_bytes, "grown_bytes": largest - resident})
+    loader.close()
+
+
+def first_batches(work: Work) -> dict[str, Any]:
+    """Results of `first_batch` at all positions."""
+    context = get_context("spawn")
+    found: dict[str, Any] = {}
+    for position in POSITIONS:
+        results = context.SimpleQueue()
+        process = context.Process(target=first_batch, args=(work, position, results))
+        process.start()
+        found[f"first_batch_at_10^{len(str(position)) - 1}"] = results.get()
+        process.join()
+    return found
+
+
+def write(url: str, tokens: int) -> Kind:
+    """Write a store of random tokens."""
     rng, kind = np.random.default_rng(0), Kind(tokenizer="bytes", vocab_size=257)
     with StoreWriter(url, kind, 1 << 24) as writer:
-        for _ in range(0, args.tokens, 1 << 22):
+        for _ in range(0, tokens, 1 << 22):
             writer.write(rng.integers(0, 257, 1 << 22, dtype=np.uint32))
-    works = [Work(url=url, seq_len=args.seq_len, rank=rank, readers=args.readers) for rank in range(args.readers)]
+    return kind
+
+
+def measure(works: Sequence[Work], kind: Kind, num_rounds: int, *, on_disk: bool) -> dict[str, Any]:
+    """The figures of plain and own reads, round by round. `on_disk`: each round with an empty cache on disk."""
     rounds: dict[str, list[list[Read]]] = {"plain": [], "own": []}
-    for number in range(args.rounds):
+    for number in range(num_rounds):
         order = ("plain", "own") if number % 2 == 0 else ("own", "plain")
         for name in order:
-            rounds[name].append(in_processes(read_plain if name == "plain" else read_store, works))
+            with tempfile.TemporaryDirectory() as disk:
+                of_round = [replace(work, disk=disk if on_disk else "") for work in works]
+                rounds[name].append(in_processes(read_plain if name == "plain" else read_store, of_round))
     own, plain = rounds["own"], rounds["plain"]
     tokens = sum(one.tokens for one in own[0])
+
+    def per_million(of: Sequence[Sequence[Read]], value: Callable[[Read], float]) -> float:
+        return statistics.median(sum(map(value, reads)) for reads in of) / tokens * 1e6
+
     return {
         "tokens": tokens,
         "bytes_read_over_used": sum(one.bytes for one in own[0]) / (tokens * kind.token_bytes),
-        "requests_per_million_tokens": sum(one.requests for one in own[0]) / tokens * 1e6,
+        "requests": sum(one.requests for one in own[0]),
+        "requests_per_million_tokens": per_million(own, lambda one: one.requests),
+        "plain_requests": sum(one.requests for one in plain[0]),
+        "plain_requests_per_million_tokens": per_million(plain, lambda one: one.requests),
         "rate_over_plain": statistics.median(_seconds(a) / _seconds(b) for a, b in zip(plain, own, strict=True)),
         "mb_per_s": [sum(one.bytes for one in reads) / _seconds(reads) / 1e6 for reads in own],
         "plain_mb_per_s": [sum(one.bytes for one in reads) / _seconds(reads) / 1e6 for reads in plain],
-        "cpu_s_per_million_tokens": statistics.median(sum(one.cpu_s for one in reads) for reads in own) / tokens * 1e6,
-        "plain_cpu_s_per_million_tokens": statistics.median(sum(one.cpu_s for one in reads) for reads in plain)
-        / tokens
-        * 1e6,
+        "million_tokens_per_s": [tokens / _seconds(reads) / 1e6 for reads in own],
+        "cpu_s_per_million_tokens": per_million(own, lambda one: one.cpu_s),
+        "plain_cpu_s_per_million_tokens": per_million(plain, lambda one: one.cpu_s),
+        "block_mib_of_a_reader": max(one.block_bytes for one in own[0]) / (1 << 20),
+        "load": os.getloadavg()[0],
         "rounds": {name: [[asdict(one) for one in reads] for reads in of] for name, of in rounds.items()},
     }
 
@@ -280,24 +354,43 @@ def _seconds(reads: Sequence[Read]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="")
+    parser.add_argument("--local", action="store_true")
     parser.add_argument("--tokens", type=int, default=200_000_000)
-    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--seq-len", type=int, nargs="+", default=[2048])
     parser.add_argument("--readers", type=int, default=4)
+    parser.add_argument("--cache-mib", type=int, default=CACHE_MIB)
+    parser.add_argument("--disk-cache", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--latency-ms", type=float, default=50.0)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--first-batch", action="store_true")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
+    found: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        url, endpoint_url = (args.url, "") if args.url else stack.enter_context(_server())
-        found = measure(url, args)
-        if endpoint_url:
-            trained_s, waited_s = behind(url, endpoint_url, args.latency_ms / 1e3, args.steps)
-            found["trained_s"], found["waited_s"] = trained_s, waited_s
-            found["waited_share"] = waited_s / trained_s
-    for name, value in found.items():
-        if name != "rounds":
-            print(f"{name}: {value}", flush=True)
+        url, endpoint_url = args.url, ""
+        if args.local:
+            url = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), "store")
+        elif not url:
+            url, endpoint_url = stack.enter_context(_server())
+        kind = write(url, args.tokens)
+
+        def work(seq_len: int, rank: int = 0, readers: int = 1) -> Work:
+            return Work(url=url, seq_len=seq_len, rank=rank, readers=readers, cache_bytes=args.cache_mib << 20)
+
+        for seq_len in args.seq_len:
+            if args.first_batch:
+                found[f"{seq_len}"] = first_batches(work(seq_len))
+            else:
+                works = [work(seq_len, rank, args.readers) for rank in range(args.readers)]
+                found[f"{seq_len}"] = measure(works, kind, args.rounds, on_disk=args.disk_cache)
+            for name, value in found[f"{seq_len}"].items():
+                if name != "rounds":
+                    print(f"{seq_len} {name}: {value}", flush=True)
+        if endpoint_url and not args.first_batch:
+            trained_s, waited_s = behind(work(128), endpoint_url, args.latency_ms / 1e3, args.steps)
+            found |= {"trained_s": trained_s, "waited_s": waited_s, "waited_share": waited_s / trained_s}
+            print(f"trained {trained_s:.1f} s, waited {waited_s:.4f} s of them", flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

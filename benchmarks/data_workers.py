@@ -1,4 +1,4 @@
-"""Samples per second of one worker by the number of processes that read: decoded samples, and fetched ones.
+"""Samples per second of one worker by the number of processes that read: decoded samples, fetched and tokenized ones.
 
 Each step takes 10 ms besides its data, in which the machine is idle.
 `python -c "from benchmarks.data_workers import main; main()"`: the processes that read import the classes from here.
@@ -44,6 +44,25 @@ class Fetched(Decoded):
         return np.full(1024, index, dtype=np.float32)
 
 
+class Tokenized(Decoded):
+    """Texts of 2,000 words that are tokenized when they are read: about 1 ms of one core for each."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.words = ["".join(map(chr, rng.integers(97, 123, rng.integers(2, 9)))) for _ in range(5000)]
+        self.texts = [" ".join(self.words[place] for place in rng.integers(0, 5000, 2000)) for _ in range(64)]
+        self._tokenizer: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self._tokenizer is None:  # once in each process
+            import tokenizers
+
+            model = tokenizers.models.WordLevel({word: place for place, word in enumerate(self.words)}, unk_token="a")
+            self._tokenizer = tokenizers.Tokenizer(model)
+            self._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        return np.asarray(self._tokenizer.encode(self.texts[index % len(self.texts)]).ids)
+
+
 def nothing() -> None:
     """Settings of a process that computes nothing."""
 
@@ -70,6 +89,6 @@ def rate(data: Decoded, number: int) -> float:
 
 def main() -> None:
     """Print the rates."""
-    for data in (Decoded(), Fetched()):
+    for data in (Decoded(), Fetched(), Tokenized()):
         rates = ", ".join(f"{number}: {rate(data, number):.0f}" for number in (1, 2, 4))
         print(f"{type(data).__name__}: samples/s with processes {rates}", flush=True)

@@ -1,15 +1,17 @@
 """Packing of text by one process, by two, and on Ray, beside the tokenizer alone; and killed half way and continued.
 
-python -m benchmarks.text_packing FOLDER [--megabytes 400] [--vocabulary 32000] [--json PATH]
+python -m benchmarks.text_packing FOLDER [--megabytes 400] [--vocabulary 32000] [--tokens-per-shard N] [--json PATH]
 
 The text consists of the sources and headers of the environment's packages, each a document of JSON Lines. A byte-level
 BPE is trained on a part of them. `FOLDER` keeps both, and the results so far: the command continues where it was ended.
+It fails if the stores differ. A Ray is started for each part that needs one, and what a killed part leaves is ended.
 CPU seconds are those of all processes that a part started, without Ray's workers, whose raylet leaves no record.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -20,16 +22,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 SUFFIXES = frozenset((".py", ".pyi", ".h", ".hpp", ".cpp", ".cuh", ".md", ".rst", ".txt", ".js", ".html"))
-TOKENS_PER_SHARD = 1 << 23
 TRAINED_ON_BYTES = 40_000_000
 SHARDS_BEFORE_KILL = 0.5
 _FILE_BYTES = 100_000_000
 _PR_SET_CHILD_SUBREAPER = 36
 _ORPHANS_S = 20.0
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
 
 
 def write_text(folder: Path, size_bytes: int) -> None:
@@ -95,22 +98,29 @@ def tokenize(text: Path, tokenizer: Path) -> dict[str, int]:
     return {"tokens": tokens + sum(map(len, found.encode_batch(batch, add_special_tokens=False)))}
 
 
-def packed(folder: Path, name: str, options: list[str], *, killed: bool = False) -> dict[str, Any]:
+def packed(folder: Path, name: str, options: list[str], per_shard: int, *, killed: bool = False) -> dict[str, Any]:
     """Figures of `raysharded data pack`; `killed`: with SIGKILL, once half of the shards of the first store exist."""
     output = folder / name
     command = [sys.executable, "-m", "raysharded", "data", "pack", "--format", "jsonl", "--json", *options]
-    command += ["--tokens-per-file", str(TOKENS_PER_SHARD), "--tokenizer", str(folder / "tokenizer" / "tokenizer.json")]
+    command += ["--tokens-per-file", str(per_shard), "--tokenizer", str(folder / "tokenizer" / "tokenizer.json")]
     command += [str(folder / "text"), str(output)]
     found: dict[str, Any] = {}
     if killed:
         whole = _shards(folder / "one process")
         found["killed_after_shards"] = _kill_half_way(command, output, int(SHARDS_BEFORE_KILL * whole))
+        found["ended_after_the_kill"] = _end_orphans()
     found |= timed(command)
     return found | {"digest": digest(output), "shards": _shards(output)}
 
 
 def _kill_half_way(command: list[str], output: Path, shards: int) -> int:
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | _ENVIRONMENT,
+    )
     while _shards(output) < shards:
         if process.poll() is not None:
             raise SystemExit(f"data pack ended with status {process.returncode} before it was killed")
@@ -137,8 +147,7 @@ def digest(store: Path) -> str:
 def timed(command: list[str]) -> dict[str, Any]:
     """Wall and CPU seconds of a command with all that it starts. Raises SystemExit if it fails."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, env=environment)
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, env=os.environ | _ENVIRONMENT)
     seconds = time.monotonic() - began
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}")
@@ -161,11 +170,34 @@ def _reap_orphans() -> None:
             return
 
 
+def _end_orphans() -> int:
+    """Wait for what a killed command left, and end what does not end by itself; returns the number of these."""
+    _reap_orphans()
+    ended = 0
+    while left := _children():
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        ended += len(left)
+        _reap_orphans()
+    return ended
+
+
+def _children() -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = stat.read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid() and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--tokens-per-shard", type=int, default=1 << 23)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tokenize", action="store_true", help=argparse.SUPPRESS)
     settings = parser.parse_args()
@@ -183,13 +215,13 @@ def main() -> None:
     kept = folder / "results.json"
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     alone = [sys.executable, "-m", "benchmarks.text_packing", "--tokenize", str(folder)]
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "the tokenizer alone": lambda: timed(alone),
-        "one process": lambda: packed(folder, "one process", []),
-        "two processes": lambda: packed(folder, "two processes", ["--workers", "2"]),
-        "on Ray": lambda: packed(folder, "on Ray", ["--ray"]),
-        "killed half way": lambda: packed(folder, "killed half way", ["--workers", "2"], killed=True),
-    }
+    per_shard: int = settings.tokens_per_shard
+    options: dict[str, list[str]] = {"one process": [], "two processes": ["--workers", "2"], "on Ray": ["--ray"]}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {"the tokenizer alone": lambda: timed(alone)}
+    for name, own in options.items():
+        parts[name] = partial(packed, folder, name, own, per_shard)
+    for name, of in (("killed half way", "two processes"), ("killed half way on Ray", "on Ray")):
+        parts[name] = partial(packed, folder, name, options[of], per_shard, killed=True)
     for name, part in parts.items():
         if name not in found:
             found[name] = part()

@@ -293,6 +293,36 @@ def test_the_tasks_of_the_guide_train(load: Load, tmp_path: Path) -> None:
         assert {"blocks.*.up", "blocks.*.down"} == set(module.Parallel(50, 16, 2).parallelize(None, None))
 
 
+@pytest.mark.procs
+def test_texts_are_tokenized_beside_training_as_in_the_guide(load: Load, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: number for number, word in enumerate(("<unk>", "one", "two", "three"))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    shown = [block for block in blocks(page("tasks.md"), "python") if "class NextToken" in block or "OfTexts" in block]
+    code = "\n".join(shown).replace('"tokenizer.json"', repr(f"{tmp_path}/tokenizer.json"))
+    module = load("texts_of_the_guide", code)
+    texts = [" ".join(["one", "two", "three"][: 2 + number % 2] * (1 + number % 5)) for number in range(30)]
+    padded = module.OfTexts(50, 16, 2).collate(texts[:2])
+    assert padded["targets"].tolist() == [[2, -100, -100, -100, -100], [2, 3, 1, 2, 3]]
+    ahead = [{key: rows[0] for key, rows in module.OfTexts(50, 16, 2).collate([text]).items()} for text in texts]
+    found = []
+    for number, (task, data, workers, data_processes) in enumerate(
+        ((module.NextToken, ahead, 1, None), (module.OfTexts, texts, 1, None), (module.OfTexts, texts, 2, 2))
+    ):
+        trainer = rs.ElasticTrainer(
+            task=task(vocab_size=50, width=16, steps=3),
+            data=data,
+            batch=rs.BatchConfig(global_batch_size=4, microbatch_size=1),
+            scaling=rs.ScalingConfig(num_workers=workers),
+            engine=rs.EngineConfig(data_processes=data_processes),
+            run=rs.RunConfig(name=str(number), storage_path=str(tmp_path / "runs"), max_steps=3),
+        )
+        found.append(processes.fit(trainer).fingerprint)
+    assert found[0] == found[1] == found[2]
+
+
 def test_the_incident_of_the_guide_happens_as_described(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

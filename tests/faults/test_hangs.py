@@ -6,15 +6,33 @@ import ctypes
 import os
 import re
 import time
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from raysharded.checkpoint.storage.local import LocalStorage
+from raysharded.data import TokenDataset, positions_of_microbatch, sample_ids
+from raysharded.data.order import Blocks
+from raysharded.data.store.find import find_stores
+from raysharded.data.store.layout import Kind
+from raysharded.data.store.writer import StoreWriter
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan
-from tests.training.harness import Collector, Outcome, Tokens, make_driver, make_job, make_limits, train
+from tests.training.harness import (
+    SEQUENCE,
+    VOCABULARY,
+    Collector,
+    Outcome,
+    Tokens,
+    make_driver,
+    make_job,
+    make_limits,
+    train,
+)
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
@@ -127,3 +145,46 @@ def test_a_worker_that_is_stuck_in_the_users_data_code_is_named_with_the_line(ho
     assert ("lock(mutex)" if holds_lock else "time.sleep(FOREVER_S)") in found["stack"]
     assert len(recoveries(outcome)) == 1
     assert outcome.bits == undisturbed().bits
+
+
+def hang_in_a_read(shard: str, at: int) -> None:
+    """In a worker's process: reads of the shard's bytes from `at` on never end."""
+    read_into = LocalStorage.read_into
+
+    def hanging(self: LocalStorage, key: str, offset: int, outs: Sequence[memoryview]) -> int:
+        if (key, offset) == (shard, at):
+            time.sleep(FOREVER_S)
+        return read_into(self, key, offset, outs)
+
+    LocalStorage.read_into = hanging  # type: ignore[method-assign]  # for the rest of this process
+
+
+def test_a_read_of_a_token_store_that_hangs_is_named_with_its_bytes_and_the_worker_is_replaced(tmp_path: Path) -> None:
+    kind, store = Kind(tokenizer="bytes", vocab_size=VOCABULARY), tmp_path / "store"
+    with StoreWriter(str(store), kind, 1 << 30) as writer:
+        writer.write(np.random.default_rng(1).integers(0, VOCABULARY, 64 << 16, dtype=np.uint32))
+    data = TokenDataset(store, seq_len=SEQUENCE)
+    job = make_job(f"{tmp_path}/run", steps=STEPS, microbatches=2, data=data)
+    size, per_block = job.batch.global_batch_size, data.samples_per_block
+    order = Blocks(per_block, size)
+    first, second = (
+        sample_ids(job.batch.seed, positions, len(data), 2, order) // per_block
+        for positions in (np.arange(3 * size), positions_of_microbatch(4, 1, size, size // 2))
+    )
+    block = next(number for number in second.tolist() if number and number not in first)
+    (shard,) = find_stores([str(store)])[0].index.shards
+    start, stop = block * per_block * SEQUENCE, (block + 1) * per_block * SEQUENCE + 1
+    at, length = shard.byte_range(kind, range(start // kind.page_tokens, -(-stop // kind.page_tokens)))
+    limits = make_limits(
+        job, 2, min_workers=1, max_worker_losses=1, hang_timeout_s=HANG_S, replacement_wait_s=60.0, join_wait_s=60.0
+    )
+    listener, hangs = Collector(), {WorkerId(1): partial(hang_in_a_read, shard.name, at)}
+    state = make_driver(job, limits, listener, prepare=hangs).run()
+    (found,) = (fields for kind, fields in listener.entries if kind == "stuck")
+    assert (found["worker"], found["phase"], found["step"]) == (1, "data", 4)
+    assert found["reason"].endswith(f"the read of {store}/{shard.name}, {length} bytes from byte {at} on")
+    (recovery,) = (fields for kind, fields in listener.entries if kind == "recovery")
+    assert (recovery["lost"], recovery["workers_after"]) == ([1], 2), "another one took its place"
+    alone = train(1, steps=STEPS, microbatches=2, data=data)
+    assert [repr(listener.numbers[step]) for step in range(1, STEPS + 1)] == [repr(one) for one in alone.numbers]
+    assert state.result_fingerprint == alone.fingerprint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,15 @@ import pytest
 
 from raysharded.checkpoint import open_storage
 from raysharded.config import BatchConfig
-from raysharded.data import MicrobatchLoader, TokenDataset, dataset as data_set, order
+from raysharded.data import MicrobatchLoader, PackedDataset, TokenDataset, dataset as data_set, order
+from raysharded.data.packed import packed_dataset
+from raysharded.data.packed.packed_dataset import NO_TARGET, _BestFit
 from raysharded.data.store import store_source
 from raysharded.data.store.layout import Kind
 from raysharded.data.store.store_source import StoreSource
 from raysharded.data.store.writer import StoreWriter
 from raysharded.errors import DataError
+from tests.cli.test_commands import invoke
 
 pytestmark = pytest.mark.s3
 
@@ -55,6 +59,45 @@ def test_an_epoch_reads_each_byte_about_once_in_few_requests(store: str, seq_len
     tokens = steps * 32 * seq_len
     assert reader.num_bytes / (tokens * KIND.token_bytes) < 1.1
     assert reader.num_requests / tokens * 1e6 < 20
+
+
+def test_documents_are_arranged_and_read_packed_on_the_server_in_few_requests(
+    s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thirty-second of the default window, whose blocks are twice as large, and of the default cache."""
+    monkeypatch.setattr(order, "WINDOW_BLOCKS", WINDOW // 2)
+    for module in (store_source, packed_dataset):
+        monkeypatch.setattr(module, "READ_AHEAD_BLOCKS", 4)
+    seq_len, end = 2048, KIND.vocab_size - 1
+    kind = replace(KIND, tokenizer="sha256:0", end_of_document=end)
+    lengths = np.exp(np.random.default_rng(1).normal(np.log(400), 1.2, len(TOKENS) // 1000)).astype(np.int64) + 2
+    tokens = np.minimum(TOKENS[: lengths.sum()], end - 1)
+    tokens[np.cumsum(lengths)[:-1] - 1] = end
+    for url in (s3_url, str(tmp_path)):
+        with StoreWriter(url, kind, 1 << 22) as writer:
+            writer.write(tokens)
+        told = invoke("data", "arrange", url, "--seq-len", seq_len, "--json")
+        assert told.exit_code == 0, told.output
+    data = PackedDataset(s3_url, seq_len=seq_len, cache_bytes=16 << 20, disk_cache_bytes=0)
+    data.validate()
+    local = PackedDataset(tmp_path, seq_len=seq_len)
+    assert data.contents_digest == local.contents_digest
+    loader = MicrobatchLoader(data, BatchConfig(global_batch_size=32, microbatch_size=32, seed=1), prefetch=True)
+    loader.skip((), 2, (data.samples_per_block, 32))
+    steps, targets = len(data) // 32, 0
+    for step in range(1, steps + 1):
+        loader.plan([(step, 0)])
+        microbatch = loader.load(step, 0)
+        targets += sum(int((sample["labels"] != NO_TARGET).sum()) for sample in microbatch.samples)
+        expected = local[int(microbatch.ids[step % 32])]
+        assert all(np.array_equal(value, expected[key]) for key, value in microbatch.samples[step % 32].items())
+    assert targets > 0.98 * steps * 32 * seq_len, "little is padding"
+    opened = data._open()
+    assert isinstance(opened, _BestFit)
+    (reader,) = opened._source.readers
+    loader.close()
+    assert reader.num_bytes / (targets * KIND.token_bytes) < 1.1
+    assert reader.num_requests / targets * 1e6 < 20
 
 
 @pytest.mark.parametrize("position", [0, 10**9, 10**12])
