@@ -45,7 +45,7 @@ class Fetched(Decoded):
 
 
 class Tokenized(Decoded):
-    """Texts of 2,000 words that are tokenized when they are read: about 1 ms of one core for each."""
+    """Texts of 2,000 words that are tokenized when they are read: about 2 ms of one core for each."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)

@@ -45,7 +45,7 @@ class SamplesRead:
 
 
 def samples_read(run_url: str, first_step: int, last_step: int) -> tuple[SamplesRead, ...]:
-    """What these steps of a run have read of each source, in the order of reading.
+    """The samples of each source that these steps of a run have read, in the order of reading.
 
     Raises ConfigError for steps that the run does not have, StorageError as `audit`.
     """
@@ -61,7 +61,7 @@ def samples_read(run_url: str, first_step: int, last_step: int) -> tuple[Samples
 def samples_of(
     data: Mapping[str, Any], decisions: Decisions, batch: int, steps: range, alone: Ids
 ) -> tuple[SamplesRead, ...]:
-    """What the steps have read, by the entry `data`. `batch`: samples per step. `alone`: for data without sources."""
+    """The samples of each source in steps, by the entry `data`. `batch`: samples per step. `alone`: for other data."""
     mixture = data.get("mixture")
     if mixture is None:
         size = None if int(data.get("samples_per_block", 1)) < 0 else int(data["num_samples"])

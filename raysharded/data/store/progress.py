@@ -58,7 +58,7 @@ class Progress:
     done_bytes: float = 0.0
     """Bytes of the inputs up to the end of the newest part that was written."""
     _ends: deque[float] = field(default_factory=deque)
-    """The same of the parts that are being read."""
+    """These bytes at the end of each part that is being read."""
     _told: float = field(default_factory=time.monotonic)
     _began: float = field(default_factory=time.monotonic)
     _num_shards: int = 0
