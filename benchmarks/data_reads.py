@@ -11,7 +11,7 @@ check, cache and decode nothing. Both are timed in turns, and their CPU seconds 
 window of the order (67 million) every reader needs every block.
 
 Then, on the server that was started, the demo's model trains in a plain loop with 50 ms before every request, and the
-time that it waits for data counts. `--first-batch` measures the first batch after a resumption instead, at the positions
+time that it waits for data counts. `--first-batch` measures the first batch after a resumption instead, at positions
 10^9 and 10^12 of such a store. Each is measured in a new process, which has imported the package before.
 """
 
