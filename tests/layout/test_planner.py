@@ -317,6 +317,35 @@ def test_a_replacement_takes_no_more_than_its_own_two_buffers() -> None:
     assert plan.receives(WorkerId(9)).total_bytes == plan.wire_bytes
 
 
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("mirrors", [True, False])
+def test_a_spare_in_the_lost_place_receives_its_shard_from_the_mirror_and_survivors_receive_nothing(
+    size: int, mirrors: bool
+) -> None:
+    lost, spare = size // 2, WorkerId(99)
+    members = tuple(spare if worker == lost else worker for worker in ids(*range(size)))
+    case = Case(
+        spec=spec_of((64, 16), (7, 3), (16, 16)),
+        copies=memory_copies(ids(*range(size)), (lost,)),
+        target=Target(workers=members, mirrors=mirrors),
+    )
+    plan = make_plan(case.spec, case.copies, case.target)
+    assert isinstance(plan, Plan)
+    carry_out(case, plan)
+    received = plan.receives(spare)
+    assert plan.wire_bytes == received.total_bytes > 0
+    sources = {
+        (kind, case.copies[copy].medium, rank, worker)
+        for kind, copy, rank, worker in zip(
+            *(getattr(received, name).tolist() for name in ("dst_kind", "copy", "src_rank", "src_worker")), strict=True
+        )
+    }
+    its_mirror = mirror_of(lost, size)
+    expected = {(SNAPSHOT_BUFFER, "mirror", lost, (lost + 1) % size)}
+    expected |= {(MIRROR_BUFFER, "snapshot", its_mirror, its_mirror)} if mirrors else set()
+    assert sources == expected
+
+
 def sent(plan: Plan, workers: Sequence[int]) -> list[int]:
     return [plan.sends(WorkerId(w)).total_bytes for w in workers]
 

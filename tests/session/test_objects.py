@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,11 @@ from torch.distributed.tensor import DTensor
 from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
 from raysharded.actors.step.engine import Engine
+from raysharded.driver.driver import Driver
+from raysharded.task import TrainFunction
 from tests.session.loops import STEPS, Loop, by_task, run
+from tests.training.harness import make_limits
+from tests.training.test_leaving import Seen, a_job, drive
 
 pytestmark = pytest.mark.procs
 
@@ -72,3 +78,25 @@ def test_after_a_loss_all_objects_are_the_same_and_none_of_the_generation_before
     processes = [file.read_text().split() for file in tmp_path.glob("ids of *")]
     assert max(map(len, processes)) >= STEPS
     assert all(len(set(ids)) == 1 for ids in processes)
+
+
+def test_survivors_keep_all_objects_when_a_spare_takes_the_lost_place(tmp_path: Path) -> None:
+    """Their buffers, too: `test_survivors_keep_the_memory_of_their_buffers_when_a_spare_takes_the_lost_place`."""
+    job, pids = replace(a_job(tmp_path), task=TrainFunction(Counting(tmp_path))), dict[int, int]()
+
+    def act(driver: Driver, seen: Seen) -> None:
+        seen.wait(lambda s: len(s.of("worker_ready")) == 4)
+        pids.update({worker: driver.state.facts[worker].pid for worker in driver.state.members})
+        os.kill(pids[driver.state.members[1]], signal.SIGKILL)
+        seen.wait(lambda s: s.of("recovery"))
+
+    _, seen = drive(job, make_limits(job, 3, min_workers=1, max_worker_losses=1, spares=1), act)
+    first, second = seen.of("generation")
+    kept = [now for now, before in zip(second["members"], first["members"], strict=True) if now == before]
+    assert kept == [first["members"][0], first["members"][2]]
+    for worker in kept:
+        ids = (tmp_path / f"ids of {pids[worker]}").read_text().split()
+        assert len(ids) > second["step"], "steps of both generations"
+        assert len(set(ids)) == 1
+    assert set((tmp_path / "older").read_text().split()) == {"0"}
+    assert set((tmp_path / "calls").read_text().split()) == {"0"}
