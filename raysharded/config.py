@@ -516,7 +516,8 @@ class EngineConfig:
     prepare_changes: bool | None = None
     """Prepare planned changes in the background: a worker joins or leaves with notice, or another mesh is requested.
     The workers connect and build the next generation while training continues, which then stops for little more than
-    the transfer. None: on CPUs only, because it has not been run on GPUs."""
+    the transfer. None: on CPUs only. On GPUs it allocates device memory beside running collectives: these may wait for
+    each other (docs/how-it-works.md), and it has not been run there."""
     prefetch: bool = True
     """Read the samples of the next microbatches in the background; a custom dataset is read in a separate process.
     False: read them in the training thread."""

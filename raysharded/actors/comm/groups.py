@@ -152,7 +152,8 @@ class Groups:
 
         On GPUs this makes NCCL's communicators on a device that others use, and not in the training thread. NCCL allows
         this if kernels of two communicators never wait for each other. Making a communicator launches one kernel, on a
-        separate stream that does not wait for training; all other collectives run only after `take_over`.
+        separate stream that does not wait for training; all other collectives run only after `take_over`. It also
+        allocates device memory, which may wait for running collectives: so it must be requested.
         """
         assert where.mesh.tensor == 1, where.mesh
         self.rank, self.mesh, self._prefix = where.rank, where.mesh, where.prefix
