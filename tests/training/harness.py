@@ -192,7 +192,7 @@ def train(
     least_shards: int | None = None,
     tensor: int = 1,
     nodes: str = "",
-    prepare: Callable[[], None] | None = None,
+    prepare: Callable[[], None] | Mapping[WorkerId, Callable[[], None]] | None = None,
     retries: int = 0,
     done: int | None = None,
     read_patience_s: float = 60.0,
@@ -201,8 +201,8 @@ def train(
 ) -> Outcome:
     """Train from the start with so many workers, in groups of `shards` if that is given and of not fewer than
     `least_shards`, with a tensor parallel degree of `tensor`; raises the error that the run failed with. `nodes`: a
-    letter for the node that each worker believes to be on. `prepare`: called first in every worker's process, if
-    `nodes` is not given.
+    letter for the node that each worker believes to be on. `prepare`: called first in every worker's process, or in
+    those of these workers, if `nodes` is not given.
 
     `kills`: (worker, step, phase) of every worker to kill; `faults`: others; that all of them strike is checked.
     `losses`: the workers that may be lost besides those. `retries`: of a step whose task raised. `done`: the step that
@@ -242,7 +242,9 @@ def train(
         )
         listener = Collector()
         first: dict[WorkerId, Callable[[], None]] = {}
-        if prepare is not None:
+        if isinstance(prepare, Mapping):
+            first |= prepare
+        elif prepare is not None:
             first = {WorkerId(worker): prepare for worker in range(workers + losses)}
         first |= {WorkerId(worker): partial(believe_to_be_on, node) for worker, node in enumerate(nodes)}
         state = make_driver(job, limits, listener, prepare=first).run()

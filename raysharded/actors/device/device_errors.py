@@ -132,7 +132,8 @@ def require_device(device: torch.device) -> None:
     """Raise DeviceFailed unless the device works, and has done all earlier work on all its streams."""
     failed = failure_of(device)
     if not failed and not drain(device):
-        failed = f"earlier work takes more than {PATIENCE_S:g} s, or fails"
+        failed = failure_of(device, _PAUSE_S, must_finish=False)
+        failed = failed or f"earlier work takes more than {PATIENCE_S:g} s, or fails"
     if failed:
         raise DeviceFailed(failure_text(device, failed))
 

@@ -7,20 +7,27 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from raysharded import numerics
 from raysharded.actors.comm import communicators
 from raysharded.actors.comm.groups import Groups, Rendezvous
 from raysharded.actors.device import accelerator
+from raysharded.actors.worker import Worker
 from raysharded.errors import CollectiveAborted
+from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Mesh
+from raysharded.protocol.messages import FromStart, GenerationReady, GenerationSpec
 from raysharded.rendezvous.server import RendezvousStore
+from tests import patches
 from tests.actors.device.communicator_double import DoubleAccelerator
 from tests.forked import in_a_fork
+from tests.training.harness import make_job
 
 pytestmark = pytest.mark.procs
 
@@ -240,3 +247,35 @@ def test_a_communicator_has_summed_before_it_is_used(store: RendezvousStore, dev
     assert errors
     device.reached.set()
     groups.close()
+
+
+def _lock_beside_an_interrupt(spec: GenerationSpec, folder: str) -> tuple[bool, bool]:
+    """In a process: whether another thread gets the worker's lock while an abort blocks, and whether it then blocks."""
+    patches.replace(communicators, "ABORT_TIMEOUT_S", 60.0)
+    device = DoubleAccelerator()
+    accelerator.use(device)
+    worker = Worker(WorkerId(0), make_job(folder, use_gpu=True, microbatches=1, steps=1))
+    worker.ready()
+    formed = worker.form(spec)
+    assert isinstance(formed, GenerationReady), formed
+    device.blocking = {"abort"}
+    interrupting = threading.Thread(target=worker.interrupt, args=(spec.generation,), daemon=True)
+    interrupting.start()
+    eventually(lambda: "abort train/0" in device.calls)
+    is_free = worker._changing.acquire(timeout=20.0)
+    return is_free, interrupting.is_alive()
+
+
+def test_an_interrupt_whose_abort_blocks_does_not_hold_the_workers_lock(store: RendezvousStore, tmp_path: Path) -> None:
+    """`form` and `report` need it."""
+    spec = GenerationSpec(
+        generation=GenerationId(1),
+        members=(WorkerId(0),),
+        source=FromStart(),
+        host="127.0.0.1",
+        port=store.port,
+        prefix="g1",
+        secret=store.secret("g1"),
+        numerics=numerics.newest(),
+    )
+    assert in_a_fork(_lock_beside_an_interrupt, spec, f"{tmp_path}/run") == (True, True)

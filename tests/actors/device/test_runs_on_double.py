@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import signal
+import time
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 import raysharded as rs
 from raysharded.actors.comm.host_group import HostGroup
 from raysharded.actors.device import accelerator
+from raysharded.ids import WorkerId
 from tests.actors.device.communicator_double import DoubleAccelerator
 from tests.cases import tried_each_time
 from tests.training.harness import Outcome, train
@@ -94,6 +98,9 @@ LOCAL = {"engine": rs.EngineConfig(accumulation="local")}
 CALLS: dict[str, tuple[int, dict[str, Any]]] = {
     "make": (1, {}),
     "connect": (1, {}),
+    "allreduce": (1, {}),
+    "drain": (3, {}),
+    "release_freed_memory": (1, {}),
     "pinned": (3, {}),
     "new_stream": (2, {}),
     "current_stream": (5, {}),
@@ -102,6 +109,10 @@ CALLS: dict[str, tuple[int, dict[str, Any]]] = {
     "keep_for_current_stream": (3, LOCAL),
     "abort": (1, {"kills": [(2, 3, "backward")]}),
 }
+
+
+WHILE_FORMING = ("make", "connect", "allreduce", "drain", "release_freed_memory", "new_stream")
+"""Calls that fail before the first generation has formed."""
 
 
 @pytest.mark.parametrize("call", tried_each_time(["all_to_all", "connect", "record"], CALLS))
@@ -115,7 +126,66 @@ def test_a_device_that_fails_in_any_call_costs_its_worker_and_changes_no_bit(cal
     (leaving,) = outcome.of("worker_leaving")
     assert "CUDA error: an illegal memory access" in leaving["reason"]
     lost, kills = outcome.of("worker_lost"), how.get("kills", ())
+    if not kills:
+        first, *later = (generation["source"] for generation in outcome.of("generation")[1:])
+        assert first == ("start" if call in WHILE_FORMING else "memory")
+        assert set(later) <= {"memory"}
     assert len(lost) in ((1, 2) if kills else (0,))  # with a killed one, the state may need the broken one too
+
+
+class Stuck(DoubleAccelerator):
+    """Its communicators block: in their second connection, or in every abort. A file shows that they connect again."""
+
+    def __init__(self, call: str, marker: str) -> None:
+        super().__init__()
+        self._call, self._marker, self._connections = call, marker, 0
+        self.blocking = {call} & {"abort"}
+        self.on_call = self._note
+
+    def _note(self, call: str) -> None:
+        if call == "connect":
+            self._connections += 1
+            self.blocking = {self._call} & ({"abort"} if self._connections != 2 else {self._call})
+            if self._connections == 2:
+                Path(self._marker).touch()
+
+
+def on_stuck(call: str, marker: str) -> None:
+    """In a worker's process: compute on a device whose communicators block."""
+    accelerator.use(Stuck(call, marker))
+
+
+def on_dying_beside(marker: str) -> None:
+    """In a worker's process: die in the second connection, once another worker is in its second one."""
+    device, connections = DoubleAccelerator(), itertools.count(1)
+
+    def strike(call: str) -> None:
+        if call == "connect" and next(connections) == 2:
+            deadline = time.monotonic() + 60
+            while not Path(marker).exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    device.on_call = strike
+    accelerator.use(device)
+
+
+@pytest.mark.parametrize("call", tried_each_time(["connect"], ["connect", "connect for good", "abort"]))
+def test_a_loss_beside_a_communicator_that_blocks_costs_no_further_worker(call: str, tmp_path: Path) -> None:
+    """Worker 1 dies in a step. In the next generation worker 0 waits for its communicator while worker 3 dies."""
+    marker = tmp_path / "connects again"
+    prepare = {WorkerId(worker): on_double for worker in range(6)}
+    prepare |= {WorkerId(0): partial(on_stuck, call, str(marker)), WorkerId(3): partial(on_dying_beside, str(marker))}
+    kills = [(1, 3, "backward")]
+    outcome = train(4, use_gpu=True, prepare=prepare, kills=kills, losses=1, **SETTINGS)
+    assert marker.exists()
+    assert outcome.bits == on_cpu().bits
+    assert [lost["worker"] for lost in outcome.of("worker_lost")] == [1, 3]
+    assert outcome.of("worker_leaving") == outcome.of("stuck") == []
+    generations = outcome.of("generation")
+    assert [generation["members"] for generation in generations[:2]] == [[0, 1, 2, 3], [0, 2, 3]]
+    assert {generation["source"] for generation in generations[1:]} == {"memory"}
 
 
 class Logging(DoubleAccelerator):
@@ -244,3 +314,40 @@ def test_a_worker_warms_its_device_up_before_others_wait_for_it(tmp_path: Path) 
         calls = file.read_text().split()
         before = calls[: calls.index("make")]
         assert before.count("drain") >= 3, "the warm-up, and twice as it forms"
+
+
+class Allocating(DoubleAccelerator):
+    """Writes the bytes of page-locked memory that it allocates, and its exchanges, to a file of its process."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._file = Path(folder) / str(os.getpid())
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        self._write(str(size_bytes))
+        return super().pinned(size_bytes)
+
+    def all_to_all(self, *args: Any) -> None:
+        self._write("exchange")
+        super().all_to_all(*args)
+
+    def _write(self, line: str) -> None:
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+
+def on_allocating(folder: str) -> None:
+    """In a worker's process: compute on a device that writes what it allocates."""
+    accelerator.use(Allocating(folder))
+
+
+def test_no_step_waits_for_page_locked_memory_of_its_buffers(tmp_path: Path) -> None:
+    """All of a layout is allocated before the first exchange: four buffers. Later ones are for reads and batches."""
+    train(2, use_gpu=True, prepare=partial(on_allocating, str(tmp_path)), **SETTINGS)
+    logs = [file.read_text().split() for file in tmp_path.iterdir()]
+    assert len(logs) == 2
+    for calls in logs:
+        first = calls.index("exchange")
+        before, after = ([int(call) for call in part if call.isdigit()] for part in (calls[:first], calls[first:]))
+        assert max(before) > 100_000
+        assert max(after) < max(before) // 4
