@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import raysharded
 from raysharded.actors.device import accelerator
 from raysharded.actors.device.device_waits import on_device, on_host
 from raysharded.actors.numerics.grad_norm import norm_from_words, square_sum_words
@@ -23,7 +25,7 @@ from raysharded.actors.step.forward_backward import Results
 from raysharded.task import Loss
 from tests.actors.device.communicator_double import DoubleAccelerator
 from tests.actors.device.host_accelerator import HostAccelerator
-from tests.training.harness import train
+from tests.training.harness import Gpt, GptTask, train
 
 
 @pytest.fixture(scope="module")
@@ -184,13 +186,107 @@ def counting(file: str) -> None:
     accelerator.use(Counting(file))
 
 
+class Deeper(GptTask):
+    """The tests' GPT with three times the layers."""
+
+    def build_model(self) -> torch.nn.Module:
+        return Gpt(layers=6)
+
+
 @pytest.mark.procs
-@pytest.mark.parametrize("microbatches", [2, 16])
-def test_a_step_reads_the_device_at_most_twice(tmp_path: Path, microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("microbatches", "workers", "task"),
+    [(2, 1, GptTask), (16, 1, GptTask), (2, 1, Deeper), (4, 2, GptTask)],
+    ids=["2 microbatches", "16 microbatches", "a deeper model", "2 workers"],
+)
+def test_a_step_reads_the_device_at_most_twice(
+    tmp_path: Path, microbatches: int, workers: int, task: type[GptTask]
+) -> None:
     """Between two steps in which buffers and hooks are compared, as they are at intervals."""
     counts = []
     for steps in (5, 7):
         file = tmp_path / f"{steps}"
-        train(1, use_gpu=True, steps=steps, microbatches=microbatches, prepare=partial(counting, str(file)))
+        prepare = partial(counting, str(file))
+        train(workers, use_gpu=True, task=task(), steps=steps, microbatches=microbatches, prepare=prepare)
         counts.append(Counter(file.read_text().split()))
-    assert counts[1]["read"] - counts[0]["read"] == 2 * (7 - 5), counts
+    assert counts[1]["read"] - counts[0]["read"] == workers * 2 * (7 - 5), counts
+
+
+ACTORS = Path(raysharded.__file__).parent / "actors"
+FOLDERS = ("step", "reduction", "numerics", "optimizer", "shards")
+"""Packages whose code runs in a step, or between two of them."""
+READS = {"item", "cpu", "tolist", "numpy", "nonzero"}
+"""Methods of a tensor that wait for its device. `float`, `int` and `bool` of one do, too: no syntax shows it."""
+HOST = "host memory: an array, a group's sum, or a buffer"
+POLLED = "read by `on_host`, which polls"
+NUMBER = "a number or a tensor of the host: it was not computed on a device"
+BUILT = "once, while a generation is built, on tensors that no collective has made"
+REQUESTED = "at the user's request, behind a step: its collectives have been read"
+WITH_READS = {
+    "numerics/column_sums: ByMicrobatch.read": HOST,
+    "numerics/column_sums: OnGrid._read_wide": HOST,
+    "numerics/column_sums: OnGrid.read": HOST,
+    "numerics/column_sums: _digest_of": HOST,
+    "numerics/exact_sums: Grid._add": HOST,
+    "numerics/grad_norm: _DeviceDigits.add_to": POLLED,
+    "numerics/grad_norm: _add_block": "of a gradient in host memory: those of a device go to `_DeviceDigits`",
+    "numerics/step_consensus: agree": HOST,
+    "numerics/step_consensus: microbatch_losses": HOST,
+    "numerics/summation_tree: tree_sums": HOST,
+    "optimizer/kept_state: KeptState.load": BUILT,
+    "optimizer/registered_state: _gathered": HOST,
+    "optimizer/trial: _bits": BUILT,
+    "shards/block_gather: _Piece.__init__": HOST,
+    "shards/device_state: DeviceState.carry": BUILT,
+    "shards/initial_weights: read_into": HOST,
+    "shards/parity: _Round._encode": HOST,
+    "shards/pinned_arena: PinnedArena._tensor": HOST,
+    "shards/rebuild: _Rebuilding._needed": HOST,
+    "shards/restore: _from_lowest": HOST,
+    "shards/restore: _read": HOST,
+    "shards/restore: _share": HOST,
+    "shards/saver: Saver._written": HOST,
+    "shards/saver: _pieces": HOST,
+    "shards/saver: fingerprint_of": HOST,
+    "shards/transfer: _parts": HOST,
+    "shards/transfer: exchange": HOST,
+    "shards/transfer: kept_buffers": HOST,
+    "shards/whole_tensors: _sizes": HOST,
+    "shards/whole_tensors: gather_tensors": HOST,
+    "shards/whole_tensors: whole_weights": REQUESTED,
+    "step/collation: Collator.training_batch": HOST,
+    "step/evaluation: _digests": HOST,
+    "step/forward_backward: Results._tensor_of": NUMBER,
+    "step/forward_backward: Results.by_microbatch": HOST,
+    "step/forward_backward: Results.values": POLLED,
+    "step/gradient: StepGradient.compute": HOST,
+    "step/proofs/evaluation_proof: EvaluationProof._exchanged": HOST,
+    "step/proofs/first_step_proof: Proof._exchange": HOST,
+    "step/step: Steps.meet": HOST,
+    "step/update: StepUpdate._not_finite": HOST,
+    "step/update: located": HOST,
+}
+"""Function with such a call -> the reason that no step waits there for a device, or that the wait is known as one."""
+
+
+def functions_with_reads() -> Iterator[str]:
+    """Each function of `FOLDERS` with such a call, as module and qualified name."""
+
+    def walk(node: ast.AST, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield from walk(child, (*path, child.name))
+                continue
+            if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute) and child.func.attr in READS:
+                yield path
+            yield from walk(child, path)
+
+    for folder in FOLDERS:
+        for file in sorted((ACTORS / folder).rglob("*.py")):
+            module = file.relative_to(ACTORS).with_suffix("").as_posix()
+            for path in walk(ast.parse(file.read_text()), ()):
+                yield f"{module}: {'.'.join(path)}"
+
+
+def test_every_call_that_may_read_the_device_has_a_reason() -> None:
+    assert set(functions_with_reads()) == WITH_READS.keys(), "read through `on_host`, or give the reason here"
