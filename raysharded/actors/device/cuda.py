@@ -40,6 +40,7 @@ and knows which of them the GPU has begun.
 Memory: segments grow, and host memory of more than 64 MB is not rounded up to a power of two, and is returned. Eight
 threads lock its pages."""
 _OF_THE_ENVIRONMENT = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT")
+_USUAL_BLAS = ("Default", "Cublas")
 _OF_USERS = ("NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS")
 """Beginnings of names of further settings that change how a run computes or communicates."""
 EXACT_SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -247,7 +248,10 @@ def is_in_collective(entries: Sequence[Mapping[str, Any]], since_ns: int) -> boo
 
 
 def arithmetic_settings() -> dict[str, str]:
-    """Settings of this process that change the bits of products on a GPU; those of the environment if they are set."""
+    """Settings of this process that change the bits of products on a GPU.
+
+    Those of the environment, and a preferred library for products, only if they are set: runs without them have none.
+    """
     matmul = torch.backends.cuda.matmul
     found = {
         "matmul_precision": torch.get_float32_matmul_precision(),
@@ -255,6 +259,9 @@ def arithmetic_settings() -> dict[str, str]:
         "reduced_precision": f"{matmul.allow_fp16_reduced_precision_reduction}, "
         f"{matmul.allow_bf16_reduced_precision_reduction}",
     }
+    preferred = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2]
+    if preferred not in _USUAL_BLAS:
+        found["blas"] = preferred
     return found | {name: os.environ[name] for name in _OF_THE_ENVIRONMENT if name in os.environ}
 
 

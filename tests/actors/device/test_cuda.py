@@ -237,3 +237,30 @@ def test_settings_that_change_a_products_bits_are_compared_between_workers(monke
         assert arithmetic_settings()["matmul_precision"] != before["matmul_precision"]
     finally:
         torch.set_float32_matmul_precision(precision)
+
+
+def test_a_preferred_library_for_products_is_compared_only_if_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that began before it was compared have no such fact."""
+    assert "blas" not in arithmetic_settings()
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: torch._C._BlasBackend.Cublaslt)
+    assert arithmetic_settings()["blas"] == "Cublaslt"
+
+
+def test_facts_of_a_gpu_are_those_that_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 1)
+    names, properties = {device: "NVIDIA H100 80GB HBM3"}, {device: SimpleNamespace(multi_processor_count=132)}
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91300)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr("raysharded.actors.device.cuda.driver_version", lambda: 13020)
+    assert Cuda().facts(device) == arithmetic_settings() | {
+        "gpu": "NVIDIA H100 80GB HBM3",
+        "cuda": "13.0",
+        "cudnn": "91300",
+        "nccl": "2.29.7",
+        "driver": "13020",
+        "multiprocessors": "132",
+    }
