@@ -121,6 +121,7 @@ mutants-device: $(DEV)
 # Not PyTorch's CPU wheels, which TORCH may name.
 CUDA_TORCH ?= torch==2.13.0
 .venv-cuda/.installed:
+	@echo "installing $(CUDA_TORCH) into .venv-cuda: some 3 GB of downloads"
 	@$(PYTHON) -m venv .venv-cuda
 	@.venv-cuda/bin/python -m pip --disable-pip-version-check --quiet install '$(CUDA_TORCH)' numpy
 	@touch $@
@@ -131,8 +132,10 @@ cuda-names: .venv-cuda/.installed
 # An environment of your own with torch for CUDA, where .venv has the CPU's: GPU_PYTHON=.venv-cuda/bin/python
 GPU_PYTHON ?= $(BIN)/python
 test-gpu: $(DEV) $(COMPILER) $(TITAN)
-	@$(GPU_PYTHON) -m pytest --durations=12 -m gpu tests/gpu $(PYTEST_ARGS)
-	@$(GPU_PYTHON) -m benchmarks gpu --effort quick
+	@status=0; \
+	$(GPU_PYTHON) -m pytest --durations=12 -m gpu tests/gpu $(PYTEST_ARGS) || status=$$?; \
+	$(GPU_PYTHON) -m benchmarks gpu --effort quick || status=$$?; \
+	exit $$status
 
 test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'
