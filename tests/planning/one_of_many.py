@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 import threading
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -107,15 +108,16 @@ class OneOfMany(Groups):
 
 
 class Counting(Watch):
-    """Counts the exchanges of gradients, too."""
+    """Counts the calls, too: exchanges of gradients, all-gathers, and agreements."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.exchanges = 0
-        _before(tree_reducer, "all_to_all", self._count)
-
-    def _count(self, *_: Any, **__: Any) -> None:
-        self.exchanges += 1
+        self.calls = Counter[str]()
+        _before(tree_reducer, "all_to_all", lambda *_, **__: self.calls.update(["exchanges"]))
+        _before(AllGather, "__call__", lambda *_, **__: self.calls.update(["all-gathers"]))
+        _before(
+            HostGroup, "sum_int64", lambda _, values: self.calls.update(["agreements"] if values.numel() > 1 else [])
+        )
 
 
 def place_of(workers: int, per_node: int) -> RankPosition:
@@ -170,9 +172,9 @@ def observed(
         for _ in range(STEPS):
             watch.follower.restart()
             watch.sent.clear()
-            watch.exchanges = 0
+            watch.calls.clear()
             engine._train(engine.next_step())
-        found = {"peak": watch.follower.peak - before, "sent": dict(watch.sent), "exchanges": watch.exchanges}
+        found = {"peak": watch.follower.peak - before, "sent": dict(watch.sent), "calls": dict(watch.calls)}
         objects.release()
     return found
 

@@ -41,6 +41,10 @@ def test_bytes_are_equal_and_the_peak_is_within_2_percent(cases: tuple[str, ...]
         layout, is_adding = Mesh(shards=workers), 1 < per_node < workers
         traffic = worker_traffic(setting, layout, rank=RANK, workers_per_node=per_node or 1)
         assert each["sent"] == {kind: sent for kind, sent in traffic.sent.items() if sent}, each["case"]
-        assert each["exchanges"] == ROUNDS * (LAYERS + 1) * (1 + is_adding)
+        assert each["calls"] == {
+            "exchanges": ROUNDS * (LAYERS + 1) * (1 + is_adding),
+            "all-gathers": ROUNDS * ((LAYERS + 1) + LAYERS),  # the root's stays for backward
+            "agreements": 1,
+        }
         memory = worker_memory(setting, layout, rank=RANK, workers_per_node=per_node or 1)
         assert each["peak"] == pytest.approx(memory.total, rel=0.02), each["case"]
