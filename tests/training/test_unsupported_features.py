@@ -1,4 +1,7 @@
-"""Features of torch that a run cannot have are refused by name, in real processes; autocast trains, with equal bits."""
+"""Features of torch that a run cannot have are refused by name, in real processes.
+
+Autocast trains with equal bits: `tests/session/test_behind_a_step.py`, and `idiom_autocast` of `tests/corpus`.
+"""
 
 from __future__ import annotations
 
