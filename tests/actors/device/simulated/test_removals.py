@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,16 @@ def _has_calls(module: str) -> bool:
 
 def test_calls_without_an_effect_are_among_them() -> None:
     assert {one.why_not_found for one in removals.removals()} - {""} == set(removals.WITHOUT_EFFECT.values())
+
+
+def test_calls_that_no_run_reaches_are_among_them_and_a_further_one_is_noticed() -> None:
+    known = Counter(key for keys in removals.NOT_REACHED.values() for key in keys)
+    every = removals.removals()
+    assert known <= Counter(one.key for one in every)
+    known_ones = [one for one in every if one.key in known]
+    assert set(removals.newly_unreached(known_ones)) <= known.keys(), "the same call in another place, if any"
+    further = next(one for one in every if one.key not in known)
+    assert further.key in removals.newly_unreached([*known_ones, further])
 
 
 def test_there_are_at_least_thirty() -> None:
