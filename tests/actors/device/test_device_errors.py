@@ -130,6 +130,30 @@ def test_a_device_whose_earlier_work_never_ends_is_the_reason_of_the_failure(
     assert "earlier work" in str(found.error)
 
 
+def test_a_device_that_fails_as_it_is_drained_is_described_with_its_error(
+    device: Dying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: torch.device) -> None:
+        device.is_dead = True
+        raise torch.AcceleratorError(TEXT)
+
+    monkeypatch.setattr(device, "drain", fail)
+    with pytest.raises(DeviceFailed, match="does not work in this process: CUDA error: device-side assert triggered"):
+        require_device(CPU)
+
+
+def test_a_device_that_fails_as_it_gives_memory_back_is_found_where_it_is_required(device: Dying) -> None:
+    def fail(call: str) -> None:
+        device.is_dead = device.is_dead or call == "release_freed_memory"
+        device._fail(call)
+
+    device.on_call = fail
+    environment.free_memory(CPU, twice=False)
+    assert device.is_dead
+    with pytest.raises(DeviceFailed, match="CUDA error"):
+        require_device(CPU)
+
+
 def test_a_device_whose_memory_others_have_works(device: Dying) -> None:
     def fail(_: str) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")

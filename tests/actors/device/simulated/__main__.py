@@ -1,7 +1,7 @@
 """Removes each call that orders streams, one at a time, and reports whether the simulated streams show it.
 
-`python -m tests.actors.device.simulated [PART OF A NAME]`. Exit status 1: there is a false alarm; or fewer than 95 of 100
-removals are found, of those that the runs reach and that have an effect; or a call is not reached, and not in
+`python -m tests.actors.device.simulated [PART OF A NAME]`. Exit status 1: there is a false alarm; or fewer than 95 of
+100 removals are found, of those that the runs reach and that have an effect; or a call is not reached, and not in
 `NOT_REACHED`.
 """
 
