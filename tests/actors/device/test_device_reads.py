@@ -262,7 +262,7 @@ WITH_READS = {
     "step/gradient: StepGradient.compute": HOST,
     "step/proofs/evaluation_proof: EvaluationProof._exchanged": HOST,
     "step/proofs/first_step_proof: Proof._exchange": HOST,
-    "step/step: Steps.meet": HOST,
+    "step/meetings: Meetings._begin.sums": HOST,
     "step/update: StepUpdate._not_finite": HOST,
     "step/update: located": HOST,
 }
