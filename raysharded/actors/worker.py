@@ -28,6 +28,7 @@ from raysharded.actors.session.computing_threads import computing_thread
 from raysharded.actors.session.session_task import SessionTask, with_session_task, words_for
 from raysharded.actors.shards.erasure import erasure_code
 from raysharded.actors.shards.position import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, RankPosition, rendezvous_of
+from raysharded.actors.shards.restore import serve
 from raysharded.actors.shards.saver import Saver, fingerprint_of
 from raysharded.actors.shards.store import ShardStore, redundant_copies
 from raysharded.actors.step.collation import AheadOfUse
@@ -35,7 +36,6 @@ from raysharded.actors.step.engine import Engine
 from raysharded.actors.step.pending_reports import REPORTS_KEPT, add_newest
 from raysharded.actors.task_calls.remarks import Notes
 from raysharded.actors.telemetry.busy_sampler import Sampler
-from raysharded.actors.telemetry.stack_probe import look_at
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.errors import RayshardedError, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
@@ -155,27 +155,39 @@ class Worker:
     def _form_guarded(self, spec: GenerationSpec) -> GenerationReady | Stopped:
         if spec.generation <= self._generation:
             raise StaleGeneration(f"generation {spec.generation} came after {self._generation}")
-        if (failed := self._ends.failed_again(spec.failed_devices)) is not None:
-            with self._changing:
-                self._generation = spec.generation
+        if (failed := self._ends.device_failure) is not None:
+            self._hand_over(spec)
             return replace(self._stopped(StopReason.DEVICE, failed), reports=())
         started = time.perf_counter()
         self._leave()
         self._left_s = time.perf_counter() - started
         prepared = self._preparations.take(spec.prepared)
+        self._enter(spec, Groups(self._job.use_gpu) if prepared is None else prepared[0])
+        return self._guarded(lambda: self._form(spec, prepared and prepared[1]))
+
+    def _enter(self, spec: GenerationSpec, groups: Groups) -> None:
         with self._changing:
-            self._generation, self._decisions = spec.generation, spec.decisions
-            self._groups = Groups(self._job.use_gpu) if prepared is None else prepared[0]
-            groups, is_interrupted = self._groups, self._interrupted >= spec.generation
+            self._generation, self._decisions, self._groups = spec.generation, spec.decisions, groups
+            is_interrupted = self._interrupted >= spec.generation
         if is_interrupted:
             groups.abort()
-        return self._guarded(lambda: self._form(spec, prepared and prepared[1]))
+
+    def _hand_over(self, spec: GenerationSpec) -> None:
+        """Serve the members of a generation from host memory, if they need what this worker holds."""
+        self._ends.keep_if_failed(self._groups, self._store.stop_pinning())
+        groups = Groups(use_gpu=False)
+        self._enter(spec, groups)
+        if self._worker in spec.failed_devices:
+            try:
+                serve(spec, self._worker, self._job, groups, self._store, is_loop=self._objects.registered is not None)
+            except Exception as error:  # noqa: BLE001 - the members notice the end of the connections
+                self._ends.of(error, self._device, interrupted=groups.aborted)
+                groups.abort()
 
     def _form(self, spec: GenerationSpec, wrapped: Wrapped | None) -> GenerationReady:
         assert self._groups is not None
         require_device(self._device)
-        parity = parity_of(self._job.engine.redundancy, spec.tensor, spec.apart)
-        place = RankPosition(spec=spec, worker=self._worker, mirrors=self._job.engine.mirrors, parity=parity)
+        place = RankPosition.of(spec, self._worker, self._job.engine)
         self._share = place.share
         self._probe("form", spec.source.step + 1)
         started = time.perf_counter()
@@ -348,19 +360,7 @@ class Worker:
 
     def look(self, generation: GenerationId) -> ProbeReply:
         """The step, phase and stack of this worker now, in any generation."""
-        engine, found, busy = self._engine, look_at(self._compute_thread, self._sources.stacks), self._sampler.busy()
-        return ProbeReply(
-            generation=generation,
-            step=engine.step if engine else 0,
-            phase=engine.phase if engine else "form",
-            phase_s=time.monotonic() - engine.phase_since if engine else 0.0,
-            waits=found.waits,
-            stack=found.stack,
-            where=found.where,
-            in_collective=found.in_collective,
-            busy=busy.average(),
-            num_steps=busy.num_steps,
-        )
+        return self._sampler.look(generation, self._sources.stacks)
 
     def notice(self, after: int, timeout_s: float) -> WorkerNotice | None:
         """The next leave notice after the first `after` ones; waits for it up to `timeout_s`."""

@@ -107,7 +107,7 @@ class GenerationSpec:
     blocks: tuple[int, int] = (1, 1)
     """(samples per block of the data, samples per step), with which the run began: its order of samples."""
     failed_devices: tuple[WorkerId, ...] = ()
-    """Members whose GPU failed, as the driver knows: the run needs what they alone hold."""
+    """No members, as their GPU failed: they hand over what they alone hold, over gloo, and use no device."""
 
     @property
     def world_size(self) -> int:

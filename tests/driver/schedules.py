@@ -71,7 +71,7 @@ FAULTS = st.builds(
         + [Strike.FREEZE] * 2
         + [Strike.DRIVER_DIES] * 6
         + [Strike.DRIVER_STOPS] * 3
-        + list(Strike)
+        + [strike for strike in Strike if strike is not Strike.DEVICE]
     ),
     whom=st.integers(0, 6),
     nth=st.one_of(st.integers(0, 3), st.integers(0, 60)),
@@ -245,6 +245,30 @@ def deciding(draw: st.DrawFn) -> Schedule:
             *draw(st.lists(LATE_FAULTS, max_size=2)),
         ),
     )
+
+
+@st.composite
+def with_dead_devices(draw: st.DrawFn) -> Schedule:
+    """Histories in which the GPU of a worker fails, and another worker dies at about the same time."""
+    faults = st.builds(
+        Fault,
+        strike=st.sampled_from(
+            [Strike.DEVICE] * 4 + [Strike.KILL] * 2 + [Strike.BREAK, Strike.FREEZE, Strike.NOTICE, Strike.DRIVER_DIES]
+        ),
+        whom=st.integers(0, 6),
+        nth=st.integers(0, 60),
+        phase=st.sampled_from([Phase.TRAINING, Phase.TRAINING, Phase.FORMING, Phase.STOPPING, Phase.GATHERING]),
+    )
+    when, who = draw(st.integers(5, 40)), draw(st.integers(0, 6))
+    first = Fault(strike=Strike.DEVICE, whom=who, nth=when, phase=Phase.TRAINING)
+    at, nth = draw(st.sampled_from([(Phase.TRAINING, when + 2), (Phase.STOPPING, 1), (Phase.FORMING, 20)]))
+    second = Fault(strike=Strike.KILL, whom=who + draw(st.integers(1, 3)), nth=nth, phase=at)
+    schedule, least = draw(schedules()), draw(st.integers(1, 3))
+    limits = replace(schedule.limits, mirrors=True, max_steps=draw(st.integers(5, 12)), max_worker_losses=None)
+    if limits.tensor == 1:
+        grouping = limits.grouping and replace(limits.grouping, shards=3, least_workers=least)
+        limits = replace(limits, max_workers=draw(st.integers(3, 5)), min_workers=least, grouping=grouping)
+    return replace(schedule, limits=limits, faults=(first, second, *draw(st.lists(faults, max_size=4))))
 
 
 CONTROLS = [Strike.PAUSE, Strike.RESIZE]

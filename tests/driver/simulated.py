@@ -537,6 +537,9 @@ class Cluster:
             case Strike.RAISE:
                 worker.raises = True
                 self.struck.append(strike)
+            case Strike.DEVICE:
+                worker.breaks = True
+                self.struck.append(strike)
 
     def _notice(self, worker: Worker, *, whole_node: bool) -> None:
         """A worker (and all others on its node) exits some time later, if the driver has not ended it before."""

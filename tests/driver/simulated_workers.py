@@ -8,6 +8,7 @@ a worker obeys.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from raysharded.errors import CollectiveAborted, CorruptCheckpoint, NonFiniteLoss, StaleGeneration, TaskError
+from raysharded.errors import (
+    CollectiveAborted,
+    CorruptCheckpoint,
+    DeviceFailed,
+    NonFiniteLoss,
+    StaleGeneration,
+    TaskError,
+)
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, StateSpec, TensorSpec, has_mirrors, mirror_of, tensor_specs
 from raysharded.layout.fingerprint import digest
@@ -167,6 +175,7 @@ class Worker:
         self.whole_node = False
         self.alive, self.silent, self.busy, self.raises = True, False, False, False
         self.wrong, self.not_finite = False, False
+        self.breaks = self.has_dead_device = False
         self.frozen_until = float("-inf")
         self.deaf = False
         """True while it waits for its storage, which no interrupt ends."""
@@ -246,6 +255,8 @@ class Worker:
         yield self.is_idle
         if spec.generation <= self.generation:
             return None
+        if self.has_dead_device:
+            return (yield from self.hand_over(spec))
         self.busy, self.waits, self.generation, self.joining = True, False, spec.generation, None
         assert spec.prepared in ("", self.prepared), "formed from what was not prepared"
         self.preparing = self.prepared = ""
@@ -259,6 +270,8 @@ class Worker:
             self.step = group.committed = spec.source.step
             yield self.delay()
             self.fail_if_told()
+            if spec.failed_devices:
+                yield lambda: group.workers.keys() >= set(spec.failed_devices)
             self.content = self.state_from(spec.source, group)
             if isinstance(spec.source, FromMemory):
                 yield from self.barrier("exchanged")
@@ -273,10 +286,23 @@ class Worker:
             return GenerationReady(
                 generation=spec.generation, step=self.step, spec=SPEC, seconds={}, bytes_received=0, bytes_read=0
             )
-        except (Interrupted, TaskError, Unreadable) as error:
+        except (Interrupted, TaskError, DeviceFailed, Unreadable) as error:
             return self.broken(error)
         finally:
             self.busy = False
+
+    def hand_over(self, spec: GenerationSpec) -> Generator[Wish, None, Stopped]:
+        """Have the members read what this worker holds, if they need it: its GPU has failed."""
+        self.generation = spec.generation
+        if self.id in spec.failed_devices:
+            self.busy, group = True, self.cluster.groups.setdefault(spec.prefix, Group(spec))
+            self.group = group
+            group.workers[self.id] = self
+            with contextlib.suppress(Interrupted):
+                yield lambda: len(group.arrived.get("exchanged", ())) == spec.world_size
+                yield self.delay()
+            self.busy = False
+        return replace(self.stopped(StopReason.DEVICE, DeviceFailed("CUDA error", "")), reports=())
 
     def state_from(self, source: Source, group: Group) -> int:
         """The state that a generation is formed from; every copy of it must be the same."""
@@ -316,7 +342,7 @@ class Worker:
                     return self.stopped(StopReason.BOUNDARY)
             yield from self.commit_last(group)
             return self.stopped(StopReason.FINISHED)
-        except (Interrupted, TaskError, Wrong) as error:
+        except (Interrupted, TaskError, DeviceFailed, Wrong) as error:
             return self.broken(error)
         finally:
             self.busy, self.training = False, None
@@ -378,6 +404,8 @@ class Worker:
             return self.stopped(StopReason.REFUSED, CorruptCheckpoint("damaged"))
         if isinstance(error, TaskError):
             return self.stopped(StopReason.TASK_ERROR, error)
+        if isinstance(error, DeviceFailed):
+            return self.stopped(StopReason.DEVICE, error)
         return self.stopped(StopReason.ABORTED, CollectiveAborted("freed"))
 
     def stopped(self, reason: StopReason, error: BaseException | None = None) -> Stopped:
@@ -656,6 +684,9 @@ class Worker:
         if self.raises:
             self.raises = False
             raise TaskError("the task raised")
+        if self.breaks:
+            self.breaks, self.has_dead_device = False, True
+            raise DeviceFailed("CUDA error", "")
 
     def fail_if_agreed(self, group: Group, step: int) -> None:
         """All members know, and stop before they apply the step."""

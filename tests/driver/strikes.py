@@ -40,6 +40,7 @@ class Strike(Enum):
     DRIVER_DIES = "the driver is killed, and another comes: soon, late, or too late for the workers"
     CUT = "the link between two nodes is cut, for a while or for good"
     DRIVER_STOPS = "the driver is stopped, another comes, and the first one wakes up"
+    DEVICE = "a worker's GPU fails, and its process stays"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

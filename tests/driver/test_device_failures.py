@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from raysharded.driver.state.commands import End, Form, KillWorker, StartWorker
+from typing import Any
+
+from raysharded.driver.state.commands import (
+    End,
+    Form,
+    Interrupt,
+    KillWorker,
+    SaveSnapshot,
+    StartWorker,
+    Train,
+    calls_of,
+)
 from raysharded.driver.state.events import Ready
 from raysharded.driver.state.state import Phase
 from raysharded.errors import DeviceFailed, TaskError
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import FromMemory, StopReason, WorkerInfo
+from raysharded.protocol.messages import FromMemory, FromStart, StopReason, WorkerInfo
 from tests.driver.scripted import Run, of, training
 
 BROKEN = DeviceFailed("the GPU does not work in this process: CUDA error", "a line of the task")
@@ -48,12 +59,130 @@ def test_a_worker_whose_gpu_fails_is_replaced_and_its_process_stays_until_the_ot
     assert not run.records("task_error"), "the task is not to blame"
 
 
-def test_what_workers_with_dead_gpus_alone_hold_makes_them_members_again() -> None:
+def without_0_and_the_gpu_of_1(**limits: Any) -> Run:
+    """A run of three after step 5: the worker 0 died, and the GPU of 1, which holds its mirror, failed."""
+    run = training(3, 5, **limits)
+    run.lost(0)
+    breaks(run, 1, step=5)
+    return run
+
+
+def breaks_apart(run: Run) -> None:
+    """The forming generation fails; its member reports what it held before."""
+    (member,) = run.state.members
+    held = run.state.holdings[member].held
+    run.stopped(member, StopReason.ABORTED, 5, held=held)
+
+
+def test_what_a_worker_with_a_dead_gpu_alone_holds_is_handed_over_by_it() -> None:
+    run = without_0_and_the_gpu_of_1(min_workers=1)
+    spec = run.newest_form()
+    assert spec.members == (2,)
+    assert spec.failed_devices == (1,)
+    assert isinstance(spec.source, FromMemory)
+    assert spec.source.step == 5
+    called = {worker for worker, _, _ in calls_of(run.all(Form)[-1])}
+    assert called == {1, 2}
+    assert run.records("generation")[-1]["failed_devices"] == [1]
+    run.stopped(1, StopReason.DEVICE, 5, held=[], error=BROKEN)
+    assert run.state.phase is Phase.FORMING, "so it answers when it has handed over"
+    run.formed()
+    assert KillWorker(worker=WorkerId(1), at_once=False) in run.all(KillWorker)
+    run.trained(6)
+    assert [left["worker"] for left in run.records("worker_left")] == [1]
+
+
+def test_too_few_workers_take_over_what_one_with_a_dead_gpu_holds_and_save_it() -> None:
+    run = without_0_and_the_gpu_of_1()
+    assert run.newest_form().failed_devices == (1,)
+    assert run.records("generation")[-1]["only_saves"]
+    run.formed()
+    assert run.all(Train)[-1].rest, "they are fewer than the minimum"
+    run.stopped(2, StopReason.BOUNDARY, 5)
+    assert run.state.phase is Phase.GATHERING
+    assert run.all(SaveSnapshot)[-1].members == (2,)
+    run.ready(3)
+    run.ready(4)
+    assert set(run.newest_form().members) == {2, 3, 4}
+    assert isinstance(run.newest_form().source, FromMemory)
+
+
+def test_a_loss_of_the_one_that_hands_over_begins_the_generation_again() -> None:
+    run = without_0_and_the_gpu_of_1(min_workers=1)
+    run.lost(1)
+    assert Interrupt(worker=WorkerId(2), generation=run.state.generation) in run.all(Interrupt)
+    breaks_apart(run)
+    assert run.newest_form().failed_devices == ()
+    assert isinstance(run.newest_form().source, FromStart)
+
+
+def test_a_generation_that_breaks_apart_frees_the_one_that_hands_over_and_it_tries_again() -> None:
+    run = without_0_and_the_gpu_of_1(min_workers=1)
+    first = run.state.generation
+    breaks_apart(run)
+    assert Interrupt(worker=WorkerId(1), generation=first) in run.all(Interrupt)
+    for _ in range(2):
+        assert run.newest_form().failed_devices == (1,)
+        breaks_apart(run)
+    assert run.newest_form().failed_devices == (), "it may be that it cannot be reached"
+    assert isinstance(run.newest_form().source, FromStart)
+
+
+def test_workers_with_dead_gpus_wait_for_others_to_hand_over_to() -> None:
     run = training(2, 5)
     breaks(run, 0, 1, step=5)
+    assert run.state.phase is Phase.GATHERING
+    assert [kill.worker for kill in run.all(KillWorker)] == [0], "a new worker may need its GPU; 1 holds all"
+    run.ready(2)
+    run.ready(3)
     spec = run.newest_form()
-    assert set(spec.members) == {0, 1}
-    assert set(spec.failed_devices) == {0, 1}, "only now they may end themselves"
+    assert set(spec.members) == {2, 3}
+    assert spec.failed_devices == (1,)
+    assert isinstance(spec.source, FromMemory)
+    assert spec.source.step == 5
+    run.formed()
+    assert [kill.worker for kill in run.all(KillWorker)] == [0, 1]
+
+
+def test_workers_with_dead_gpus_wait_for_half_of_the_time_that_others_have_to_start() -> None:
+    run = training(2, 5, start_timeout_s=100.0)
+    breaks(run, 0, 1, step=5)
+    run.wait(49.0)
+    assert [kill.worker for kill in run.all(KillWorker)] == [0]
+    run.wait(2.0)
+    assert [kill.worker for kill in run.all(KillWorker)] == [0, 1], "the new ones may need its GPU"
+    run.ready(2)
+    run.ready(3)
+    assert isinstance(run.newest_form().source, FromStart)
+
+
+def test_a_worker_with_a_dead_gpu_is_waited_for_as_long_as_others_could_take_over() -> None:
+    run = without_0_and_the_gpu_of_1(min_workers=1, replacement_wait_s=100.0, start_timeout_s=100.0)
+    run.wait(99.0)
+    assert not run.all(KillWorker)
+    run.wait(2.0)
+    assert run.newest_form().members == (2,)
+    assert run.newest_form().failed_devices == (1,)
+
+
+def test_the_gpu_of_a_worker_that_died_is_one_for_a_new_worker_to_hand_over_to() -> None:
+    run = training(2, 5, min_workers=1)
+    run.lost(0)
+    breaks(run, 1, step=5)
+    assert not run.all(KillWorker)
+    run.ready(2)
+    assert run.state.phase is Phase.GATHERING, "another one is about to start"
+    run.ready(3)
+    assert set(run.newest_form().members) == {2, 3}
+    assert run.newest_form().failed_devices == (1,)
+
+
+def test_a_worker_alone_with_a_dead_gpu_does_not_keep_it_from_its_successor() -> None:
+    run = training(1, 5, min_workers=1)
+    breaks(run, 0, step=5)
+    assert [kill.worker for kill in run.all(KillWorker)] == [0]
+    run.ready(1)
+    assert isinstance(run.newest_form().source, FromStart)
 
 
 def test_a_failure_that_the_driver_does_not_know_is_not_confirmed() -> None:

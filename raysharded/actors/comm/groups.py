@@ -7,9 +7,8 @@ There are three groups, each with its own sockets:
 - `replicas`, if there are several, is the workers that hold the same shard. It carries partial sums of gradients.
 - `state` is all workers, always gloo, for host memory (`host_group`): the step consensus, mirrors, resharding.
 
-The rendezvous store lives outside the workers; each generation uses a fresh prefix in it, with a separate secret.
-`links` connects the gloo groups, and lets only members in. NCCL's groups get a random number through the store, without
-which NCCL accepts no connection.
+The rendezvous store lives outside the workers; each generation has a fresh prefix in it, and a separate secret. `links`
+connects the gloo groups, and lets only members in. NCCL accepts no connection without a random number from the store.
 """
 
 from __future__ import annotations
@@ -65,6 +64,8 @@ class Rendezvous:
     """Time limit for all members to arrive."""
     collective_timeout_s: float
     """Time after which a collective fails by itself."""
+    besides: str = ""
+    """Name of groups that meet at the prefix besides the generation's."""
 
     @property
     def world_size(self) -> int:
@@ -97,6 +98,7 @@ class Groups:
         self._gloo_everyone: Any = None
         self._alone: Any = None
         self._communicators = Communicators()
+        self.with_sources: Groups | None = None  # while state moves: also with workers that only hand it over
         self._connected: ConnectedGroup | None = None
         """The default group of torch on GPUs; also the future one, if connected in the background."""
         self._watch: HangupWatch | None = None
@@ -151,9 +153,9 @@ class Groups:
         torch's default group.
 
         On GPUs this makes NCCL's communicators on a device that others use, and not in the training thread. NCCL allows
-        this if kernels of two communicators never wait for each other. Making a communicator launches one kernel, on a
-        separate stream that does not wait for training; all other collectives run only after `take_over`. It also
-        allocates device memory, which may wait for running collectives: so it must be requested.
+        this if kernels of two communicators never wait for each other. Making one launches one kernel, on a separate
+        stream that does not wait for training; other collectives run only after `take_over`. It also allocates device
+        memory, which may wait for running collectives: so it must be requested.
         """
         assert where.mesh.tensor == 1, where.mesh
         self.rank, self.mesh, self._prefix = where.rank, where.mesh, where.prefix
@@ -191,7 +193,7 @@ class Groups:
             self._client = client
         if self.aborted:
             client.close()
-        strictly = arrive(client, where.rank, where.world_size, where.arrival_timeout_s)
+        strictly = arrive(client, where.rank, where.world_size, where.arrival_timeout_s, where.besides)
         for attempt in itertools.count():
             client.set_timeout(datetime.timedelta(seconds=CONNECT_TIMEOUT_S))
             try:
@@ -209,13 +211,11 @@ class Groups:
                 self.replicas = self._replicas(made.replicas)
 
     def _reach_store(self, where: Rendezvous) -> StoreClient:
-        return StoreClient(
-            where.host, where.port, where.prefix, where.secret, self._timeout, give_up=lambda: self.aborted
-        )
+        return StoreClient(where.host, where.port, where.prefix, where.secret, self._timeout, lambda: self.aborted)
 
     @waits_for_peers
     def _attempt(self, client: StoreClient, where: Rendezvous, attempt: int, *, strictly: bool) -> None:
-        name, error = f"{where.prefix}/try{attempt}", None
+        name, error = f"{where.prefix}{where.besides}/try{attempt}", None
         reach, is_aborted = partial(self._reach_store, where), lambda: self.aborted
         links = Links(client, reach, where.secret, name, self._timeout, is_aborted, strictly=strictly)
         try:
@@ -268,7 +268,7 @@ class Groups:
         device = accelerator().current() if self.use_gpu else torch.device("cpu")
         backend = self._communicators.train if self.use_gpu else self._gloo_train
         shard = where.mesh.shard_of(where.rank)
-        return ConnectedGroup(backend, where.prefix, self._store, shard, where.mesh.shards, device)
+        return ConnectedGroup(backend, where.prefix + where.besides, self._store, shard, where.mesh.shards, device)
 
     def _keep(self, found: list[socket.socket]) -> None:
         with self._lock:
@@ -359,6 +359,8 @@ class Groups:
             sockets.shut_down(self._sockets)
             if self._client is not None:
                 self._client.close()
+        if (more := self.with_sources) is not None:
+            more.abort()
         self._communicators.abort()
 
     def close(self) -> list[Any]:

@@ -296,12 +296,12 @@ class _Verdict:
 
 
 @waits_for_peers
-def arrive(client: StoreClient, rank: int, world_size: int, timeout_s: float) -> bool:
+def arrive(client: StoreClient, rank: int, world_size: int, timeout_s: float, name: str = "") -> bool:
     """Return once every member has arrived; True, on all of them, if one of them is wary of strangers.
 
     Connecting to a lost member would take gloo its whole time-out. Raises RuntimeError if one is missing.
     """
-    keys = [f"arrived/{one}" for one in range(world_size)]
+    keys = [f"arrived{name}/{one}" for one in range(world_size)]
     client.set_timeout(datetime.timedelta(seconds=timeout_s))
     try:
         return b"wary" in client.exchange(keys[rank], b"wary" if is_wary() else b"", keys)

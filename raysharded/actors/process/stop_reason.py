@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -110,9 +109,8 @@ def _can_be_pickled(error: RayshardedError) -> bool:
 class Ends:
     """The ends of one worker's long calls by an error."""
 
-    def __init__(self, worker: WorkerId, die: Callable[[], None] = lambda: os._exit(1)) -> None:
-        """`die` does not return in a real worker."""
-        self._worker, self._die = worker, die
+    def __init__(self, worker: WorkerId) -> None:
+        self._worker = worker
         self._logged = set[str]()
         self._kept: list[object] = []
         self._device_failure: DeviceFailed | None = None
@@ -136,15 +134,9 @@ class Ends:
         if self._device_failure is not None:
             self._kept.extend(objects)
 
-    def failed_again(self, known: Collection[WorkerId]) -> DeviceFailed | None:
-        """The device's error, for a worker that is to form a further generation; None if the device has not failed.
-
-        `known`: members whose device has failed, as the driver knows, and that alone hold a part of the state. If this
-        worker is one, the process ends: a new one, with a checkpoint, is the way to continue.
-        """
-        if self._device_failure is not None and self._worker in known:
-            _log.error("worker %s is needed, and cannot continue: %s", self._worker, self._device_failure)
-            self._die()
+    @property
+    def device_failure(self) -> DeviceFailed | None:
+        """The error of the device, which no longer works in this process; None if it has not failed."""
         return self._device_failure
 
     def _log(self, error: BaseException) -> None:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raysharded import numerics
 from raysharded.actors.comm.groups import Rendezvous
 from raysharded.actors.model.param_layout import Replication
 from raysharded.actors.reduction.gradient_exchange import Hosts, hosts_of
 from raysharded.actors.shards.store import HostMedium, ShardBuffer, ShardStore
+from raysharded.config import EngineConfig
 from raysharded.ids import WorkerId
-from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Mesh, Parity, Share, StateSpec, has_mirrors, mirror_of
+from raysharded.layout import (
+    MIRROR_BUFFER,
+    SNAPSHOT_BUFFER,
+    Mesh,
+    Parity,
+    Share,
+    StateSpec,
+    has_mirrors,
+    mirror_of,
+    parity_of,
+)
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import GenerationSpec
 
@@ -19,6 +30,8 @@ MEETING_TIMEOUT_S = 30.0
 """Seconds for which a generation prepared in the background waits for its members."""
 ARRIVAL_TIMEOUT_S = 60.0
 """Seconds for which a forming generation waits for its members; the driver interrupts it when one is lost."""
+SOURCES_TIMEOUT_S = 600.0
+"""Seconds for which workers with a failed device wait for the members: these build their models first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +43,12 @@ class RankPosition:
     mirrors: bool
     parity: Parity | None = None
     """Parity in place of mirrors, if there are workers enough."""
+
+    @classmethod
+    def of(cls, spec: GenerationSpec, worker: WorkerId, engine: EngineConfig) -> RankPosition:
+        """The position of a worker that need not be a member."""
+        parity = parity_of(engine.redundancy, spec.tensor, spec.apart)
+        return cls(spec=spec, worker=worker, mirrors=engine.mirrors, parity=parity)
 
     def number_of(self, rule: str) -> int:
         """Number of a rule (`raysharded.numerics`) under which the run computes, for code that knows several."""
@@ -118,6 +137,11 @@ class RankPosition:
     def _begin(self, store: ShardStore, step: int, medium: HostMedium, shard: int, state: StateSpec) -> ShardBuffer:
         mesh = self.mesh
         return store.begin(step, self.spec.generation, medium, mesh.shards, shard, state, degree=mesh.tensor)
+
+
+def with_sources(spec: GenerationSpec) -> GenerationSpec:
+    """A spec as if workers with a failed device were members, too, in one group: the group in which memory moves."""
+    return replace(spec, members=(*spec.members, *spec.failed_devices), replicas=1, tensor=1, apart=1)
 
 
 def rendezvous_of(spec: GenerationSpec, worker: WorkerId, job: Job, arrival_timeout_s: float) -> Rendezvous:

@@ -8,12 +8,14 @@ hold whole, the first of each tensor parallel group what its workers have in com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 
+from raysharded.actors.comm.abortable_wait import keep_until_ended
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.comm.host_group import DeviceExchange, HostGroup
 from raysharded.actors.model.drawn_constants import drawn_first, refuse_drawn
@@ -22,7 +24,7 @@ from raysharded.actors.model.inventory import Item, first_value
 from raysharded.actors.model.param_layout import CONSTANT, ParamLayout, Replication
 from raysharded.actors.optimizer.loaded_state import remark_added
 from raysharded.actors.optimizer.registered_state import RegisteredState
-from raysharded.actors.shards import initial_weights
+from raysharded.actors.shards import initial_weights, position
 from raysharded.actors.shards.device_state import DeviceState, dtype_name, fill_initial, state_spec
 from raysharded.actors.shards.mirror import SnapshotReplicator
 from raysharded.actors.shards.position import RankPosition
@@ -31,10 +33,11 @@ from raysharded.actors.shards.store import ShardBuffer, ShardStore
 from raysharded.actors.shards.transfer import broadcast, exchange, kept_buffers, pass_on
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.checkpoint import Checkpoint, Storage, open_checkpoint, open_storage
-from raysharded.errors import CheckpointError
-from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Missing, Piece, StateSpec, Target, make_plan
+from raysharded.errors import CheckpointError, CollectiveAborted
+from raysharded.ids import WorkerId
+from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Missing, Piece, Plan, StateSpec, Target, make_plan
 from raysharded.protocol.job import Job
-from raysharded.protocol.messages import REGISTERED_STATE, FromCheckpoint, FromMemory, FromStart
+from raysharded.protocol.messages import REGISTERED_STATE, FromCheckpoint, FromMemory, FromStart, GenerationSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,18 +76,16 @@ def restore(
     `agree`: called once the contents of the state are known, with those that were drawn. It compares what the members
     have built.
     """
-    members, build_seed = place.spec.members, place.spec.build_seed
+    everyone, build_seed = position.with_sources(place.spec).members, place.spec.build_seed
     missing: Collection[str] = ()
     given: initial_weights.Source | None = None
     match place.spec.source:
-        case FromMemory(step=step, spec=state, copies=copies, rebuilds=rebuilds):
+        case FromMemory(step=step, spec=state, copies=copies, rebuilds=rebuilds) as source:
             live.carry(_constants_in(state))
             agree(())
-            received = rebuild(rebuilds, step, state, store, members, place.worker, groups)
-            target = Target.of(members, place.mesh, mirrors=place.has_mirror)
-            plan = make_plan(state, copies, target, worker=place.worker)
-            if isinstance(plan, Missing):
-                raise CheckpointError(f"step {step} cannot be put together from memory: {plan}")
+            memory = groups.with_sources or groups
+            received = rebuild(rebuilds, step, state, store, everyone, place.worker, memory)
+            plan, target = _plan(place, source)
             kept = kept_buffers(plan, copies, target, store, step, place.worker)
             targets = place.begin(store, state, kept)
             received += exchange(
@@ -93,7 +94,7 @@ def restore(
                 store,
                 step,
                 {kind: buffer for kind, buffer in targets.items() if kind not in kept},
-                members,
+                everyone,
                 place.worker,
                 _in_bulk(groups),
                 probe,
@@ -143,8 +144,66 @@ def restore(
     )
 
 
+def _plan(place: RankPosition, source: FromMemory) -> tuple[Plan, Target]:
+    """The plan of a generation's members, with this worker's rows. Raises CheckpointError if bytes are missing."""
+    target = Target.of(place.spec.members, place.mesh, mirrors=place.has_mirror)
+    plan = make_plan(source.spec, source.copies, target, worker=place.worker)
+    if isinstance(plan, Missing):
+        raise CheckpointError(f"step {source.step} cannot be put together from memory: {plan}")
+    return plan, target
+
+
+@contextmanager
+def moving_memory(place: RankPosition, job: Job, groups: Groups) -> Iterator[None]:
+    """A context in which the members restore. Those that have no device and only `serve` are in a group with them.
+
+    That group is separate: its end, as they are killed, ends nothing else.
+    """
+    if not place.spec.failed_devices:
+        yield
+        return
+    groups.with_sources = more = Groups(use_gpu=False)
+    try:
+        if groups.aborted:
+            raise CollectiveAborted("aborted before memory was handed over")
+        _meet(more, place, job)
+        yield
+        more.state.barrier()
+    finally:
+        more.abort()
+        keep_until_ended(more.close())
+        groups.with_sources = None
+
+
+def serve(
+    spec: GenerationSpec, worker: WorkerId, job: Job, groups: Groups, store: ShardStore, *, is_loop: bool
+) -> None:
+    """Hand what this worker holds over to a generation that it is no member of: its device has failed, and is not used.
+
+    Every member must restore meanwhile. `groups`: new ones. `is_loop`: there is a session's registered state, too.
+    """
+    place = RankPosition.of(spec, worker, job.engine)
+    source, everyone = spec.source, position.with_sources(spec).members
+    assert isinstance(source, FromMemory), source
+    _meet(groups, place, job)
+    if is_loop:
+        _from_lowest(store.registered(source.step), groups.state)
+    rebuild(source.rebuilds, source.step, source.spec, store, everyone, worker, groups)
+    plan, _ = _plan(place, source)
+    exchange(plan, source.copies, store, source.step, {}, everyone, worker, groups.state, lambda _: None)
+    groups.state.barrier()
+
+
+def _meet(groups: Groups, place: RankPosition, job: Job) -> None:
+    spec = position.with_sources(place.spec)
+    where = position.rendezvous_of(spec, place.worker, job, position.SOURCES_TIMEOUT_S)
+    groups.connect_beside(replace(where, besides="/sources"))
+
+
 def _in_bulk(groups: Groups) -> HostGroup:
     """The fastest way between all workers' host memory."""
+    if groups.with_sources is not None:
+        return groups.with_sources.state
     all_are_one_group = (groups.mesh.replicas, groups.mesh.tensor) == (1, 1)
     everyone = groups.everyone if groups.use_gpu and all_are_one_group else None
     return groups.state if everyone is None else DeviceExchange(groups.state, everyone)
@@ -231,7 +290,7 @@ def _draw(targets: dict[int, ShardBuffer], first: FirstBuild, constants: Mapping
 
 
 def hand_over(
-    registered: RegisteredState, place: RankPosition, store: ShardStore, storage: Storage, group: HostGroup
+    registered: RegisteredState, place: RankPosition, store: ShardStore, storage: Storage, groups: Groups
 ) -> None:
     """Bring a session's registered state to the step of the generation's source. Every member must call it.
 
@@ -249,7 +308,7 @@ def hand_over(
         case FromMemory(step=step):
             own = store.registered(step)
     if not isinstance(source, FromStart):
-        own = _from_lowest(own, place.rank, group)
+        own = _from_lowest(own, (groups.with_sources or groups).state)
     if not own:
         raise CheckpointError(
             f"step {source.step} has no state of a session: it was trained with a Task. Continue with that task, or "
@@ -259,8 +318,9 @@ def hand_over(
     registered.load(own)
 
 
-def _from_lowest(own: str | None, rank: int, group: HostGroup) -> str:
+def _from_lowest(own: str | None, group: HostGroup) -> str:
     """The text of the lowest rank that has one."""
+    rank = group.rank
     data = (own or "").encode()
     first = -group.max_int(-rank if own is not None else -(1 << 40))
     size = group.max_int(len(data) if rank == first else 0)

@@ -160,6 +160,11 @@ class ShardStore:
         self._buffers.append(shared)
         return shared
 
+    def stop_pinning(self) -> object:
+        """Take ordinary memory from now on: the device has failed. Returns what must be kept."""
+        arena, self._arena = self._arena, None
+        return arena
+
     def expect(self, size_bytes: int) -> None:
         """Announce the size of this worker's shard once the optimizer has state, before the first buffer."""
         self._expected_bytes = size_bytes

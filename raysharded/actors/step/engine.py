@@ -20,7 +20,7 @@ from raysharded.actors.model.inventory import Item, compare
 from raysharded.actors.shards.device_state import shard_bytes
 from raysharded.actors.shards.parity import keeper_of
 from raysharded.actors.shards.position import RankPosition
-from raysharded.actors.shards.restore import Restored, hand_over, restore
+from raysharded.actors.shards.restore import Restored, hand_over, moving_memory, restore
 from raysharded.actors.shards.saver import Saver
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.assembly import Surroundings, assemble, call_in_the_middle
@@ -181,9 +181,9 @@ class Engine:
             compare(own, self._place.spec.members, type(job.task).__name__, groups.state)
 
         self._store.expect(shard_bytes(parts.sharded.parameters, parts.tried.keeps))
-        with self._in_phase("reshard"):
+        with self._in_phase("reshard"), moving_memory(self._place, job, groups):
             if objects.registered is not None:
-                hand_over(objects.registered, self._place, self._store, self._around.storage, groups.state)
+                hand_over(objects.registered, self._place, self._store, self._around.storage, groups)
             restored = restore(
                 self._place,
                 job,

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from raysharded.actors.telemetry.stack_probe import is_waiting
+from raysharded.actors.telemetry.stack_probe import is_waiting, look_at
 from raysharded.ids import GenerationId
+from raysharded.protocol.messages import ProbeReply
 
 _LOOKS_PER_STEP = 20
 _SHORTEST_S, _LONGEST_S = 0.02, 0.5
@@ -73,6 +74,9 @@ class Sampled(Protocol):
     @property
     def phase(self) -> str: ...
 
+    @property
+    def phase_since(self) -> float: ...
+
 
 class Sampler:
     """Sampler of a worker's training thread, as long as the process lives."""
@@ -88,9 +92,21 @@ class Sampler:
     def start(self) -> None:
         threading.Thread(target=self._watch, daemon=True, name="sampler").start()
 
-    def busy(self) -> Busy:
-        """Busy times of the current generation."""
-        return self._busy
+    def look(self, generation: GenerationId, stacks: Callable[[], str]) -> ProbeReply:
+        """The step, phase and stack of the thread now, and its busy times. `stacks`: as `look_at` takes it."""
+        engine, found, busy = self._engine(), look_at(self._thread_id(), stacks), self._busy
+        return ProbeReply(
+            generation=generation,
+            step=engine.step if engine else 0,
+            phase=engine.phase if engine else "form",
+            phase_s=time.monotonic() - engine.phase_since if engine else 0.0,
+            waits=found.waits,
+            stack=found.stack,
+            where=found.where,
+            in_collective=found.in_collective,
+            busy=busy.average(),
+            num_steps=busy.num_steps,
+        )
 
     def _watch(self) -> None:
         before = time.monotonic()

@@ -14,6 +14,7 @@ from raysharded.driver.membership.state_source import (
     describe_redundancy,
     describe_source,
     is_redundant,
+    sources_of,
     trusted,
     without_its_source,
 )
@@ -34,7 +35,7 @@ from raysharded.driver.state.commands import (
 )
 from raysharded.driver.state.persistent_map import with_entry
 from raysharded.driver.state.state import Phase, State
-from raysharded.driver.workers import admission, device_failures, proof_failures, task_failures
+from raysharded.driver.workers import admission, proof_failures, task_failures
 from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint, NonFiniteLoss, RunFailed
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.messages import Corruption, GenerationReady, GenerationSpec, Prepared, Stopped, StopReason
@@ -50,8 +51,8 @@ def maybe_request_change(state: State, at: float) -> Outcome:
     settled = not state.starting or at - state.last_ready_at >= state.limits.join_wait_s
     if state.phase is Phase.GATHERING:
         chosen = reachable.choose(state)
-        usable, enough = chosen.workers, chosen.only_save or len(chosen.workers) >= state.limits.min_workers
-        full = len(state.staying & usable) >= state.limits.max_workers
+        enough = chosen.only_save or len(reachable.usable(state)) >= state.limits.min_workers
+        full = len(state.staying & chosen.workers) >= state.limits.max_workers
         return next_generation(state, at) if full or (enough and settled) else (state, [])
     if state.phase is not Phase.TRAINING or state.boundary_requested:
         return state, []
@@ -111,7 +112,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
     if paused_run.holds_back(state) and not resting:
         return paused_run.enter(state, at)
     chosen = reachable.choose(state)
-    if len(chosen.workers) < state.limits.min_workers and not chosen.hands_over and not chosen.only_save:
+    if not reachable.can_form(state, chosen):
         return gather(state, at)
     state, refused = pending_overrides.without_impossible(state)
     composed = plan_generation(replace(pending_overrides.as_wanted(state), ready=chosen.workers))
@@ -139,7 +140,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         blocks=state.blocks,
         newcomers=proof_failures.newcomers(state, members),
         shift=task_failures.shift_of_retry(state, members, mesh, source),
-        failed_devices=device_failures.failed_members(state, members),
+        failed_devices=composed.sources,
     )
     state = replace(
         state,
@@ -167,12 +168,10 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         bytes_read=0,
         incident=recovery_timeline.resumed(state.incident, source.step, describe_source(source), at),
     )
-    fields = {
-        "generation": generation,
-        "members": list(members),
-        "step": source.step,
-        "source": describe_source(source),
-    }
+    fields = {"generation": generation, "members": list(members), "step": source.step}
+    fields["source"] = describe_source(source)
+    if composed.sources:
+        fields["failed_devices"] = list(composed.sources)
     if resting:
         fields["paused"] = True
     if chosen.hands_over:
@@ -253,9 +252,9 @@ def on_prepared(state: State, worker: WorkerId, prepared: Prepared, at: float) -
 
 
 def stop_all(state: State, at: float) -> Outcome:
-    """Free every member that has not stopped. Members that have formed are idle, and only report."""
+    """Free every member that has not stopped, and what hands over to them. Those that have formed only report."""
     waiting = [worker for worker in state.members if worker in state.ready and worker not in state.stops]
-    commands: list[Command] = []
+    commands: list[Command] = [Interrupt(worker=w, generation=state.generation) for w in sorted(sources_of(state))]
     for worker in waiting:
         idle = state.phase is Phase.FORMING and worker not in state.awaited
         kind = AskReport if idle else Interrupt

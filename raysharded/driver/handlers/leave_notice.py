@@ -1,10 +1,11 @@
 """Leave notices, and the workers that got one until they have left. Handlers of the machine.
 
 A worker whose GPU does not work in its process any more leaves, too. Its process stays until the others have formed the
-next generation: its host memory counts. If the run needs what it alone holds, it becomes a member once more, ends
-itself, and the run continues from a checkpoint. A bug of the task, such as an index out of range, fails on every GPU
-(`driver/workers/device_failures.py`). So a GPU is refused only after its second failure
-(`driver/workers/admission.py`).
+next generation: its host memory counts. If it alone holds a part of the newest step, it hands that over to the
+generation, of which it is no member. It waits for workers of one, for a limited time (`driver/workers/departures.py`).
+
+A bug of the task, such as an index out of range, fails on every GPU (`driver/workers/device_failures.py`). So a GPU is
+refused only after its second failure (`driver/workers/admission.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from raysharded.driver.checkpoints import saves
 from raysharded.driver.generation import lifecycle
 from raysharded.driver.handlers import worker_loss
 from raysharded.driver.membership import candidates
-from raysharded.driver.membership.state_source import is_redundant
+from raysharded.driver.membership.state_source import failed_devices, is_redundant
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, prepend
 from raysharded.driver.state.events import LEAVERS
 from raysharded.driver.state.persistent_map import without
@@ -52,7 +53,9 @@ def on_noticed(state: State, event: LeaveNotice, at: float) -> Outcome:
 
 
 def on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> Outcome:
-    """Handle the end of a member's call; one whose GPU failed has to leave."""
+    """Handle the end of a member's call; one whose GPU failed has to leave. It is no member when it hands over."""
+    if worker in failed_devices(state) and worker not in state.members:
+        return state, []
     is_news = stopped.generation == state.generation and worker in state.ready and worker not in state.leaving
     if stopped.reason is not StopReason.DEVICE or not is_news:
         return lifecycle.on_stopped(state, worker, stopped, at)

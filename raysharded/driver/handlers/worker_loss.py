@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver.generation import lifecycle
-from raysharded.driver.membership.state_source import newest_source
+from raysharded.driver.membership.state_source import newest_source, sources_of
 from raysharded.driver.state import recovery_timeline
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, prepend
 from raysharded.driver.state.state import Phase, State
@@ -24,18 +24,18 @@ def on_lost(state: State, event: WorkerLost, at: float) -> Outcome:
 def all_lost(state: State, events: Sequence[WorkerLost], at: float) -> Outcome:
     """Count lost workers that were ready, one by one; then continue without all of them at once."""
     events = [event for event in events if event.worker in state.ready]
-    members_before = state.ready.intersection(state.members)
+    needed_before = state.ready.intersection(state.members) | sources_of(state)
     commands: list[Command] = []
     for event in events:
         state, more = _without(state, event, at)
         commands.extend(more)
         if state.phase is Phase.OVER:
             return state, commands
-    is_member_lost = not state.ready >= members_before
+    is_needed_lost = not state.ready >= needed_before
     match state.phase:
         case Phase.GATHERING | Phase.PAUSED if events:
             return prepend(admission.replace_missing(state, at), commands)
-        case _ if not is_member_lost:
+        case _ if not is_needed_lost:
             return state, commands
         case Phase.FORMING | Phase.TRAINING:
             return prepend(lifecycle.stop_all(state, at), commands)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from raysharded.display.quantities import count
-from raysharded.driver.membership.state_source import held_by, newest_source
+from raysharded.driver.membership.state_source import failed_devices, held_by, newest_source
 from raysharded.driver.state import step_watch
 from raysharded.driver.state.state import State
 from raysharded.ids import WorkerId
@@ -28,8 +29,34 @@ LAST_MOMENT_S = 1.0
 """Time before its deadline from which a leaving worker is no longer waited for."""
 _LEAST_TO_SAVE_S = 2.0
 """Shortest time before that from which the last checkpoint is requested."""
+_MOST_ATTEMPTS = 2
+"""Generations in a row without a step or a loss after which workers with a failed GPU no longer hand over."""
 _TOGETHER_S = 30.0
 """Workers whose deadlines are no further apart leave together, if nobody stays."""
+
+
+def without_failed_devices(state: State) -> State:
+    """The state for a plan without workers whose GPU failed: they are not ready. Those that are needed still hold.
+
+    They hand over what they hold, and are no members. They are needed if the others have no source as new. After
+    several attempts in vain they are not: an older source may do.
+    """
+    if not failed_devices(state):
+        return state
+    state = _holding(state, state.ready)
+    needed, newest = failed_devices(state), newest_source(state, state.ready)
+    able = state.ready - needed
+    for worker in sorted(needed):
+        if source_among(state, (able | needed) - {worker}, newest) is not None:
+            needed -= {worker}
+    if state.idle_generations > _MOST_ATTEMPTS:
+        needed = frozenset()
+    return replace(_holding(state, able | needed), ready=able)
+
+
+def _holding(state: State, workers: frozenset[WorkerId]) -> State:
+    """The state as if only these workers held anything."""
+    return replace(state, holdings={worker: state.holdings[worker] for worker in workers & state.holdings.keys()})
 
 
 def exclude_leavers(state: State) -> tuple[Source, frozenset[WorkerId]]:

@@ -13,7 +13,7 @@ from raysharded.driver.membership.member_order import (
     number_nodes,
     order_members,
 )
-from raysharded.driver.membership.state_source import choose_source, newest_source
+from raysharded.driver.membership.state_source import choose_source, failed_devices, holders_of, newest_source
 from raysharded.driver.state import mesh_choice
 from raysharded.driver.state.mesh_choice import Choice
 from raysharded.driver.state.state import Preparation, State
@@ -30,6 +30,8 @@ class GenerationPlan:
     members: tuple[WorkerId, ...]
     """Members, by rank."""
     mesh: Mesh
+    sources: tuple[WorkerId, ...]
+    """Workers whose GPU failed, and that hand over what they alone hold."""
     nodes: tuple[int, ...]
     """Node numbers, as in `GenerationSpec.nodes`."""
     preparation: Preparation | None
@@ -41,10 +43,12 @@ class GenerationPlan:
 def plan_generation(state: State) -> GenerationPlan:
     """Plan the next generation. At least the minimum of workers must be ready. A prepared order stays.
 
-    Workers that must leave take part only if the newest step cannot be assembled without them. All workers together may
-    hold it spread over more of them than whole tensor parallel groups can have at work. The run then continues from an
-    older step: one that fewer workers hold, or a checkpoint.
+    Workers that must leave take part only if the newest step cannot be assembled without them. Those whose GPU failed
+    only hand over what they hold. All workers together may hold that step spread over more of them than whole tensor
+    parallel groups can have at work. The run then continues from an older step: one that fewer workers hold, or a
+    checkpoint.
     """
+    state = candidates.without_failed_devices(state)
     newest, workers = candidates.with_open_files(state, *candidates.exclude_leavers(state))
     found = _at_work(state, newest, workers)
     if found is None and workers != state.ready:
@@ -67,7 +71,15 @@ def plan_generation(state: State) -> GenerationPlan:
     if len(members) < wanted:
         why = "; ".join(filter(None, [why, candidates.few_open_files(state, wanted, state.ready)]))
     numbers = number_nodes(members, nodes, mesh)
-    return GenerationPlan(source=source, members=members, mesh=mesh, nodes=numbers, preparation=prepared, why=why)
+    return GenerationPlan(
+        source=source,
+        members=members,
+        mesh=mesh,
+        sources=tuple(sorted(failed_devices(state) & holders_of(source))),
+        nodes=numbers,
+        preparation=prepared,
+        why=why,
+    )
 
 
 def _prepared(state: State, chosen: Sequence[WorkerId], mesh: Mesh) -> Preparation | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from raysharded.driver.membership.state_source import holders_of
 from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh, Parity, StateSpec, keep_together, order_workers, spread_out
@@ -104,21 +105,15 @@ def _spread_out(
 
 def choose_members(source: Source, workers: frozenset[WorkerId], mesh: Mesh) -> list[WorkerId]:
     """Members of the next generation, by id: workers that hold state take precedence."""
-    holders = _holders(source) if isinstance(source, FromMemory) else frozenset()
+    holders = holders_of(source)
     return sorted(sorted(workers, key=lambda worker: (worker not in holders, worker))[: mesh.world_size])
-
-
-def _holders(source: FromMemory) -> frozenset[WorkerId]:
-    needed = [copy.holders for copy in source.copies]
-    needed += [ranks for rebuild in source.rebuilds for ranks in (rebuild.holders, rebuild.keepers)]
-    return frozenset(holder for ranks in needed for holder in ranks if holder is not None)
 
 
 def _ordered(
     source: Source, workers: frozenset[WorkerId], mesh: Mesh, mirrors: bool, nodes: Nodes
 ) -> tuple[WorkerId, ...]:
     in_memory = source if isinstance(source, FromMemory) else _NOWHERE
-    holders, chosen = _holders(in_memory), choose_members(source, workers, mesh)
+    holders, chosen = holders_of(in_memory), choose_members(source, workers, mesh)
     if in_memory is _NOWHERE and mesh.tensor == 1 and mesh.replicas > 1:
         return _placed(chosen, mesh, nodes)
     return order_workers(

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from raysharded.driver.membership import candidates
 from raysharded.driver.membership.generation_plan import plan_generation
-from raysharded.driver.membership.state_source import held_by, newest_source
+from raysharded.driver.membership.state_source import failed_devices, held_by, newest_source
 from raysharded.driver.state import mesh_choice
 from raysharded.driver.state.broken_links import Pair, pair_of
 from raysharded.driver.state.state import State
@@ -63,13 +63,22 @@ def prepared_from(state: State) -> frozenset[WorkerId]:
 
 def usable(state: State) -> frozenset[WorkerId]:
     """Ready workers of the largest set that the next generation may be formed of."""
-    return choose(state).workers if state.links.broken else state.ready
+    return (choose(state).workers if state.links.broken else state.ready) - failed_devices(state)
+
+
+def can_form(state: State, chosen: Reachable) -> bool:
+    """Whether a generation can be formed of the chosen workers. Those whose GPU failed are no members."""
+    able = len(chosen.workers - failed_devices(state))
+    return able >= state.limits.min_workers or (able > 0 and (chosen.hands_over or chosen.only_save))
 
 
 def choose(state: State) -> Reachable:
-    """The ready workers that the next generation is formed of, or that hand over their state before."""
+    """The ready workers that the next generation is formed of, or that hand over their state before.
+
+    They include those whose GPU failed, which only hand over what they hold. Too few others take it over at once.
+    """
     if not state.links.pairs.intersection(_pairs_among(state)):
-        return Reachable(workers=state.ready)
+        return Reachable(workers=state.ready, only_save=_takes_over(state))
     nodes = {worker: state.facts[worker].node_id for worker in state.ready if worker in state.facts}
     sets = mutual_sets(state.ready, nodes, state.links.pairs, state.limits.max_workers)
     least = state.limits.min_workers
@@ -95,6 +104,15 @@ def _can_save(state: State, workers: frozenset[WorkerId], newest: Source) -> boo
     """Whether a generation of these workers would hold the newest step, all of it from memory."""
     is_held = isinstance(newest, FromMemory) and candidates.source_among(state, workers, newest) is not None
     return is_held and mesh_choice.possible_mesh(state.limits.grouping, len(workers)) is not None
+
+
+def _takes_over(state: State) -> bool:
+    """Whether workers, too few to continue, are to save what workers with a failed GPU alone hold."""
+    planned = candidates.without_failed_devices(state)
+    if not failed_devices(planned) or not 0 < len(planned.ready) < state.limits.min_workers:
+        return False
+    is_new = newest_source(planned, planned.ready).step > state.saved_step
+    return is_new and mesh_choice.possible_mesh(state.limits.grouping, len(planned.ready)) is not None
 
 
 def _pairs_among(state: State) -> Iterator[Pair]:

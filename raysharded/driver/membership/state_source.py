@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from raysharded.driver.state.driver_config import DriverConfig
-from raysharded.driver.state.state import Checkpointed, Departure, State
+from raysharded.driver.state.state import Checkpointed, Departure, Phase, State
 from raysharded.ids import WorkerId
 from raysharded.layout import Held, Mesh, StateSpec, has_mirrors, mirror_of, possible_degree, recoverable, survives
-from raysharded.protocol.messages import FromCheckpoint, FromMemory, FromStart, Source, Stopped
+from raysharded.protocol.messages import FromCheckpoint, FromMemory, FromStart, Source, Stopped, StopReason
 
 
 def choose_source(
@@ -39,8 +39,32 @@ def choose_source(
 
 
 def newest_source(state: State, workers: frozenset[WorkerId]) -> Source:
-    """Newest source from these workers or the newest checkpoint, for the wanted tensor parallel degree."""
-    return choose_source(state.holdings, workers, state.checkpoint, tensor=state.limits.tensor)
+    """Newest source from these workers or the newest checkpoint, for the wanted tensor parallel degree.
+
+    A state that `candidates.without_failed_devices` returned counts holdings of workers with a failed GPU, too.
+    """
+    handing_over = failed_devices(state) - state.ready
+    return choose_source(state.holdings, workers | handing_over, state.checkpoint, tensor=state.limits.tensor)
+
+
+def failed_devices(state: State) -> frozenset[WorkerId]:
+    """Workers whose GPU failed in their process, which stays: what they hold in host memory can be read."""
+    known = state.leaving.keys() & state.holdings.keys()
+    return frozenset(worker for worker in known if state.holdings[worker].reason is StopReason.DEVICE)
+
+
+def sources_of(state: State) -> frozenset[WorkerId]:
+    """Workers with a failed GPU that hand over their memory to the generation that is being formed."""
+    return failed_devices(state) & holders_of(state.source) if state.phase is Phase.FORMING else frozenset()
+
+
+def holders_of(source: Source | None) -> frozenset[WorkerId]:
+    """Workers that hold a part of a source in memory."""
+    if not isinstance(source, FromMemory):
+        return frozenset()
+    needed = [copy.holders for copy in source.copies]
+    needed += [ranks for rebuild in source.rebuilds for ranks in (rebuild.holders, rebuild.keepers)]
+    return frozenset(holder for ranks in needed for holder in ranks if holder is not None)
 
 
 def needs(state: State, workers: Collection[WorkerId]) -> bool:

@@ -215,7 +215,7 @@ def calls_of(command: Command) -> list[Call]:
     """Worker calls that carry a command out; none if it needs no calls."""
     match command:
         case Form(spec=spec):
-            return [(member, "form", (spec,)) for member in spec.members]
+            return [(member, "form", (spec,)) for member in (*spec.members, *spec.failed_devices)]
         case Prepare(spec=spec):
             return [(member, "prepare", (spec,)) for member in spec.members]
         case Train(generation=generation, members=members, rest=rest):

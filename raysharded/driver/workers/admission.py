@@ -18,9 +18,6 @@ from raysharded.ids import WorkerId
 from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.worker_launcher import WorkerLost
 
-_MOST_DEVICE_FAILURES = 2
-"""Failures of one GPU after which no worker on it is admitted: the first may be a bug of the task."""
-
 
 def start_workers(state: State, number: int, at: float) -> Outcome:
     """Request more workers."""
@@ -53,7 +50,7 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         fields = {"worker": event.worker, "node": event.facts.node, "reason": reason}
         refused = Record(kind="worker_refused", fields=fields)
         return replace(state, starting=starting), [KillWorker(worker=event.worker, at_once=False), refused]
-    if event.facts.device and device_failures.number(state, event.facts.device) >= _MOST_DEVICE_FAILURES:
+    if event.facts.device and device_failures.number(state, event.facts.device) >= device_failures.MOST_FAILURES:
         return _keep_from_others(replace(state, starting=starting), event, at)
     if state.num_samples not in (None, event.facts.num_samples):
         return finish(state, _other_data(state, event))

@@ -5,19 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raysharded.driver.checkpoints import saves
-from raysharded.driver.membership.candidates import LAST_MOMENT_S, source_among
-from raysharded.driver.membership.state_source import newest_source
+from raysharded.driver.membership.candidates import LAST_MOMENT_S, source_among, without_failed_devices
+from raysharded.driver.membership.reachable import can_form, choose
+from raysharded.driver.membership.state_source import failed_devices, newest_source
 from raysharded.driver.state import broken_links
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record
 from raysharded.driver.state.state import Phase, State
+from raysharded.driver.workers.device_failures import are_all_kept
 from raysharded.ids import WorkerId
 
 
 def let_go(state: State, at: float) -> Outcome:
     """End workers that must leave and are no longer needed."""
     commands: list[Command] = []
-    going = state.leaving.keys() - set(state.members)
-    if state.phase not in (Phase.TRAINING, Phase.CLOSING) and state.holdings:
+    going = frozenset(state.leaving).difference(state.members)
+    if state.phase is Phase.GATHERING and state.holdings:
+        going = _not_awaited(state, at)
+    elif state.phase not in (Phase.TRAINING, Phase.CLOSING) and state.holdings:
         newest = newest_source(state, state.ready) if state.phase is Phase.PAUSED and going else None
         if newest is None or source_among(state, state.ready.difference(going), newest) is None:
             return state, commands  # their holdings may be needed
@@ -31,6 +35,21 @@ def let_go(state: State, at: float) -> Outcome:
         state, left = leave(state, worker, at)
         commands += [KillWorker(worker=worker, at_once=False), *left]
     return state, commands
+
+
+def _not_awaited(state: State, at: float) -> frozenset[WorkerId]:
+    """Workers with a failed GPU that end although no generation has taken over what they hold.
+
+    The others hold it, or there were too few others for half of the time that workers have to start: the new ones may
+    need these GPUs. At once if no other GPU is known.
+    """
+    failed = failed_devices(state)
+    needed = failed_devices(without_failed_devices(state))
+    is_in_vain = not state.ready - failed and are_all_kept(state, needed)
+    is_late = at - state.since >= state.limits.start_timeout_s / 2
+    if is_in_vain or (is_late and not can_form(state, choose(state))):
+        return failed
+    return failed - needed
 
 
 def leave(state: State, worker: WorkerId, at: float) -> Outcome:

@@ -7,7 +7,7 @@ on a GPU after it has failed on another, in an earlier generation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from raysharded.display.quantities import listing
@@ -17,6 +17,8 @@ from raysharded.errors import DeviceFailed, TaskError, text_of
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import Stopped, StopReason
 
+MOST_FAILURES = 2
+"""Failures of one GPU after which no worker on it is admitted: the first may be a bug of the task."""
 _FORMING = "form"
 """Phase of a worker that forms a generation, where no step fails."""
 
@@ -40,13 +42,10 @@ def number(state: State, device: str) -> int:
     return len(state.device_failures.get(device, ()))
 
 
-def failed_members(state: State, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
-    """Members whose GPU has failed in their process: the run needs what they alone hold."""
-    return tuple(
-        worker
-        for worker in members
-        if worker in state.leaving and worker in state.holdings and state.holdings[worker].reason is StopReason.DEVICE
-    )
+def are_all_kept(state: State, workers: Collection[WorkerId]) -> bool:
+    """Whether the processes of these workers keep all GPUs that the run has had and that may get a worker."""
+    usable = {device for worker in state.facts if number(state, device := _device(state, worker)) < MOST_FAILURES}
+    return usable <= {_device(state, worker) for worker in workers}
 
 
 def of_the_task(state: State) -> dict[WorkerId, Stopped]:

@@ -162,18 +162,6 @@ def test_a_device_whose_memory_others_have_works(device: Dying) -> None:
     assert failure_of(CPU) == ""
 
 
-def test_a_worker_that_is_needed_although_its_device_is_dead_ends_itself(device: Dying) -> None:
-    device.is_dead = True
-    deaths: list[int] = []
-    ends = Ends(WorkerId(3), die=lambda: deaths.append(1))
-    assert ends.of(torch.AcceleratorError(TEXT), CPU, interrupted=False).reason is StopReason.DEVICE
-    assert not deaths, "the driver may do without it, and read its memory"
-    assert ends.failed_again(()) is not None
-    assert not deaths, "the driver has lost the report, or another one has taken over"
-    ends.failed_again((WorkerId(3),))
-    assert deaths
-
-
 def test_a_dead_context_frees_no_memory_that_it_used(device: Dying) -> None:
     """Not even that of frames which the error has left, and of buffers that were being filled."""
     ends = Ends(WorkerId(3))
@@ -189,7 +177,7 @@ def test_a_dead_context_frees_no_memory_that_it_used(device: Dying) -> None:
         return used
 
     used = copy()
-    assert ends.failed_again(()) is not None
+    assert ends.device_failure is not None
     buffer = torch.zeros(3)
     filled = weakref.ref(buffer)
     ends.keep_if_failed(None, [buffer])

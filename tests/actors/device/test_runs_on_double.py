@@ -18,8 +18,10 @@ import raysharded as rs
 from raysharded.actors.comm.host_group import HostGroup
 from raysharded.actors.device import accelerator
 from raysharded.ids import WorkerId
+from raysharded.task import TrainFunction
 from tests.actors.device.communicator_double import DoubleAccelerator
 from tests.cases import tried_each_time
+from tests.session.loops import Loop
 from tests.training.harness import Outcome, train
 
 pytestmark = pytest.mark.procs
@@ -73,13 +75,23 @@ def test_state_moves_between_devices_where_one_communicator_has_all_workers() ->
 class Breaking(DoubleAccelerator):
     """Its context dies at the n-th call of one kind, in the first process that comes so far: every later call fails."""
 
-    def __init__(self, call: str, number: int, marker: str) -> None:
+    def __init__(self, call: str, number: int, marker: str, rank: int | None = None) -> None:
+        """`rank`: of the process in its first generation; None: any."""
         super().__init__()
         self._call, self._left, self._marker, self._is_dead = call, number, marker, False
+        self._rank, self._first = rank, rank
         self.on_call = self._strike
 
+    def communicator(self, name: str, store: Any, rank: int, size: int, timeout: Any) -> Any:
+        if not self.calls:
+            self._first = rank
+        return super().communicator(name, store, rank, size, timeout)
+
+    def identity(self, device: torch.device) -> str:
+        return f"GPU {os.getpid()}"
+
     def _strike(self, call: str) -> None:
-        if call == self._call and not self._is_dead:
+        if call == self._call and self._rank in (None, self._first) and not self._is_dead:
             self._left -= 1
             if self._left <= 0:
                 with contextlib.suppress(FileExistsError):
@@ -89,9 +101,9 @@ class Breaking(DoubleAccelerator):
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for it.")
 
 
-def on_breaking(call: str, number: int, marker: str) -> None:
+def on_breaking(call: str, number: int, marker: str, rank: int | None = None) -> None:
     """In a worker's process: compute on a device that may break."""
-    accelerator.use(Breaking(call, number, marker))
+    accelerator.use(Breaking(call, number, marker, rank))
 
 
 LOCAL = {"engine": rs.EngineConfig(accumulation="local")}
@@ -125,12 +137,43 @@ def test_a_device_that_fails_in_any_call_costs_its_worker_and_changes_no_bit(cal
     assert outcome.bits == on_cpu().bits
     (leaving,) = outcome.of("worker_leaving")
     assert "CUDA error: an illegal memory access" in leaving["reason"]
-    lost, kills = outcome.of("worker_lost"), how.get("kills", ())
+    kills = how.get("kills", ())
     if not kills:
         first, *later = (generation["source"] for generation in outcome.of("generation")[1:])
         assert first == ("start" if call in WHILE_FORMING else "memory")
         assert set(later) <= {"memory"}
-    assert len(lost) in ((1, 2) if kills else (0,))  # with a killed one, the state may need the broken one too
+    assert len(outcome.of("worker_lost")) == len(kills)
+
+
+PARITY = {"engine": rs.EngineConfig(redundancy=rs.Redundancy(parity=(2, 1)))}
+NEEDED: dict[str, tuple[int, str, int, tuple[int, int, str], dict[str, Any]]] = {
+    "died before": (3, "abort", 1, (0, 3, "backward"), {}),
+    "dies as the next generation forms": (3, "all_to_all", 10, (0, 2, "form"), {}),
+    "parity": (3, "abort", 1, (0, 3, "backward"), PARITY),
+    "to new workers alone": (2, "abort", 1, (0, 3, "backward"), {}),
+    "a loop of a user": (2, "abort", 1, (0, 3, "backward"), {"task": TrainFunction(Loop())}),
+}
+
+
+@pytest.mark.parametrize("case", tried_each_time(["died before", "to new workers alone"], NEEDED))
+def test_what_a_worker_with_a_dead_device_alone_holds_is_handed_over_by_it(case: str, tmp_path: Path) -> None:
+    """The worker 0, whose mirror it holds, is killed at about the same time. There is no checkpoint."""
+    workers, call, number, kill, how = NEEDED[case]
+    marker = tmp_path / "struck"
+    prepare = partial(on_breaking, call, number, str(marker), 1)
+    outcome = train(workers, use_gpu=True, prepare=prepare, kills=[kill], losses=4, **how, **SETTINGS)
+    assert marker.exists()
+    assert outcome.bits == (train(1, **how, **SETTINGS) if "task" in how else on_cpu()).bits
+    served = [fields for fields in outcome.of("generation") if "failed_devices" in fields]
+    at_most = 2 if kill[2] == "form" else 1  # the generation that fails may need it, too, for the newest step
+    assert 1 <= len(served) <= at_most, outcome.of("generation")
+    for generation in served:
+        assert generation["failed_devices"] == [1]
+        assert generation["source"] == "memory"
+        assert generation["step"] >= 1
+        assert 1 not in generation["members"]
+    assert [fields["worker"] for fields in outcome.of("worker_left")] == [1]
+    assert [fields["worker"] for fields in outcome.of("worker_lost")] == [0]
 
 
 class Stuck(DoubleAccelerator):

@@ -77,8 +77,10 @@ WITHOUT_THE_MARK = {
     "_mesh_of_one": TORCH,
     "_pass_on": INSIDE,
     "drain": LOCAL,
+    "moving_memory": INSIDE,
     "require_descriptors": LOCAL,
     "restore": INSIDE,
+    "serve": INSIDE,
     "write_orphan_checkpoint": LOCAL,
 }
 """Function -> its other reason to wait, or the place of its mark."""
