@@ -152,10 +152,9 @@ class Groups:
         `take_over` then makes these the process's groups. Raises as `form`. Not for tensor parallel groups, which need
         torch's default group.
 
-        On GPUs this makes NCCL's communicators on a device that others use, and not in the training thread. NCCL allows
-        this if kernels of two communicators never wait for each other. Making one launches one kernel, on a separate
-        stream that does not wait for training; other collectives run only after `take_over`. It also allocates device
-        memory, which may wait for running collectives: so it must be requested.
+        On GPUs this makes NCCL's communicators beside another thread's collectives. Making one launches one kernel, on
+        a separate stream that does not wait for training; other collectives run only after `take_over`. It also
+        allocates device memory, which may wait for running collectives: so it must be requested.
         """
         assert where.mesh.tensor == 1, where.mesh
         self.rank, self.mesh, self._prefix = where.rank, where.mesh, where.prefix
