@@ -273,9 +273,8 @@ class Worker:
     def _broken(self, reason: StopReason, error: RayshardedError) -> Stopped:
         if self._groups is not None:
             self._groups.abort()
-        if self._engine is not None:
-            self._engine.settle()
-        self._ends.keep_if_failed(self._engine, self._store.drop_incomplete())
+        forgotten = [] if self._engine is None else self._engine.settle()
+        self._ends.keep_if_failed(self._engine, forgotten, self._store.drop_incomplete())
         return self._stopped(reason, travelling(error, self._words).with_traceback(None))
 
     def _stopped(self, reason: StopReason, error: RayshardedError | None = None) -> Stopped:

@@ -152,6 +152,8 @@ class Mistake:
                     optimizer.param_groups[1]["weight_decay"] = 0.0
                 if kind == "two steps":
                     optimizer.step()
+                if kind == "rank's own end" and session.rank == 0:
+                    session.stop()
                 if kind == "rank's own schedule" and session.rank == 1:
                     scheduler.step()
                 scheduler.step()
@@ -236,6 +238,7 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
     ("no step", 1, TaskError, r"step 1 ended without optimizer\.step\(\)"),
     ("invalid rate", 1, TaskError, r"parameter group 1 is -0\.1 in step 1.*give a finite number"),
     ("two steps", 1, TaskError, FILE + r":\d+: optimizer\.step\(\) belongs .* once in each step"),
+    ("rank's own end", 2, InexactError, r"step 1: 1 of 2 workers call session\.stop, and the others do not"),
     ("rank's own schedule", 2, InexactError, r"step 1: the optimizer's settings,.* worker 0 has .*, worker 1 "),
     *(
         (

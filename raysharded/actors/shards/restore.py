@@ -187,7 +187,7 @@ def serve(
     assert isinstance(source, FromMemory), source
     _meet(groups, place, job)
     if is_loop:
-        _from_lowest(store.registered(source.step), groups.state)
+        _from_lowest(_registered(source, worker, store), groups.state)
     rebuild(source.rebuilds, source.step, source.spec, store, everyone, worker, groups)
     plan, _ = _plan(place, source)
     exchange(plan, source.copies, store, source.step, {}, everyone, worker, groups.state, lambda _: None)
@@ -294,7 +294,7 @@ def hand_over(
 ) -> None:
     """Bring a session's registered state to the step of the generation's source. Every member must call it.
 
-    It comes from the lowest rank that has it, before the buffers of that step: a worker with these has it, too.
+    It comes from the lowest rank that holds buffers of that step, before these move: a worker with them has it, too.
     """
     source = place.spec.source
     match source:
@@ -305,8 +305,8 @@ def hand_over(
             if place.rank == 0:
                 checkpoint = open_checkpoint(open_storage(url) if url else storage, prefix, digest=digest)
                 own = str(checkpoint.manifest.metadata.get(REGISTERED_STATE, ""))
-        case FromMemory(step=step):
-            own = store.registered(step)
+        case FromMemory():
+            own = _registered(source, place.worker, store)
     if not isinstance(source, FromStart):
         own = _from_lowest(own, (groups.with_sources or groups).state)
     if not own:
@@ -316,6 +316,18 @@ def hand_over(
         )
     store.register(source.step, own)
     registered.load(own)
+
+
+def _registered(source: FromMemory, worker: WorkerId, store: ShardStore) -> str | None:
+    """A session's state of the source's step, if this worker holds buffers of that source.
+
+    A spare may have another state of a step of this number: from before the run went back, or one that nobody has
+    compared.
+    """
+    rebuilt = {rebuild.layout_id for rebuild in source.rebuilds}
+    ranks = [copy.holders for copy in source.copies if copy.layout_id not in rebuilt]
+    ranks += [holders for rebuild in source.rebuilds for holders in (rebuild.holders, rebuild.keepers)]
+    return store.registered(source.step) if any(worker in holders for holders in ranks) else None
 
 
 def _from_lowest(own: str | None, group: HostGroup) -> str:

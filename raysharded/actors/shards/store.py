@@ -238,11 +238,12 @@ class ShardStore:
                     kept.append(spare)
         self._buffers = kept
 
-    def forget(self, step: int) -> None:
-        """Let no buffer of a step count as complete. Nothing may fill one meanwhile."""
-        for buffer in self._buffers:
-            if buffer.step == step:
-                buffer.complete = False
+    def forget(self, step: int) -> list[ShardBuffer]:
+        """Forget a step: its buffers, which are returned, and a session's state."""
+        forgotten = [buffer for buffer in self._buffers if buffer.step == step]
+        self._buffers = [buffer for buffer in self._buffers if buffer.step != step]
+        self._registered.pop(step, None)
+        return forgotten
 
     def drop_incomplete(self) -> list[ShardBuffer]:
         """Forget the buffers that were not complete when a generation failed; returns them."""

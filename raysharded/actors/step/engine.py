@@ -22,7 +22,7 @@ from raysharded.actors.shards.parity import keeper_of
 from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.restore import Restored, hand_over, moving_memory, restore
 from raysharded.actors.shards.saver import Saver
-from raysharded.actors.shards.store import ShardStore
+from raysharded.actors.shards.store import ShardBuffer, ShardStore
 from raysharded.actors.step.assembly import Surroundings, assemble, call_in_the_middle
 from raysharded.actors.step.pending_reports import Reports
 from raysharded.actors.step.step import Step, Steps
@@ -212,14 +212,16 @@ class Engine:
         """Seconds of `prepare`, by phase."""
         return self._in_phase.seconds
 
-    def settle(self) -> None:
-        """After an abort: return when nothing writes into this worker's buffers any more."""
+    def settle(self) -> list[ShardBuffer]:
+        """After an abort: return when nothing writes into this worker's buffers any more.
+
+        Returns those of a step that does not count, which are forgotten.
+        """
         if self._steps is not None and self._steps.own is not None:
             with suppress(Exception):  # a failed copy does not count
                 self._steps.own.wait()
         self._around.keeper.settle()
-        if self._steps is not None:
-            self._steps.meetings.give_up()
+        return [] if self._steps is None else self._steps.meetings.give_up()
 
     def request_boundary(self) -> None:
         """Request, through the next agreement, that all workers stop after the step it closes. Any thread."""

@@ -14,13 +14,15 @@ from typing import Literal, TypeAlias
 import torch
 
 from raysharded.actors.optimizer.registered_state import NO_WORDS, RegisteredState, are_different, differing, words_of
+from raysharded.actors.shards.store import ShardBuffer
 from raysharded.actors.step.assembly import Surroundings
 from raysharded.errors import InexactError
 
-Place: TypeAlias = Literal["end", "evaluation", "forward", "weights"]
+Place: TypeAlias = Literal["end", "evaluation", "forward", "stop", "weights"]
 _PLACES: Mapping[Place, str] = {
     "evaluation": "call session.evaluate",
     "forward": "call the model's forward outside the microbatches",
+    "stop": "call session.stop",
     "weights": "call what gathers the whole model, as save_model or save_pretrained, of which rank 0 writes the files",
 }
 
@@ -53,7 +55,8 @@ class Meetings:
             self._registered.exchange_streams(step, self._group, self._around.say)
             text, calls = self._registered.text(), tuple(self._registered.calls)
             texts = (text, *self._registered.in_update)
-            sums = self._begin(step, "end", words_of("\n".join([*texts, *calls])))
+            place: Place = "stop" if self._registered.is_last else "end"  # only these wait for the sum at once
+            sums = self._begin(step, place, words_of("\n".join([*texts, *calls])))
             self._newest = _Comparison(step, texts, calls, sums)
             self._around.store.register(step, text)
 
@@ -67,17 +70,19 @@ class Meetings:
             raise differing(newest.texts, newest.calls, newest.step, self._members, self._group)
         self._newest = None
 
-    def give_up(self) -> None:
-        """After an abort: forget the newest step, unless all workers are known to have ended it alike."""
+    def give_up(self) -> list[ShardBuffer]:
+        """After an abort: forget the newest step, unless all workers are known to have ended it alike.
+
+        Returns the buffers that were forgotten.
+        """
         newest, self._newest = self._newest, None
         if newest is None:
-            return
+            return []
         try:
             is_settled = not are_different(newest.sums(), len(self._members))
         except Exception:  # noqa: BLE001 - the sum did not arrive, or shows that workers are at different places
             is_settled = False
-        if not is_settled:
-            self._around.store.forget(newest.step)
+        return [] if is_settled else self._around.store.forget(newest.step)
 
     def meet_alike(self, step: int, place: Place, what: str) -> None:
         """As `meet`. Raises InexactError, too, if the workers are to do different things there."""

@@ -269,8 +269,13 @@ class DatasetReader:
         if not isinstance(self._dataset, HasWeights):
             return []
         end = min(below, len(self._dataset))
-        counts = self._dataset.counts(end)
-        return [position_of(self._dataset, name, 0, end) for name, number in counts.items() if number]
+        began, found = time.monotonic(), []
+        for name, number in self._dataset.counts(end).items():
+            if number:
+                found.append(position_of(self._dataset, name, 0, end))
+            if time.monotonic() - began > _CHECK_S / 2:  # hundreds of sources
+                break
+        return found
 
     def validate(self) -> None:
         with self.lock:

@@ -13,6 +13,7 @@ from raysharded.driver.membership.state_source import (
     clamp_leave_steps,
     describe_redundancy,
     describe_source,
+    failed_devices,
     is_redundant,
     sources_of,
     trusted,
@@ -115,7 +116,8 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
     if not reachable.can_form(state, chosen):
         return gather(state, at)
     state, refused = pending_overrides.without_impossible(state)
-    composed = plan_generation(replace(pending_overrides.as_wanted(state), ready=chosen.workers))
+    able = chosen.workers if state.wanted_rewind is None else chosen.workers - failed_devices(state)
+    composed = plan_generation(replace(pending_overrides.as_wanted(state), ready=able))
     plan = pending_overrides.plan(state, composed.source)
     source, members, mesh, prepared = composed.source, composed.members, composed.mesh, composed.preparation
     step = state.step if plan and plan.rewind else source.step  # a requested rewind is not decided yet

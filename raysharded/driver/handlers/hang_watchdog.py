@@ -8,7 +8,7 @@ from dataclasses import replace
 from raysharded.driver.checkpoints import saves
 from raysharded.driver.generation import lifecycle, link_tests
 from raysharded.driver.handlers import leave_notice, worker_loss
-from raysharded.driver.membership.state_source import needs
+from raysharded.driver.membership.state_source import needs, sources_of
 from raysharded.driver.rollback import corruption_rollback, non_finite
 from raysharded.driver.state import recovery_timeline, step_watch, stragglers
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Probe, Record, prepend
@@ -135,7 +135,7 @@ def _expected_to_answer(state: State) -> frozenset[WorkerId]:
         return state.ready.intersection(state.members)
     if state.phase is Phase.CLOSING or _waits_for_a_checkpoint(state):
         return state.ready & saves.owing(state)
-    return state.awaited & state.ready
+    return (state.awaited | sources_of(state)) & state.ready
 
 
 def _waits_for_a_checkpoint(state: State) -> bool:

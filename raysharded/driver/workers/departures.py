@@ -21,6 +21,8 @@ def let_go(state: State, at: float) -> Outcome:
     going = frozenset(state.leaving).difference(state.members)
     if state.phase is Phase.GATHERING and state.holdings:
         going = _not_awaited(state, at)
+        if going and not can_form(state, choose(state)):  # new workers may have waited for their GPUs
+            state = replace(state, since=at)
     elif state.phase not in (Phase.TRAINING, Phase.CLOSING) and state.holdings:
         newest = newest_source(state, state.ready) if state.phase is Phase.PAUSED and going else None
         if newest is None or source_among(state, state.ready.difference(going), newest) is None:
@@ -44,6 +46,8 @@ def _not_awaited(state: State, at: float) -> frozenset[WorkerId]:
     need these GPUs. At once if no other GPU is known.
     """
     failed = failed_devices(state)
+    if not failed:
+        return failed
     needed = failed_devices(without_failed_devices(state))
     is_in_vain = not state.ready - failed and are_all_kept(state, needed)
     is_late = at - state.since >= state.limits.start_timeout_s / 2

@@ -19,19 +19,23 @@ from torch._C._distributed_c10d import HashStore
 from raysharded.actors.comm.fsdp_collectives import finish_plainly
 from raysharded.actors.comm.host_group import HostGroup
 from raysharded.actors.shards import transfer
+from raysharded.actors.shards.restore import _registered
 from raysharded.actors.shards.store import HostMedium, ShardBuffer, ShardStore
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import (
     MIRROR_BUFFER,
     SNAPSHOT_BUFFER,
     Copy,
+    Parity,
     Plan,
+    Rebuild,
     StateSpec,
     Target,
     TensorSpec,
     make_plan,
     mirror_of,
 )
+from raysharded.protocol.messages import FromMemory
 from tests.layout.test_planner import ids, memory_copies
 
 TIMEOUT_S = 20.0
@@ -218,3 +222,22 @@ def test_copies_within_a_worker_are_made_by_its_threads(num_threads: int, monkey
     transfer.copy_bytes(list(zip(targets, sources, strict=True)), num_threads)
     assert np.array_equal(np.concatenate(targets), whole)
     assert len(names) == (3 if num_threads == 3 else 0)
+
+
+def test_registered_state_comes_from_workers_that_hold_the_source() -> None:
+    """A spare may have another text of a step of this number, and a worker that computes a lost buffer, too."""
+    store = ShardStore()
+    store.register(STEP, "text")
+    copies = memory_copies(ids(0, 1))
+    rebuild = Rebuild(
+        layout_id=OLD,
+        world_size=2,
+        parity=Parity(k=1, m=1),
+        holders=(WorkerId(0), None),
+        keepers=(None, WorkerId(0)),
+        lost=((1, WorkerId(1)),),
+    )
+    kept = FromMemory(step=STEP, spec=SPEC, copies=copies)
+    rebuilt = replace(kept, copies=tuple(replace(copy, layout_id=OLD) for copy in copies), rebuilds=(rebuild,))
+    found = [[_registered(source, WorkerId(one), store) for one in range(3)] for source in (kept, rebuilt)]
+    assert found == [["text", "text", None], ["text", None, None]]
