@@ -35,7 +35,7 @@ _MODULES_OF = {
     ),
     "actors/reduction": "gradient_exchange replica_sum tree_reducer",
     "actors/shards": "async_copy device_state erasure mirror parity position rebuild restore store transfer",
-    "actors/step": ("agreement evaluation forward_backward gradient parameter_use recomputation update"),
+    "actors/step": ("agreement evaluation forward_backward gradient meetings parameter_use recomputation update"),
     "actors/step/proofs": "audit audit_verdict evaluation_proof first_step_proof repeated_pass",
     "actors/task_calls": "object_contents task_numbers",
     "data": "ledger loader order",
