@@ -9,6 +9,7 @@ from raysharded.driver.state.commands import (
     Form,
     Interrupt,
     KillWorker,
+    Probe,
     SaveSnapshot,
     StartWorker,
     Train,
@@ -154,6 +155,30 @@ def test_workers_with_dead_gpus_wait_for_half_of_the_time_that_others_have_to_st
     run.ready(2)
     run.ready(3)
     assert isinstance(run.newest_form().source, FromStart)
+
+
+def test_new_workers_have_the_whole_time_once_the_gpus_are_free() -> None:
+    run = training(2, 5, start_timeout_s=100.0)
+    breaks(run, 0, 1, step=5)
+    run.wait(51.0)
+    assert [kill.worker for kill in run.all(KillWorker)] == [0, 1]
+    run.wait(98.0)
+    assert run.state.phase is Phase.GATHERING
+    run.ready(2)
+    run.ready(3)
+    assert set(run.newest_form().members) == {2, 3}
+
+
+def test_one_that_hands_over_and_does_not_answer_is_named_and_frees_the_members() -> None:
+    run = without_0_and_the_gpu_of_1()
+    run.ready(3)
+    members = run.newest_form().members
+    run.mute = frozenset({WorkerId(1)})
+    waited = run.wait(12.0)
+    assert {probe.worker for probe in of(waited, Probe)} == {*members, 1}
+    assert [stuck["worker"] for stuck in run.records("stuck")] == [1]
+    assert {freed.worker for freed in of(waited, Interrupt)} == {*members, 1}
+    assert run.state.phase is Phase.STOPPING
 
 
 def test_a_worker_with_a_dead_gpu_is_waited_for_as_long_as_others_could_take_over() -> None:
