@@ -201,6 +201,7 @@ def _as_dict(each: Option) -> dict[str, Any]:
         "node_host_bytes": each.node_host_bytes,
         "memory_bytes": dict(memory.kinds),
         "peak_at": memory.moment,
+        "phase_bytes": dict(memory.phases),
         "sent_bytes": dict(traffic.sent),
         "sent_between_nodes_bytes": dict(traffic.between),
         "rounds": each.rounds,

@@ -103,6 +103,8 @@ def _memory(plan: Plan) -> RowTable:
         table.add_row("host", size(memory.host), f"{size(plan.chosen.node_host_bytes)} per node")
     else:
         table.add_row("at most", size(memory.total), f"in: {memory.moment}")
+    for phase, most in memory.phases.items():
+        table.add_row(f"in {phase}", size(most), "at most")
     return table
 
 

@@ -76,6 +76,8 @@ def test_json_has_the_same(config: str) -> None:
     chosen = found["chosen"]
     assert found["problem"] is None
     assert chosen["device_bytes"] + chosen["host_bytes"] == sum(chosen["memory_bytes"].values())
+    assert list(chosen["phase_bytes"]) == ["forward", "backward", "the gradient's norm", "the optimizer's step"]
+    assert max(chosen["phase_bytes"].values()) == chosen["device_bytes"]
     assert [each["layout"] for each in found["layouts"]] == ["1x8", "2x4", "4x2", "8x1"]
 
 

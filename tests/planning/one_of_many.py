@@ -1,7 +1,7 @@
 """One rank of many, in one process: the real engine over torch's `fake` process groups, which send nothing.
 
 `python -m tests.planning.one_of_many WORKERS:PER_NODE:DTYPE ...`: prints a JSON line for each, of the memory and the
-messages of one worker's steady step. PER_NODE 0: nodes do not matter. Others send zeros.
+messages of one worker's steady step. PER_NODE 0: nodes do not matter. Others send weights of 0 and small gradients.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,6 +37,7 @@ from raysharded.actors.shards.saver import Saver
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.engine import Engine
 from raysharded.actors.task_calls.remarks import Notes
+from raysharded.actors.telemetry.phases import Phases
 from raysharded.checkpoint import open_storage
 from raysharded.data import MicrobatchLoader
 from raysharded.ids import GenerationId, WorkerId
@@ -44,7 +47,10 @@ from tests.actors.fake_group import alone, fake_mesh
 from tests.planning.observed import Watch, _before
 from tests.training.harness import make_job
 
-ROUNDS, STEPS, RANK = 2, 4, 0
+ROUNDS, RANK = 2, 0
+STEPS = 4
+"""The last of them is measured: as each power of two, it compares digests of gradients."""
+_BETWEEN = "between phases"
 VOCABULARY, WIDTH, LENGTH, LAYERS = 4096, 96, 16, 4
 
 
@@ -108,16 +114,44 @@ class OneOfMany(Groups):
 
 
 class Counting(Watch):
-    """Counts the calls, too: exchanges of gradients, all-gathers, and agreements."""
+    """Counts the calls, too: exchanges of gradients, all-gathers, and agreements. Follows the peak of each phase."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = Counter[str]()
+        self.peaks: dict[str, int] = {}
+        """Phase of the engine -> peak bytes since `restart`."""
+        self._open = [_BETWEEN]
+        in_phase = Phases.__call__
+
+        @contextmanager
+        def followed(phases: Phases, name: str) -> Iterator[None]:
+            with in_phase(phases, name):
+                self._turn_to(lambda: self._open.append(name))
+                try:
+                    yield
+                finally:
+                    self._turn_to(self._open.pop)
+
+        setattr(Phases, "__call__", followed)  # noqa: B010 - a function for another
         _before(tree_reducer, "all_to_all", lambda *_, **__: self.calls.update(["exchanges"]))
         _before(AllGather, "__call__", lambda *_, **__: self.calls.update(["all-gathers"]))
         _before(
             HostGroup, "sum_int64", lambda _, values: self.calls.update(["agreements"] if values.numel() > 1 else [])
         )
+
+    def restart(self) -> None:
+        self.sent.clear()
+        self.calls.clear()
+        self.peaks.clear()
+        self.follower.restart()
+
+    def _turn_to(self, other: Callable[[], object]) -> None:
+        """Note the peak of the open phase, and turn to another."""
+        self.follower.now()
+        self.peaks[self._open[-1]] = max(self.follower.peak, self.peaks.get(self._open[-1], 0))
+        other()
+        self.follower.restart()
 
 
 def place_of(workers: int, per_node: int) -> RankPosition:
@@ -170,11 +204,10 @@ def observed(
         objects = BuiltObjects(job.task, job.engine)
         engine.prepare(None, objects)
         for _ in range(STEPS):
-            watch.follower.restart()
-            watch.sent.clear()
-            watch.calls.clear()
+            watch.restart()
             engine._train(engine.next_step())
-        found = {"peak": watch.follower.peak - before, "sent": dict(watch.sent), "calls": dict(watch.calls)}
+        peaks = {phase: most - before for phase, most in watch.peaks.items()}
+        found = {"peaks": peaks, "sent": dict(watch.sent), "calls": dict(watch.calls)}
         objects.release()
     return found
 
@@ -182,7 +215,7 @@ def observed(
 def main(cases: list[str]) -> None:
     watch = Counting()
     _before(HostGroup, "send", lambda _, data, *__: watch.sent.update(mirror=data.nbytes))
-    _zeros_of_others()
+    _numbers_of_others()
     for case in cases:
         workers, per_node, dtype = case.split(":")
         with tempfile.TemporaryDirectory() as folder:
@@ -190,20 +223,20 @@ def main(cases: list[str]) -> None:
         print(json.dumps({"case": case, **found}), flush=True)  # noqa: T201
 
 
-def _zeros_of_others() -> None:
-    """Let collectives leave zeros where the `fake` group leaves memory as it is."""
+def _numbers_of_others() -> None:
+    """Let collectives leave numbers where the `fake` group leaves memory as it is: weights of 0, small gradients."""
 
-    def clear(output: torch.Tensor) -> None:
+    def fill(output: torch.Tensor, value: float) -> None:
         with _disable_current_modes():
-            output.zero_()
+            output.fill_(value)
 
     def gathered(original: Any, self: Any, *, output_tensor: torch.Tensor, **options: Any) -> None:
         original(self, output_tensor=output_tensor, **options)
-        clear(output_tensor)
+        fill(output_tensor, 0.0)
 
     def exchanged(original: Any, received: torch.Tensor, *args: Any, **options: Any) -> None:
         original(received, *args, **options)
-        clear(received)
+        fill(received, 2.0**-10)
 
     gather, exchange = AllGather.__call__, vars(tree_reducer)["all_to_all"]
     AllGather.__call__ = lambda self, **options: gathered(gather, self, **options)  # type: ignore[method-assign]

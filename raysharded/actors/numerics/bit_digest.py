@@ -14,10 +14,9 @@ from collections.abc import Iterable
 import torch
 
 from raysharded.actors.device.accelerator import accelerator
+from raysharded.actors.numerics.norm_blocks import BLOCK
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BLOCK_CPU = 1 << 16  # elements: stays in the cache
-_BLOCK_GPU = 1 << 22
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 _PRIME = 1_000_003
@@ -31,7 +30,7 @@ def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     bits = flat.view(_INTEGERS[flat.element_size()]) if flat.dtype.is_floating_point else flat
-    size = _BLOCK_GPU if accelerator().has(flat.device) else _BLOCK_CPU
+    size = BLOCK[accelerator().has(flat.device)]
     places = torch.arange(min(size, len(bits)), dtype=torch.int64, device=flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, len(bits), size):

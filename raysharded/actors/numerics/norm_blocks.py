@@ -1,4 +1,4 @@
-"""Cache-sized blocks of a gradient, and rows folded half onto half before `grad_norm` reads them."""
+"""Cache-sized blocks in which a gradient or a digest is computed, and rows that `grad_norm` folds half onto half."""
 
 from __future__ import annotations
 

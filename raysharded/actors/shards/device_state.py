@@ -234,11 +234,11 @@ def _parameter_of(name: str) -> str:
     return name.partition(".")[2].rpartition(".")[0]
 
 
-def shard_bytes(parameters: Mapping[str, torch.Tensor], keeps: Mapping[str, Collection[str]]) -> int:
+def shard_bytes(sharded: ShardedModel, keeps: Mapping[str, Collection[str]]) -> int:
     """About the size of a worker's shard once the optimizer has state: `keeps` are the keys that it makes for each
     parameter, by name. A key counts as large as its parameter, but for the number of steps."""
-    found = 0
-    for name, param in parameters.items():
+    found = sum(buffer.nbytes + ALIGNMENT for buffer in sharded.persistent_buffers.values())
+    for name, param in sharded.parameters.items():
         local = local_of(param)
         copies = 1 + len(set(keeps.get(name, ())) - {"step"})
         found += copies * (local.numel() * local.element_size() + ALIGNMENT)

@@ -14,6 +14,7 @@ import threading
 import weakref
 from bisect import insort
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +48,8 @@ class PinnedArena:
         """`allocate`: from a size to uint8 [size], not initialized."""
         self._allocate = allocate
         self._regions: list[_Region] = []
+        self._coming: Future[torch.Tensor] | None = None
+        """Memory of the first region, while it is allocated in the background."""
         self._lock = threading.Lock()
         self._freed: list[tuple[_Region, tuple[int, int]]] = []
         """Spans without a tensor. Appended by finalizers, which take no lock."""
@@ -57,28 +60,49 @@ class PinnedArena:
         """Bytes of all regions."""
         return sum(region.size for region in self._regions)
 
+    def begin(self, size_bytes: int) -> None:
+        """Allocate the first region in the background: locking its pages takes seconds. `take` waits for it.
+
+        Does nothing if there is a region, or if one is allocated already. If the allocation fails, `take` raises its
+        error.
+        """
+        if size_bytes and not self._regions and self._coming is None:
+            thread = ThreadPoolExecutor(1, "pages")
+            self._coming = thread.submit(self._allocate, aligned(size_bytes))
+            thread.shutdown(wait=False)
+
     def take(self, size_bytes: int, *, at_end: bool = False, ahead_bytes: int = 0) -> torch.Tensor:
         """A span as uint8 [size_bytes], not initialized: of the smallest free piece that is large enough.
 
         `at_end`: the last part of it, not the first. If none is large enough, regions without a span are given back,
-        and a new region is allocated, `ahead_bytes` larger than the span: for spans that follow.
+        and a new region is allocated, `ahead_bytes` larger than the span: for spans that follow. While there is no
+        span, a piece must be large enough for both.
         """
         if not size_bytes:
             return torch.empty(0, dtype=torch.uint8)
-        length = -(-size_bytes // ALIGNMENT) * ALIGNMENT
+        length = aligned(size_bytes)
         with self._lock:
+            if self._coming is not None:
+                coming, self._coming = self._coming, None
+                self._add(coming.result())
             self._collect()
-            found = self._find(length)
+            is_first = not any(region.spans for region in self._regions)
+            together = length + aligned(ahead_bytes)
+            found = self._find(together if is_first else length)
             if found is None:
                 self._regions = [region for region in self._regions if region.spans]
-                region = _Region(self._allocate(length + -(-ahead_bytes // ALIGNMENT) * ALIGNMENT))
-                self.num_allocations += 1
-                self._regions.append(region)
+                region = self._add(self._allocate(together))
                 found = region, (0, region.size)
             region, (begin, end) = found
             span = (end - length, end) if at_end else (begin, begin + length)
             insort(region.spans, span)
         return self._tensor(region, span, size_bytes)
+
+    def _add(self, memory: torch.Tensor) -> _Region:
+        region = _Region(memory)
+        self.num_allocations += 1
+        self._regions.append(region)
+        return region
 
     def _tensor(self, region: _Region, span: tuple[int, int], size_bytes: int) -> torch.Tensor:
         """The span as a tensor with a separate storage, whose end frees the span."""
@@ -104,3 +128,8 @@ class PinnedArena:
             return None
         _, index, hole = min(fitting)
         return self._regions[index], hole
+
+
+def aligned(size_bytes: int) -> int:
+    """Bytes of a span for so many."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT

@@ -16,7 +16,7 @@ import torch
 
 from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.shards.async_copy import PendingCopy
-from raysharded.actors.shards.pinned_arena import PinnedArena
+from raysharded.actors.shards.pinned_arena import PinnedArena, aligned
 from raysharded.config import EngineConfig
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, Parity, Piece, ShardMap, StateSpec, parity_of, shard_map
@@ -108,8 +108,8 @@ class ShardStore:
     def __init__(self, *, pin_memory: bool = False, redundant_copies: float = 0.0) -> None:
         """`pin_memory`: take page-locked memory. `redundant_copies`: what a worker holds for others, at several
         workers, in units of its shard's size."""
-        self._arena = PinnedArena(lambda size: accelerator().pinned(size)) if pin_memory else None
-        self._redundant_copies, self._expected_bytes = redundant_copies, 0
+        self._arena = PinnedArena(_page_locked) if pin_memory else None
+        self._redundant_copies = redundant_copies
         self._buffers: list[ShardBuffer] = []
         self._registered: dict[int, str] = {}
         """Step -> the registered state of a session."""
@@ -165,25 +165,30 @@ class ShardStore:
         arena, self._arena = self._arena, None
         return arena
 
-    def expect(self, size_bytes: int) -> None:
-        """Announce the size of this worker's shard once the optimizer has state, before the first buffer."""
-        self._expected_bytes = size_bytes
+    def expect(self, size_bytes: int, world_size: int) -> None:
+        """Announce the size of this worker's shard once the optimizer has state: if this is the first layout, its
+        page-locked memory is allocated in the background."""
+        if self._arena is not None and not self._buffers:
+            self._arena.begin(round((2 + self._redundant(world_size)) * aligned(size_bytes)))
+
+    def _redundant(self, world_size: int) -> float:
+        """Copies that a worker of so many holds for others, in units of its shard's size."""
+        return self._redundant_copies if world_size > 1 else 0.0
 
     def _memory(self, size_bytes: int, layout: GenerationId, world_size: int, spec: StateSpec) -> torch.Tensor:
-        """Memory for one buffer. All of a first layout is allocated with its first buffer: no step waits for it.
+        """Memory for one buffer. All of a first layout is there for its first buffer: no step waits for it.
 
         A later layout begins with one snapshot and one redundant copy. Its others take the place of the older layout.
         Buffers of before the optimizer's state lie at the other end than those that replace them.
         """
         if self._arena is None:
             return torch.empty(size_bytes, dtype=torch.uint8)
-        redundant = self._redundant_copies if world_size > 1 else 0.0
         own = [buffer for buffer in self._buffers if buffer.layout == layout]
         ahead_bytes = 0
         if not self._buffers:
-            ahead_bytes = round((2 + redundant) * max(size_bytes, self._expected_bytes)) - size_bytes
+            ahead_bytes = round((1 + self._redundant(world_size)) * size_bytes)
         elif not own:
-            ahead_bytes = round(redundant / 2 * size_bytes)
+            ahead_bytes = round(self._redundant(world_size) / 2 * size_bytes)
         is_grown = any(buffer.spec is not spec for buffer in own)
         return self._arena.take(size_bytes, at_end=(layout + is_grown) % 2 == 1, ahead_bytes=ahead_bytes)
 
@@ -296,6 +301,12 @@ def torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def _page_locked(size_bytes: int) -> torch.Tensor:
+    """Page-locked memory, uint8 [size_bytes]. Any thread."""
+    accelerator().enter_thread()
+    return accelerator().pinned(size_bytes)
 
 
 def _view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:

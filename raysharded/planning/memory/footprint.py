@@ -42,8 +42,11 @@ KINDS = (
 reducer's buffers. activations: including whole gradients of the current unit. accumulators: partial sums of the step's
 gradient. communicators: NCCL's buffers, which depend on the nodes: `nccl_buffers` adds them."""
 HOST_KINDS = ("snapshots", "mirrors")
+PHASES = ("forward", "backward", "the gradient's norm", "the optimizer's step")
+"""Phases of a step. Backward includes the reduction of gradients."""
 _SQUARE_BYTES = 8  # a float64
 _DIGIT_BYTES = 24  # a float64 and two int64
+_DIGEST_BYTES = 40  # five int64: digests of gradients are compared around the steps 1, 2, 4, 8, ... of the optimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -71,6 +74,8 @@ class WorkerMemory:
     moment: str
     """The moment of the peak."""
     on_gpu: bool
+    phases: Mapping[str, int] = field(default_factory=dict)
+    """Phase of a step -> peak bytes on the device; on a CPU worker, with those of the host."""
 
     @property
     def host(self) -> int:
@@ -103,9 +108,14 @@ def worker_memory(
         found = (worker_memory(setting, layout, rank=r, workers_per_node=workers_per_node) for r in ranks)
         return max(found, key=lambda memory: memory.total)
     steady = _steady(setting, layout, layout.shard_of(rank))
-    moment, kinds = _peak(local_setting(setting, 0), layout.data, max(1, workers_per_node // layout.tensor))
+    peaks = _peaks(local_setting(setting, 0), layout.data, max(1, workers_per_node // layout.tensor))
+    highest = max(peaks.values(), key=lambda peak: peak.size)
+    held = sum(size for kind, size in steady.items() if not (setting.on_gpu and kind in HOST_KINDS))
     return WorkerMemory(
-        kinds={kind: steady.get(kind, 0) + kinds.get(kind, 0) for kind in KINDS}, moment=moment, on_gpu=setting.on_gpu
+        kinds={kind: steady.get(kind, 0) + highest.kinds.get(kind, 0) for kind in KINDS},
+        moment=highest.moment,
+        on_gpu=setting.on_gpu,
+        phases={phase: held + peaks[phase].size for phase in PHASES if phase in peaks},
     )
 
 
@@ -171,16 +181,31 @@ def _steady(setting: Setting, layout: Mesh, shard: int) -> dict[str, int]:
     }
 
 
-def _peak(setting: Setting, layout: Mesh, per_node: int) -> tuple[str, dict[str, int]]:
-    """(moment, kind -> bytes beyond the steady ones) at a step's peak. `per_node`: data shards of one node."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Peak:
+    """The peak of one phase of a step."""
+
+    moment: str
+    kinds: Mapping[str, int]
+    """Kind -> bytes beyond the steady ones."""
+
+    @property
+    def size(self) -> int:
+        return sum(self.kinds.values())
+
+
+def _peaks(setting: Setting, layout: Mesh, per_node: int) -> dict[str, _Peak]:
+    """Phase -> its peak. `per_node`: data shards of one node."""
     view = _View(setting, layout)
-    best = (-1, "", dict[str, int]())
     always = _always(setting, layout, view.units)
-    for cut, whole in _rounds(setting, layout, view.units, per_node):
-        best = max(best, view.worst(cut, whole, always), key=lambda found: found[0])
-    for label, kinds in _after_backward(setting, layout, view):
-        best = max(best, (sum(kinds.values()), label, kinds), key=lambda found: found[0])
-    return best[1], best[2]
+    found = [
+        peak for cut, whole in _rounds(setting, layout, view.units, per_node) for peak in view.worst(cut, whole, always)
+    ]
+    peaks: dict[str, _Peak] = {}
+    for phase, peak in [*found, *_after_backward(setting, layout, view)]:
+        if phase not in peaks or peak.size > peaks[phase].size:
+            peaks[phase] = peak
+    return peaks
 
 
 def _keeps_whole_sums(engine: EngineConfig, shards: int) -> bool:
@@ -228,8 +253,8 @@ class _View:
         self._is_uneven = (self.units.sum_numel[m.unit] % holders != 0).astype(np.int64)
         self._shard_sum = np.where(m.own > 0, self.units.sum_chunk[m.unit], 0)
 
-    def worst(self, cut: Round, whole: Round, always: dict[str, int]) -> tuple[int, str, dict[str, int]]:
-        """(bytes, moment, kind -> bytes) at the round's peak. `whole`: the round of units that are replicated."""
+    def worst(self, cut: Round, whole: Round, always: dict[str, int]) -> list[tuple[str, _Peak]]:
+        """(phase, peak) of the round's forward and backward. `whole`: the round of units that are replicated."""
         m = self._moments
         aliased = 0 if self._whole_sums else cut.aliased
         carried = (cut.after - aliased) * m.done + cut.before * m.rest
@@ -237,23 +262,28 @@ class _View:
         exchange = m.exchange - m.retained * (cut.aliased if self._whole_sums else 0)
         gradients = np.maximum(m.gradients, always.get("gradients", 0))
         fixed = m.activations + m.gathered + exchange + gradients + carried
-        best, place, most = -1.0, 0, Within(sums=0)
         kinds_of_units = [(cut, ~self._is_whole), (whole, self._is_whole)] if self._is_whole.any() else [(cut, True)]
-        for each, of_kind in kinds_of_units:
-            for within in each.moments:
-                total = np.where(of_kind, fixed + within.sums * m.own + self._exchanged(within), -1)
-                at = int(total.argmax())
-                if total[at] > best:
-                    best, place, most = float(total[at]), at, within
-        kinds = {
-            "activations": int(m.activations[place]),
-            "gathered": int(m.gathered[place]),
-            "exchange": int(exchange[place] + self._exchanged(most)[place]) + always.get("exchange", 0),
-            "gradients": int(gradients[place]),
-            "accumulators": int(carried[place] + most.sums * m.own[place]),
-        }
-        what, unit = m.labels[place]
-        return sum(kinds.values()), f"{what} {self._names[unit]}", kinds
+        totals = [
+            (within, np.where(of_kind, fixed + within.sums * m.own + self._exchanged(within), -1))
+            for each, of_kind in kinds_of_units
+            for within in each.moments
+        ]
+        found = []
+        for phase, span in (("forward", slice(m.num_forward)), ("backward", slice(m.num_forward, None))):
+            if not len(m.unit[span]):
+                continue
+            most, total = max(totals, key=lambda each: each[1][span].max())
+            place = (span.start or 0) + int(total[span].argmax())
+            what, unit = m.labels[place]
+            kinds = {
+                "activations": int(m.activations[place]),
+                "gathered": int(m.gathered[place]),
+                "exchange": int(exchange[place] + self._exchanged(most)[place]) + always.get("exchange", 0),
+                "gradients": int(gradients[place]),
+                "accumulators": int(carried[place] + most.sums * m.own[place]),
+            }
+            found.append((phase, _Peak(moment=f"{what} {self._names[unit]}", kinds=kinds)))
+        return found
 
     def _exchanged(self, within: Within) -> NDArray[np.float64]:
         shards = within.exchanged + within.filled * self._is_uneven
@@ -275,19 +305,22 @@ def _moments(shapes: ModelShapes, engine: EngineConfig, trace: Trace | None, sha
     )
 
 
-def _after_backward(setting: Setting, layout: Mesh, view: _View) -> list[tuple[str, dict[str, int]]]:
-    """(moment, kind -> bytes) between backward and the snapshot."""
+def _after_backward(setting: Setting, layout: Mesh, view: _View) -> list[tuple[str, _Peak]]:
+    """(phase, peak) between backward and the snapshot."""
     c = setting.shapes.columns
     learning = c.chunk(layout.shards) * c.trainable
     largest, everything = int(learning.max()), int(learning.sum())
     gradients = int(view.units.gradient.sum())
     transient = setting.shapes.transient
     step = int(transient.of_largest * largest + transient.of_all * everything)
-    moments = [("the optimizer's step", {"gradients": gradients, "optimizer": step})]
+    kinds: dict[str, dict[str, int]] = {}
     if setting.engine.reduction == "exact":
-        norm = _norm_bytes(learning, _folds(setting.shapes), BLOCK[setting.on_gpu])
-        moments.append(("the gradient's norm", {"gradients": gradients, "exchange": norm}))
-    return moments
+        block = BLOCK[setting.on_gpu]
+        norm = _norm_bytes(learning, _folds(setting.shapes), block)
+        kinds["the gradient's norm"] = {"gradients": gradients, "exchange": norm}
+        step = max(step, _DIGEST_BYTES * min(largest, block))
+    kinds["the optimizer's step"] = {"gradients": gradients, "optimizer": step}
+    return [(phase, _Peak(moment=phase, kinds=of_phase)) for phase, of_phase in kinds.items()]
 
 
 @lru_cache(maxsize=64)

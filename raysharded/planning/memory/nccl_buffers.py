@@ -57,4 +57,6 @@ def _peers(members: int, per_node: int) -> tuple[int, int]:
 
 def with_nccl(memory: WorkerMemory, setting: Setting, layout: Mesh, workers_per_node: int) -> WorkerMemory:
     """The memory of a worker with NCCL's buffers, in a layout whose nodes have so many workers."""
-    return replace(memory, kinds={**memory.kinds, KIND: nccl_bytes(setting, layout, workers_per_node)})
+    size = nccl_bytes(setting, layout, workers_per_node)
+    phases = {phase: most + size for phase, most in memory.phases.items()}
+    return replace(memory, kinds={**memory.kinds, KIND: size}, phases=phases)

@@ -1,8 +1,9 @@
 """The moments of one round at which a worker's memory may peak. Pure.
 
-Follows FSDP2's order (torch 2.13, `_fsdp_param_group.py`). In forward a unit's all-gather buffer lives until the next
-unit has gathered. In backward the preceding unit is gathered during the computation. A unit's gradients are copied into
-the reducer's input, which lives until the next unit reduces. The root is gathered from forward to the end of backward.
+Follows FSDP2's order (torch 2.13, `_fsdp_param_group.py`). In forward a unit's all-gather buffer lives until the
+parameters of the next unit are whole. In backward the preceding unit is gathered during the computation. A unit's
+gradients are copied into the reducer's input, which lives until the next unit reduces. The root is gathered from
+forward to the end of backward.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class Moments:
 
     labels: tuple[tuple[str, int], ...]
     """(event, unit)"""
+    num_forward: int
+    """Moments before the first of backward."""
     activations: NDArray[np.int64]
     gathered: NDArray[np.int64]
     exchange: NDArray[np.int64]
@@ -49,18 +52,21 @@ def moments_of(trace: Trace, units: UnitBytes, sums: NDArray[np.int64], *, kept:
     """Build the moments. `sums`: bytes of one sum per unit. `kept`: units that forward leaves gathered, besides the
     root."""
     walk = _Walk(units, sums, kept=kept, order=_forward_order(trace))
+    num_forward: int | None = None
     for phase in trace.phases:
         if phase.backward:
+            num_forward = len(walk.rows) if num_forward is None else num_forward
             walk.backward(phase.unit, phase.start, phase.peak, phase.end, ends=phase.ends_unit)
         else:
             walk.forward(phase.unit, phase.start, phase.peak)
+    num_forward = len(walk.rows) if num_forward is None else num_forward
     walk.finish(trace.phases[-1].end if trace.phases else 0)
     columns = np.array(walk.rows, np.int64).reshape(-1, 12).T
     names = (
         *("activations", "gathered", "exchange", "gradients", "done", "rest", "done_whole", "rest_whole"),
         *("own", "arriving", "retained", "unit"),
     )
-    return Moments(labels=tuple(walk.labels), **dict(zip(names, columns, strict=True)))
+    return Moments(labels=tuple(walk.labels), num_forward=num_forward, **dict(zip(names, columns, strict=True)))
 
 
 def _forward_order(trace: Trace) -> list[int]:
@@ -110,6 +116,7 @@ class _Walk:
             self._free_resharded()
         if unit not in self._gathered and unit != OUTSIDE:
             self._note("gathering", unit, start, gathered=self._ahead_bytes[unit] + self._cast[unit])
+            self._note("gathering", unit, start, gathered=self._ahead_bytes[unit] + self._gathered_bytes[unit])
             self._in_flight = self._ahead_bytes[unit]
             self._gather(unit)
         elif unit == self._root:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -174,6 +175,8 @@ class Counting(DoubleAccelerator):
     def pinned(self, size_bytes: int) -> torch.Tensor:
         if sys._getframe(1).f_code is on_host.__code__:
             self._note("read")
+        if threading.current_thread().name.startswith("pages"):
+            self._note("region")
         return super().pinned(size_bytes)
 
     def _note(self, call: str) -> None:
@@ -210,6 +213,7 @@ def test_a_step_reads_the_device_at_most_twice(
         train(workers, use_gpu=True, task=task(), steps=steps, microbatches=microbatches, prepare=prepare)
         counts.append(Counter(file.read_text().split()))
     assert counts[1]["read"] - counts[0]["read"] == workers * 2 * (7 - 5), counts
+    assert counts[1]["region"] == workers, "the memory of a worker's buffers is allocated beside its start"
 
 
 ACTORS = Path(raysharded.__file__).parent / "actors"

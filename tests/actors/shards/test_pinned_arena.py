@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from random import Random
 from typing import Literal
@@ -75,6 +76,49 @@ def test_memory_is_given_back_only_where_it_is_too_small() -> None:
     assert kept.numel() == ALIGNMENT
 
 
+def test_a_first_region_is_allocated_in_the_background_once_and_taken_from() -> None:
+    asked, may_end = list[tuple[int, str]](), threading.Event()
+
+    def allocate(size: int) -> torch.Tensor:
+        asked.append((size, threading.current_thread().name))
+        assert may_end.wait(60)
+        return torch.empty(size, dtype=torch.uint8)
+
+    taken = PinnedArena(allocate)
+    taken.begin(3 * ALIGNMENT - 1)
+    taken.begin(3 * ALIGNMENT - 1)
+    threading.Timer(0.05, may_end.set).start()
+    first, second = taken.take(ALIGNMENT, ahead_bytes=2 * ALIGNMENT), taken.take(2 * ALIGNMENT)
+    taken.begin(9 * ALIGNMENT)
+    assert [size for size, _ in asked] == [3 * ALIGNMENT]
+    assert threading.current_thread().name not in asked[0][1]
+    assert second.data_ptr() == first.data_ptr() + ALIGNMENT
+
+
+def test_a_region_that_came_too_small_for_what_follows_is_given_back() -> None:
+    taken = arena()
+    taken.begin(2 * ALIGNMENT)
+    first = taken.take(ALIGNMENT, ahead_bytes=2 * ALIGNMENT)
+    assert taken.size_bytes == 3 * ALIGNMENT
+    assert taken.take(2 * ALIGNMENT).data_ptr() == first.data_ptr() + ALIGNMENT
+
+
+def test_what_an_allocation_in_the_background_raises_is_raised_where_memory_is_taken() -> None:
+    asked: list[int] = []
+
+    def allocate(size: int) -> torch.Tensor:
+        asked.append(size)
+        if len(asked) == 1:
+            raise RuntimeError("no memory to lock")
+        return torch.empty(size, dtype=torch.uint8)
+
+    taken = PinnedArena(allocate)
+    taken.begin(ALIGNMENT)
+    with pytest.raises(RuntimeError, match="no memory to lock"):
+        taken.take(ALIGNMENT)
+    assert taken.take(ALIGNMENT).numel() == ALIGNMENT
+
+
 def spec(*, trained: bool = True) -> StateSpec:
     names = ["model.w", *(["optim.w.exp_avg", "optim.w.exp_avg_sq"] if trained else [])]
     return StateSpec(tensors=tuple(TensorSpec(name=name, dtype="float32", shape=(ROWS, 16)) for name in names))
@@ -122,11 +166,12 @@ def shard(workers: int) -> int:
     return shard_map(spec(), workers, 0).size_bytes
 
 
-@pytest.mark.usefixtures("device")
-def test_the_first_layout_is_allocated_at_once_before_its_first_step() -> None:
+def test_the_first_layout_is_allocated_at_once_before_its_first_step(device: HostAccelerator) -> None:
     holder = Holder()
-    holder.store.expect(shard(8))
+    holder.store.expect(shard(8), 8)
     holder.form(8)
+    holder.store.expect(9 * shard(8), 8)
+    assert len(device.pinned_bytes) == 1
     before = holder.store.pinned_bytes
     holder.train(8, steps=5)
     assert holder.store.pinned_bytes == before
