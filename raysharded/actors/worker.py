@@ -156,8 +156,7 @@ class Worker:
         if spec.generation <= self._generation:
             raise StaleGeneration(f"generation {spec.generation} came after {self._generation}")
         if (failed := self._ends.device_failure) is not None:
-            self._hand_over(spec)
-            return replace(self._stopped(StopReason.DEVICE, failed), reports=())
+            return self._hand_over(spec, failed)
         started = time.perf_counter()
         self._leave()
         self._left_s = time.perf_counter() - started
@@ -172,17 +171,19 @@ class Worker:
         if is_interrupted:
             groups.abort()
 
-    def _hand_over(self, spec: GenerationSpec) -> None:
-        """Serve the members of a generation from host memory, if they need what this worker holds."""
+    def _hand_over(self, spec: GenerationSpec, failed: RayshardedError) -> Stopped:
+        """Serve the members of a generation from host memory, if they need what this worker holds; ABORTED: in vain."""
         self._ends.keep_if_failed(self._groups, self._store.stop_pinning())
-        groups = Groups(use_gpu=False)
-        self._enter(spec, groups)
+        self._enter(spec, groups := Groups(use_gpu=False))
+        reason, error = StopReason.DEVICE, failed
         if self._worker in spec.failed_devices:
             try:
                 serve(spec, self._worker, self._job, groups, self._store, is_loop=self._objects.registered is not None)
-            except Exception as error:  # noqa: BLE001 - the members notice the end of the connections
-                self._ends.of(error, self._device, interrupted=groups.aborted)
+            except Exception as problem:  # noqa: BLE001 - the boundary of the actor: everything becomes a message
+                found = self._ends.of(problem, self._device, interrupted=groups.aborted)
                 groups.abort()
+                reason, error = StopReason.ABORTED, travelling(found.error, self._words).with_traceback(None)
+        return replace(self._stopped(reason, error), reports=())
 
     def _form(self, spec: GenerationSpec, wrapped: Wrapped | None) -> GenerationReady:
         assert self._groups is not None

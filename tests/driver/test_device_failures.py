@@ -15,13 +15,14 @@ from raysharded.driver.state.commands import (
     Train,
     calls_of,
 )
-from raysharded.driver.state.events import Ready
+from raysharded.driver.state.events import Ready, Recorded, RewindRequested
 from raysharded.driver.state.state import Phase
-from raysharded.errors import DeviceFailed, TaskError
+from raysharded.errors import CollectiveAborted, DeviceFailed, TaskError
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import FromMemory, FromStart, StopReason, WorkerInfo
+from raysharded.protocol.messages import FromCheckpoint, FromMemory, FromStart, StopReason, WorkerInfo
 from tests.driver.scripted import Run, of, training
 
+LOST = CollectiveAborted("the store of the generation cannot be reached")
 BROKEN = DeviceFailed("the GPU does not work in this process: CUDA error", "a line of the task")
 
 
@@ -127,6 +128,57 @@ def test_a_generation_that_breaks_apart_frees_the_one_that_hands_over_and_it_tri
         breaks_apart(run)
     assert run.newest_form().failed_devices == (), "it may be that it cannot be reached"
     assert isinstance(run.newest_form().source, FromStart)
+
+
+def test_a_generation_to_which_nothing_can_be_handed_over_ends_at_once() -> None:
+    run = without_0_and_the_gpu_of_1(min_workers=1)
+    for _ in range(3):
+        forming = run.state.generation
+        assert run.newest_form().failed_devices == (1,)
+        run.stopped(1, StopReason.ABORTED, 5, held=[], error=LOST)
+        assert Interrupt(worker=WorkerId(2), generation=forming) in run.all(Interrupt)
+        breaks_apart(run)
+        assert run.state.generation == forming + 1, "no time has passed"
+    assert run.newest_form().failed_devices == ()
+    assert isinstance(run.newest_form().source, FromStart)
+    run.formed()
+    run.trained(1)
+    (recovery,) = run.records("recovery")
+    assert "worker 1, whose GPU failed, could not hand over" in recovery["reasons"]
+
+
+def test_a_late_end_of_a_hand_over_ends_no_other_generation() -> None:
+    run = without_0_and_the_gpu_of_1(min_workers=1)
+    run.says = run.state.generation
+    breaks_apart(run)
+    run.stopped(1, StopReason.ABORTED, 5, held=[], error=LOST)
+    assert run.state.phase is Phase.FORMING
+    run.says = None
+    assert of(run.formed(), Train)
+
+
+def test_a_rewind_forms_without_the_worker_whose_gpu_failed() -> None:
+    run = training(3)
+    for step in range(1, 6):
+        run.trained(step, saves=step % 2 == 0)
+        if step % 2 == 0:
+            run.all_saved(step)
+            run.committed(step)
+    run.hear(RewindRequested(step=4))
+    run.lost(0)
+    breaks(run, 1, step=5)
+    spec = run.newest_form()
+    assert isinstance(spec.source, FromCheckpoint)
+    assert spec.source.step == 4
+    assert spec.members == (2,), "without 1 they are fewer than the minimum"
+    assert spec.failed_devices == ()
+    run.formed()
+    run.hear(Recorded(generation=run.state.generation))
+    run.stopped(2, StopReason.BOUNDARY, 4)
+    run.ready(3)
+    run.ready(4)
+    assert set(run.newest_form().members) == {2, 3, 4}
+    assert run.newest_form().source.step == 4
 
 
 def test_workers_with_dead_gpus_wait_for_others_to_hand_over_to() -> None:

@@ -85,6 +85,11 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def copy_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy in ordinary host memory, for values that are kept: `on_host` takes page-locked memory."""
+    return on_host(tensor).detach().clone(memory_format=torch.contiguous_format)
+
+
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on a device. The host waits for copies to itself alone: it may read their values at once."""
     return tensor.to(device, non_blocking=accelerator().has(device))

@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree
 
 from raysharded.actors.comm.groups import Groups
-from raysharded.actors.device.device_waits import numbers_of, on_host
+from raysharded.actors.device.device_waits import copy_on_host, numbers_of
 from raysharded.actors.guards.forwards import UnitWatch, watching
 from raysharded.actors.model.modes import Modes
 from raysharded.actors.model.sharded_model import ShardedModel
@@ -251,7 +251,7 @@ class Evaluator:
                 if is_due and first is None:
                     first = _digest_of(share, tensors)
                 if index is not None and self._speaks:
-                    own |= {f"{index}.{place}": on_host(one.detach()).contiguous() for place, one in tensors.items()}
+                    own |= {f"{index}.{place}": copy_on_host(one) for place, one in tensors.items()}
             if first is not None:
                 self._proof.check(f"the outputs for held-out data in step {step}", first, first_again)
         assert form is not None, "there is a round for every worker"

@@ -16,7 +16,8 @@ from raysharded.driver.checkpoints import saves
 from raysharded.driver.generation import lifecycle
 from raysharded.driver.handlers import worker_loss
 from raysharded.driver.membership import candidates
-from raysharded.driver.membership.state_source import failed_devices, is_redundant
+from raysharded.driver.membership.state_source import failed_devices, is_redundant, sources_of
+from raysharded.driver.state import recovery_timeline
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, prepend
 from raysharded.driver.state.events import LEAVERS
 from raysharded.driver.state.persistent_map import without
@@ -55,7 +56,7 @@ def on_noticed(state: State, event: LeaveNotice, at: float) -> Outcome:
 def on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> Outcome:
     """Handle the end of a member's call; one whose GPU failed has to leave. It is no member when it hands over."""
     if worker in failed_devices(state) and worker not in state.members:
-        return state, []
+        return _handed_over(state, worker, stopped, at)
     is_news = stopped.generation == state.generation and worker in state.ready and worker not in state.leaving
     if stopped.reason is not StopReason.DEVICE or not is_news:
         return lifecycle.on_stopped(state, worker, stopped, at)
@@ -65,6 +66,16 @@ def on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> O
     named = f"{device}: {reason}" if device else reason
     state, leaving = on_noticed(state, LeaveNotice(workers=(worker,), reason=named, within_s=_DEVICE_FAILED_S), at)
     return prepend(lifecycle.on_stopped(state, worker, stopped, at), leaving)
+
+
+def _handed_over(state: State, worker: WorkerId, stopped: Stopped, at: float) -> Outcome:
+    """End a generation to which this worker could not hand over: its members would wait for it."""
+    is_in_vain = stopped.reason is StopReason.ABORTED and stopped.generation == state.generation
+    if not is_in_vain or worker not in sources_of(state):
+        return state, []
+    reason = f"worker {worker}, whose GPU failed, could not hand over"
+    state = replace(state, incident=recovery_timeline.found(state, at, reason=reason))
+    return lifecycle.stop_all(state, at)
 
 
 def _meant(state: State, event: LeaveNotice) -> frozenset[WorkerId]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import cast
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from raysharded.actors.device import accelerator
-from raysharded.actors.device.device_waits import leave_when, numbers_of, on_host
+from raysharded.actors.device.device_waits import copy_on_host, leave_when, numbers_of, on_host
 from raysharded.actors.numerics.bit_digest import tensor_digest
 from raysharded.actors.numerics.grad_norm import NORM_WORDS, square_sum_words
 from raysharded.actors.step.step import Steps
@@ -41,6 +42,23 @@ def test_values_of_a_device_are_copied_to_pinned_memory(device: HostAccelerator)
     assert torch.equal(read, values)
     assert read.data_ptr() != values.data_ptr()
     assert device.pinned_bytes == [6 * 8]
+
+
+def test_values_that_are_kept_leave_pinned_memory(device: HostAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[weakref.ref[torch.UntypedStorage]] = []
+    allocate = device.pinned
+
+    def noted(size_bytes: int) -> torch.Tensor:
+        found = allocate(size_bytes)
+        pinned.append(weakref.ref(found.untyped_storage()))
+        return found
+
+    monkeypatch.setattr(device, "pinned", noted)
+    values = torch.arange(6, dtype=torch.float64).view(2, 3).T
+    kept = copy_on_host(values)
+    assert kept.is_contiguous()
+    assert torch.equal(kept, values)
+    assert [ref() for ref in pinned] == [None]
 
 
 def test_numbers_of_several_tensors_are_one_read(device: HostAccelerator) -> None:

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 import raysharded as rs
+from raysharded.actors import worker
 from raysharded.actors.comm.host_group import HostGroup
 from raysharded.actors.device import accelerator
+from raysharded.errors import CollectiveAborted
 from raysharded.ids import WorkerId
 from raysharded.task import TrainFunction
 from tests.actors.device.communicator_double import DoubleAccelerator
@@ -174,6 +176,28 @@ def test_what_a_worker_with_a_dead_device_alone_holds_is_handed_over_by_it(case:
         assert 1 not in generation["members"]
     assert [fields["worker"] for fields in outcome.of("worker_left")] == [1]
     assert [fields["worker"] for fields in outcome.of("worker_lost")] == [0]
+
+
+def on_breaking_unreachable(call: str, number: int, marker: str, rank: int) -> None:
+    """In a worker's process: compute on a device that may break, and reach no other worker then."""
+
+    def serve(*_: Any, **__: Any) -> None:
+        raise CollectiveAborted("the store of the generation cannot be reached")
+
+    on_breaking(call, number, marker, rank)
+    setattr(worker, "serve", serve)  # noqa: B010 - a function for another
+
+
+def test_a_hand_over_in_vain_ends_its_generation_at_once_and_an_older_source_is_taken(tmp_path: Path) -> None:
+    prepare = partial(on_breaking_unreachable, "abort", 1, str(tmp_path / "struck"), 1)
+    outcome = train(3, use_gpu=True, prepare=prepare, kills=[(0, 3, "backward")], losses=4, **SETTINGS)
+    assert outcome.bits == on_cpu().bits
+    tried = [generation["source"] for generation in outcome.of("generation") if "failed_devices" in generation]
+    assert tried in (["memory"] * 2, ["memory"] * 3)
+    assert outcome.of("generation")[-1]["source"] == "start"
+    (recovery,) = outcome.of("recovery")
+    assert recovery["reasons"].count("worker 1, whose GPU failed, could not hand over") == len(tried)
+    assert recovery["total_s"] < 30, "less than a generation may take to form"
 
 
 class Stuck(DoubleAccelerator):
