@@ -14,8 +14,9 @@ from hypothesis import given, settings, strategies as st
 
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig
 from raysharded.data import Bucketed, MicrobatchLoader, Mixture, TokenDataset
+from raysharded.data.access import sample_reader
 from raysharded.data.mixtures.pattern import PARTS, PERIOD, Pattern, in_parts
-from raysharded.data.mixtures.schedule import ENDLESS, Part, Schedule
+from raysharded.data.mixtures.schedule import ENDLESS, Part, Schedule, position_of
 from raysharded.data.order import WINDOW_BLOCKS
 from raysharded.data.outlook import outlook
 from raysharded.data.pack import pack
@@ -196,6 +197,25 @@ def test_of_each_source_the_first_sample_is_read_twice_before_training() -> None
     assert rare.reads == [data.origin(first)[1]] * 2
     assert limited.reads.count(ends.origin(7)[1]) >= 2
     assert held_out.reads == [], "no evaluation reads it"
+
+
+def test_of_hundreds_of_sources_only_as_many_are_found_as_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+
+    def noted(counted: Mixture, name: str, rank: int, end: int) -> int:
+        searched.append(name)
+        return position_of(counted, name, rank, end)
+
+    monkeypatch.setattr(sample_reader, "position_of", noted)
+    data = Mixture({f"s{number}": Squares() for number in range(300)}, {f"s{number}": 1 for number in range(300)})
+    batch = BatchConfig(global_batch_size=2, microbatch_size=2)
+    for seconds, most in ((0.0, 1), (3600.0, 300)):
+        monkeypatch.setattr(sample_reader, "_CHECK_S", seconds)
+        searched.clear()
+        sources = Sources(data, None, batch, EngineConfig(prefetch=False), nothing)
+        sources.check()
+        sources.close()
+        assert len(searched) == most
 
 
 def _wrong(words: str, error: type[Exception] = ConfigError, **given: Any) -> None:
