@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,12 @@ from raysharded.data.text import documents
 from raysharded.ray_backend.packing import ray_tasks
 from raysharded.ray_backend.packing.ray_tasks import RayTasks
 from tests.cli.test_commands import invoke
+from tests.ray.clusters import run_script
 
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.usefixtures("cluster")
 def test_tasks_of_a_cluster_write_the_bytes_that_one_process_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -27,37 +28,39 @@ def test_tasks_of_a_cluster_write_the_bytes_that_one_process_writes(
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"text": "x" * (number % 90) + str(number)}) + "\n" for number in range(2000)))
     alone = pack(source, tmp_path / "alone", tokens_per_file=10_000)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        assert pack(source, tmp_path / "ray", tokens_per_file=10_000, encoders=RayTasks) == alone
-        told = invoke("data", "pack", "--ray", "--tokens-per-file", 10_000, source, tmp_path / "command")
-        assert told.exit_code == 0, told.output
-        assert "of the input" in told.stderr
-        assert ray.is_initialized()
-    finally:
-        ray.shutdown()
+    assert pack(source, tmp_path / "ray", tokens_per_file=10_000, encoders=RayTasks) == alone
+    told = invoke("data", "pack", "--ray", "--tokens-per-file", 10_000, source, tmp_path / "command")
+    assert told.exit_code == 0, told.output
+    assert "of the input" in told.stderr
+    assert ray.is_initialized()
     stores = [
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("alone", "ray", "command")
     ]
     assert stores[0] == stores[1] == stores[2]
 
 
+STARTED = """
+import json
+import sys
+
+from raysharded.data.pack import pack
+from raysharded.ray_backend.packing.ray_tasks import RayTasks
+
+source, folder = sys.argv[1:]
+stores = [pack(source, f"{folder}/{name}", **how) for name, how in (("alone", {}), ("ray", {"encoders": RayTasks}))]
+print(json.dumps([str(store) for store in stores]))
+"""
+
+
 def test_without_a_cluster_one_is_started_even_if_the_file_of_an_ended_one_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    tmp_path: Path, own_cluster: dict[str, str]
 ) -> None:
     """It used to try the address in the file, where nobody answers, for ever."""
     pytest.importorskip("pandas")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    temporary = tempfile.TemporaryDirectory(prefix="rp")  # the paths of Ray's sockets are short
-    request.addfinalizer(temporary.cleanup)
-    monkeypatch.setenv("RAY_TMPDIR", temporary.name)
-    left = Path(temporary.name, "ray", "ray_current_cluster")
+    left = Path(own_cluster["RAY_TMPDIR"], "ray", "ray_current_cluster")
     left.parent.mkdir()
     left.write_text("127.0.0.1:1")
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in range(20)))
-    alone = pack(source, tmp_path / "alone")
-    try:
-        assert pack(source, tmp_path / "ray", encoders=RayTasks) == alone
-    finally:
-        ray.shutdown()
+    alone, on_ray = run_script(STARTED, str(source), str(tmp_path), environment=own_cluster)
+    assert alone == on_ray
