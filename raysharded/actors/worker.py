@@ -30,7 +30,7 @@ from raysharded.actors.shards.erasure import erasure_code
 from raysharded.actors.shards.position import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, RankPosition, rendezvous_of
 from raysharded.actors.shards.restore import serve
 from raysharded.actors.shards.saver import Saver, fingerprint_of
-from raysharded.actors.shards.store import ShardStore, redundant_copies
+from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.collation import AheadOfUse
 from raysharded.actors.step.engine import Engine
 from raysharded.actors.step.pending_reports import REPORTS_KEPT, add_newest
@@ -70,7 +70,7 @@ class Worker:
         compiles = job.engine.compile and job.engine.reduction == "exact"
         self._compilation = Compilation(job.engine.max_compiled_shapes, self._device) if compiles else None
         self._storage = storage or open_storage(job.run_url)
-        self._store = ShardStore(pin_memory=job.use_gpu, redundant_copies=redundant_copies(job.engine))
+        self._store = ShardStore(pin_memory=job.use_gpu)
         self._saver, self._share = Saver(self._storage), Share()
         self._sources = environment.sources_of(job, collates_later=isinstance(job.task, SessionTask))
         self._sources.training.ahead = AheadOfUse(job.task, self._device)
@@ -104,7 +104,6 @@ class Worker:
         self._compute_thread = threading.get_ident()
 
     # -- called once --
-
     def ready(self) -> WorkerInfo:
         """Describe this worker, after it has read some samples and built the model once without memory.
 
@@ -189,6 +188,7 @@ class Worker:
         assert self._groups is not None
         require_device(self._device)
         place = RankPosition.of(spec, self._worker, self._job.engine)
+        place.expect(self._store)
         self._share = place.share
         self._probe("form", spec.source.step + 1)
         started = time.perf_counter()

@@ -104,8 +104,12 @@ def parity_of(redundancy: Redundancy | None, tensor: int = 1, apart: int = 1) ->
 
 def block_bytes(spec: StateSpec, world_size: int, parity: Parity, tensor: int = 1) -> int:
     """Length of a block: a part of the largest buffer, which is the first rank's; a multiple of `ALIGNMENT`."""
-    largest = shard_map(spec, world_size, 0, tensor).size_bytes
-    return -(-largest // (parity.k * ALIGNMENT)) * ALIGNMENT
+    return length_of_block(shard_map(spec, world_size, 0, tensor).size_bytes, parity)
+
+
+def length_of_block(largest_bytes: int, parity: Parity) -> int:
+    """As `block_bytes`, for a largest buffer of this size."""
+    return -(-largest_bytes // (parity.k * ALIGNMENT)) * ALIGNMENT
 
 
 def part_range(size_bytes: int, part: int, length: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ _WHAT = {
     "buffers": "the model's buffers",
     "communicators": "NCCL's buffers, an estimate",
     "snapshots": "this worker's state at finished steps",
-    "mirrors": "another worker's state",
+    "mirrors": "other workers' state, or parity of it",
 }
 _LINK = {
     "all_gather": "parameters",

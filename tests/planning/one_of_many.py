@@ -1,7 +1,8 @@
 """One rank of many, in one process: the real engine over torch's `fake` process groups, which send nothing.
 
-`python -m tests.planning.one_of_many WORKERS:PER_NODE:DTYPE ...`: prints a JSON line for each, of the memory and the
-messages of one worker's steady step. PER_NODE 0: nodes do not matter. Others send weights of 0 and small gradients.
+`python -m tests.planning.one_of_many WORKERS:PER_NODE:DTYPE[:K+M] ...`: prints a JSON line for each, of the memory and
+the messages of one worker's steady step. PER_NODE 0: nodes do not matter. K+M: parity, in place of mirrors. Others send
+weights of 0 and small gradients.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ class WideTask(rs.Task):
 class OneOfMany(Groups):
     """Groups in which one rank believes that there are others."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, place: RankPosition, mesh: DeviceMesh) -> None:
         super().__init__(use_gpu=False)
-        self.rank, self.mesh, self._of_data = RANK, Mesh(shards=mesh.size()), mesh
+        self.rank, self.mesh, self._of_data = RANK, place.mesh, mesh
         self._state = HostGroup(dist.group.WORLD, datetime.timedelta(seconds=60), finish_plainly)
 
     def axes(self) -> DeviceMeshes:
@@ -154,7 +155,7 @@ class Counting(Watch):
         self.follower.restart()
 
 
-def place_of(workers: int, per_node: int) -> RankPosition:
+def place_of(workers: int, per_node: int, engine: rs.EngineConfig) -> RankPosition:
     spec = GenerationSpec(
         generation=GenerationId(1),
         members=tuple(map(WorkerId, range(workers))),
@@ -163,13 +164,21 @@ def place_of(workers: int, per_node: int) -> RankPosition:
         port=0,
         prefix=f"of {workers}",
         nodes=tuple(rank // per_node for rank in range(workers)) if per_node else (),
+        apart=layout_of(workers, per_node, engine).apart,
         numerics=numerics.newest(),
     )
-    return RankPosition(spec=spec, worker=WorkerId(RANK), mirrors=True)
+    return RankPosition.of(spec, WorkerId(RANK), engine)
 
 
-def engine_of(dtype: Any) -> rs.EngineConfig:
-    return rs.EngineConfig(param_dtype=dtype, reduce_dtype=dtype)
+def layout_of(workers: int, per_node: int, engine: rs.EngineConfig) -> Mesh:
+    """The mesh: with parity, the workers of a stripe are on different nodes."""
+    return Mesh(shards=workers, apart=per_node if per_node and engine.redundancy else 1)
+
+
+def engine_of(dtype: Any, parity: str = "") -> rs.EngineConfig:
+    """`parity`: as in the cases of `main`."""
+    redundancy = rs.Redundancy(parity=tuple(map(int, parity.split("+")))) if parity else None  # type: ignore[arg-type]
+    return rs.EngineConfig(param_dtype=dtype, reduce_dtype=dtype, redundancy=redundancy)
 
 
 def samples() -> list[torch.Tensor]:
@@ -185,12 +194,12 @@ def observed(
     count = ROUNDS * workers
     task, steps = WideTask(), STEPS + 1  # the last step of a run would write a checkpoint
     job = make_job(folder, task=task, engine=engine_config, data=samples(), microbatches=count, steps=steps)
-    place, store, storage = place_of(workers, per_node), ShardStore(), open_storage(folder)
+    place, store, storage = place_of(workers, per_node, engine_config), ShardStore(), open_storage(folder)
     with fake_mesh(workers, RANK) as mesh:
         engine = Engine(
             job,
             place,
-            OneOfMany(mesh),
+            OneOfMany(place, mesh),
             store,
             MicrobatchLoader(job.data, job.batch),
             None,
@@ -217,9 +226,9 @@ def main(cases: list[str]) -> None:
     _before(HostGroup, "send", lambda _, data, *__: watch.sent.update(mirror=data.nbytes))
     _numbers_of_others()
     for case in cases:
-        workers, per_node, dtype = case.split(":")
+        workers, per_node, *engine = case.split(":")
         with tempfile.TemporaryDirectory() as folder:
-            found = observed(watch, int(workers), int(per_node), engine_of(dtype), folder)
+            found = observed(watch, int(workers), int(per_node), engine_of(*engine), folder)
         print(json.dumps({"case": case, **found}), flush=True)  # noqa: T201
 
 

@@ -9,19 +9,18 @@ import sys
 
 import pytest
 
-from raysharded.layout import Mesh
 from raysharded.planning.memory.footprint import Setting, worker_memory
 from raysharded.planning.tracing.measurement import measure
 from raysharded.planning.traffic.worker_traffic import worker_traffic
 from tests.paths import ROOT
-from tests.planning.one_of_many import LAYERS, RANK, ROUNDS, WideTask, engine_of, samples
+from tests.planning.one_of_many import LAYERS, RANK, ROUNDS, WideTask, engine_of, layout_of, samples
 
-SOME = ("64:8:bfloat16",)
+SOME = ("64:8:bfloat16", "64:8:bfloat16:4+2")
 ALL = tuple(
     f"{workers}:{node}:{dtype}"
     for workers in (8, 64, 256, 1024)
     for node in (0, 8)
-    for dtype in ("float32", "bfloat16")
+    for dtype in ("float32", "bfloat16", "bfloat16:4+1")
 )
 
 
@@ -34,11 +33,11 @@ def test_bytes_are_equal_and_peaks_are_within_2_percent(cases: tuple[str, ...]) 
     seen = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["case"] for each in seen] == list(cases)
     for each in seen:
-        (workers, per_node), dtype = map(int, each["case"].split(":")[:2]), each["case"].split(":")[2]
-        engine = engine_of(dtype)
+        numbers, settings = each["case"].split(":")[:2], each["case"].split(":")[2:]
+        (workers, per_node), engine = map(int, numbers), engine_of(*settings)
         shapes, trace = measure(WideTask(), engine, samples()[:2], degree=1)
         setting = Setting(shapes=shapes, num_microbatches=ROUNDS * workers, engine=engine, trace=trace)
-        layout, is_adding = Mesh(shards=workers), 1 < per_node < workers
+        layout, is_adding = layout_of(workers, per_node, engine), 1 < per_node < workers
         traffic = worker_traffic(setting, layout, rank=RANK, workers_per_node=per_node or 1)
         assert each["sent"] == {kind: sent for kind, sent in traffic.sent.items() if sent}, each["case"]
         assert each["calls"] == {

@@ -72,6 +72,15 @@ def wait_for(event: Event) -> None:
         raise CollectiveAborted("aborted while the device finished")
 
 
+def wait_on_host(is_done: Callable[[], bool]) -> None:
+    """Return once this is true, such as of a thread that allocates. Raises CollectiveAborted as `leave_when` specifies."""
+    is_aborted = _leaving.is_aborted
+    while not is_done():
+        if is_aborted is not None and is_aborted():
+            raise CollectiveAborted("aborted while host memory was allocated")
+        time.sleep(_LONGEST_S)
+
+
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's values in host memory, once the device has computed them; a host tensor is returned as it is."""
     here = accelerator()

@@ -14,7 +14,7 @@ import threading
 import weakref
 from bisect import insort
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -44,9 +44,14 @@ class _Region:
 class PinnedArena:
     """Regions of page-locked memory. One thread takes; any thread may drop a tensor."""
 
-    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
-        """`allocate`: from a size to uint8 [size], not initialized."""
-        self._allocate = allocate
+    def __init__(
+        self,
+        allocate: Callable[[int], torch.Tensor],
+        wait: Callable[[Callable[[], bool]], None] | None = None,
+    ) -> None:
+        """`allocate`: from a size to uint8 [size], not initialized. `wait`: returns once its argument is true; `take`
+        raises its error. None: it waits without a limit."""
+        self._allocate, self._wait = allocate, wait
         self._regions: list[_Region] = []
         self._coming: Future[torch.Tensor] | None = None
         """Memory of the first region, while it is allocated in the background."""
@@ -67,9 +72,9 @@ class PinnedArena:
         error.
         """
         if size_bytes and not self._regions and self._coming is None:
-            thread = ThreadPoolExecutor(1, "pages")
-            self._coming = thread.submit(self._allocate, aligned(size_bytes))
-            thread.shutdown(wait=False)
+            self._coming = coming = Future[torch.Tensor]()
+            arguments = (coming, self._allocate, aligned(size_bytes))
+            threading.Thread(target=_fulfil, args=arguments, daemon=True, name="pages").start()
 
     def take(self, size_bytes: int, *, at_end: bool = False, ahead_bytes: int = 0) -> torch.Tensor:
         """A span as uint8 [size_bytes], not initialized: of the smallest free piece that is large enough.
@@ -82,9 +87,7 @@ class PinnedArena:
             return torch.empty(0, dtype=torch.uint8)
         length = aligned(size_bytes)
         with self._lock:
-            if self._coming is not None:
-                coming, self._coming = self._coming, None
-                self._add(coming.result())
+            self._add_coming()
             self._collect()
             is_first = not any(region.spans for region in self._regions)
             together = length + aligned(ahead_bytes)
@@ -97,6 +100,14 @@ class PinnedArena:
             span = (end - length, end) if at_end else (begin, begin + length)
             insort(region.spans, span)
         return self._tensor(region, span, size_bytes)
+
+    def _add_coming(self) -> None:
+        if self._coming is None:
+            return
+        if self._wait is not None:
+            self._wait(self._coming.done)
+        coming, self._coming = self._coming, None
+        self._add(coming.result())
 
     def _add(self, memory: torch.Tensor) -> _Region:
         region = _Region(memory)
@@ -128,6 +139,13 @@ class PinnedArena:
             return None
         _, index, hole = min(fitting)
         return self._regions[index], hole
+
+
+def _fulfil(future: Future[torch.Tensor], allocate: Callable[[int], torch.Tensor], size_bytes: int) -> None:
+    try:
+        future.set_result(allocate(size_bytes))
+    except BaseException as error:  # noqa: BLE001 - raised by `take`
+        future.set_exception(error)
 
 
 def aligned(size_bytes: int) -> int:

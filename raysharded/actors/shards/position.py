@@ -22,9 +22,11 @@ from raysharded.layout import (
     has_mirrors,
     mirror_of,
     parity_of,
+    shard_map,
 )
+from raysharded.layout.parity import length_of_block
 from raysharded.protocol.job import Job
-from raysharded.protocol.messages import GenerationSpec
+from raysharded.protocol.messages import FromMemory, GenerationSpec
 
 MEETING_TIMEOUT_S = 30.0
 """Seconds for which a generation prepared in the background waits for its members."""
@@ -105,6 +107,21 @@ class RankPosition:
     @property
     def has_mirror(self) -> bool:
         return self.mirrors and not self.has_parity and has_mirrors(self.mesh)
+
+    def expect_shards(self, store: ShardStore, size_bytes: int) -> None:
+        """Announce the layout to the store. `size_bytes`: of the largest shard, once the optimizer has state."""
+        own, others = [size_bytes] * 2, list[int]()
+        if self.has_mirror:
+            others = own
+        elif self.has_parity and self.parity is not None:
+            others = [self.parity.m * length_of_block(size_bytes, self.parity)] * 2
+        store.expect([*own, *others])
+
+    def expect(self, store: ShardStore) -> None:
+        """Announce the layout to the store, if the state comes from memory: its size is known before it is built."""
+        if isinstance(self.spec.source, FromMemory):
+            largest = shard_map(self.spec.source.spec, self.mesh.shards, 0, self.mesh.tensor)
+            self.expect_shards(store, largest.size_bytes)
 
     def begin(
         self, store: ShardStore, state: StateSpec, kept: Mapping[int, ShardBuffer] | None = None

@@ -9,17 +9,18 @@ layout belongs to both until then, and to the new one later: its memory stays wh
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from raysharded.actors.device.accelerator import accelerator
+from raysharded.actors.device.device_waits import wait_on_host
 from raysharded.actors.shards.async_copy import PendingCopy
 from raysharded.actors.shards.pinned_arena import PinnedArena, aligned
-from raysharded.config import EngineConfig
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Held, Parity, Piece, ShardMap, StateSpec, parity_of, shard_map
+from raysharded.layout import Held, Parity, Piece, ShardMap, StateSpec, shard_map
 
 _UNUSED = -1
 """Step of a buffer that a layout took over and nothing has written to since."""
@@ -105,11 +106,10 @@ class ShardBuffer:
 class ShardStore:
     """All shard buffers of one worker. Used by one thread at a time."""
 
-    def __init__(self, *, pin_memory: bool = False, redundant_copies: float = 0.0) -> None:
-        """`pin_memory`: take page-locked memory. `redundant_copies`: what a worker holds for others, at several
-        workers, in units of its shard's size."""
-        self._arena = PinnedArena(_page_locked) if pin_memory else None
-        self._redundant_copies = redundant_copies
+    def __init__(self, *, pin_memory: bool = False) -> None:
+        """`pin_memory`: take page-locked memory."""
+        self._arena = PinnedArena(_page_locked, wait_on_host) if pin_memory else None
+        self._expected: Sequence[int] = ()
         self._buffers: list[ShardBuffer] = []
         self._registered: dict[int, str] = {}
         """Step -> the registered state of a session."""
@@ -144,7 +144,7 @@ class ShardStore:
         pieces = newest.pieces if newest and newest.spec is spec else shard_map(spec, world_size, rank, degree)
         size = pieces.size_bytes if size_bytes is None else size_bytes
         del same, oldest, newest  # a buffer that was removed is free for this one
-        data = self._memory(size, layout, world_size, spec)
+        data = self._memory(size, layout, spec)
         buffer = ShardBuffer(step, layout, medium, world_size, rank, spec, pieces, degree, data, parity)
         buffer.registered = self._registered.get(step, "")
         self._buffers.append(buffer)
@@ -165,17 +165,17 @@ class ShardStore:
         arena, self._arena = self._arena, None
         return arena
 
-    def expect(self, size_bytes: int, world_size: int) -> None:
-        """Announce the size of this worker's shard once the optimizer has state: if this is the first layout, its
-        page-locked memory is allocated in the background."""
+    def expect(self, sizes: Sequence[int]) -> None:
+        """Announce the next layout before its first buffer: bytes of its buffers, once the optimizer has state.
+
+        Twice that of this worker's shard, then twice that of what it holds for others, if it does. If the layout is
+        this worker's first, its page-locked memory is allocated in the background from now on.
+        """
+        self._expected = sizes
         if self._arena is not None and not self._buffers:
-            self._arena.begin(round((2 + self._redundant(world_size)) * aligned(size_bytes)))
+            self._arena.begin(sum(map(aligned, sizes)))
 
-    def _redundant(self, world_size: int) -> float:
-        """Copies that a worker of so many holds for others, in units of its shard's size."""
-        return self._redundant_copies if world_size > 1 else 0.0
-
-    def _memory(self, size_bytes: int, layout: GenerationId, world_size: int, spec: StateSpec) -> torch.Tensor:
+    def _memory(self, size_bytes: int, layout: GenerationId, spec: StateSpec) -> torch.Tensor:
         """Memory for one buffer. All of a first layout is there for its first buffer: no step waits for it.
 
         A later layout begins with one snapshot and one redundant copy. Its others take the place of the older layout.
@@ -184,11 +184,14 @@ class ShardStore:
         if self._arena is None:
             return torch.empty(size_bytes, dtype=torch.uint8)
         own = [buffer for buffer in self._buffers if buffer.layout == layout]
+        sizes = self._expected or (size_bytes, size_bytes)
+        if size_bytes > sizes[0]:  # the state has more than was expected
+            sizes = [-(-size * size_bytes // sizes[0]) for size in sizes]
         ahead_bytes = 0
         if not self._buffers:
-            ahead_bytes = round((1 + self._redundant(world_size)) * size_bytes)
+            ahead_bytes = sum(map(aligned, sizes)) - aligned(size_bytes)
         elif not own:
-            ahead_bytes = round(self._redundant(world_size) / 2 * size_bytes)
+            ahead_bytes = sum(sizes[2:3])
         is_grown = any(buffer.spec is not spec for buffer in own)
         return self._arena.take(size_bytes, at_end=(layout + is_grown) % 2 == 1, ahead_bytes=ahead_bytes)
 
@@ -286,14 +289,6 @@ class ShardStore:
     def size_bytes(self) -> int:
         """Bytes of host memory in use."""
         return sum({id(buffer.data): buffer.data.numel() for buffer in self._buffers}.values())
-
-
-def redundant_copies(engine: EngineConfig) -> float:
-    """Copies that a worker of several holds for others, two steps of each, in units of its shard's size."""
-    parity = parity_of(engine.redundancy)
-    if parity is not None:
-        return 2 * parity.m / parity.k
-    return 2.0 if engine.mirrors else 0.0
 
 
 def torch_dtype(name: str) -> torch.dtype:

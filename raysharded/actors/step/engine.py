@@ -180,7 +180,7 @@ class Engine:
             own = [*live.inventory.items_without(live.carried), *optimizer.group_items(), *drawn]
             compare(own, self._place.spec.members, type(job.task).__name__, groups.state)
 
-        self._store.expect(shard_bytes(parts.sharded, parts.tried.keeps), groups.mesh.world_size)
+        self._place.expect_shards(self._store, shard_bytes(parts.sharded, parts.tried.keeps))
         with self._in_phase("reshard"), moving_memory(self._place, job, groups):
             if objects.registered is not None:
                 hand_over(objects.registered, self._place, self._store, self._around.storage, groups)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from raysharded.actors.numerics.norm_blocks import BLOCK, SMALL, num_folds, row_length
 from raysharded.config import EngineConfig
 from raysharded.errors import ConfigError
-from raysharded.layout import Mesh
+from raysharded.layout import Mesh, Parity, parity_of
+from raysharded.layout.parity import block_bytes
 from raysharded.layout.reshard.plan import has_mirrors, mirror_of
 from raysharded.layout.sharding import shard_map
 from raysharded.planning.memory.partial_sums import Round, Within, rounds_of, rounds_per_step
@@ -40,7 +41,8 @@ KINDS = (
 )
 """Kinds of memory. gathered: whole parameters and the all-gather's buffers. exchange: gradients in transfer and the
 reducer's buffers. activations: including whole gradients of the current unit. accumulators: partial sums of the step's
-gradient. communicators: NCCL's buffers, which depend on the nodes: `nccl_buffers` adds them."""
+gradient. mirrors: or parity blocks. communicators: NCCL's buffers, which depend on the nodes; `nccl_buffers` adds
+them."""
 HOST_KINDS = ("snapshots", "mirrors")
 PHASES = ("forward", "backward", "the gradient's norm", "the optimizer's step")
 """Phases of a step. Backward includes the reduction of gradients."""
@@ -161,7 +163,18 @@ def first_weights_bytes(setting: Setting, layout: Mesh) -> int:
 
 
 def _has_mirror(setting: Setting, layout: Mesh) -> bool:
-    return setting.engine.mirrors and has_mirrors(layout)
+    return setting.engine.mirrors and has_mirrors(layout) and parity_for(setting, layout) is None
+
+
+def parity_for(setting: Setting, layout: Mesh) -> Parity | None:
+    """Parity that takes the place of mirrors in this layout; None if there is none, or if workers are too few."""
+    parity = parity_of(setting.engine.redundancy, layout.tensor, layout.apart)
+    return parity if parity is not None and parity.protects(layout) else None
+
+
+def parity_block_bytes(setting: Setting, layout: Mesh, parity: Parity) -> int:
+    """Bytes of one parity block."""
+    return block_bytes(setting.shapes.state_at(layout.tensor), layout.shards, parity, layout.tensor)
 
 
 def _steady(setting: Setting, layout: Mesh, shard: int) -> dict[str, int]:
@@ -171,13 +184,15 @@ def _steady(setting: Setting, layout: Mesh, shard: int) -> dict[str, int]:
     def snapshot(of: int) -> int:
         return snapshot_bytes(shapes, layout.shards, of, layout.tensor)
 
-    mirror = snapshot(mirror_of(shard, layout.shards, layout.apart)) if _has_mirror(setting, layout) else 0
+    held = snapshot(mirror_of(shard, layout.shards, layout.apart)) if _has_mirror(setting, layout) else 0
+    if (parity := parity_for(setting, layout)) is not None:
+        held = parity.m * parity_block_bytes(setting, layout, parity)
     return {
         "parameters": int(_units(local, setting.engine, data.shards).shard.sum()),
         "optimizer": optimizer_bytes(local, data.shards, layout.data_rank_of(shard)),
         "buffers": shapes.buffer_bytes,
         "snapshots": (2 + setting.spare_snapshot) * snapshot(shard),
-        "mirrors": 2 * mirror,
+        "mirrors": 2 * held,
     }
 
 

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from raysharded.layout import Mesh
-from raysharded.planning.memory.footprint import Setting, local_setting, require_degree, snapshot_bytes
+from raysharded.planning.memory.footprint import (
+    Setting,
+    local_setting,
+    parity_block_bytes,
+    parity_for,
+    require_degree,
+    snapshot_bytes,
+)
 from raysharded.planning.memory.partial_sums import own_sums, schedule_of
 from raysharded.planning.memory.units import UnitBytes, kept_units, unit_bytes
 from raysharded.planning.trace import OUTSIDE
@@ -177,7 +184,9 @@ def _held_gradients(setting: Setting, layout: Mesh, rank: int, replicated: bool)
 def _mirror(setting: Setting, layout: Mesh, rank: int) -> int:
     if not setting.engine.mirrors or layout.replicas > 1 or layout.shards == 1:
         return 0
-    return snapshot_bytes(setting.shapes, layout.shards, layout.shard_of(rank), layout.tensor)
+    own = snapshot_bytes(setting.shapes, layout.shards, layout.shard_of(rank), layout.tensor)
+    parity = parity_for(setting, layout)
+    return own if parity is None else own + (parity.m - 1) * parity_block_bytes(setting, layout, parity)
 
 
 def _agreement(layout: Mesh, num_metrics: int) -> int:

@@ -12,11 +12,18 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from raysharded.actors.device import accelerator
+from raysharded.actors.device.device_waits import leave_when
 from raysharded.actors.shards.pinned_arena import ALIGNMENT, PinnedArena
-from raysharded.actors.shards.store import ShardStore, redundant_copies
+from raysharded.actors.shards.position import RankPosition
+from raysharded.actors.shards.store import ShardStore
 from raysharded.config import EngineConfig, Redundancy
-from raysharded.ids import GenerationId
-from raysharded.layout import StateSpec, TensorSpec, mirror_of, shard_map
+from raysharded.errors import CollectiveAborted
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.layout import Mesh, StateSpec, TensorSpec, mirror_of, shard_map
+from raysharded.layout.parity import block_bytes
+from raysharded.planning.memory.footprint import Setting, worker_memory
+from raysharded.planning.models.shapes import ADAMW, ModelShapes, ParameterShape, UnitShape
+from raysharded.protocol.messages import FromMemory, FromStart, GenerationSpec
 from tests.actors.device.host_accelerator import HostAccelerator
 
 ROWS = 1680
@@ -128,7 +135,7 @@ class Holder:
     """The worker of rank 0 in a run whose number of workers changes, with mirrors."""
 
     def __init__(self) -> None:
-        self.store = ShardStore(pin_memory=True, redundant_copies=redundant_copies(EngineConfig()))
+        self.store = ShardStore(pin_memory=True)
         self.step, self.layout, self.most_used = 0, 0, 0
         self.states = {trained: spec(trained=trained) for trained in (False, True)}
 
@@ -141,6 +148,7 @@ class Holder:
 
     def form(self, workers: int) -> None:
         self.layout += 1
+        self.store.expect([shard(workers)] * 4)
         self.fill(workers, "snapshot")
         self.fill(workers, "mirror")
 
@@ -168,9 +176,8 @@ def shard(workers: int) -> int:
 
 def test_the_first_layout_is_allocated_at_once_before_its_first_step(device: HostAccelerator) -> None:
     holder = Holder()
-    holder.store.expect(shard(8), 8)
     holder.form(8)
-    holder.store.expect(9 * shard(8), 8)
+    holder.store.expect([9 * shard(8)] * 4)
     assert len(device.pinned_bytes) == 1
     before = holder.store.pinned_bytes
     holder.train(8, steps=5)
@@ -179,7 +186,7 @@ def test_the_first_layout_is_allocated_at_once_before_its_first_step(device: Hos
 
 
 def test_one_worker_holds_nothing_for_others(device: HostAccelerator) -> None:
-    store = ShardStore(pin_memory=True, redundant_copies=2.0)
+    store = ShardStore(pin_memory=True)
     for step in range(1, 4):
         store.begin(step, GenerationId(1), "snapshot", 1, 0, spec()).complete = True
     (allocated,) = device.pinned_bytes
@@ -199,7 +206,8 @@ def test_no_memory_is_allocated_in_200_layouts_after_the_first_two() -> None:
         holder.train(workers)
         sizes.append(holder.store.pinned_bytes)
     assert set(sizes[4:]) == {sizes[-1]}
-    assert sizes[-1] <= 1.15 * (4 * shard(8) + 2 * shard(7)), "what docs/memory.md has for the peak of a reshard"
+    peak = max(4 * shard(8) + 2 * shard(7), 4 * shard(7) + 2 * shard(8))
+    assert sizes[-1] <= 1.15 * peak, "what docs/memory.md has for the peak of a reshard"
     assert sizes[-1] <= 1.15 * holder.most_used
 
 
@@ -269,7 +277,86 @@ def test_200_layouts_of_any_sizes_with_failed_attempts_take_little_more_than_the
     assert most_pinned <= 1.25 * holder.most_used
 
 
-def test_parity_holds_a_part_of_a_shard() -> None:
-    assert redundant_copies(EngineConfig()) == 2.0
-    assert redundant_copies(EngineConfig(mirrors=False)) == 0.0
-    assert redundant_copies(EngineConfig(redundancy=Redundancy(parity=(4, 1)))) == 0.5
+SHAPES = ModelShapes(units=(UnitShape(name="", parameters=(ParameterShape(name="w", shape=(ROWS, 16), slots=ADAMW),)),))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "engine", "shards_held"),
+    [
+        (Mesh(shards=8), EngineConfig(), 4),
+        (Mesh(shards=8), EngineConfig(mirrors=False), 2),
+        (Mesh(replicas=2, shards=4), EngineConfig(), 2),
+        (Mesh(replicas=8, shards=1), EngineConfig(), 2),
+        (Mesh(shards=1), EngineConfig(), 2),
+        (Mesh(shards=8), EngineConfig(redundancy=Redundancy(parity=(4, 1))), 2.5),
+        (Mesh(shards=4), EngineConfig(redundancy=Redundancy(parity=(4, 1))), 4),
+    ],
+    ids=["mirrors", "no mirrors", "replicas", "whole replicas", "alone", "parity", "too few for parity"],
+)
+def test_a_layout_takes_the_page_locked_memory_that_the_plan_has(
+    mesh: Mesh, engine: EngineConfig, shards_held: float, device: HostAccelerator
+) -> None:
+    state, store = SHAPES.state_at(1), ShardStore(pin_memory=True)
+    place = position_in(mesh, engine)
+    largest = shard_map(state, mesh.shards, 0).size_bytes
+    place.expect_shards(store, largest)
+    for step in range(1, 5):
+        place.begin_snapshot(store, step, state).complete = True
+        if place.has_mirror:
+            place.begin_mirror(store, step, state).complete = True
+        if place.has_parity and place.parity is not None:
+            size = place.parity.m * block_bytes(state, mesh.shards, place.parity)
+            blocks = store.begin(step, place.spec.generation, "parity", mesh.shards, 0, state, place.parity, size)
+            blocks.complete = True
+    planned = worker_memory(Setting(shapes=SHAPES, num_microbatches=8, engine=engine, on_gpu=True), mesh, rank=0)
+    assert device.pinned_bytes == [store.pinned_bytes]
+    assert store.pinned_bytes == pytest.approx(planned.host, abs=4 * ALIGNMENT)
+    assert store.pinned_bytes == pytest.approx(shards_held * largest, abs=4 * ALIGNMENT)
+
+
+def test_the_memory_of_a_state_in_memory_is_allocated_before_the_worker_connects(device: HostAccelerator) -> None:
+    source = FromMemory(step=5, spec=SHAPES.state_at(1), copies=())
+    store = ShardStore(pin_memory=True)
+    position_in(Mesh(shards=8), EngineConfig(), source).expect(store)
+    store.begin(5, GenerationId(1), "snapshot", 8, 0, source.spec).complete = True
+    assert device.pinned_bytes == [store.pinned_bytes]
+    unknown = ShardStore(pin_memory=True)
+    position_in(Mesh(shards=8), EngineConfig()).expect(unknown)
+    assert unknown.pinned_bytes == 0
+
+
+def test_an_abort_ends_the_wait_for_memory_which_is_taken_later(
+    device: HostAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    allocate = device.pinned
+
+    def slowly(size_bytes: int) -> torch.Tensor:
+        assert may_end.wait(60)
+        return allocate(size_bytes)
+
+    monkeypatch.setattr(device, "pinned", slowly)
+    store, state = ShardStore(pin_memory=True), SHAPES.state_at(1)
+    store.expect([shard_map(state, 8, 0).size_bytes] * 4)
+    leave_when(lambda: True)
+    try:
+        with pytest.raises(CollectiveAborted, match="while host memory was allocated"):
+            store.begin(1, GenerationId(1), "snapshot", 8, 0, state)
+    finally:
+        leave_when(None)
+        may_end.set()
+    store.begin(1, GenerationId(2), "snapshot", 8, 0, state)
+    assert device.pinned_bytes == [store.pinned_bytes]
+
+
+def position_in(mesh: Mesh, engine: EngineConfig, source: FromMemory | FromStart | None = None) -> RankPosition:
+    spec = GenerationSpec(
+        generation=GenerationId(1),
+        members=tuple(map(WorkerId, range(mesh.world_size))),
+        source=source or FromStart(),
+        host="",
+        port=0,
+        prefix="",
+        replicas=mesh.replicas,
+    )
+    return RankPosition.of(spec, WorkerId(0), engine)

@@ -51,6 +51,7 @@ WITHOUT_THE_MARK = {
     "Groups._register": TORCH,
     "HangupWatch.close": LOCAL,
     "RayPeers.ask": "other orphans, in a thread that does not compute",
+    "PinnedArena._add_coming": LOCAL,
     "Saver._is_begun": LOCAL,
     "Saver._written": LOCAL,
     "Saver.wait_until_idle": LOCAL,
