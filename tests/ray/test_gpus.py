@@ -62,7 +62,7 @@ def test_a_machine_without_gpus_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 ONLY_BY_NAME = """
-import json, sys
+import json, os, sys
 import ray
 import raysharded as rs
 from tests.training.harness import GptTask, Tokens
@@ -75,10 +75,25 @@ trainer = rs.ElasticTrainer(
     scaling=rs.ScalingConfig(num_workers=2, use_gpu=True),
     run=rs.RunConfig(name="gpus", storage_path=sys.argv[1], max_steps=1),
 )
+
+
+@ray.remote(num_cpus=0, num_gpus=1)
+class Assigned:
+    def gpus(self):
+        from raysharded.actors.process.environment import assigned_gpus
+
+        return [*assigned_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES", "unset")]
+
+
+not_set = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+actors = [Assigned.options(runtime_env=not_set).remote() for _ in range(2)]
+assigned = sorted(ray.get([actor.gpus.remote() for actor in actors]))
+for actor in actors:
+    ray.kill(actor)
 try:
     trainer.fit(progress=False)
 except Exception as error:
-    print(json.dumps([type(error).__name__, str(error)]))
+    print(json.dumps([type(error).__name__, str(error), assigned]))
 """
 
 
@@ -87,8 +102,12 @@ except Exception as error:
 def test_a_worker_on_ray_that_can_use_no_gpu_ends_the_run_with_its_own_sentence(
     own_cluster: dict[str, str], tmp_path: Path
 ) -> None:
-    """Ray counts GPUs that torch cannot use, as with a torch for CPUs on a machine with GPUs."""
-    kind, text = run_script(ONLY_BY_NAME, str(tmp_path), environment=own_cluster)
+    """Ray counts GPUs that torch cannot use, as with a torch for CPUs on a machine with GPUs.
+
+    Each process has its own GPU by Ray's word, also where Ray leaves CUDA_VISIBLE_DEVICES as it is.
+    """
+    kind, text, assigned = run_script(ONLY_BY_NAME, str(tmp_path), environment=own_cluster)
+    assert assigned == [["0", "unset"], ["1", "unset"]]
     assert kind == "ConfigError"
     assert text.startswith("ScalingConfig(use_gpu=True): torch ")
     assert "built without CUDA" in text

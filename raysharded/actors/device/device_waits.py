@@ -73,7 +73,10 @@ def wait_for(event: Event) -> None:
 
 
 def wait_on_host(is_done: Callable[[], bool]) -> None:
-    """Return once this is true, such as of a thread that allocates. Raises CollectiveAborted as `leave_when` specifies."""
+    """Return once this is true, such as of a thread that allocates.
+
+    Raises CollectiveAborted as `leave_when` specifies.
+    """
     is_aborted = _leaving.is_aborted
     while not is_done():
         if is_aborted is not None and is_aborted():
