@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,32 @@ def test_nothing_waits_for_the_gpu_between_a_forward_and_its_backward(workers: i
 def test_a_wait_between_a_forward_and_its_backward_would_be_seen() -> None:
     with pytest.raises(Exception, match="synchroniz"):
         train(1, use_gpu=True, prepare=until_backward_has_ended, task=Waiting(), steps=2)
+
+
+def noting_waits(file: Path) -> None:
+    """In a worker's process: as `on_shared_gpu`, and write a line for each call in which the host waits for the GPU."""
+    on_shared_gpu()
+
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+        if "synchroniz" in str(message):
+            with file.open("a", encoding="utf-8") as notes:
+                notes.write("wait\n")
+
+    warnings.simplefilter("always")
+    warnings.showwarning = note
+    torch.cuda.set_sync_debug_mode("warn")
+
+
+@pytest.mark.usefixtures("gpu_itself")
+def test_the_host_waits_for_the_gpu_at_most_twice_in_a_step(tmp_path: Path) -> None:
+    """Between two steps in which buffers and hooks are compared, as they are at intervals."""
+    waits = []
+    for steps in (5, 7):
+        file = tmp_path / f"{steps}"
+        file.touch()
+        train(1, use_gpu=True, prepare=partial(noting_waits, file), steps=steps)
+        waits.append(len(file.read_text().splitlines()))
+    assert waits[1] - waits[0] <= 2 * (7 - 5), waits
 
 
 class Wide(Gpt):

@@ -63,7 +63,7 @@ class Rendezvous:
     arrival_timeout_s: float
     """Time limit for all members to arrive."""
     collective_timeout_s: float
-    """Time after which a collective fails by itself."""
+    """Time after which a collective of gloo fails by itself; NCCL's end with an abort."""
     besides: str = ""
     """Name of groups that meet at the prefix besides the generation's."""
 

@@ -23,9 +23,10 @@ from raysharded.actors.device.device_waits import on_device, on_host
 from raysharded.actors.numerics.grad_norm import norm_from_words, square_sum_words
 from raysharded.actors.step import forward_backward
 from raysharded.actors.step.forward_backward import Results
-from raysharded.task import Loss
+from raysharded.task import Loss, TrainFunction
 from tests.actors.device.communicator_double import DoubleAccelerator
 from tests.actors.device.host_accelerator import HostAccelerator
+from tests.session.loops import Loop
 from tests.training.harness import Gpt, GptTask, train
 
 
@@ -199,18 +200,18 @@ class Deeper(GptTask):
 @pytest.mark.procs
 @pytest.mark.parametrize(
     ("microbatches", "workers", "task"),
-    [(2, 1, GptTask), (16, 1, GptTask), (2, 1, Deeper), (4, 2, GptTask)],
-    ids=["2 microbatches", "16 microbatches", "a deeper model", "2 workers"],
+    [(2, 1, GptTask()), (16, 1, GptTask()), (2, 1, Deeper()), (4, 2, GptTask()), (4, 2, TrainFunction(Loop()))],
+    ids=["2 microbatches", "16 microbatches", "a deeper model", "2 workers", "a loop of a user"],
 )
 def test_a_step_reads_the_device_at_most_twice(
-    tmp_path: Path, microbatches: int, workers: int, task: type[GptTask]
+    tmp_path: Path, microbatches: int, workers: int, task: GptTask | TrainFunction
 ) -> None:
     """Between two steps in which buffers and hooks are compared, as they are at intervals."""
     counts = []
     for steps in (5, 7):
         file = tmp_path / f"{steps}"
         prepare = partial(counting, str(file))
-        train(workers, use_gpu=True, task=task(), steps=steps, microbatches=microbatches, prepare=prepare)
+        train(workers, use_gpu=True, task=task, steps=steps, microbatches=microbatches, prepare=prepare)
         counts.append(Counter(file.read_text().split()))
     assert counts[1]["read"] - counts[0]["read"] == workers * 2 * (7 - 5), counts
     assert counts[1]["region"] == workers, "the memory of a worker's buffers is allocated beside its start"
