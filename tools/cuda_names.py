@@ -52,6 +52,9 @@ NAMES = (
     Name("torch.cuda._CudaDeviceProperties.pci_bus_id"),
     Name("torch.cuda._CudaDeviceProperties.pci_device_id"),
     Name("torch.cuda.CUDAGraph"),
+    Name("torch._C._cudart.cudaHostRegister"),
+    Name("torch._C._cudart.cudaHostUnregister"),
+    Name("torch.cuda.cudart"),
     Name("torch.cuda.nccl.version"),
     Name("torch.Tensor.record_stream"),
     # errors

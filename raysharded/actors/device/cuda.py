@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 from raysharded.actors.device.cuda_presence import cuda_facts, driver_version, why_unfit, why_unusable
 from raysharded.actors.device.device_errors import wait_for_freed_memory
 from raysharded.actors.device.device_waits import wait_for, waits_for_peers
-from raysharded.actors.device.memory_node import pci_name, prefer_node_of
+from raysharded.actors.device.host_pages import large_pages, pci_name, prefer_node_of
 from raysharded.actors.gpu_health import GpuHealth
 from raysharded.errors import ConfigError
 
@@ -45,6 +46,11 @@ _OF_USERS = ("NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLO
 """Beginnings of names of further settings that change how a run computes or communicates."""
 EXACT_SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Reproducible cuBLAS."""
+_LARGE = 64 << 20
+"""Bytes from which page-locked memory is in large pages, beside torch's allocator."""
+_PORTABLE = 1
+"""`cudaHostRegisterPortable`: the memory is page-locked for every context."""
+_log = logging.getLogger("raysharded.worker")
 
 
 class Cuda:
@@ -156,7 +162,8 @@ class Cuda:
         return found if self._health is None else found | self._health.use(self._name)
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        found = _locked_pages(size_bytes) if size_bytes >= _LARGE else None
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) if found is None else found
 
     @waits_for_peers
     def drain(self, device: torch.device) -> None:
@@ -236,6 +243,20 @@ class Cuda:
         group: Any,
     ) -> None:
         dist.all_to_all_single(received, send, out_sizes, in_sizes, group=group)
+
+
+def _locked_pages(size_bytes: int) -> torch.Tensor | None:
+    """Page-locked memory in large pages, as `Cuda.pinned`; None if CUDA does not lock it."""
+    runtime, locked = torch.cuda.cudart(), list[bool]()
+    found = large_pages(size_bytes, lambda address: runtime.cudaHostUnregister(address) if locked else None)
+    code = int(runtime.cudaHostRegister(found.data_ptr(), size_bytes, _PORTABLE))
+    if code == 0:
+        locked.append(True)
+        return found
+    with contextlib.suppress(RuntimeError):  # CUDA keeps the error, and the next launch would raise it
+        torch.zeros(1, device="cuda")
+    _log.warning("CUDA did not lock %d MiB of host memory (error %d): torch allocates it", size_bytes >> 20, code)
+    return None
 
 
 def is_in_collective(entries: Sequence[Mapping[str, Any]], since_ns: int) -> bool | None:
