@@ -93,7 +93,7 @@ for actor in actors:
 try:
     trainer.fit(progress=False)
 except Exception as error:
-    print(json.dumps([type(error).__name__, str(error), assigned]))
+    print(json.dumps({"kind": type(error).__name__, "text": str(error), "assigned": assigned}))
 """
 
 
@@ -106,8 +106,8 @@ def test_a_worker_on_ray_that_can_use_no_gpu_ends_the_run_with_its_own_sentence(
 
     Each process has its own GPU by Ray's word, also where Ray leaves CUDA_VISIBLE_DEVICES as it is.
     """
-    kind, text, assigned = run_script(ONLY_BY_NAME, str(tmp_path), environment=own_cluster)
-    assert assigned == [["0", "unset"], ["1", "unset"]]
-    assert kind == "ConfigError"
-    assert text.startswith("ScalingConfig(use_gpu=True): torch ")
-    assert "built without CUDA" in text
+    found = run_script(ONLY_BY_NAME, str(tmp_path), environment=own_cluster)
+    assert found["assigned"] == [["0", "unset"], ["1", "unset"]]
+    assert found["kind"] == "ConfigError"
+    assert found["text"].startswith("ScalingConfig(use_gpu=True): torch ")
+    assert "built without CUDA" in found["text"]
