@@ -159,7 +159,8 @@ def test_workers_without_a_driver_keep_their_state_until_the_disk_takes_a_last_c
 def test_a_stop_on_a_full_disk_says_what_it_waits_for_and_a_second_one_ends_the_run(disk: Disk) -> None:
     run = driven(disk.folder).start()
     wait_until(lambda: run.status().step >= 1, "a step")
-    run.checkpoint(60)
+    saved = run.checkpoint(60).step
+    wait_until(lambda: run.status().step > saved, "a step that a stop has to save")
     disk.fail()
     wait_until(lambda: has_warning("driven", "storage has taken no entries"), "the driver's word")
     code, out = command("stop", "driven")
