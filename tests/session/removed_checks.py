@@ -28,6 +28,7 @@ MODULES = tuple(
         "session/held_out",
         "session/loop_checks",
         "session/loop_errors",
+        "session/own_collectives",
         "session/parameter_tensors",
         "session/step_comparisons",
         "session/user_session",

@@ -5,25 +5,30 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import all_reduce
 
 import raysharded as rs
+from raysharded.actors.session.own_collectives import refuse_groups
 from raysharded.actors.session.user_session import Session
 from raysharded.errors import ConfigError, InexactError, RayshardedError, TaskError
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.task import TrainFunction
+from tests.session import loops
 from tests.session.loops import Average, Loop, by_task, compute, optimizer_of, run, schedule
 from tests.training.harness import Gpt, Tokens
 
 STEPS = 3
 NORMS = {"-1.0": -1.0, "0.0": 0.0, "nan": math.nan}
-FILE = re.escape(__file__)
+FILE, LOOP = re.escape(__file__), re.escape(loops.__file__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,8 @@ class Mistake:
             return
         if kind == "rank before shard":
             _ = session.rank
+        if kind == "makes a group":
+            dist.init_process_group("gloo")
         if kind == "shards what it built itself":
             own = Gpt()
             session.shard(own, optimizer_of(own))
@@ -152,6 +159,12 @@ class Mistake:
                     optimizer.param_groups[1]["weight_decay"] = 0.0
                 if kind == "two steps":
                     optimizer.step()
+                if kind == "adds up in a step":
+                    dist.all_reduce(torch.ones(1))
+                if kind == "adds up on one worker" and session.rank == 1:
+                    dist.all_reduce(torch.ones(1), group=cast(Any, model).norm.weight.device_mesh.get_group())
+                for _ in range(dist.get_world_size() if kind == "schedules by the number of workers" else 0):
+                    scheduler.step()
                 if kind == "rank's own end" and session.rank == 0:
                     session.stop()
                 if kind == "rank's own schedule" and session.rank == 1:
@@ -168,6 +181,10 @@ class Mistake:
                     next(model.parameters()).clamp_(-0.01, 0.01)
             if kind == "schedule outside":
                 scheduler.step()
+            if kind == "adds up between steps":
+                all_reduce(torch.ones(1))
+            if kind == "reads a rank of torch's" and dist.get_rank() == 0:
+                _ = step.loss
             if kind == "state outside":
                 average.add(step.loss)
             if kind == "enters again":
@@ -177,8 +194,11 @@ class Mistake:
                 return
 
 
+# A sentence names a line of the loop if one leads to the error. None does for these: "returns early" and "returns",
+# as the function is over; "part of the model", which is found as the workers form; "depends on the rank" and "comes to
+# depend on the rank", of which bits alone are known; and "rank's own ...", where sums over the workers differ.
 MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
-    ("raises early", 1, TaskError, r"Mistake raised ValueError: no such file"),
+    ("raises early", 1, TaskError, FILE + r":\d+: Mistake raised ValueError: no such file"),
     ("returns early", 1, TaskError, r"returned without session\.shard\(model, optimizer\) and a loop over"),
     ("rank before shard", 1, TaskError, FILE + r":\d+: session\.rank is known after session\.shard"),
     ("shards what it built itself", 1, TaskError, FILE + r":\d+: session\.shard comes behind session\.build: build"),
@@ -196,36 +216,51 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
     ),
     ("part of the model", 1, TaskError, r"trainable parameters are in no group of the optimizer, first"),
     ("tensor parallel", 1, TaskError, FILE + r":\d+: session\.shard\(parallelize=\.\.\.\).*Leave the degree at 1"),
-    ("registers a tensor", 1, TaskError, r"a Tensor of shape \[3, 3\] at weights\.weight: it must be plain data"),
-    ("a name that is taken", 1, TaskError, r"session\.shard\(log=\.\.\.\): the name is taken"),
+    (
+        "registers a tensor",
+        1,
+        TaskError,
+        FILE + r":\d+: .*a Tensor of shape \[3, 3\] at weights\.weight: it must be plain data",
+    ),
+    ("a name that is taken", 1, TaskError, FILE + r":\d+: session\.shard\(log=\.\.\.\): the name is taken"),
     ("gradient before shard", 1, TaskError, FILE + r":\d+: session\.gradient\(\) comes after session\.shard"),
     ("log before a step", 1, TaskError, FILE + r":\d+: session\.log\(\) belongs into `with step:`"),
     ("stop before a step", 1, TaskError, FILE + r":\d+: session\.stop\(\) belongs into `with step:`"),
     ("steps before shard", 1, TaskError, FILE + r":\d+: session\.steps\(\) comes after session\.shard"),
-    ("not registered", 1, InexactError, r"a LambdaLR of the optimizer is not registered: .*scheduler=scheduler"),
+    (
+        "not registered",
+        1,
+        InexactError,
+        FILE + r":\d+: a LambdaLR of the optimizer is not registered: .*scheduler=scheduler",
+    ),
     (
         "schedule behind shard",
         1,
         InexactError,
-        r"a StepLR of the optimizer is not registered: .*ahead of session\.shard",
+        FILE + r":\d+: a StepLR of the optimizer is not registered: .*ahead of session\.shard",
     ),
     ("shards twice", 1, TaskError, FILE + r":\d+: session\.shard is called once"),
-    ("no with", 1, TaskError, r"step 1 was not entered: write `with step:` around the body"),
+    ("no with", 1, TaskError, FILE + r":\d+: step 1 was not entered: write `with step:` around the body"),
     ("step outside", 1, TaskError, FILE + r":\d+: optimizer\.step\(\) belongs into `with step:`"),
     ("microbatches outside", 1, TaskError, FILE + r":\d+: step\.microbatches\(\) belongs into `with step:`"),
     ("step first", 1, TaskError, FILE + r":\d+: optimizer\.step\(\) belongs behind the loop over step\.microbatches"),
     ("loss first", 1, TaskError, FILE + r":\d+: step\.loss is known once all workers have computed"),
     ("clips first", 1, TaskError, FILE + r":\d+: step\.clip_grad_norm_\(\) belongs between"),
-    ("no microbatches", 1, TaskError, r"step 1 ended without a whole loop over step\.microbatches\(\)"),
-    ("raises", 1, TaskError, r"step 1, microbatch 0 raised KeyError: 'tokens'"),
-    ("no backward", 1, TaskError, r"microbatch 0: call step\.backward\(loss\) once for each microbatch"),
+    ("no microbatches", 1, TaskError, FILE + r":\d+: step 1 ended without a whole loop over step\.microbatches\(\)"),
+    ("raises", 1, TaskError, FILE + r":\d+: .*step 1, microbatch 0 raised KeyError: 'tokens'"),
+    ("no backward", 1, TaskError, FILE + r":\d+: .*microbatch 0: call step\.backward\(loss\) once for each microbatch"),
     ("metrics alone", 1, TaskError, FILE + r":\d+: give step\.backward a summed loss with weight="),
-    ("not a loss", 1, TaskError, r"microbatch 0 returned a tensor .*call step\.backward\(sum, weight=\.\.\.\)"),
+    (
+        "not a loss",
+        1,
+        TaskError,
+        FILE + r":\d+: .*microbatch 0 returned a tensor .*call step\.backward\(sum, weight=\.\.\.\)",
+    ),
     (
         "two backwards",
         1,
         TaskError,
-        r":\d+: a forward of the model came behind step\.backward\(loss\)\. Add all losses",
+        LOOP + r":\d+: a forward of the model came behind step\.backward\(loss\)\. Add all losses",
     ),
     (
         "leaves the microbatches",
@@ -233,10 +268,13 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
         TaskError,
         FILE + r":\d+: step\.clip_grad_norm_\(\) came before the loop over step\.microbatches\(\) has ended.*`break`",
     ),
-    *((f"clips to {norm}", 1, TaskError, rf"step\.clip_grad_norm_\({norm}\): give a number above 0") for norm in NORMS),
+    *(
+        (f"clips to {norm}", 1, TaskError, FILE + rf":\d+: step\.clip_grad_norm_\({norm}\): give a number above 0")
+        for norm in NORMS
+    ),
     ("two loops", 1, TaskError, FILE + r":\d+: step\.microbatches\(\) was called twice in step 1"),
-    ("no step", 1, TaskError, r"step 1 ended without optimizer\.step\(\)"),
-    ("invalid rate", 1, TaskError, r"parameter group 1 is -0\.1 in step 1.*give a finite number"),
+    ("no step", 1, TaskError, FILE + r":\d+: step 1 ended without optimizer\.step\(\)"),
+    ("invalid rate", 1, TaskError, FILE + r":\d+: .*parameter group 1 is -0\.1 in step 1.*give a finite number"),
     ("two steps", 1, TaskError, FILE + r":\d+: optimizer\.step\(\) belongs .* once in each step"),
     ("rank's own end", 2, InexactError, r"step 1: 1 of 2 workers call session\.stop, and the others do not"),
     ("rank's own schedule", 2, InexactError, r"step 1: the optimizer's settings,.* worker 0 has .*, worker 1 "),
@@ -255,11 +293,26 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
         InexactError,
         r"step 1: .*worker 0 has average\.value = 0\.0, worker 1 average\.value = 0\.1",
     ),
-    ("grows", 1, TaskError, r"most of it 'average' .*the limit is 64"),
-    ("becomes strange", 1, TaskError, r"has a object at average\.value: it must be plain data"),
-    ("schedule outside", 1, InexactError, r"changed between step 1 and the next: .*\(it was .*Move what changes it"),
-    ("state outside", 1, InexactError, r"average\.count = 1 \(it was 0\)|average\.value = .*\(it was 0\.0\)"),
-    ("parameter outside", 1, InexactError, r"parameters changed between step 1 and the next: .*behind optimizer\.step"),
+    ("grows", 1, TaskError, FILE + r":\d+: .*most of it 'average' .*the limit is 64"),
+    ("becomes strange", 1, TaskError, FILE + r":\d+: .*has a object at average\.value: it must be plain data"),
+    (
+        "schedule outside",
+        1,
+        InexactError,
+        FILE + r":\d+: .*changed between step 1 and the next: .*\(it was .*Move what changes it",
+    ),
+    (
+        "state outside",
+        1,
+        InexactError,
+        FILE + r":\d+: .*(average\.count = 1 \(it was 0\)|average\.value = .*\(it was 0\.0\))",
+    ),
+    (
+        "parameter outside",
+        1,
+        InexactError,
+        FILE + r":\d+: parameters changed between step 1 and the next: .*behind optimizer\.step",
+    ),
     (
         "clips with torch",
         2,
@@ -280,7 +333,25 @@ MISTAKES: list[tuple[str, int, type[RayshardedError], str]] = [
         InexactError,
         FILE + r":\d+: a gradient .* came while the loss was computed\. call step\.backward\(loss\), once for each",
     ),
-    ("scales the loss", 1, TaskError, r":\d+: a GradScaler changes gradients.*Leave it out"),
+    ("scales the loss", 1, TaskError, FILE + r":\d+: a GradScaler changes gradients.*Leave it out"),
+    *(
+        (
+            kind,
+            workers,
+            TaskError,
+            FILE + r":\d+: torch\.distributed\.all_reduce\(\) was called.*step\.loss and step\.metrics",
+        )
+        for kind, workers in (("adds up in a step", 1), ("adds up on one worker", 2), ("adds up between steps", 1))
+    ),
+    (
+        "schedules by the number of workers",
+        2,
+        TaskError,
+        FILE
+        + r":\d+: torch\.distributed\.get_world_size\(\) was called.*the number of workers changes.*num_microbatches",
+    ),
+    ("reads a rank of torch's", 1, TaskError, FILE + r":\d+: torch\.distributed\.get_rank\(\) .*Read session\.rank"),
+    ("makes a group", 1, TaskError, FILE + r":\d+: torch\.distributed\.init_process_group\(\) .*Leave it out"),
     ("enters again", 1, TaskError, FILE + r":\d+: step 1 is over; take the next one from session\.steps"),
     ("returns", 1, TaskError, r"returned before the run's last step: iterate over session\.steps\(\)"),
 ]
@@ -294,6 +365,40 @@ def test_a_mistake_ends_the_run_with_a_sentence_that_names_it(
     with pytest.raises(error, match=sentence) as found:
         run(workers, Mistake(kind=kind), steps=STEPS)
     assert "raysharded/actors" not in str(found.value)
+
+
+PACKAGE = "/lib/site-packages/metrics/all.py"
+
+
+@pytest.mark.parametrize(
+    ("module", "file", "call", "error"),
+    [
+        ("metrics.all", PACKAGE, "dist.get_rank()", ValueError),
+        ("metrics.all", PACKAGE, "dist.all_reduce(torch.ones(1))", TaskError),
+        ("torchtitan.metrics", "titan/metrics.py", "dist.all_gather_object([], 1)", ValueError),
+        ("loop", "loop.py", "dist.get_backend()", ValueError),
+        ("loop", "loop.py", "dist.get_rank()", TaskError),
+        ("loop", "loop.py", "dist.barrier()", TaskError),
+    ],
+)
+def test_packages_may_read_ranks_and_frameworks_with_an_adapter_may_communicate(
+    module: str, file: str, call: str, error: type[Exception]
+) -> None:
+    """ValueError is torch's, which has no group here: the call has reached it."""
+    found: list[BaseException] = []
+
+    def run_function() -> None:
+        refuse_groups()
+        with pytest.raises(error) as raised:
+            eval(compile(call, file, "eval"), {"__name__": module, "dist": dist, "torch": torch})  # noqa: S307 - a call of this test
+        found.append(raised.value)
+
+    thread = threading.Thread(target=run_function)
+    thread.start()
+    thread.join()
+    assert [type(one) for one in found] == [error]
+    with pytest.raises(ValueError, match="Default process group"):
+        dist.get_rank()  # another thread is none of a function
 
 
 class Hooked(Loop):

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.model.construction import construct
 from raysharded.actors.session.held_out import close
-from raysharded.actors.session.loop_errors import blamed_behind, explained
+from raysharded.actors.session.loop_errors import blamed_behind, explained, placed
 from raysharded.actors.session.orders import Orders, RunOver
+from raysharded.actors.session.own_collectives import refuse_groups
 from raysharded.actors.session.session_task import SessionTask, name_of
 from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import ENTRY
@@ -114,6 +115,7 @@ class FunctionThread:
 
     def _run(self) -> None:
         self._begin()
+        refuse_groups()
         error: BaseException | None = None
         while error is None:
             session = self._new_session()
@@ -159,8 +161,8 @@ class FunctionThread:
             if left or (is_aborted and session.end()):
                 return None
             if step is None:
-                return found
-            return blamed_behind(step.number, found, is_undone=step.is_undone, is_aborted=is_aborted)
+                return placed(found)
+            return placed(blamed_behind(step.number, found, is_undone=step.is_undone, is_aborted=is_aborted))
 
 
 @contextlib.contextmanager

@@ -64,8 +64,9 @@ def require_unchanged(
     identities = engine.steps.parts.optimizer.built.parts.identities()
     if newest is not None and newest.identities not in (None, identities):
         raise InexactError(
-            f"entries of the optimizer's state were dropped, added or replaced between step {step} and the next, as by "
-            "optimizer.state.clear(): a worker that joins would not know. Change its tensors in place, in the `with`."
+            f"{line_here()}: entries of the optimizer's state were dropped, added or replaced between step {step} and "
+            "the next, as by optimizer.state.clear(): a worker that joins would not know. Change its tensors in place, "
+            "in the `with`."
         )
     kept = store.registered(step)
     assert kept is not None
@@ -76,9 +77,9 @@ def require_unchanged(
     change = registered.change_since(kept)
     if change is not None:
         raise InexactError(
-            f"registered state, or a setting of the optimizer's groups, changed between step {step} and the next: "
-            f"{change}. Move what changes it, such as scheduler.step(), into `with step:`, behind optimizer.step(). "
-            "Outside it would be lost with a worker."
+            f"{line_here()}: registered state, or a setting of the optimizer's groups, changed between step {step} and "
+            f"the next: {change}. Move what changes it, such as scheduler.step(), into `with step:`, behind "
+            "optimizer.step(). Outside it would be lost with a worker."
         )
 
 
@@ -93,14 +94,15 @@ def require_registered(optimizer: torch.optim.Optimizer, things: dict[str, State
             others = [group for group in one.param_groups if id(group) not in groups]  # a wrapper has the same groups
             if any(id(param) in params for group in others for param in group["params"]):
                 raise InexactError(
-                    f"a second optimizer, {type(one).__name__}, has parameters of the model: its state would be lost "
-                    "with a worker. Give session.shard one optimizer for all parameters, with several groups; or one "
-                    "class that steps several optimizers which it holds."
+                    f"{line_here()}: a second optimizer, {type(one).__name__}, has parameters of the model: its state "
+                    "would be lost with a worker. Give session.shard one optimizer for all parameters, with several "
+                    "groups; or one class that steps several optimizers which it holds."
                 )
         elif id(one) not in known and vars(one).get("optimizer") is optimizer:
             raise InexactError(
-                f"a {type(one).__name__} of the optimizer is not registered: it would not go back with a step. Make it "
-                "ahead of session.shard, and give it there: session.shard(model, optimizer, scheduler=scheduler)."
+                f"{line_here()}: a {type(one).__name__} of the optimizer is not registered: it would not go back with "
+                "a step. Make it ahead of session.shard, and give it there: session.shard(model, optimizer, "
+                "scheduler=scheduler)."
             )
 
 

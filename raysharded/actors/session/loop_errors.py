@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raysharded.actors.task_calls.explanations import During, explanation
-from raysharded.actors.task_calls.task_errors import is_raised_in_torch, line_here, line_of, task_error
+from raysharded.actors.task_calls.task_errors import (
+    NO_LINE,
+    is_installed,
+    is_raised_in_torch,
+    line_here,
+    line_of,
+    task_error,
+)
 from raysharded.errors import CollectiveAborted, InexactError, TaskError, text_of, user_traceback
 from raysharded.task import Loss
 
@@ -18,6 +26,7 @@ if TYPE_CHECKING:
     from raysharded.actors.numerics.step_consensus import Agreed
 
 E = TypeVar("E", bound=BaseException)
+_LINE = re.compile(r":\d+: ")
 
 
 def with_line(error: E) -> E:
@@ -28,6 +37,16 @@ def with_line(error: E) -> E:
     elif isinstance(error, InexactError) and is_raised_in_torch(error):
         line = line_of(error)
         error.args = (str(error.args[0]) if line in str(error.args[0]) else f"{line}: {error.args[0]}",)
+    return error
+
+
+def placed(error: E) -> E:
+    """The error; a TaskError that names no line gets the one of the training function that led to it."""
+    if type(error) is TaskError and not _LINE.search(str(error)):
+        line = line_of(error)
+        line = line_here() if line == NO_LINE else line
+        if line != NO_LINE and not is_installed(line):
+            error.args = (f"{line}: {error}", *error.args[1:])
     return error
 
 
@@ -130,12 +149,13 @@ def changed_parameters(step: int | None) -> InexactError:
     """The error for parameters that are not those of a step's end when the next begins; None: not those of `shard`."""
     if step is None:
         return InexactError(
-            "parameters changed between session.shard and the first step: a worker that joins would change them again. "
-            "Draw first weights in the function that session.build calls, or by session.build(init_weights=...)."
+            f"{line_here()}: parameters changed between session.shard and the first step: a worker that joins would "
+            "change them again. Draw first weights in the function that session.build calls, or by "
+            "session.build(init_weights=...)."
         )
     return InexactError(
-        f"parameters changed between step {step} and the next: a checkpoint and a worker that joins would not have the "
-        "change. Move what changes them into `with step:`, behind optimizer.step()."
+        f"{line_here()}: parameters changed between step {step} and the next: a checkpoint and a worker that joins "
+        "would not have the change. Move what changes them into `with step:`, behind optimizer.step()."
     )
 
 

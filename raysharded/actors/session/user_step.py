@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from raysharded.actors.session.loop_errors import as_lost, as_one, misplaced, misplaced_forward, with_line, with_numbers
+from raysharded.actors.session.loop_errors import (
+    as_lost,
+    as_one,
+    misplaced,
+    misplaced_forward,
+    placed,
+    with_line,
+    with_numbers,
+)
 from raysharded.actors.session.orders import Training
 from raysharded.actors.session.step_comparisons import Attempts, StepWatch
 from raysharded.actors.step.forward_backward import DRAWS
@@ -152,7 +160,7 @@ class UserStep(NotFollowed):
             self._draws.seed(self.number, LEFT)
         except BaseException as found:  # noqa: BLE001 - the boundary to the user's function
             self._give_up(found)
-            self._training.fail(as_lost(found, self.number, is_aborted=self._training.is_aborted))
+            self._training.fail(as_lost(placed(found), self.number, is_aborted=self._training.is_aborted))
         finally:
             self._step, self.stays_open = None, False
         return True

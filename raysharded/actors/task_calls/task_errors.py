@@ -28,6 +28,9 @@ from raysharded.errors import (
     user_traceback,
 )
 
+NO_LINE = "the training function"
+"""Place of an error for which no line of the user's is known."""
+
 
 def is_collective_failure(error: BaseException) -> bool:
     """True if an error comes from a broken process group, however the task wrapped it."""
@@ -82,12 +85,12 @@ def line_here() -> str:
     If there is none: of the innermost that is neither raysharded's nor torch's.
     """
     frames = [frame for frame in frames_here() if _is_users(frame)]
-    own = next((frame for frame in frames if not _is_installed(frame.f_code.co_filename)), None)
+    own = next((frame for frame in frames if not is_installed(frame.f_code.co_filename)), None)
     named = own or (frames[0] if frames else None)
-    return "the training function" if named is None else _line(named, named.f_lineno)
+    return NO_LINE if named is None else _line(named, named.f_lineno)
 
 
-def _is_installed(file: str) -> bool:
+def is_installed(file: str) -> bool:
     """True for a file of an installed package, or of Python itself."""
     return file.startswith((_PYTHON, "<frozen ")) or "/site-packages/" in file or "/dist-packages/" in file
 
@@ -121,4 +124,4 @@ def is_raised_in_torch(error: BaseException) -> bool:
 def line_of(error: BaseException) -> str:
     """`file.py:12` of the outermost such frame that an error has left: a line of the training function."""
     walked = ((frame, line) for cause in causes(error) for frame, line in traceback.walk_tb(cause.__traceback__))
-    return next((_line(frame, line) for frame, line in walked if _is_users(frame)), "the training function")
+    return next((_line(frame, line) for frame, line in walked if _is_users(frame)), NO_LINE)
