@@ -24,14 +24,15 @@ import torch
 
 import raysharded as rs
 from raysharded import checkpoint
-from raysharded.testing import processes
+from raysharded.ids import WorkerId
+from raysharded.testing import Fault, FaultPlan, processes
 from tests.cli.test_commands import succeed
 from tests.docs.blocks import PAGES, blocks, commands, page, programs
 from tests.driver.recorded import recorded
 from tests.driver.scripted import training
 from tests.paths import ROOT
 from tests.report.entries import run_with_a_loss, write_run
-from tests.training.harness import Tokens
+from tests.training.harness import Collector, Tokens
 
 ELSEWHERE = {
     "README.md": "packaging/test_readme.py",
@@ -165,28 +166,46 @@ class MeanLoss(rs.Task):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
+TORCHRUN = "coming-from-torchrun.md"
+KILLED = Fault(worker=WorkerId(1), step=2, phase="agree")
+
+
 @pytest.mark.procs
-@pytest.mark.parametrize("name", COMING_FROM)
-def test_the_diff_of_a_loop_gives_a_session_with_the_bits_of_a_task(name: str, load: Load, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "workers", "faults"),
+    [
+        *((name, 3, (KILLED,) if name == TORCHRUN else ()) for name in COMING_FROM),
+        *(pytest.param(TORCHRUN, workers, (KILLED,), marks=pytest.mark.long) for workers in (2, 5, 8)),
+    ],
+)
+def test_the_diff_of_a_loop_gives_a_session_with_the_bits_of_a_task(
+    name: str, workers: int, faults: tuple[Fault, ...], load: Load, tmp_path: Path
+) -> None:
     before, after = programs(page(name))
     assert before.startswith(THEIRS)
     model, _ = model_and_ours(name)
     made = load("model", model)
     shown: rs.ElasticTrainer = load(f"session_of_{name.removesuffix('.md').replace('-', '_')}", after).trainer
+    plan = FaultPlan(faults=faults, folder=str(tmp_path))
 
-    def fingerprint(task: rs.Task, workers: int) -> str:
+    def found(task: rs.Task, workers: tuple[int, int], plan: FaultPlan | None = None) -> tuple[str, str | None]:
+        """The numbers of the journal, and the fingerprint."""
+        journal = Collector()
         trainer = rs.ElasticTrainer(
             task=task,
             data=shown.data,
             batch=shown.batch,
             scaling=dataclasses.replace(shown.scaling, num_workers=workers, use_gpu=False),
-            run=dataclasses.replace(shown.run, storage_path=str(tmp_path / f"runs{workers}"), max_steps=2),
+            run=dataclasses.replace(shown.run, storage_path=str(tmp_path / f"runs{workers[1]}"), max_steps=3),
         )
-        result = processes.fit(trainer)
-        assert result.steps == 2
-        return str(result.fingerprint)
+        trainer.faults = plan
+        result = processes.fit(trainer, journal)
+        assert result.steps == 3
+        return repr(sorted(journal.numbers.items())), result.fingerprint
 
-    assert fingerprint(shown.task, 3) == fingerprint(MeanLoss(made.Model), 1)
+    of_loop = found(shown.task, (1 if faults else workers, workers), plan)
+    assert all(plan.fired(fault) for fault in faults)
+    assert of_loop == found(MeanLoss(made.Model), (1, 1))
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

@@ -80,7 +80,7 @@ class Loop:
             with step:
                 self.entered(session, step)
                 for batch in step.microbatches():
-                    compute(step, model, self.tokens_of(step, batch))
+                    self.computing(step, model, self.tokens_of(step, batch))
                 self.computed(session, step, model)
                 step.clip_grad_norm_(0.7)
                 optimizer.step()
@@ -95,6 +95,9 @@ class Loop:
         return batch  # type: ignore[no-any-return]
 
     def entered(self, session: Session, step: UserStep) -> None: ...
+
+    def computing(self, step: UserStep, model: nn.Module, batch: Any) -> None:
+        compute(step, model, batch)
 
     def computed(self, session: Session, step: UserStep, model: nn.Module) -> None: ...
 

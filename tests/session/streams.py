@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,3 +168,17 @@ class Moody(TokenStream):
 
 def broken(index: int, num: int) -> Any:
     raise KeyError(f"no stream {index} of {num}")
+
+
+class OfItsProcess(TokenStream):
+    """Gives each process that reads other tokens."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in super().__iter__():
+            yield {**batch, "tokens": (batch["tokens"] + os.getpid()) % VOCABULARY}
+
+
+def of_its_process(step: int, index: int) -> dict[str, Any]:
+    """As `drawn`, with other tokens in each process that reads."""
+    batch = drawn(step, index)
+    return {**batch, "tokens": (batch["tokens"] + os.getpid()) % VOCABULARY}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +21,10 @@ from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
 from raysharded.driver.driver import Driver
 from raysharded.task import TrainFunction
+from raysharded.testing.faults import PHASES
 from tests.cases import tried_each_time
-from tests.session.loops import MICROBATCHES, STEPS, Average, Loop, by_task, run
-from tests.training.harness import Gpt, make_driver, make_limits, train
+from tests.session.loops import MICROBATCHES, STEPS, Average, Loop, by_task, compute, optimizer_of, run
+from tests.training.harness import Gpt, GptTask, make_driver, make_limits, train
 from tests.training.test_checkpoints import Listening, fingerprint, resume, small_job
 from tests.training.test_generations import eventually
 from tests.training.test_leaving import Seen, a_job, drive
@@ -34,6 +38,7 @@ def test_a_loop_has_the_bits_of_a_task_at_every_number_of_workers(workers: int) 
 
 
 KILLS = {
+    "ready": [(2, 0, "ready")],
     "form": [(2, 1, "form")],
     "transfer": [(1, 2, "agree"), (2, 1, "transfer")],  # after the loss before it
     **{phase: [(1, 3, phase)] for phase in ("data", "forward", "backward", "agree", "apply", "snapshot", "save")},
@@ -43,6 +48,48 @@ KILLS = {
 @pytest.mark.parametrize("phase", KILLS)
 def test_a_worker_that_is_killed_in_any_phase_changes_no_bit(phase: str) -> None:
     assert run(3, kills=KILLS[phase], save_every=3).bits == by_task().bits
+
+
+def test_there_is_a_kill_in_every_phase() -> None:
+    assert set(KILLS) == set(PHASES)
+
+
+class Wrapped(Loop):
+    """Names its units."""
+
+    def __call__(self, session: Session) -> None:
+        shard = session.shard
+        session.shard = lambda *args, **others: shard(*args, **others, wrap=blocks_and_head)  # type: ignore[method-assign]
+        super().__call__(session)
+
+
+def blocks_and_head(model: nn.Module) -> list[nn.Module]:
+    return [*model.get_submodule("blocks").children(), model.get_submodule("norm")]
+
+
+@pytest.mark.parametrize(
+    ("loop", "workers", "kill", "settings", "others"),
+    [
+        (Wrapped(), 3, (1, 2, "agree"), {"param_dtype": "bfloat16"}, {}),
+        pytest.param(Loop(), 3, (2, 3, "backward"), {"param_dtype": "bfloat16"}, {}, marks=pytest.mark.long),
+        pytest.param(Wrapped(), 3, (1, 2, "forward"), {}, {}, marks=pytest.mark.long),
+        pytest.param(Loop(), 4, (3, 2, "backward"), {}, {"shards": 2}, marks=pytest.mark.long),
+        pytest.param(
+            Loop(), 4, (1, 2, "apply"), {"redundancy": rs.Redundancy(parity=(2, 1))}, {}, marks=pytest.mark.long
+        ),
+    ],
+    ids=["bfloat16 and units", "bfloat16", "units", "shard groups", "parity"],
+)
+def test_settings_of_a_loop_have_the_bits_that_a_task_has_with_them(
+    loop: Loop, workers: int, kill: tuple[int, int, str], settings: dict[str, Any], others: dict[str, Any]
+) -> None:
+    engine = rs.EngineConfig(**settings)
+    of_loop = run(workers, loop, engine=engine, kills=[kill], steps=4, **others)
+    dtype = {key: value for key, value in settings.items() if key == "param_dtype"}
+    of_task = train(1, engine=rs.EngineConfig(**dtype), microbatches=MICROBATCHES, steps=4)
+    assert of_loop.bits == of_task.bits
+    assert (of_task.bits == by_task(4).bits) == (not dtype)
+    assert len(of_loop.of("recovery")) == 1
 
 
 def test_the_microbatches_of_a_loop_are_recorded_as_those_of_a_task() -> None:
@@ -98,16 +145,17 @@ def test_the_frame_continues_and_a_worker_that_joins_has_the_registered_state(tm
 
 
 class Late(Loop):
-    """In a worker that joins later it does not come to `shard` before a file is there."""
+    """In a worker that joins later it does not come to `shard` before a file is there, and it has slept."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, sleeps_s: float = 0.0) -> None:
         super().__init__()
-        self._folder = folder
+        self._folder, self._sleeps_s = folder, sleeps_s
 
     def built(self, model: nn.Module) -> None:
         with (self._folder / "built").open("a") as file:
             file.write(f"{os.getpid()}\n")
         if len((self._folder / "built").read_text().split()) > 2:
+            time.sleep(self._sleeps_s)
             eventually((self._folder / "goes on").exists)
 
 
@@ -127,12 +175,54 @@ def test_a_joiner_whose_function_is_slow_to_come_to_shard_stops_nobody(tmp_path:
     drive(job, make_limits(job, 2, min_workers=1, max_worker_losses=1), act)
 
 
+@pytest.mark.long  # the function of a joiner takes 30 s
+def test_a_joiner_whose_function_takes_30_s_to_come_to_shard_lengthens_no_step(tmp_path: Path) -> None:
+    """The data let a step of one worker take about a second. One that waits would take half a minute."""
+    job = replace(a_job(tmp_path), task=TrainFunction(Late(tmp_path, sleeps_s=30.0)))
+    (tmp_path / "goes on").touch()
+
+    def act(driver: Driver, seen: Seen) -> None:
+        os.kill(driver.state.facts[driver.state.members[1]].pid, signal.SIGKILL)
+        eventually(lambda: len((tmp_path / "built").read_text().split()) == 3)
+        first = seen.step
+        seen.wait(lambda s: s.memberships[-1] == {0, 2})
+        meanwhile = [fields["seconds"] for fields in seen.of("step") if fields["step"] > first]
+        assert len(meanwhile) >= 15
+        assert max(meanwhile) < 10
+
+    drive(job, make_limits(job, 2, min_workers=1, max_worker_losses=1), act)
+
+
 def test_a_double_loss_continues_from_the_checkpoint_with_its_registered_state(tmp_path: Path) -> None:
     kills = [(0, 5, "backward"), (1, 5, "backward")]
     outcome = run(2, Witness(tmp_path), kills=kills, save_every=2)
     assert "checkpoint" in {fields["source"] for fields in outcome.of("generation")}
     assert outcome.bits == by_task().bits
     assert len(set((tmp_path / f"average {STEPS}").read_text().splitlines())) == 1
+
+
+class Numbers(Loop):
+    """Writes down the number of each step that a process enters."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def entered(self, session: Session, step: UserStep) -> None:
+        with (self._folder / str(os.getpid())).open("a") as file:
+            file.write(f"{step.number}\n")
+
+
+def test_frames_that_outlive_a_double_loss_continue_behind_the_checkpoint(tmp_path: Path) -> None:
+    kills = [(1, 6, "backward"), (2, 6, "backward")]  # a worker, and the one that has its mirror
+    outcome = run(4, Numbers(tmp_path), kills=kills, save_every=2, steps=8)
+    back = outcome.of("generation")[1]
+    assert back["source"] == "checkpoint"
+    assert back["step"] in (2, 4)
+    entered = [[int(number) for number in file.read_text().split()] for file in tmp_path.iterdir()]
+    continued = [numbers for numbers in entered if numbers[0] == 1 and numbers[-1] == 8]
+    assert continued == [[*range(1, 7), *range(back["step"] + 1, 9)]] * 2
+    assert outcome.bits == by_task(8).bits
 
 
 def test_a_loss_of_all_state_before_the_first_checkpoint_begins_again_at_the_first_step(tmp_path: Path) -> None:
@@ -175,6 +265,68 @@ def test_a_factor_of_the_learning_rate_has_the_bits_that_a_task_has_with_it(tmp_
         found.append((fingerprint(state), rates))
     assert found[0] == found[1]
     assert found[0][0] != by_task().fingerprint
+
+
+class Unscheduled:
+    """A loop without a schedule. It writes down the rates of its groups behind each step."""
+
+    def __init__(self, notes: Path) -> None:
+        self._notes = notes
+
+    def __call__(self, session: Session) -> None:
+        model = session.build(Gpt)
+        optimizer = optimizer_of(model)
+        session.shard(model, optimizer)
+        for step in session.steps():
+            with step:
+                for batch in step.microbatches():
+                    compute(step, model, batch)
+                optimizer.step()
+            with self._notes.open("a") as file:
+                file.write(f"{[group['lr'] for group in optimizer.param_groups]}\n")
+
+
+class Scaled(GptTask):
+    """Has the factors of another run as its schedule."""
+
+    max_grad_norm = None
+
+    def __init__(self, rates: dict[int, float]) -> None:
+        self._rates = rates
+
+    def lr_scale(self, step: int) -> float:
+        return self._rates[step] / 0.01
+
+
+class Halving(Listening):
+    """Sets the factor 0.5 behind step 2, and 1 once a step had the other."""
+
+    set: Callable[[float], None]
+    restored = False
+
+    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        super().__call__(kind, fields)
+        if kind == "step" and fields["step"] == 2:
+            self.set(0.5)
+        if kind == "step" and fields["lr"] == 0.005 and not self.restored:
+            self.restored = True
+            self.set(1.0)
+
+
+def test_a_factor_that_is_set_for_some_steps_leaves_the_numbers_of_the_groups_alone(tmp_path: Path) -> None:
+    notes, steps = tmp_path / "rates", 16
+    job = small_job(f"{tmp_path}/loop", task=TrainFunction(Unscheduled(notes)), steps=steps)
+    listener = Halving()
+    driver = make_driver(job, make_limits(job, 2), listener)
+    listener.set = driver.set_learning_rate
+    state = driver.run()
+    rates = {fields["step"]: fields["lr"] for fields in listener.of("step")}
+    assert [rates[step] for step in (1, 2, steps)] == [0.01] * 3
+    assert 0.005 in rates.values()
+    assert set(notes.read_text().splitlines()) == {"[0.01, 0.003]"}
+    of_task = train(1, task=Scaled(rates), microbatches=MICROBATCHES, steps=steps)
+    assert of_task.fingerprint == fingerprint(state)
+    assert [numbers["lr"] for numbers in of_task.numbers] == list(rates.values())
 
 
 class Plain:

@@ -18,7 +18,7 @@ from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
 from raysharded.errors import InexactError, NonFiniteLoss, TaskError
 from raysharded.ids import WorkerId
-from raysharded.testing import Fault
+from raysharded.testing import Fault, FaultPlan, processes
 from tests.session.loops import MICROBATCHES, Loop, by_task, optimizer_of, run
 from tests.training.harness import Gpt, GptTask, Outcome, Tokens, samples, train
 
@@ -166,6 +166,26 @@ def evaluated_by_task() -> Outcome:
 def test_an_evaluation_in_the_loop_has_the_bits_of_a_tasks(workers: int, kills: list[tuple[int, int, str]]) -> None:
     assert all("evaluation" in numbers for numbers in evaluated_by_task().numbers[1::2])
     assert run(workers, Evaluating(), kills=kills, steps=STEPS).bits == evaluated_by_task().bits
+
+
+def test_the_ledger_of_a_loop_that_evaluates_and_loses_a_worker_agrees(tmp_path: Path) -> None:
+    plan = FaultPlan(faults=(Fault(worker=WorkerId(1), step=2, phase="snapshot"),), folder=str(tmp_path))
+    trainer = rs.ElasticTrainer(
+        train_fn=Evaluating(),
+        data=samples(),
+        batch=rs.BatchConfig(global_batch_size=2 * MICROBATCHES, microbatch_size=2, seed=5),
+        scaling=rs.ScalingConfig(num_workers=(1, 3)),
+        run=rs.RunConfig(name="it", storage_path=str(tmp_path / "runs"), max_steps=STEPS),
+    )
+    trainer.faults = plan
+    result = processes.fit(trainer)
+    assert plan.fired(plan.faults[0])
+    assert result.fingerprint == evaluated_by_task().fingerprint
+    report = result.report()
+    assert report.ok, report.as_dict()
+    assert report.ledger is not None
+    assert report.ledger.steps_checked == STEPS
+    assert (report.ledger.samples_lost, report.ledger.samples_repeated) == (0, 0)
 
 
 class Noting:

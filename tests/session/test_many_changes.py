@@ -67,8 +67,8 @@ def test_fifty_changes_leave_a_survivor_as_it_was(tmp_path: Path) -> None:
 
 
 def test_changes_compile_no_block_again(tmp_path: Path) -> None:
-    steps, engine = APART * 6, rs.EngineConfig(compile=True)
-    run(2, Measuring(tmp_path), engine=engine, faults=changes(6), steps=steps)
+    steps, engine = APART * CHANGES, rs.EngineConfig(compile=True)
+    run(2, Measuring(tmp_path), engine=engine, faults=changes(CHANGES), steps=steps)
     graphs = [int(count) for count in longest(tmp_path, "graphs")]
     assert len(graphs) >= steps - 1
     assert graphs[0] == graphs[-1] > 0

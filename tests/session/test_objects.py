@@ -41,23 +41,41 @@ def older(model: nn.Module) -> int:
 class Counting(Loop):
     """Writes down the identity of its objects, calls of its hooks, and what is alive of older generations."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, calls: int = 1) -> None:
+        """`calls`: how often a block begins for each forward of the model, and the backward behind it."""
         super().__init__()
-        self._folder, self._calls, self._forwards = folder, 0, 0
+        self._folder, self._calls_wanted = folder, calls
+        self._begun = self._calls = self._forwards = self._microbatches = 0
 
     def built(self, model: nn.Module) -> None:
+        self._model = model
+
+        def begin(*_: Any) -> None:
+            self._begun += 1
+
         def count(*_: Any) -> None:
             self._calls += 1
 
         def forward(*_: Any) -> None:
             self._forwards += 1
 
+        model.get_submodule("blocks.0").register_forward_pre_hook(begin)
         model.get_submodule("blocks.0").register_forward_hook(count)
         model.register_forward_hook(forward)
 
+    def entered(self, session: Session, step: UserStep) -> None:
+        self._begun = self._calls = self._forwards = self._microbatches = 0
+
+    def tokens_of(self, step: UserStep, batch: Any) -> torch.Tensor:
+        self._microbatches += 1
+        if self._microbatches == 2:
+            self._note("older in the second microbatch", older(self._model))
+        return super().tokens_of(step, batch)
+
     def computed(self, session: Session, step: UserStep, model: nn.Module) -> None:
         self._note("older", older(model))
-        self._note("calls", self._calls - self._forwards)
+        self._note("calls", self._calls - self._forwards)  # torch ends a recomputation ahead of them
+        self._note("calls", self._begun - self._calls_wanted * self._forwards)
 
     def left(self, session: Session, step: UserStep, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         ids = [*(id(module) for module in model.modules()), id(optimizer), *map(id, optimizer.param_groups)]
@@ -74,10 +92,42 @@ def test_after_a_loss_all_objects_are_the_same_and_none_of_the_generation_before
 ) -> None:
     assert run(3, Counting(tmp_path), kills=[(1, 2, phase), (2, 4, phase)]).bits == by_task().bits
     assert set((tmp_path / "older").read_text().split()) == {"0"}
+    assert set((tmp_path / "older in the second microbatch").read_text().split()) == {"0"}
     assert set((tmp_path / "calls").read_text().split()) == {"0"}  # a hook is called once for each forward
     processes = [file.read_text().split() for file in tmp_path.glob("ids of *")]
     assert max(map(len, processes)) >= STEPS
     assert all(len(set(ids)) == 1 for ids in processes)
+
+
+class Keeping(Counting):
+    """Keeps the errors of its microbatches until step 4."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._kept: list[Exception] = []
+
+    def entered(self, session: Session, step: UserStep) -> None:
+        super().entered(session, step)
+        if step.number == 4:
+            self._kept.clear()
+
+    def computing(self, step: UserStep, model: nn.Module, batch: Any) -> None:
+        try:
+            super().computing(step, model, batch)
+        except Exception as error:  # noqa: BLE001 - as a loop that counts failed microbatches
+            self._kept.append(error)
+
+    def computed(self, session: Session, step: UserStep, model: nn.Module) -> None:
+        self._note("older beside errors" if self._kept else "older", older(model))
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_errors_that_a_loop_keeps_hold_objects_of_their_generation_until_it_drops_them(
+    tmp_path: Path, phase: str
+) -> None:
+    assert run(3, Keeping(tmp_path), kills=[(1, 2, phase)], steps=5).bits == by_task(5).bits
+    assert (tmp_path / "older beside errors").exists()
+    assert set((tmp_path / "older").read_text().split()) == {"0"}
 
 
 def test_survivors_keep_all_objects_when_a_spare_takes_the_lost_place(tmp_path: Path) -> None:

@@ -162,6 +162,17 @@ def test_a_stream_that_ends_before_the_others_ends_the_run_with_the_step_before(
 
 
 @pytest.mark.procs
+@pytest.mark.parametrize(
+    ("make", "is_stream"), [(streams.OfItsProcess, True), (streams.of_its_process, False)], ids=["streams", "reads"]
+)
+def test_microbatches_that_depend_on_the_process_are_found_in_the_first_step(
+    make: Any, is_stream: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(InexactError, match=r"step 1: when microbatch \d was computed a second time, to prove"):
+        run(2, OwnLoop(tmp_path, make, is_stream=is_stream), data=DATA, steps=2)
+
+
+@pytest.mark.procs
 def test_a_session_without_data_says_what_to_give() -> None:
     with pytest.raises(RayshardedError, match=r"the trainer has no data=.*session\.streams\(make\)"):
         run(1, Loop(), data=DATA)

@@ -148,9 +148,25 @@ def calls_backward(*, step: UserStep, model: Any, **_: Any) -> None:
         model(torch.zeros(2, SEQUENCE, dtype=torch.long)).sum().backward()
 
 
+def adds_a_group(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) -> None:
+    if step.number == 3:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def evaluates_on_one(*, session: Session, step: UserStep, model: Any, **_: Any) -> None:
+    """Step 5 is not proven."""
+    if step.number == 4 and session.rank == 1:
+        model.eval()
+
+
 @pytest.mark.parametrize(
     ("loop", "told"),
     [
+        (Acting(outside=adds_a_group), r"step 4: the optimizer has other groups"),
+        (
+            Acting(outside=evaluates_on_one),
+            r"step 5: .*modes.* differ between workers: worker 0 has .*, worker 1 modes\[0\] = ''",
+        ),
         (Acting(outside=freezes), r"step 4: requires_grad of 'norm\.weight' was changed"),
         (Acting(outside=replaces), r"step 4: 'norm\.weight', a parameter of the model or a layer, was replaced"),
         (Acting(replaces_a_layer), r"step 3: 'norm', a parameter of the model or a layer, was replaced"),

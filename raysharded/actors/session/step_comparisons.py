@@ -87,7 +87,7 @@ class StepWatch:
 
     def begin_microbatches(self) -> None:
         """Call ahead of the microbatches. Raises InexactError."""
-        self._refuse_replaced_parameters()
+        self._refuse_replaced()
         if self._steps.parts.optimizer.assigned.is_waiting:
             raise changed_parameters(self._step.number - 1)
         self._note("microbatches")
@@ -133,7 +133,7 @@ class StepWatch:
 
     def commit(self) -> None:
         """Commit the step, at the end of the `with`."""
-        self._refuse_replaced()
+        self._refuse_replaced(self._steps.parts.optimizer.assigned.elsewhere())
         self._steps.parts.modes.take_over()
         self._steps.parts.optimizer.assigned.take()
         if self._updated is not None:
@@ -161,8 +161,11 @@ class StepWatch:
         """Note a call that all workers make alike, with a value that is the same on all."""
         self._registered.calls.append(f"{name} = {value}")
 
-    def _refuse_replaced(self) -> None:
-        """Raise InexactError for what a loop has put in the place of the optimizer's or the model's own objects."""
+    def _refuse_replaced(self, elsewhere: str = "") -> None:
+        """Raise InexactError for what a loop has put in the place of the optimizer's or the model's own objects.
+
+        `elsewhere`: the name of a parameter that is known to have been assigned to.
+        """
         where, parts = f"step {self._step.number}", self._steps.parts
         if not parts.optimizer.built.is_as_built:
             raise InexactError(
@@ -170,11 +173,7 @@ class StepWatch:
                 "load_state_dict() or add_param_group(). A run loads the optimizer's state by itself; change the "
                 "numbers of its groups in place, and build all groups ahead of session.shard."
             )
-        self._refuse_replaced_parameters(parts.optimizer.assigned.elsewhere())
-
-    def _refuse_replaced_parameters(self, elsewhere: str = "") -> None:
-        """`elsewhere`: the name of a parameter that is known to have been assigned to."""
-        known = self._steps.parts.sharded.parameters
+        known = parts.sharded.parameters
         replaced = elsewhere or self._attempts.replaced()
         if replaced:
             raise InexactError(
