@@ -1,8 +1,8 @@
 """Refusal of torch's process groups in a user's loop: its workers change, and sums over them depend on their number.
 
 In a step torch has a default group, through which the workers of the generation communicate. All of torch's functions
-for groups call one of a few functions of its own, which are looked up at each call. So these are exchanged: names that
-a module has imported early, and groups taken from a mesh, are found too. The caller decides: calls of torch and of
+for groups call one of a few internal functions, which they look up at each call. So these are exchanged: names that a
+module has imported early, and groups taken from a mesh, are found too. The caller decides: calls of torch and of
 raysharded pass, and those of other threads.
 """
 
