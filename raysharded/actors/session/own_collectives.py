@@ -26,6 +26,7 @@ _PLACES: tuple[tuple[Any, str], ...] = (
     (distributed_c10d, "_rank_not_in_group"),
     (_functional_collectives, "_resolve_group"),
 )
+"""Some torch may lack one: what it has is exchanged."""
 _OF_GROUPS = tuple(
     f"torch.distributed.{name}" for name in ("distributed_c10d", "_functional_collectives", "nn.functional")
 )
@@ -58,8 +59,8 @@ def refuse_groups() -> None:
     """From now on let a use of torch's process groups by the calling thread raise TaskError with its line."""
     _thread.is_watched = True
     for module, name in _PLACES:
-        function = getattr(module, name)
-        if not hasattr(function, "refuses_loops"):
+        function = getattr(module, name, None)
+        if function is not None and not hasattr(function, "refuses_loops"):
             setattr(module, name, _refusing(function))
 
 
