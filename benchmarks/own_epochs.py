@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch.utils.data import default_collate
 
 from benchmarks.epochs import Order, arguments, order_of, serve
+from raysharded.actors.step.collation import joined
 from raysharded.config import BatchConfig
 from raysharded.data import MicrobatchLoader, TokenDataset
 
@@ -42,7 +42,7 @@ class OwnEpoch:
     def __iter__(self) -> Iterator[Any]:
         for step in self._steps:
             self._loader.plan([(step, self._rank), (step + 1, self._rank)])
-            yield default_collate(self._loader.load(step, self._rank).samples)
+            yield joined(self._loader.load(step, self._rank).samples)
 
 
 def main() -> None:

@@ -178,6 +178,15 @@ class TokenDataset:
             position = stop
         return sample
 
+    def read_rows(self, indexes: Sequence[int]) -> npt.NDArray[np.int64] | None:
+        """These samples as the rows of one array; None if each is to be read by itself."""
+        source = self._reader
+        if not isinstance(source, StoreSource) or type(self) is not TokenDataset:
+            return None
+        if not all(0 <= index < source.num_samples for index in indexes):
+            return None
+        return source.read_rows(indexes)
+
     @property
     def num_read_ahead(self) -> int:
         """Number of samples that `read_ahead` is worth; 0: it does nothing."""

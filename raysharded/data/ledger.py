@@ -143,6 +143,15 @@ class ReadRecorder:
             self._ids.append(int(index))
         return sample
 
+    def read_rows(self, indexes: Sequence[int]) -> npt.NDArray[np.int64] | None:
+        """The dataset's `read_rows`; None for one without it."""
+        read = getattr(self._dataset, "read_rows", None)
+        rows: npt.NDArray[np.int64] | None = None if read is None else read(indexes)
+        if rows is not None:
+            with self._lock:
+                self._ids += indexes
+        return rows
+
     @property
     def ids(self) -> Int64s:
         """The indexes read so far, in the order in which the reads ended."""

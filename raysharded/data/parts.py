@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from raysharded.data.dataset import Dataset
+from raysharded.data.dataset import Dataset, TokenDataset
 from raysharded.data.order import Int64s, sample_ids
 from raysharded.errors import ConfigError, DataError
 
@@ -125,6 +126,13 @@ class DatasetPart:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} in {self!r}")
         return self.dataset[int(self.ids(np.asarray([index]))[0])]
+
+    def read_rows(self, indexes: Sequence[int]) -> npt.NDArray[np.int64] | None:
+        """These samples of the part, as `TokenDataset.read_rows`; None for other datasets."""
+        dataset, length = self.dataset, len(self)
+        if not isinstance(dataset, TokenDataset) or not all(0 <= index < length for index in indexes):
+            return None
+        return dataset.read_rows(self.ids(np.asarray(indexes, dtype=np.int64)).tolist())
 
     def ids(self, indexes: npt.NDArray[np.int64]) -> Int64s:
         """The ids of the part's samples in the dataset; same shape."""

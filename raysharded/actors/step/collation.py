@@ -23,7 +23,7 @@ from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.task_calls.task_errors import task_error
 from raysharded.data import Microbatch
 from raysharded.data.access import generators
-from raysharded.data.access.collation import Batch, Collation, copies_of, seed_of
+from raysharded.data.access.collation import Batch, Collation, Rows, copies_of, seed_of
 from raysharded.data.access.repeat_check import differ
 from raysharded.errors import TaskError, is_ctrl_c, text_of, user_traceback
 from raysharded.task import Task
@@ -99,11 +99,11 @@ class AheadOfUse:
         if not is_torchs and (microbatch.batch is None or microbatch.samples):  # it is compared with that of the task
             return microbatch
         if not accelerator().has(self._device):
-            batch = Batch(default_collate(list(microbatch.samples))) if is_torchs else microbatch.batch
+            batch = Batch(joined(microbatch.samples)) if is_torchs else microbatch.batch
             return replace(microbatch, samples=[], batch=batch)
         stream = self._stream()
         with accelerator().on(stream):  # samples may lie on the accelerator
-            value = default_collate(list(microbatch.samples)) if is_torchs else microbatch.batch.value
+            value = joined(microbatch.samples) if is_torchs else microbatch.batch.value
             return replace(microbatch, samples=[], batch=Copied(value, self._device, stream))
 
     def _stream(self) -> Stream:
@@ -113,6 +113,11 @@ class AheadOfUse:
             own.stream = accelerator().new_stream(self._device)
         found: Stream = own.stream
         return found
+
+
+def joined(samples: Sequence[Any]) -> Any:
+    """The batch by `default_collate`. It may lie in the samples' memory: they are not used after it."""
+    return torch.from_numpy(samples.array) if isinstance(samples, Rows) else default_collate(list(samples))
 
 
 class Copied:

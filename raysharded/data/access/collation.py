@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy.typing as npt
+
 from raysharded.data.access import generators
 from raysharded.ids import derive_seed
 
@@ -33,6 +35,17 @@ class Batch:
     """Collated samples."""
 
     value: Any
+
+
+class Rows(list[Any]):
+    """Samples that are the rows of one array, which nothing else refers to."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        super().__init__(array)
+        self.array = array
+
+    def __reduce__(self) -> tuple[type[Rows], tuple[npt.NDArray[Any]]]:
+        return Rows, (self.array,)
 
 
 class Collation:

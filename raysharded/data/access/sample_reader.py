@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from raysharded.data.access import generators
-from raysharded.data.access.collation import Batch, Wish
+from raysharded.data.access.collation import Batch, Rows, Wish
 from raysharded.data.access.read_errors import explaining, read_again, task_error
 from raysharded.data.access.repeat_check import differ
 from raysharded.data.ledger import ReadRecorder
@@ -235,7 +235,7 @@ class DatasetReader:
         dataset = self._weighted(weights)
         with self.lock:
             if self._draws is None:
-                return self._read(dataset, ids, where)
+                return self._read_rows(dataset, ids, where) or self._read(dataset, ids, where)
             with self._kept():
                 return self._read_settled(dataset, ids, where, number, self._draws)
 
@@ -299,6 +299,12 @@ class DatasetReader:
     def _kept(self) -> contextlib.AbstractContextManager[None]:
         return generators.kept() if self._draws is not None and self._draws.puts_back else contextlib.nullcontext()
 
+    def _read_rows(self, dataset: Dataset, ids: Sequence[int], where: str) -> Reads | None:
+        """The samples of data that give them as the rows of one array; None for other data."""
+        recorder = ReadRecorder(dataset)
+        rows = self._attempt(lambda: recorder.read_rows(ids), where, ids)
+        return None if rows is None else Reads(Rows(rows), recorder.ids.tolist())
+
     def _read(self, dataset: Dataset, ids: Sequence[int], where: str) -> Reads:
         recorder = ReadRecorder(dataset)
         return Reads([self._sample(recorder, index, where) for index in ids], recorder.ids.tolist())
@@ -358,11 +364,15 @@ class DatasetReader:
         )
 
     def _sample(self, dataset: Dataset, index: int, where: str) -> Any:  # the user's dataset may return anything
+        self._note(index)
+        return self._attempt(lambda: dataset[index], where, index)
+
+    def _attempt(self, read: Callable[[], Any], where: str, index: int | Sequence[int]) -> Any:
+        """The result of a read of a sample, or of several."""
         if self._closing.is_set():
             raise RuntimeError("this loader is closed")
-        self._note(index)
         try:
-            return read_again(lambda: dataset[index], lambda: f"{self.name}[{index}] {where}")
+            return read_again(read, lambda: f"{self.name}[{index}] {where}")
         except RayshardedError:
             raise
         except BaseException as error:  # the boundary to the user's code, which may call sys.exit()

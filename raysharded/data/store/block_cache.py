@@ -46,21 +46,33 @@ class BlockCache:
 
     def get(self, number: int) -> Bytes:
         """The block, read now if it is not there; after `close` in the caller's thread. Raises what `read` raises."""
+        return self.get_all([number])[number]
+
+    def get_all(self, numbers: Iterable[int]) -> dict[int, Bytes]:
+        """These blocks, as `get`; those that are not there are read at once."""
+        found: dict[int, Bytes] = {}
+        futures: dict[int, Future[Bytes] | None] = {}
         with self._lock:
-            found = self._taken(number)
-            future = None
-            if found is None and (number in self._in_flight or not self._closed):
-                future = self._begin(number)
+            for number in numbers:
+                if number in found or number in futures:
+                    continue
+                block = self._taken(number)
+                if block is not None:
+                    found[number] = block
+                else:
+                    begins = number in self._in_flight or not self._closed
+                    futures[number] = self._begin(number) if begins else None
             self._pump()
-        if found is not None:
+        if not futures:
             return found
-        if future is None:
-            return self._read(number)
-        block = future.result()
+        for number, future in futures.items():
+            found[number] = self._read(number) if future is None else future.result()
         with self._lock:
-            self._taken(number)  # unless others pushed it out meanwhile
+            for number, future in futures.items():
+                if future is not None:
+                    self._taken(number)  # unless others pushed it out meanwhile
             self._pump()
-        return block
+        return found
 
     def expect(self, numbers: Iterable[int]) -> None:
         """These blocks will be used next, in this order, after those that were expected before."""
