@@ -65,6 +65,12 @@ def digest(step: int, positions: npt.ArrayLike, ids: npt.ArrayLike) -> Digest:
     return int(low[0]), int(high[0])
 
 
+def digests(steps: Int64s, positions: Int64s, ids: Int64s) -> list[Digest]:
+    """The `digest` of each row, at once; steps [S], positions and ids [S, R]."""
+    low, high = _digests(steps, positions, ids)
+    return list(zip(low.tolist(), high.tolist(), strict=True))
+
+
 def digest_of_reads(step: int, positions: Int64s, ids_read: Int64s) -> Digest:
     """The digest of reads in the order in which they happened: the i-th read counts for `positions[i]`.
 

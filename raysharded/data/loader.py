@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from raysharded.config import BatchConfig
-from raysharded.data.access.collation import Batch, Collation, Wish
+from raysharded.data.access.collation import Collation, Wish
 from raysharded.data.access.prefetch import Prefetcher, num_ahead
 from raysharded.data.access.reader_process import CollatingReader
-from raysharded.data.access.sample_reader import DatasetReader, Reader
-from raysharded.data.ledger import Digest, ReadRecorder, digest_of_reads
+from raysharded.data.access.sample_reader import DatasetReader, Reader, Reads
+from raysharded.data.ledger import Digest, ReadRecorder, digest_of_reads, digests
 from raysharded.data.order import NO_BLOCKS, Blocks, Int64s, positions_of_microbatch, sample_ids
 from raysharded.errors import DataError
 from raysharded.ids import derive_seed
@@ -67,14 +67,14 @@ class Microbatch:
     ) -> Microbatch:
         """A microbatch with the digest of everything that `recorder` saw, so that a loader reports what it did."""
         positions = positions_of_microbatch(step, index, batch.global_batch_size, batch.microbatch_size, skipped)
-        return _proved(step, index, samples, recorder.ids, positions)
+        ids = recorder.ids
+        return _microbatch(step, index, Reads(samples, ids.tolist()), ids, digest_of_reads(step, positions, ids))
 
 
-def _proved(
-    step: int, index: int, samples: list[Any], ids: Int64s, positions: Int64s, batch: Batch | None = None
-) -> Microbatch:
-    proof = digest_of_reads(step, positions, ids)
-    return Microbatch(step=step, index=index, ids=ids, samples=samples, digest=proof, num_reads=len(ids), batch=batch)
+def _microbatch(step: int, index: int, reads: Reads, ids: Int64s, proof: Digest) -> Microbatch:
+    return Microbatch(
+        step=step, index=index, ids=ids, samples=reads.samples, digest=proof, num_reads=len(ids), batch=reads.batch
+    )
 
 
 class Loader(Protocol):
@@ -151,7 +151,7 @@ class MicrobatchLoader:
         self._ranges: Prefetcher[tuple[int, int], list[Any]] | None = None
         if prefetch:
             self._ranges = Prefetcher(lambda range_: self._read_range(*range_))
-        self._upcoming = _Upcoming(self._reader, batch.microbatch_size, self._ids_of)
+        self._upcoming = _Upcoming(self._reader, batch.microbatch_size, self._reads_of)
 
     @property
     def num_samples(self) -> int:
@@ -245,13 +245,13 @@ class MicrobatchLoader:
             if prefetcher is not None:
                 prefetcher.close()
 
-    def _ids_of(self, steps: range, microbatches: Sequence[int]) -> Int64s:
-        """The ids that these microbatches of these steps read, in this order."""
+    def _reads_of(self, steps: range, microbatches: Sequence[int]) -> tuple[Int64s, Int64s]:
+        """Positions and ids that these microbatches of these steps read, in this order."""
         size = self._batch.microbatch_size
         within = np.concatenate([np.arange(index * size, (index + 1) * size) for index in microbatches])
         firsts = [(step - 1) * self._batch.global_batch_size + skipped_before(self._skips, step) for step in steps]
         positions = (np.asarray(firsts, dtype=np.int64)[:, None] + within).reshape(-1)
-        return sample_ids(self._batch.seed, positions, self.num_samples, self._order, self._blocks)
+        return positions, sample_ids(self._batch.seed, positions, self.num_samples, self._order, self._blocks)
 
     def _read_ahead(self, place: _Place) -> Microbatch:
         wish = None if self.collation is None else self.collation.wish(place[0], place[1])
@@ -263,29 +263,37 @@ class MicrobatchLoader:
     def _read(self, place: _Place, wish: Wish | None = None) -> Microbatch:
         step, index, skipped, order, blocks, weights = place
         batch = self._batch
-        positions = positions_of_microbatch(step, index, batch.global_batch_size, batch.microbatch_size, skipped)
-        known = self._upcoming.ids(step, index) if place == self._place((step, index)) else None
-        ids = sample_ids(batch.seed, positions, self.num_samples, order, blocks) if known is None else known
+
+        def positions() -> Int64s:
+            return positions_of_microbatch(step, index, batch.global_batch_size, batch.microbatch_size, skipped)
+
+        known = self._upcoming.find(step, index) if place == self._place((step, index)) else None
+        ids = sample_ids(batch.seed, positions(), self.num_samples, order, blocks) if known is None else known[0]
         number = derive_seed(batch.seed, "samples", step, index)
-        where = f"in step {step}, microbatch {index}"
-        reads = self._reader.read_samples(ids.tolist(), where, number, weights, wish)
-        return _proved(step, index, reads.samples, np.asarray(reads.ids, dtype=np.int64), positions, reads.batch)
+        wanted = ids.tolist()
+        reads = self._reader.read_samples(wanted, f"in step {step}, microbatch {index}", number, weights, wish)
+        if known is not None and reads.ids == wanted:
+            return _microbatch(step, index, reads, ids, known[1])
+        ids = np.asarray(reads.ids, dtype=np.int64)
+        return _microbatch(step, index, reads, ids, digest_of_reads(step, positions(), ids))
 
 
 class _Upcoming:
-    """Ids of the samples that a worker reads next, computed for many steps at once, and announced to a dataset that
-    reads ahead.
+    """Ids of the samples that a worker reads next, with the digests of their reads, computed for many steps at once,
+    and announced to a dataset that reads ahead.
 
     The order is known exactly, and a worker's microbatches are the same in every step of a generation.
     """
 
-    def __init__(self, reader: Reader, size: int, ids_of: Callable[[range, Sequence[int]], Int64s]) -> None:
-        """`size`: samples per microbatch."""
-        self._reader, self._size, self._ids_of = reader, size, ids_of
+    def __init__(
+        self, reader: Reader, size: int, reads_of: Callable[[range, Sequence[int]], tuple[Int64s, Int64s]]
+    ) -> None:
+        """`size`: samples per microbatch. `reads_of`: positions and ids of microbatches of steps."""
+        self._reader, self._size, self._reads_of = reader, size, reads_of
         self._num_ahead: int | None = None
         self._weights: WeightChanges = ()
-        self._computed: tuple[list[int], tuple[tuple[range, Int64s], ...]] = ([], ())
-        """Microbatches, and for parts of consecutive steps their ids, [steps, microbatches, size]."""
+        self._computed: tuple[list[int], tuple[tuple[range, Int64s, list[Digest]], ...]] = ([], ())
+        """Microbatches, and for parts of consecutive steps their ids, [steps * microbatches, size], and digests."""
 
     def restart(self, weights: WeightChanges) -> None:
         """The order is another one from now on, and a mixture has these changed weights."""
@@ -307,17 +315,19 @@ class _Upcoming:
         num_steps = max(self._num_ahead, _LEAST_IDS) // (self._size * len(microbatches)) + 1
         if next_step - step <= num_steps // 2:
             steps = range(next_step, step + num_steps)
-            ids = self._ids_of(steps, microbatches)
+            positions, ids = self._reads_of(steps, microbatches)
             if self._num_ahead:
                 self._reader.read_ahead(ids, anew=not parts, weights=self._weights)
-            parts = (*parts, (steps, ids.reshape(len(steps), len(microbatches), self._size)))
+            positions, ids = positions.reshape(-1, self._size), ids.reshape(-1, self._size)
+            of_rows = np.repeat(np.asarray(steps, dtype=np.int64), len(microbatches))
+            parts = (*parts, (steps, ids, digests(of_rows, positions, ids)))
         self._computed = microbatches, parts
 
-    def ids(self, step: int, microbatch: int) -> Int64s | None:
-        """The ids of a microbatch, if they were computed. Any thread."""
+    def find(self, step: int, microbatch: int) -> tuple[Int64s, Digest] | None:
+        """The ids of a microbatch and the digest of reading them once, if they were computed. Any thread."""
         microbatches, parts = self._computed
-        for steps, ids in parts:
+        for steps, ids, proofs in parts:
             if step in steps and microbatch in microbatches:
-                found: Int64s = ids[step - steps.start, microbatches.index(microbatch)]
-                return found
+                row = (step - steps.start) * len(microbatches) + microbatches.index(microbatch)
+                return ids[row], proofs[row]
         return None
