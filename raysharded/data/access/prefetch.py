@@ -40,13 +40,17 @@ class Prefetcher(Generic[Key, Value]):
         self._in_flight: set[Key] = set()
         self._planned: frozenset[Key] = frozenset()
         self._closed = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        """Of the threads: there may be a key to read."""
+        self._done = threading.Condition(self._lock)
+        """Of those that take: an outcome is there."""
         self._threads: list[threading.Thread] = []
 
     def plan(self, keys: Iterable[Key]) -> None:
         """Read these keys next, in this order, instead of earlier planned keys that are not among them."""
         ordered = list(dict.fromkeys(keys))
-        with self._changed:
+        with self._lock:
             self._planned = frozenset(ordered)
             self._ready = {key: outcome for key, outcome in self._ready.items() if key in self._planned}
             self._queue = deque(key for key in ordered if key not in self._ready and key not in self._in_flight)
@@ -54,28 +58,30 @@ class Prefetcher(Generic[Key, Value]):
                 for _ in range(self._num_threads):
                     self._threads.append(threading.Thread(target=self._run, name="raysharded-prefetch", daemon=True))
                     self._threads[-1].start()
-            self._changed.notify_all()
+            self._begin()
 
     def take(self, key: Key) -> Outcome[Value] | None:
         """The outcome of reading `key`, after waiting for a read in progress; None if it is not being read.
 
         The caller then reads it.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: key in self._ready or key not in self._in_flight or self._closed)
+        with self._lock:
+            while key not in self._ready and key in self._in_flight and not self._closed:
+                self._done.wait()
             outcome = self._ready.pop(key, None)
             if outcome is None and key in self._queue:
                 self._queue.remove(key)
-            self._changed.notify_all()
+            self._begin()
             return outcome
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the threads. Waits for the reads in progress, but no longer than `timeout_s`."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._queue.clear()
             self._ready.clear()
-            self._changed.notify_all()
+            self._work.notify_all()
+            self._done.notify_all()
             threads = list(self._threads)
         until = time.monotonic() + timeout_s
         for thread in threads:
@@ -85,24 +91,29 @@ class Prefetcher(Generic[Key, Value]):
     def _run(self) -> None:
         while (key := self._next()) is not None:
             outcome = self._attempt(key)
-            with self._changed:
+            with self._lock:
                 self._in_flight.discard(key)
                 if key in self._planned and not self._closed:
                     self._ready[key] = outcome
-                self._changed.notify_all()
+                self._done.notify_all()
 
     def _next(self) -> Key | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or (self._queue and self._num_held < self._depth))
+        with self._lock:
+            while not self._closed and not self._may_begin():
+                self._work.wait()
             if self._closed:
                 return None
             key = self._queue.popleft()
             self._in_flight.add(key)
             return key
 
-    @property
-    def _num_held(self) -> int:
-        return len(self._ready) + len(self._in_flight)
+    def _may_begin(self) -> bool:
+        return bool(self._queue) and len(self._ready) + len(self._in_flight) < self._depth
+
+    def _begin(self) -> None:
+        """Wake the threads if there is a key for them. With the lock."""
+        if self._may_begin():
+            self._work.notify_all()
 
     def _attempt(self, key: Key) -> Outcome[Value]:
         try:
