@@ -22,6 +22,7 @@ from raysharded.data import MicrobatchLoader, TokenDataset, sample_ids
 from raysharded.data.convert import convert
 from raysharded.data.order import WINDOW_BLOCKS, Blocks
 from raysharded.data.pack import Layout, pack
+from raysharded.data.parts import DatasetPart, split
 from raysharded.data.store import find
 from raysharded.data.store.block_cache import BlockCache
 from raysharded.data.store.disk_cache import DiskCache
@@ -99,6 +100,30 @@ def test_samples_are_slices_of_the_stream_across_shards_and_blocks(
         assert np.array_equal(sample, tokens[index * seq_len : index * seq_len + seq_len + 1])
     copy = pickle.loads(pickle.dumps(dataset))
     assert np.array_equal(copy[1], dataset[1])
+    whole_and_parts: list[TokenDataset | DatasetPart] = [dataset, *split(dataset)]
+    for data in whole_and_parts:
+        some = [len(data) - 1, 0, len(data) // 3, 0, *range(len(data) // 2)][:70]  # more than are read at once
+        rows = data.read_rows(some)
+        assert rows is not None
+        assert np.array_equal(rows, [data[index] for index in some])
+        assert data.read_rows([0, len(data)]) is None, "the read of the single sample explains it"
+
+
+class Shifted(TokenDataset):
+    """Other samples than those of the store."""
+
+    def __getitem__(self, index: int, /) -> npt.NDArray[np.int64]:
+        return super().__getitem__(index) + 1
+
+
+def test_samples_of_a_derived_class_are_its_own(tmp_path: Path) -> None:
+    folder = _written(tmp_path / "store", _tokens(10_000))
+    batch = BatchConfig(global_batch_size=8, microbatch_size=4, seed=1)
+    derived, plain = (MicrobatchLoader(kind(folder, seq_len=100), batch) for kind in (Shifted, TokenDataset))
+    for step in (1, 2):
+        found, stored = derived.load(step, 1), plain.load(step, 1)
+        assert np.array_equal(found.samples, np.asarray(stored.samples) + 1)
+        assert found.digest == stored.digest
 
 
 def test_several_stores_are_one_stream_in_the_order_of_the_paths(tmp_path: Path) -> None:

@@ -116,6 +116,34 @@ def test_another_range_than_the_requested_one_is_not_taken(faulty_s3: FaultyS3, 
     assert injected.fired == storage.retries == 1
 
 
+def test_an_answer_without_a_length_is_received_by_the_client(faulty_s3: FaultyS3, storage: Storage) -> None:
+    def chunked(_: Request, reply: Reply) -> Reply:
+        head = [(name, value) for name, value in reply.head if name.lower() != "content-length"]
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(reply.body), reply.body)
+        return Reply(status=reply.status, head=[*head, ("Transfer-Encoding", "chunked")], body=body)
+
+    injected = faulty_s3.proxy.inject(Change(chunked), on="GetObject", times=1)
+    before = faulty_s3.proxy.count("GetObject")
+    assert storage.read("a", 5, 500) == DATA[5:505]
+    assert (injected.fired, storage.retries) == (1, 0)
+    assert faulty_s3.proxy.count("GetObject") == before + 2
+
+
+@pytest.mark.parametrize("kept_s", [60.0, 0.0])
+def test_a_request_is_signed_once_in_a_minute_for_all_ranges(
+    faulty_s3: FaultyS3, storage: Storage, monkeypatch: pytest.MonkeyPatch, kept_s: float
+) -> None:
+    monkeypatch.setattr(ranged_reads, "_SIGNED_S", kept_s)
+    signed: list[object] = []
+    events = open_bucket(faulty_s3.url).connection.client.meta.events
+    events.register_last("request-created.s3.GetObject", lambda request, **_: signed.append(request.headers["Range"]))
+    storage.read("a", 0, 1)  # the client may have signed the object before
+    signed.clear()
+    for start in range(10, 20):
+        assert storage.read("a", start, 3) == DATA[start : start + 3]
+    assert signed == ([] if kept_s else [None] * 10)
+
+
 def test_the_oldest_requests_are_forgotten(
     faulty_s3: FaultyS3, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from raysharded.data.store.layout import Bytes
 class BlockCache:
     """Blocks by number. Any thread may call it.
 
-    Memory: `limit_bytes`, and in addition one block for each thread of `num_readers`.
+    Memory: `limit_bytes`, and in addition one block for each thread of `num_readers`, and what `get_all` returns.
     """
 
     def __init__(self, read: Callable[[int], Bytes], *, limit_bytes: int, ahead_bytes: int, num_readers: int) -> None:

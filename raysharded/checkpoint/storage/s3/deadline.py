@@ -123,19 +123,20 @@ class _Watched:
 
     def _new_conn(self) -> socket.socket:
         sock: socket.socket = super()._new_conn()  # type: ignore[misc]  # of botocore's class beside this one
-        _watch(sock)
+        watch(sock)
         return sock
 
     def connect(self) -> None:
         super().connect()  # type: ignore[misc]
-        _watch(self.sock)
+        watch(self.sock)
 
     def request(self, *args: Any, **named: Any) -> None:
-        _watch(self.sock)
+        watch(self.sock)
         super().request(*args, **named)  # type: ignore[misc]
 
 
-def _watch(sock: socket.socket | None) -> None:
+def watch(sock: socket.socket | None) -> None:
+    """Have this thread's deadline, if there is one, end the use of the socket."""
     deadline: Deadline | None = getattr(_mine, "deadline", None)
     if deadline is not None and sock is not None:
         _watchdog.watch(deadline, sock)

@@ -17,6 +17,7 @@ from typing import Any, Self
 from botocore.exceptions import ClientError
 
 from raysharded.checkpoint.storage.s3.bucket import Bucket, crc32, length_of
+from raysharded.checkpoint.storage.s3.direct_get import Body
 from raysharded.checkpoint.storage.s3.errors import status_of
 from raysharded.errors import StorageError
 
@@ -149,6 +150,15 @@ def _answer(get: Callable[[], dict[str, Any]], start: int, size: int) -> _Answer
         raise
 
 
+def _received(stream: Any, out: memoryview) -> int:
+    """Number of bytes that were taken off the connection into `out`; 0 at the end."""
+    if isinstance(stream, Body):
+        return stream.readinto1(out)
+    data = stream.read1(len(out))  # of urllib3: its `readinto` would wait until all of `out` is full
+    out[: len(data)] = data
+    return len(data)
+
+
 class _Answer:
     """Answer to a ranged GET: the `length` requested bytes, of `total`. Raises ConnectionError for anything else.
 
@@ -187,15 +197,14 @@ class _Answer:
         """Fill the beginning of the `outs` with the `length` bytes of the body."""
         deadline = time.monotonic() + timeout_s
         rest = self.length
-        with self._answer["Body"] as stream:  # urllib3's: boto3's own `readinto` would wait for a full slice
+        with self._answer["Body"] as stream:
             for out in outs:
                 at = 0
                 while at < len(out) and rest:
-                    data = stream.read1(min(len(out) - at, rest, _SLICE_BYTES))
-                    if not data:
+                    count = _received(stream, out[at : at + min(rest, _SLICE_BYTES)])
+                    if not count:
                         raise ConnectionError(f"the body ended {rest} bytes early, of {self.length}")
-                    out[at : at + len(data)] = data
-                    at, rest = at + len(data), rest - len(data)
+                    at, rest = at + count, rest - count
                     if rest and time.monotonic() > deadline:
                         raise TimeoutError(f"{rest} of {self.length} bytes had not come after {timeout_s:g} s")
         self._complete = True
