@@ -42,9 +42,9 @@ class Prefetcher(Generic[Key, Value]):
         self._closed = False
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
-        """Of the threads: there may be a key to read."""
+        """Notified when there may be a key to read."""
         self._done = threading.Condition(self._lock)
-        """Of those that take: an outcome is there."""
+        """Notified when an outcome is there."""
         self._threads: list[threading.Thread] = []
 
     def plan(self, keys: Iterable[Key]) -> None:

@@ -187,8 +187,7 @@ class DatasetReader:
         self.lock = lock or threading.Lock()
         """Held by the thread that reads the dataset."""
         self._dataset, self._draws, self._note = dataset, draws, note
-        self._closing = threading.Event()
-        self._weighing = threading.Lock()
+        self._closing, self._weighing = threading.Event(), threading.Lock()
         self._changed: tuple[WeightChanges, Dataset] | None = None
         """Changed weights, and the mixture with them."""
         self._moves = 0
