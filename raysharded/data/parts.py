@@ -130,7 +130,9 @@ class DatasetPart:
     def read_rows(self, indexes: Sequence[int]) -> npt.NDArray[np.int64] | None:
         """These samples of the part, as `TokenDataset.read_rows`; None for other datasets."""
         dataset, length = self.dataset, len(self)
-        if not isinstance(dataset, TokenDataset) or not all(0 <= index < length for index in indexes):
+        if type(self) is not DatasetPart or not isinstance(dataset, TokenDataset):
+            return None
+        if not all(0 <= index < length for index in indexes):
             return None
         return dataset.read_rows(self.ids(np.asarray(indexes, dtype=np.int64)).tolist())
 

@@ -80,11 +80,8 @@ class DirectGet:
     def __init__(self, session: Any, url: str, headers: Mapping[str, str | bytes]) -> None:
         """`session`: botocore's, of the client. `headers`: those before the last one, with `Host`."""
         self._pool = session._get_connection_manager(url).connection_from_url(url)  # no public way, as in `deadline`
-        lines = [
-            f"GET {session._get_request_target(url, None)} HTTP/1.1".encode("latin-1"),
-            b"Accept-Encoding: identity",
-        ]
-        for name, value in headers.items():
+        lines = [f"GET {session._get_request_target(url, None)} HTTP/1.1".encode("latin-1")]
+        for name, value in {"Accept-Encoding": "identity", **headers}.items():
             lines.append(name.encode() + b": " + (value if isinstance(value, bytes) else value.encode("latin-1")))
         self._head = b"\r\n".join(lines) + b"\r\n"
 
