@@ -12,7 +12,7 @@ from raysharded.cli.diagnostics import Finding
 
 EXTRAS: dict[str, tuple[str, str]] = {
     "jobs": ("aiohttp_cors", "`ray job submit`, the dashboard"),
-    "s3": ("s3fs", "training data at s3://"),
+    "s3": ("s3fs", "fsspec+s3:// URLs, `raysharded data pack --layout parquet` to s3://"),
     "tokenizers": ("tokenizers", "`raysharded data pack --tokenizer`"),
     "huggingface": ("transformers", "models of `from_pretrained`, examples/finetune_hf.py"),
     "tensorboard": ("tensorboard", "raysharded.metrics.TensorBoard"),

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from raysharded.data.ledger import LedgerReport
-from raysharded.data.mixtures.schedule import ENDLESS, Counted, Part, Schedule, position_of
+from raysharded.data.mixtures.schedule import ENDLESS, Counted, Ended, Part, Schedule, position_of
 from raysharded.errors import StorageError
 from raysharded.journal.log import read
 from raysharded.overrides import Decisions, decided, skipped_before
@@ -49,7 +49,7 @@ class SourceRead:
     read: int
     """Samples that were read, over all epochs."""
     wanted: float
-    """The number by the weights that held."""
+    """The number by the weights that held; a source at its limit has none."""
     skipped: int
     epochs: tuple[EpochRead, ...]
     """The newest ones, oldest first."""
@@ -191,8 +191,8 @@ def sources_read(
         counted: Counted = _Alone()
     else:
         sizes = {str(part[0]): int(part[1]) for part in mixture["parts"]}
-        weights = weights_of(mixture, decisions)
-        counted = schedule_of(mixture, weights)
+        schedule = schedule_of(mixture, weights_of(mixture, decisions))
+        weights, counted = _as_held(weights_of(mixture, decisions), schedule.ended), schedule
     passed = [(one.first_position, one.first_position + one.samples) for one in skipped]
     borders = [0, *(border for pair in passed for border in pair), end]
     starts = [(step - 1) * batch + skipped_before(decisions.skips, step) for step in unproven if step <= last_step]
@@ -231,6 +231,18 @@ def schedule_of(mixture: Mapping[str, Any], weights: Sequence[tuple[int, Mapping
 
 def _sum(counted: Counted, ranges: Sequence[tuple[int, int]], name: str) -> int:
     return sum(counted.counts(stop)[name] - counted.counts(first)[name] for first, stop in ranges)
+
+
+def _as_held(
+    weights: Sequence[tuple[int, Mapping[str, float]]], ended: Sequence[Ended]
+) -> list[tuple[int, dict[str, float]]]:
+    """The weights without the sources that had reached their limits: the others keep their proportions."""
+    found = []
+    for start in sorted({*(start for start, _ in weights), *(one.position for one in ended)}):
+        given = next(given for begin, given in reversed(weights) if begin <= start)
+        gone = {one.name for one in ended if one.position <= start}
+        found.append((start, {name: weight for name, weight in given.items() if name not in gone}))
+    return found
 
 
 def _wanted(weights: Sequence[tuple[int, Mapping[str, float]]], first: int, stop: int, name: str) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import sys
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
@@ -122,6 +124,64 @@ def test_a_place_far_away_costs_what_the_first_does() -> None:
     assert len(schedule._starts) == 1
 
 
+def _cost(schedule: Schedule, first: int) -> tuple[int, int]:
+    """(calls of Python functions, bytes of memory at most) for the samples of 1,000 positions."""
+    positions, calls = first + np.arange(1000), [0]
+    schedule.at(positions)  # what a first call sets up
+
+    def count(_frame: object, event: str, _arg: object) -> None:
+        calls[0] += event == "call"
+
+    sys.setprofile(count)
+    try:
+        schedule.at(positions)
+    finally:
+        sys.setprofile(None)
+    tracemalloc.start()
+    try:
+        schedule.at(positions)
+        return calls[0], tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("changes", [1, 1000])
+def test_a_thousand_positions_far_away_take_no_more_calls_and_no_more_memory_than_the_first(changes: int) -> None:
+    parts = [Part(name=f"{number}", num_samples=10**10 + number, samples_per_block=32) for number in range(5)]
+    weights = [
+        (100_000 * change, {part.name: 1 + (number + change) % 5 for number, part in enumerate(parts)})
+        for change in range(changes)
+    ]
+    schedule = Schedule(parts, weights, seed=0, reweight=False)
+    near, far = (_cost(schedule, first) for first in (0, 10**12))
+    assert near[0] > 50
+    assert far[0] <= 1.2 * near[0], "a sample outside of a permutation's cells is drawn again"
+    assert far[1] <= 1.2 * near[1]
+
+
+@pytest.mark.parametrize("limit", [10**3, 10**6, 10**12])
+def test_limits_and_places_are_found_in_as_many_steps_as_the_number_of_positions_has_bits(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    plain = Pattern.counts
+
+    def counts(pattern: Pattern, length: int) -> list[int]:
+        counted.append(length)
+        return plain(pattern, length)
+
+    monkeypatch.setattr(Pattern, "counts", counts)
+    parts = [Part(name="a", num_samples=10**10), Part(name="b", num_samples=10**10, limit=limit)]
+    schedule = Schedule(parts, [(0, {"a": 3, "b": 1})], seed=0, reweight=True)
+    (ended,) = schedule.ended
+    assert abs(ended.position - 4 * limit) <= 4
+    assert len(counted) <= 4 + ENDLESS.bit_length()
+    counted.clear()
+    end = 8 * limit
+    assert schedule.counts(position_of(schedule, "a", 5 * limit, end))["a"] == 5 * limit
+    assert len(counted) <= 2 + end.bit_length()
+
+
 def _named(name: str, number: int) -> list[str]:
     return [f"{name}{index}" for index in range(number)]
 
@@ -137,6 +197,28 @@ def test_an_item_is_the_sample_of_its_source() -> None:
     copy = pickle.loads(pickle.dumps(mixture))
     assert [copy[position] for position in range(200)] == [mixture[position] for position in range(200)]
     assert copy.order_digest == mixture.order_digest
+
+
+def test_the_ledger_of_a_mixture_has_its_positions_and_the_mixture_s_digest_the_rest() -> None:
+    class Swapped(Mixture):
+        """Gives the next position's sample."""
+
+        def __getitem__(self, position: int, /) -> Any:
+            return super().__getitem__(position + 1)
+
+    sources, batch = {"a": _named("a", 50), "b": _named("b", 20)}, BatchConfig(global_batch_size=8, microbatch_size=4)
+    weights = {"a": 1.0, "b": 2.0}
+    mixtures = [Mixture(sources, weights), Mixture(sources, {"a": 2.0, "b": 1.0}), Swapped(sources, weights)]
+    loads = []
+    for data in mixtures:
+        loader = MicrobatchLoader(data, batch, prefetch=False)
+        loader.skip((), 2, (-data.order_digest, 8))
+        loads.append(loader.load(3, 1))
+        loader.close()
+    assert [load.ids.tolist() for load in loads] == [[20, 21, 22, 23]] * 3
+    assert len({load.digest for load in loads}) == 1, "the ledger does not see a sample's source"
+    assert len({tuple(load.samples) for load in loads}) == 3
+    assert mixtures[0].order_digest != mixtures[1].order_digest, "a worker with another mixture is refused by this"
 
 
 def test_every_setting_that_changes_the_order_changes_its_digest() -> None:

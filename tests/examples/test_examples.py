@@ -164,6 +164,41 @@ def test_only_the_assistants_tokens_count_in_a_conversation() -> None:
     assert torch.allclose(both.total, alone.total + rest.total, atol=1e-4)
 
 
+def test_the_preference_loss_is_that_of_plain_torch_pair_by_pair() -> None:
+    """As the paper writes it, without padding: -log sigmoid(beta (log-ratio of the better - that of the worse))."""
+    from examples.finetune_chat import BETA, Preferences, encoded
+
+    torch = pytest.importorskip("torch")
+    question = ("user", "What is 7 plus 8?")
+    pairs = [
+        {"better": encoded([question, ("assistant", better)]), "worse": encoded([question, ("assistant", worse)])}
+        for better, worse in (("15.", "I do not know."), ("7 plus 8 is 15. Ask me more!", "16"), ("15", "No."))
+    ]
+    torch.manual_seed(0)
+    task = Preferences(16)
+    model = task.build_model().double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)  # as sure of some answers as a trained one
+
+    def log_probability(sample: Any) -> Any:
+        ids, labels = (torch.from_numpy(sample[key]) for key in ("input_ids", "labels"))
+        each = model(ids[None]).log_softmax(-1)
+        return sum(each[place, token] for place, token in enumerate(labels.tolist()) if token != -100)
+
+    reference = -12.5  # one probability for all answers
+    ratios = [[log_probability(pair[which]) - reference for which in ("better", "worse")] for pair in pairs]
+    expected = -sum(torch.log(1 / (1 + torch.exp(-BETA * (better - worse)))) for better, worse in ratios)
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
+    found = task.loss(model, task.collate(pairs))
+    assert torch.allclose(found.total.double(), expected, rtol=1e-5)
+    gradients = torch.autograd.grad(found.total, list(model.parameters()))
+    assert all(torch.allclose(mine, true, rtol=1e-4, atol=1e-6) for mine, true in zip(gradients, wanted, strict=True))
+    assert any(true.abs().max() > 1e-3 for true in wanted)
+    assert int(found.weight) == len(pairs)
+    right, number = found.metrics["right"]
+    assert (int(right), int(number)) == (sum(bool(better > worse) for better, worse in ratios), len(pairs))
+
+
 @pytest.mark.procs
 def test_the_llama_trains_in_tensor_parallel_pairs(corpus: str, tmp_path: Path) -> None:
     from examples.train_llama import NextToken

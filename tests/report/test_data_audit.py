@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, example, given, settings, strategies as st
 
 from raysharded.data import Bucketed, Mixture, sample_ids
 from raysharded.errors import StorageError
@@ -24,18 +24,34 @@ SOURCES = {"web": list(range(40)), "books": list(range(9)), "code": list(range(5
 BATCH = 6
 
 
-def _mixture() -> Mixture:
-    return Mixture(SOURCES, [(0, {"web": 7, "books": 2, "code": 1}), (50, {"web": 1, "books": 1})], seed=3)
+PLANNED: list[tuple[int, dict[str, float]]] = [(0, {"web": 7, "books": 2, "code": 1}), (50, {"web": 1, "books": 1})]
+LIMITS = st.dictionaries(st.sampled_from(sorted(SOURCES)), st.sampled_from([0.5, 1, 1.5, 2, 4]))
+"""Of any sources, none and all of them included."""
+
+
+def _mixture(limits: dict[str, float] | None = None) -> Mixture:
+    """A source at its limit leaves its part to the others."""
+    return Mixture(SOURCES, PLANNED, seed=3, max_epochs=limits, at_limit="reweight" if limits else "stop")
+
+
+def _reached(mixture: Mixture, decisions: Decisions, steps: range) -> int:
+    """The last of the steps that the mixture has samples for."""
+    within = [step for step in steps if step * BATCH + skipped_before(decisions.skips, step) <= len(mixture)]
+    assume(within)
+    return within[-1]
 
 
 @given(
     last=st.integers(1, 30),
     skips=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), unique_by=lambda skip: skip[0], max_size=3),
     change=st.none() | st.integers(0, 200),
+    limits=LIMITS,
 )
+@example(last=30, skips=[], change=None, limits={"books": 2})
+@example(last=30, skips=[(4, 7)], change=60, limits={"books": 2, "code": 1.5, "web": 0.5})
 @settings(deadline=None)
 def test_sources_are_counted_as_if_each_position_were_looked_up(
-    last: int, skips: list[tuple[int, int]], change: int | None
+    last: int, skips: list[tuple[int, int]], change: int | None, limits: dict[str, float]
 ) -> None:
     totals, told = 0, []
     for step, more in sorted(skips):
@@ -43,11 +59,12 @@ def test_sources_are_counted_as_if_each_position_were_looked_up(
         told.append((step, totals))
     weights = () if change is None else ((change // BATCH + 1, change, (("books", 1.0), ("code", 3.0))),)
     decisions = Decisions(skips=tuple(told), weights=weights)
-    mixture = _mixture()
+    mixture = _mixture(limits)
     data = {"num_samples": len(mixture), "mixture": json.loads(mixture.order_text)}
+    as_read = mixture.with_changes([] if change is None else [(change, {"books": 1.0, "code": 3.0})])
+    last = _reached(as_read, decisions, range(1, last + 1))
     passed = skipped_ranges(decisions, last, BATCH, {})
     found = sources_read(data, decisions, last, BATCH, passed)
-    as_read = mixture.with_changes([] if change is None else [(change, {"books": 1.0, "code": 3.0})])
     positions = [
         ((step - 1) * BATCH + skipped_before(decisions.skips, step) + place, step)
         for step in range(1, last + 1)
@@ -63,7 +80,8 @@ def test_sources_are_counted_as_if_each_position_were_looked_up(
     assert sum(one.wanted for one in found) == pytest.approx(len(positions))
     assert sum(one.read for one in found) == len(positions)
     if not told:
-        assert all(abs(one.read - one.wanted) <= 3 for one in found), "within 1 under each set of weights"
+        sets = max(3, len(as_read.weights) + len(as_read.ended))
+        assert all(abs(one.read - one.wanted) <= sets for one in found), "within 1 under each set of weights"
         steps = dict(positions)
         for one in found:
             places = [position for position, _ in positions if as_read.origin(position)[0] == one.name]
@@ -127,21 +145,24 @@ def _by_position(step: int, positions: Any) -> Any:
     number=st.integers(1, 12),
     skips=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), unique_by=lambda skip: skip[0], max_size=3),
     change=st.none() | st.integers(0, 200),
+    limits=LIMITS,
 )
+@example(first=1, number=12, skips=[(4, 7)], change=40, limits={"books": 1, "code": 1.5, "web": 0.5})
 @settings(deadline=None)
 def test_the_samples_of_steps_are_those_that_each_position_has_by_itself(
-    first: int, number: int, skips: list[tuple[int, int]], change: int | None
+    first: int, number: int, skips: list[tuple[int, int]], change: int | None, limits: dict[str, float]
 ) -> None:
     totals, told = 0, []
     for step, more in sorted(skips):
         totals += more
         told.append((step, totals))
     weights = () if change is None else ((change // BATCH + 1, change, (("books", 1.0), ("code", 3.0))),)
-    decisions, mixture = Decisions(skips=tuple(told), weights=weights), _mixture()
+    decisions, mixture = Decisions(skips=tuple(told), weights=weights), _mixture(limits)
     data = {"num_samples": len(mixture), "mixture": json.loads(mixture.order_text)}
     steps = range(first, first + number)
-    found = samples_of(data, decisions, BATCH, steps, _by_position)
     as_read = mixture.with_changes([] if change is None else [(change, {"books": 1.0, "code": 3.0})])
+    steps = range(first, _reached(as_read, decisions, steps) + 1)
+    found = samples_of(data, decisions, BATCH, steps, _by_position)
     expected: dict[str, list[tuple[int, int, int]]] = {name: [] for name in SOURCES}
     for step in steps:
         start = (step - 1) * BATCH + skipped_before(decisions.skips, step)
