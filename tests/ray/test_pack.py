@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +17,15 @@ from raysharded.data.text import documents
 from raysharded.ray_backend.packing import ray_tasks
 from raysharded.ray_backend.packing.ray_tasks import RayTasks
 from tests.cli.test_commands import invoke
+from tests.paths import ROOT
 from tests.ray.clusters import run_script
 
 pytestmark = pytest.mark.ray
+
+
+def _lines(path: Path) -> Path:
+    path.write_text("".join(json.dumps({"text": "x" * (number % 90) + str(number)}) + "\n" for number in range(2000)))
+    return path
 
 
 @pytest.mark.usefixtures("cluster")
@@ -25,8 +35,7 @@ def test_tasks_of_a_cluster_write_the_bytes_that_one_process_writes(
     pytest.importorskip("pandas")
     monkeypatch.setattr(documents, "_PART_BYTES", 20_000)
     monkeypatch.setattr(ray_tasks, "PARTS_AT_ONCE", 3)  # several times as many parts
-    source = tmp_path / "a.jsonl"
-    source.write_text("".join(json.dumps({"text": "x" * (number % 90) + str(number)}) + "\n" for number in range(2000)))
+    source = _lines(tmp_path / "a.jsonl")
     alone = pack(source, tmp_path / "alone", tokens_per_file=10_000)
     assert pack(source, tmp_path / "ray", tokens_per_file=10_000, encoders=RayTasks) == alone
     told = invoke("data", "pack", "--ray", "--tokens-per-file", 10_000, source, tmp_path / "command")
@@ -37,6 +46,50 @@ def test_tasks_of_a_cluster_write_the_bytes_that_one_process_writes(
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("alone", "ray", "command")
     ]
     assert stores[0] == stores[1] == stores[2]
+
+
+KILLED = """
+import os
+import signal
+import sys
+
+from raysharded.data.pack import pack
+from raysharded.data.text import documents
+from raysharded.ray_backend.packing import ray_tasks
+
+documents._PART_BYTES, ray_tasks.PARTS_AT_ONCE = 20_000, 3
+
+
+def stop(found):
+    if found.shards == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+pack(sys.argv[1], sys.argv[2], tokens_per_file=10_000, encoders=ray_tasks.RayTasks, on_progress=stop)
+"""
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_packing_by_tasks_that_was_killed_is_continued_by_tasks_and_gives_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The killed one is a process of the cluster, which takes some seconds to begin."""
+    pytest.importorskip("pandas")
+    monkeypatch.setattr(documents, "_PART_BYTES", 20_000)
+    monkeypatch.setattr(ray_tasks, "PARTS_AT_ONCE", 3)
+    source, output = _lines(tmp_path / "a.jsonl"), tmp_path / "out"
+    environment = {**os.environ, "RAY_ADDRESS": str(ray.get_runtime_context().gcs_address), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", KILLED, str(source), str(output)]
+    assert subprocess.run(command, env=environment, check=False, timeout=240).returncode == -signal.SIGKILL
+    kept = {path.name: path.stat().st_mtime_ns for path in output.glob("*.tokens")}
+    assert len(kept) == 4
+    assert (output / "unfinished.json").exists()
+    pack(source, output, tokens_per_file=10_000, encoders=RayTasks)
+    pack(source, tmp_path / "alone", tokens_per_file=10_000)
+    stores = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (output, tmp_path / "alone")]
+    assert stores[0] == stores[1]
+    assert len(stores[0]) > 2 * len(kept)
+    assert {name: (output / name).stat().st_mtime_ns for name in kept} == kept, "they were not written again"
 
 
 STARTED = """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,22 +12,31 @@ import numpy as np
 import pytest
 
 from raysharded.checkpoint import open_storage
+from raysharded.checkpoint.storage import retry
 from raysharded.config import BatchConfig
 from raysharded.data import MicrobatchLoader, PackedDataset, TokenDataset, dataset as data_set, order
 from raysharded.data.packed import packed_dataset
 from raysharded.data.packed.packed_dataset import NO_TARGET, _BestFit
 from raysharded.data.store import store_source
-from raysharded.data.store.layout import Kind
+from raysharded.data.store.layout import HEADER_BYTES, Kind
 from raysharded.data.store.store_source import StoreSource
 from raysharded.data.store.writer import StoreWriter
-from raysharded.errors import DataError
+from raysharded.errors import DataError, StorageError
 from tests.cli.test_commands import invoke
+from tests.s3.fixtures import FaultyS3
+from tests.s3.proxy import Refuse, Reset
+from tests.s3.server import S3Server
 
 pytestmark = pytest.mark.s3
 
 WINDOW = 64
 KIND = Kind(tokenizer="bytes", vocab_size=50_257)
 TOKENS = np.random.default_rng(0).integers(0, KIND.vocab_size, (3 * WINDOW << 16) + 100_000, dtype=np.uint32)
+INDEX_OF_BLOCK = (1 << 22) // 2048 + 70
+"""A sample of 2,048 in the third block of the second shard."""
+OFFSET = HEADER_BYTES + 64 * KIND.page_bytes
+SIZE = 33 * KIND.page_bytes
+"""The first byte of that block, and the bytes of its pages, of which the last has one target."""
 
 
 @pytest.fixture
@@ -130,3 +141,38 @@ def test_a_shard_that_is_missing_or_was_replaced_is_named(store: str, tmp_path: 
         TokenDataset(store, seq_len=2048).validate()
     with pytest.raises(DataError, match=f"{shards[1]}.*the shard is missing"):
         TokenDataset(store, seq_len=2048, disk_cache_bytes=0)[(1 << 22) // 2048 + 5]
+
+
+def test_a_truncated_shard_is_noticed_before_training_and_at_a_read(store: str) -> None:
+    storage = open_storage(store)
+    shard = [key for key in storage.list() if key.endswith(".tokens")][1]
+    good = storage.read(shard)
+    storage.write(shard, [good[:-1]])
+    sizes = f"{len(good) - 1} bytes instead of {len(good)}"
+    with pytest.raises(DataError, match=f"{shard}.*: the shard has {sizes}: it is truncated"):
+        TokenDataset(store, seq_len=2048).validate()
+    for pages in (70, 3):  # the end is within the block, and before it
+        storage.write(shard, [good[: HEADER_BYTES + pages * KIND.page_bytes]])
+        cut = rf"the shard is truncated: \d+ bytes from byte {OFFSET} on, instead of {SIZE}"
+        with pytest.raises(DataError, match=f"{shard}.*: {cut}"):
+            TokenDataset(store, seq_len=2048, disk_cache_bytes=0)[INDEX_OF_BLOCK]
+    storage.write(shard, [good])
+    assert TokenDataset(store, seq_len=2048, disk_cache_bytes=0)[INDEX_OF_BLOCK][0] == TOKENS[INDEX_OF_BLOCK * 2048]
+
+
+def test_a_failing_read_is_named_with_its_shard_and_its_bytes_and_without_the_keys(
+    store: str, s3_server: S3Server, faulty_s3: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "MAX_WAIT_S", 0.01)
+    shard = [key for key in open_storage(store).list() if key.endswith(".tokens")][1]
+    dataset = TokenDataset(faulty_s3.url, seq_len=2048, disk_cache_bytes=0)
+    dataset[0]
+    for fault in (Refuse(500, "InternalError"), Refuse(403, "AccessDenied"), Reset()):
+        injected = faulty_s3.proxy.inject(fault, on="GetObject", times=10**6)
+        with pytest.raises(StorageError) as caught:
+            dataset[INDEX_OF_BLOCK]
+        assert injected.fired
+        injected.left = 0
+        assert re.search(f"{shard}.*: {SIZE} bytes from byte {OFFSET} on cannot be read: ", str(caught.value))
+        assert s3_server.secret_key not in "".join(traceback.format_exception(caught.value))
+    assert dataset[INDEX_OF_BLOCK][0] == TOKENS[INDEX_OF_BLOCK * 2048], "once the server is well"

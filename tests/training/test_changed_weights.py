@@ -88,7 +88,11 @@ def written(folder: Path, first_token: int = 0) -> Path:
 
 
 def mixture(stores: Path) -> rs.Mixture:
-    return rs.Mixture({name: rs.PackedDataset(stores / name, seq_len=SEQ_LEN) for name in NAMES}, PLANNED, seed=3)
+    return rs.Mixture(sources(stores), PLANNED, seed=3)
+
+
+def sources(stores: Path) -> dict[str, rs.PackedDataset]:
+    return {name: rs.PackedDataset(stores / name, seq_len=SEQ_LEN) for name in NAMES}
 
 
 def run(
@@ -101,6 +105,7 @@ def run(
     listener: Collector | None = None,
     faults: Sequence[Fault] = (),
     least: int = 1,
+    data: rs.Mixture | None = None,
 ) -> tuple[str | None, Collector]:
     """The fingerprint that the run ends with; it resumes from the folder's contents."""
     told = url.with_name(f"{url.name} tells")
@@ -109,7 +114,7 @@ def run(
     job = make_job(
         str(url),
         task=Telling(told, hold),
-        data=mixture(stores),
+        data=data or mixture(stores),
         microbatches=MICROBATCHES,
         steps=steps,
         save_every=2,
@@ -130,10 +135,12 @@ def run(
 
 
 def decided_before(url: Path, other: Path) -> None:
-    """A journal that has the changes of weights of another run before the run begins, and its rules."""
+    """A journal that has the changes of weights and the skipped data of another run before the run begins, and its
+    rules."""
     rules, changes = decided(other, "started")[0]["numerics"], decided(other, "mixture_weights")
+    skips = next((rewind["skips"] for rewind in reversed(decided(other, "rewind"))), [])
     journal = Journal(open_storage(str(url)), SystemClock(), "before")
-    journal.append("started", {"resumed_after_step": 0, "skips": [], "numerics": rules})
+    journal.append("started", {"resumed_after_step": 0, "skips": skips, "numerics": rules})
     for change in changes:
         fields = {key: change[key] for key in ("step", "weights", "from_step", "from_position")}
         journal.append("mixture_weights", fields, durable=True)
@@ -199,26 +206,89 @@ def test_a_run_keeps_its_packing_plans_and_is_refused_with_others_of_the_same_le
     assert entry["data_contents"] == mixture(stores).contents_digest
 
 
+class GoingBack(Listening):
+    """Goes back once the checkpoint of the step `at` is written.
+
+    Lets the step behind each earlier checkpoint begin when that is written: while one is, the next is left out.
+    """
+
+    def __init__(self, told: Path, at: int, *, to: int, skip_data: bool = False, before: int) -> None:
+        super().__init__(at_checkpoint(at), lambda driver: driver.rewind(to, skip_data), before=held(told, before))
+        self._told, self._at_step = told, at
+
+    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        super().__call__(kind, fields)
+        if kind == "checkpoint" and fields["step"] < self._at_step:
+            held(self._told, fields["step"] + 1).touch()
+
+
+class Both(Listening):
+    """Two that listen to one run."""
+
+    def __init__(self, first: Listening, then: Listening) -> None:
+        self._two = first, then
+        Collector.__init__(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "driver":
+            for one in self._two:
+                one.driver = value
+        else:
+            super().__setattr__(name, value)
+
+    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        for one in self._two:
+            one(kind, fields)
+
+
+def test_changed_weights_hold_after_going_back_with_skipped_data_and_across_limits_of_sources(
+    tmp_path: Path, stores: Path
+) -> None:
+    """One limit before the change and the skipped data, one after them. The two runs are the ones to compare."""
+    url, told, steps = tmp_path / "run", tmp_path / "run tells", 15
+    parts = sources(stores)
+    limits = {name: number / len(parts[name]) for name, number in (("web", 20.5), ("code", 100.5))}
+    data = rs.Mixture(parts, PLANNED[:1], seed=3, max_epochs=limits, at_limit="reweight")
+
+    first = Listening(at_step(2), lambda driver: driver.set_mixture_weights(BY_HAND), before=held(told, 4))
+    then = GoingBack(told, 8, to=8, skip_data=True, before=11)
+    fingerprint, _ = run(url, stores, steps, 2, hold=[3, 4, 5, 7, 11], listener=Both(first, then), data=data)
+
+    (decision,), (rewind,) = decided(url, "mixture_weights"), decided(url, "rewind")
+    assert decision["from_step"] <= 7 < rewind["to_step"]
+    assert rewind["skip_samples"] >= BATCH
+    decided_before(tmp_path / "alone", url)
+    alone, _ = run(tmp_path / "alone", stores, steps, 1, data=data)
+    assert alone == fingerprint
+    assert digests(tmp_path / "alone tells") <= digests(told)
+
+    as_read = data.with_changes([(decision["from_position"], BY_HAND)])
+    begin = rewind["to_step"] * BATCH
+    resumed = begin + rewind["skip_samples"]
+    end = resumed + (steps - rewind["to_step"]) * BATCH
+    web, code = as_read.ended
+    assert (web.name, code.name) == ("web", "code")
+    assert web.position < decision["from_position"] < begin < resumed < code.position < end
+    counts = [as_read.counts(position) for position in (begin, resumed, end)]
+    found = audit(str(url))
+    assert found.ok
+    assert {one.name: one.read for one in found.sources} == {
+        name: counts[0][name] + counts[2][name] - counts[1][name] for name in NAMES
+    }
+    assert {one.name: one.skipped for one in found.sources} == {
+        name: counts[1][name] - counts[0][name] for name in NAMES
+    }
+    assert all(abs(one.read - one.wanted) <= 2 + len(found.sources) for one in found.sources)
+    (skipped,) = found.skipped
+    assert (skipped.reason, skipped.after_step) == ("asked", rewind["to_step"])
+    assert (skipped.first_position, skipped.samples) == (begin, rewind["skip_samples"])
+
+
 def test_going_back_to_before_the_change_undoes_it(tmp_path: Path, stores: Path) -> None:
     url, told = tmp_path / "run", tmp_path / "run tells"
     first = Listening(at_step(2), lambda driver: driver.set_mixture_weights(BY_HAND), before=held(told, 4))
-    then = Listening(at_checkpoint(6), lambda driver: driver.rewind(2), before=held(told, 9))
-
-    class Two(Listening):
-        def __init__(self) -> None:
-            Collector.__init__(self)
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name == "driver":
-                first.driver = then.driver = value
-            else:
-                super().__setattr__(name, value)
-
-        def __call__(self, kind: str, fields: dict[str, Any]) -> None:
-            first(kind, fields)
-            then(kind, fields)
-
-    fingerprint, _ = run(url, stores, 11, 2, hold=[4, 9], listener=Two())
+    then = GoingBack(told, 6, to=2, before=9)
+    fingerprint, _ = run(url, stores, 11, 2, hold=[3, 4, 5, 9], listener=Both(first, then))
     (rewind,) = decided(url, "rewind")
     assert (rewind["to_step"], len(decided(url, "mixture_weights"))) == (2, 1)
     assert run(tmp_path / "plain", stores, 11, 1)[0] == fingerprint

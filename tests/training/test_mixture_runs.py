@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import raysharded as rs
 from raysharded.checkpoint import newest_complete, open_storage
@@ -19,7 +20,7 @@ from raysharded.errors import ConfigError, DataError, InexactError
 from raysharded.ids import WorkerId
 from raysharded.report import load
 from raysharded.testing import Fault, FaultPlan
-from tests.training.harness import SEQUENCE, VOCABULARY, Collector, make_driver, make_job, make_limits
+from tests.training.harness import SEQUENCE, VOCABULARY, Collector, GptTask, make_driver, make_job, make_limits
 
 MICROBATCHES = 7
 BATCH = 2 * MICROBATCHES
@@ -40,9 +41,9 @@ def _mixture(changes: Sequence[tuple[int, dict[str, float]]] = CHANGES, **settin
 
 
 def _trained(
-    url: str, steps: int, *, workers: int, data: Any = None, plan: FaultPlan | None = None
+    url: str, steps: int, *, workers: int, data: Any = None, plan: FaultPlan | None = None, task: rs.Task | None = None
 ) -> tuple[State, Collector]:
-    job = make_job(url, steps=steps, microbatches=MICROBATCHES, data=data or _mixture(), faults=plan)
+    job = make_job(url, task=task, steps=steps, microbatches=MICROBATCHES, data=data or _mixture(), faults=plan)
     losses = 0 if plan is None else len(plan.faults)
     limits = make_limits(job, workers, min_workers=1 if losses else workers, max_worker_losses=losses, join_wait_s=60.0)
     listener = Collector()
@@ -129,10 +130,12 @@ def test_an_unsteady_source_of_small_weight_is_named_before_the_first_step(tmp_p
 class TokenShards:
     """Shards of samples that draw nothing and restart at their state."""
 
-    num_shards = 4
+    def __init__(self, shards: Sequence[list[Any]] = ()) -> None:
+        self.shards = list(shards) or [_source(shard, 9 + shard) for shard in range(4)]
+        self.num_shards = len(self.shards)
 
     def open_shard(self, shard: int, epoch: int) -> Any:
-        return _Shard(_source(shard, 9 + shard))
+        return _Shard(self.shards[shard])
 
 
 class _Shard:
@@ -167,3 +170,28 @@ def test_a_stream_trains_the_same_bits_with_a_loss_and_when_resumed(tmp_path: An
     assert load(f"{tmp_path}/run").ok
     with pytest.raises(ConfigError, match="finds another order of samples than the run began with"):
         _trained(f"{tmp_path}/run", 7, workers=1, data=rs.Stream(_Shard(_source(1, 5))))
+
+
+class RowTask(GptTask):
+    """Trains on rows that are lists or arrays, or dicts with one."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        return torch.tensor(np.stack([one["tokens"] if isinstance(one, dict) else one for one in samples]))
+
+
+def test_an_iterable_dataset_of_hugging_face_trains_the_bits_of_its_rows_when_a_worker_is_killed(tmp_path: Any) -> None:
+    """The second epoch begins in the step of the loss. Each process that reads imports `datasets`: some seconds."""
+    datasets = pytest.importorskip("datasets")
+    rows, steps = _source(4, 3 * 11), 4
+    plain = rs.Stream(TokenShards([rows[:11], rows[11:22], rows[22:]]), states=tmp_path / "states of one", every=5)
+    undisturbed, alone = _trained(f"{tmp_path}/alone", steps, workers=1, data=plain, task=RowTask())
+    given = datasets.Dataset.from_dict({"tokens": [row.tolist() for row in rows]}).to_iterable_dataset(num_shards=3)
+    fault = Fault(worker=WorkerId(1), step=3, phase="backward")
+    plan = FaultPlan(faults=(fault,), folder=str(tmp_path))
+    streamed = rs.Stream(given, states=tmp_path / "states", every=5)
+    state, some = _trained(f"{tmp_path}/run", steps, workers=2, data=streamed, plan=plan, task=RowTask())
+    assert plan.fired(fault)
+    assert state.result_fingerprint == undisturbed.result_fingerprint
+    assert repr(sorted(some.numbers.items())) == repr(sorted(alone.numbers.items()))
+    assert load(f"{tmp_path}/run").ok
+    assert len(list((tmp_path / "states").rglob("*.json"))) >= 3
