@@ -2,9 +2,10 @@
 
 python -m benchmarks.data_order [--only quality nodes] [--json PATH]
 
-`quality`: an epoch under order 2, whose data are four sources that follow each other, in blocks of `TokenDataset`, of
-`PackedDataset`, and of a source of a mixture. `nodes`: bytes that nodes without a shared disk read, over bytes used.
-Each reads the blocks of its positions once. Nothing is read here, no tokens are needed.
+`quality`: an epoch of 262 billion tokens under order 2, at drawn places. The data are four sources that follow
+each other, in blocks of `TokenDataset`, of `PackedDataset`, and of a source of a mixture. The permutation is drawn, as
+so large a one. `nodes`: bytes that nodes without a shared disk read, over bytes used. Each reads the blocks of its
+positions once. Nothing is read here, no tokens are needed.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from raysharded.data.packed.arrange import samples_per_block as samples_per_grou
 from raysharded.data.store.layout import Kind
 
 Ids = npt.NDArray[np.int64]
+Shares = npt.NDArray[np.float64]
 
 ORDER, SEED, SOURCES = 2, 5, 4
 SEQ_LENS = (128, 2048, 8192)
 BATCHES = (32, 256, 1024, 4096)
 BLOCK_TOKENS = 1 << 16
-LEAST_BLOCKS, LEAST_LARGE_BLOCKS = 20_000, 8_192
-"""Blocks of an epoch; of those with 512 and more samples."""
-LEAST_STEPS = 300
+EPOCH_BLOCKS = 4_000_000
+"""Blocks of an epoch: 262 billion tokens."""
+PAIRS = 2_000
+"""Places of an epoch at which two steps in a row are drawn; half of them for large steps."""
 SPAN = 1000
 """Samples in a row of which the sources are counted, too."""
 KIND = Kind(tokenizer="bytes", vocab_size=50_257)
@@ -43,7 +46,7 @@ RESTS = (0.0, 0.5, 0.99)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quality:
-    """Figures of an order. The last three are those of the true permutation of the same data too, or ratios to it."""
+    """Figures of an order. A true permutation has no correlations, and deviations of 1."""
 
     neighbours: float
     """Correlation of the samples at neighbouring positions."""
@@ -54,45 +57,55 @@ class Quality:
     deviation_of_step: float
     """Standard deviation of a source's share in a step, over that of the permutation."""
     deviation_of_span: float
-    """The same in `SPAN` samples in a row."""
+    """That of its share in `SPAN` samples in a row."""
     next_step: float
     """Correlation of a source's share in a step with that in the next one."""
     next_step_of_permutation: float
 
 
 def quality(samples: int, batch: int, columns_of: int) -> Quality:
-    """The figures of an epoch. `samples`: per block. `columns_of`: samples of a step that the order divides, which is
-    `batch`, or 1 in a mixture."""
-    least = LEAST_BLOCKS if samples < 512 else LEAST_LARGE_BLOCKS
-    num_samples = max(least, LEAST_STEPS * batch // samples) * samples
-    ids = sample_ids(SEED, np.arange(num_samples), num_samples, ORDER, Blocks(samples, columns_of))
-    true = np.random.default_rng(1).permutation(num_samples)
-    numbers = ids // samples
-    steps = numbers[: num_samples // batch * batch].reshape(-1, batch)
+    """The figures of an order at drawn places of an epoch.
+
+    `samples`: per block. `columns_of`: samples of a step that the order divides: `batch`, or 1 in a mixture.
+    """
+    num_samples = EPOCH_BLOCKS * samples
+    blocks, rng = Blocks(samples, columns_of), np.random.default_rng(1)
+    pairs = rng.integers(0, num_samples // batch - 1, PAIRS if batch <= WINDOW_BLOCKS else PAIRS // 2)
+    spans = rng.integers(0, num_samples - SPAN, PAIRS)
+    pairs, spans = pairs[:, None] * batch + np.arange(2 * batch), spans[:, None] + np.arange(SPAN)
+    in_pairs, in_spans = (sample_ids(SEED, part, num_samples, ORDER, blocks) for part in (pairs, spans))
+    true_pairs, true_spans = (rng.integers(0, num_samples, part.shape) for part in (pairs, spans))
+    shares, true_shares = (_shares(ids.reshape(-1, batch), num_samples) for ids in (in_pairs, true_pairs))
+    numbers = in_spans // samples
+    steps = in_pairs.reshape(-1, batch) // samples
     return Quality(
-        neighbours=float(np.corrcoef(ids[:-1], ids[1:])[0, 1]),
-        in_one_block=float((numbers[:-1] == numbers[1:]).mean()),
+        neighbours=float(np.corrcoef(in_spans[:, :-1].reshape(-1), in_spans[:, 1:].reshape(-1))[0, 1]),
+        in_one_block=float((numbers[:, :-1] == numbers[:, 1:]).mean()),
         different_blocks=float(np.mean([len(np.unique(step)) for step in steps])) / batch,
-        deviation_of_step=float(_shares(ids, batch).std(axis=0).mean() / _shares(true, batch).std(axis=0).mean()),
-        deviation_of_span=float(_shares(ids, SPAN).std(axis=0).mean() / _shares(true, SPAN).std(axis=0).mean()),
-        next_step=_with_the_next(_shares(ids, batch)),
-        next_step_of_permutation=_with_the_next(_shares(true, batch)),
+        deviation_of_step=_deviation(shares) / _deviation(true_shares),
+        deviation_of_span=_deviation(_shares(in_spans, num_samples)) / _deviation(_shares(true_spans, num_samples)),
+        next_step=_with_the_next(shares),
+        next_step_of_permutation=_with_the_next(true_shares),
     )
 
 
-def _shares(ids: Ids, length: int) -> npt.NDArray[np.float64]:
-    """Share of each source in each part of `length` positions; [parts, SOURCES]."""
-    sources = (ids * SOURCES // len(ids))[: len(ids) // length * length].reshape(-1, length)
+def _shares(ids: Ids, num_samples: int) -> Shares:
+    """Share of each source in each row of ids; [rows, SOURCES]."""
+    sources = ids * SOURCES // num_samples
     return np.stack([(sources == number).mean(axis=1) for number in range(SOURCES)], axis=1)
 
 
-def _with_the_next(shares: npt.NDArray[np.float64]) -> float:
-    """Correlation of each part's shares with those of the next one; mean over the sources."""
-    return float(np.mean([np.corrcoef(of[:-1], of[1:])[0, 1] for of in shares.T]))
+def _deviation(shares: Shares) -> float:
+    return float(shares.std(axis=0).mean())
+
+
+def _with_the_next(shares: Shares) -> float:
+    """Correlation of the shares in even rows with those in the next rows; mean over the sources."""
+    return float(np.mean([np.corrcoef(of[::2], of[1::2])[0, 1] for of in shares.T]))
 
 
 def bytes_over_used(
-    nodes: int, windows: float, *, seq_len: int = 8192, batch: int = 32, window: int = WINDOW_BLOCKS
+    nodes: int, windows: float, *, seq_len: int = 2048, batch: int = 32, window: int = WINDOW_BLOCKS
 ) -> tuple[float, float]:
     """(Blocks that all nodes read in an epoch over those of the data, the bytes of them over the bytes used).
 

@@ -257,7 +257,7 @@ def behind(work: Work, endpoint_url: str, latency_s: float, steps: int) -> tuple
 
 
 @contextlib.contextmanager
-def _server() -> Iterator[tuple[str, str]]:
+def server() -> Iterator[tuple[str, str]]:
     """(URL of an empty folder, endpoint) on a new server."""
     import boto3
 
@@ -372,7 +372,7 @@ def main() -> None:
         if args.local:
             url = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), "store")
         elif not url:
-            url, endpoint_url = stack.enter_context(_server())
+            url, endpoint_url = stack.enter_context(server())
         kind = write(url, args.tokens)
 
         def work(seq_len: int, rank: int = 0, readers: int = 1) -> Work:

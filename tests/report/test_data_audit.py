@@ -26,7 +26,7 @@ BATCH = 6
 
 PLANNED: list[tuple[int, dict[str, float]]] = [(0, {"web": 7, "books": 2, "code": 1}), (50, {"web": 1, "books": 1})]
 LIMITS = st.dictionaries(st.sampled_from(sorted(SOURCES)), st.sampled_from([0.5, 1, 1.5, 2, 4]))
-"""Of any sources, none and all of them included."""
+"""Epochs at most of any sources, none and all of them included."""
 
 
 def _mixture(limits: dict[str, float] | None = None) -> Mixture:

@@ -66,7 +66,7 @@ def trained(
 def test_a_store_on_the_server_trains_the_bits_of_a_local_one_and_no_file_has_the_key(
     s3_server: S3Server, s3_url: str, tmp_path: Path
 ) -> None:
-    """One worker and two, of which one is killed; then a shard that is gone."""
+    """One worker and two, of which one is killed; then a shard that was deleted."""
     local, log = written(str(tmp_path / "store")), tmp_path / "workers.log"
     store, url = written(join_url(s3_url, "store")), join_url(s3_url, "run")
     undisturbed, alone = trained(str(tmp_path / "run"), local, 6, 1, log)

@@ -138,7 +138,7 @@ def decided_before(url: Path, other: Path) -> None:
     """A journal that has the changes of weights and the skipped data of another run before the run begins, and its
     rules."""
     rules, changes = decided(other, "started")[0]["numerics"], decided(other, "mixture_weights")
-    skips = next((rewind["skips"] for rewind in reversed(decided(other, "rewind"))), [])
+    skips: list[Any] = next((rewind["skips"] for rewind in reversed(decided(other, "rewind"))), [])
     journal = Journal(open_storage(str(url)), SystemClock(), "before")
     journal.append("started", {"resumed_after_step": 0, "skips": skips, "numerics": rules})
     for change in changes:
