@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+from datetime import UTC, datetime
 from queue import SimpleQueue
 from typing import Any
 
+import botocore.utils
 import pytest
 import urllib3.exceptions
 from botocore import exceptions as boto
@@ -16,6 +18,7 @@ from hypothesis import given, strategies as st
 from raysharded.checkpoint.storage.s3 import conditional, download, upload
 from raysharded.checkpoint.storage.s3.bucket import open_bucket
 from raysharded.checkpoint.storage.s3.connection import connect
+from raysharded.checkpoint.storage.s3.credentials import instant, new_session
 from raysharded.checkpoint.storage.s3.errors import is_refusal, may_pass, remedy_for
 from raysharded.checkpoint.storage.s3.location import Endpoint
 
@@ -175,3 +178,37 @@ def test_a_process_forked_during_a_put_can_put_itself(monkeypatch: pytest.Monkey
     may_go_on.set()
     putting.join()
     assert child.exitcode == 0
+
+
+WRITTEN = [
+    "2026-11-29T17:00:01.250Z",
+    "2026-11-29T17:00:01Z",
+    "Sun, 29 Nov 2026 17:00:01 GMT",
+    1764435601,
+    "1764435601",
+]
+
+
+@pytest.mark.parametrize("written", [*WRITTEN, "2026-11-29T17:00:01+02:00", "20261129T170001Z", "2026-11-29"])
+def test_times_in_answers_are_those_that_botocore_reads(written: Any) -> None:
+    found, expected = instant(written), botocore.utils.parse_timestamp(written)
+    assert found.timestamp() == expected.timestamp()
+    assert found.utcoffset() == expected.utcoffset()
+
+
+def test_a_listing_is_read_without_the_slow_reader_of_times_and_words_that_are_no_time_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = new_session()
+    listing = session.get_service_model("s3").operation_model("ListObjectsV2").output_shape
+    parser = session.get_component("response_parser_factory").create_parser("rest-xml")
+    key = "<Contents><Key>a</Key><LastModified>2026-11-29T17:00:01.000Z</LastModified><Size>3</Size></Contents>"
+    body = f"<ListBucketResult>{key}</ListBucketResult>".encode()
+    slow: list[str] = []
+    monkeypatch.setattr(botocore.utils, "parse_timestamp", slow.append)
+    (found,) = parser.parse({"body": body, "headers": {}, "status_code": 200}, listing)["Contents"]
+    assert found == {"Key": "a", "LastModified": datetime(2026, 11, 29, 17, 0, 1, tzinfo=UTC), "Size": 3}
+    assert not slow
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="nonsense"):
+        instant("nonsenseZ")

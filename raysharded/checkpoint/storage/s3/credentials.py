@@ -6,10 +6,13 @@ by a person, a mounted secret, a daemon that rewrites a file. So a refusal makes
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import botocore.session
+import botocore.utils
 from botocore import exceptions as boto
 from botocore.credentials import RefreshableCredentials
 
@@ -109,7 +112,18 @@ def look_up(session: Session) -> Found:
 
 def new_session() -> Session:
     """A session of botocore that has looked up nothing yet. boto3's default session is not thread-safe."""
-    return botocore.session.Session()
+    session = botocore.session.Session()
+    session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=instant)
+    return session
+
+
+def instant(written: Any) -> datetime:
+    """A time of an answer. botocore takes two thirds of the CPU time of a listing for the times of its keys."""
+    if isinstance(written, str) and written.endswith("Z"):
+        with contextlib.suppress(ValueError):
+            return datetime.fromisoformat(written)
+    found: datetime = botocore.utils.parse_timestamp(written)
+    return found
 
 
 def _keys(credentials: Any) -> Any:
