@@ -208,6 +208,35 @@ def test_the_diff_of_a_loop_gives_a_session_with_the_bits_of_a_task(
     assert of_loop == found(MeanLoss(made.Model), (1, 1))
 
 
+A_GPT = """
+class GPT(torch.nn.Module):
+    def __init__(self, vocabulary, layers, width):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocabulary, 8)
+        self.head = torch.nn.Linear(8, vocabulary)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+"""
+
+
+def test_the_task_and_the_loop_of_the_readme_have_the_same_bits(load: Load, tmp_path: Path) -> None:
+    code, trainer, _ = blocks(page("README.md"), "python")[0].partition("trainer = ")
+    assert trainer
+    made = load("readme_train", code.replace("class ByteGPT", f"{A_GPT}\n\nclass ByteGPT"))
+    found = []
+    for number, how in enumerate(({"task": made.ByteGPT()}, {"train_fn": made.train})):
+        trained = rs.ElasticTrainer(
+            data=[torch.arange(first, first + 9) % 257 for first in range(16)],
+            batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2),
+            scaling=rs.ScalingConfig(num_workers=number + 1),
+            run=rs.RunConfig(name=f"way{number}", storage_path=str(tmp_path / "ways"), max_steps=2),
+            **how,
+        )
+        found.append(processes.fit(trained).fingerprint)
+    assert found[0] == found[1] is not None
+
+
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_torchrun_s_side_runs_and_resumes(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the only rank, in this process: torchrun's own work is not tested."""
