@@ -116,7 +116,7 @@ def test_a_lambda_comes_by_value_and_what_it_holds_is_named(tmp_path: Path) -> N
     raises: Callable[[Any], Any] = lambda session: [][session.max_steps]  # noqa: E731 - it is about lambdas
     holds: Callable[[Any], Any] = lambda session: (guard.release(), session)  # noqa: E731 - as above
     for function, kind, told in (
-        (partial(raises), TaskError, "^<lambda> raised IndexError"),
+        (partial(raises), TaskError, r"^\S+/test_process_workers\.py:\d+: <lambda> raised IndexError"),
         (holds, ConfigError, "^guard in train_fn "),
     ):
         with pytest.raises(kind, match=told):
