@@ -104,7 +104,7 @@ def _memory(plan: Plan) -> RowTable:
     else:
         table.add_row("at most", size(memory.total), f"in: {memory.moment}")
     for phase, most in memory.phases.items():
-        table.add_row(f"in {phase}", size(most), "at most")
+        table.add_row(f"in {phase}", size(most), "device, at most" if memory.on_gpu else "at most")
     return table
 
 

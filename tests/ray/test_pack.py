@@ -28,13 +28,16 @@ def _lines(path: Path) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("cluster")
-def test_tasks_of_a_cluster_write_the_bytes_that_one_process_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some lines have several times as many parts as are packed at once."""
     pytest.importorskip("pandas")
     monkeypatch.setattr(documents, "_PART_BYTES", 20_000)
-    monkeypatch.setattr(ray_tasks, "PARTS_AT_ONCE", 3)  # several times as many parts
+    monkeypatch.setattr(ray_tasks, "PARTS_AT_ONCE", 3)
+
+
+@pytest.mark.usefixtures("cluster", "small_parts")
+def test_tasks_of_a_cluster_write_the_bytes_that_one_process_writes(tmp_path: Path) -> None:
     source = _lines(tmp_path / "a.jsonl")
     alone = pack(source, tmp_path / "alone", tokens_per_file=10_000)
     assert pack(source, tmp_path / "ray", tokens_per_file=10_000, encoders=RayTasks) == alone
@@ -69,14 +72,9 @@ pack(sys.argv[1], sys.argv[2], tokens_per_file=10_000, encoders=ray_tasks.RayTas
 """
 
 
-@pytest.mark.usefixtures("cluster")
-def test_a_packing_by_tasks_that_was_killed_is_continued_by_tasks_and_gives_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("cluster", "small_parts")
+def test_a_packing_by_tasks_that_was_killed_is_continued_by_tasks_and_gives_the_same_bytes(tmp_path: Path) -> None:
     """The killed one is a process of the cluster, which takes some seconds to begin."""
-    pytest.importorskip("pandas")
-    monkeypatch.setattr(documents, "_PART_BYTES", 20_000)
-    monkeypatch.setattr(ray_tasks, "PARTS_AT_ONCE", 3)
     source, output = _lines(tmp_path / "a.jsonl"), tmp_path / "out"
     environment = {**os.environ, "RAY_ADDRESS": str(ray.get_runtime_context().gcs_address), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", KILLED, str(source), str(output)]
