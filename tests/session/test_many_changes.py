@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +16,16 @@ import raysharded as rs
 from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
 from raysharded.ids import WorkerId
-from raysharded.testing import Fault
-from tests.session.loops import MICROBATCHES, run
+from raysharded.task import TrainFunction
+from raysharded.testing import Fault, FaultPlan
+from tests.session.loops import MICROBATCHES, Loop
 from tests.session.test_objects import Counting
-from tests.training.harness import train
+from tests.training.harness import Collector, Outcome, make_driver, make_job, make_limits, train
 
 pytestmark = [pytest.mark.procs, pytest.mark.long]
 CHANGES = 50
 PHASES = ("data", "forward", "backward", "agree", "apply", "snapshot")
-APART, MOST_GROWTH = 4, 1.02
+STEPS, PACE_S, MOST_GROWTH = 8 * CHANGES, 0.1, 1.02  # worker 0 alone takes so long over a step: a join takes few
 
 
 class Measuring(Counting):
@@ -37,17 +39,46 @@ class Measuring(Counting):
         self._note(f"graphs of {os.getpid()}", counters["stats"]["unique_graphs"])
 
 
-def changes(count: int) -> list[Fault]:
-    """A kill every few steps: of worker 1, then of the one that took its place, which worker 0 waits for."""
-    kills = [
-        Fault(worker=WorkerId(number + 1), step=APART * number + 2, phase=PHASES[number % len(PHASES)])
-        for number in range(count)
-    ]
-    waits = [
-        Fault(worker=WorkerId(0), step=APART * number, phase="data", kind="wait", until=WorkerId(number + 1))
-        for number in range(1, count)
-    ]
-    return [*kills, *waits]
+class Killing(Collector):
+    """Kills, in every generation of two, the worker that joined last, and lets worker 0 wait for the one after it.
+
+    Orders follow what the driver recorded: a replacement is started once the step behind a loss is done, so worker 0
+    may wait in the step after that and no sooner. A plan by steps alone lets it wait sooner, if a worker joins late.
+    """
+
+    def __init__(self, plan: FaultPlan, kills: int) -> None:
+        super().__init__()
+        self._plan, self._left = plan, kills
+
+    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        super().__call__(kind, fields)
+        if kind != "generation":
+            return
+        step, newest = fields["step"], WorkerId(max(fields["members"]))
+        if newest > 0 and self._left:
+            self._left -= 1
+            self._plan.order(Fault(worker=newest, step=step + 2, phase=PHASES[self._left % len(PHASES)]))
+        elif newest == 0:
+            started = WorkerId(1 + len([kind for kind, _ in self.entries if kind == "worker_lost"]))
+            self._plan.order(Fault(worker=newest, step=step + 2, phase="data", kind="wait", until=started))
+
+
+def changing(folder: Path, loop: Loop, engine: rs.EngineConfig | None = None) -> Outcome:
+    """A run of two workers in which one is lost, and replaced, `CHANGES` times."""
+    slow = Fault(worker=WorkerId(0), step=1, phase="data", kind="slow", seconds=PACE_S, every=True)
+    plan = FaultPlan(faults=(slow,), folder=str(folder), listens=True)
+    task, url = TrainFunction(loop), f"{folder}/run"
+    job = make_job(url, task=task, microbatches=MICROBATCHES, steps=STEPS, engine=engine, faults=plan)
+    listener = Killing(plan, CHANGES)
+    limits = make_limits(job, 2, min_workers=1, max_worker_losses=CHANGES, join_wait_s=60.0)
+    state = make_driver(job, limits, listener).run()
+    outcome = Outcome(
+        numbers=tuple(listener.numbers[step] for step in range(1, STEPS + 1)),
+        fingerprint=state.result_fingerprint,
+        entries=tuple(listener.entries),
+    )
+    assert len(outcome.of("worker_lost")) == CHANGES
+    return outcome
 
 
 def longest(folder: Path, name: str) -> list[str]:
@@ -56,19 +87,18 @@ def longest(folder: Path, name: str) -> list[str]:
 
 
 def test_fifty_changes_leave_a_survivor_as_it_was(tmp_path: Path) -> None:
-    steps = APART * CHANGES
-    outcome = run(2, Measuring(tmp_path), faults=changes(CHANGES), steps=steps)
-    assert outcome.bits == train(1, microbatches=MICROBATCHES, steps=steps).bits
+    outcome = changing(tmp_path, Measuring(tmp_path))
+    assert outcome.bits == train(1, microbatches=MICROBATCHES, steps=STEPS).bits
     assert set((tmp_path / "older").read_text().split()) == {"0"}
     assert set((tmp_path / "calls").read_text().split()) == {"0"}
     assert len(set(longest(tmp_path, "ids"))) == 1
     memory = {int(step): int(pages) for step, pages in map(str.split, longest(tmp_path, "pages"))}
-    assert memory[steps - 1] <= MOST_GROWTH * memory[5 * APART + 1]
+    fifth = [fields["step"] for fields in outcome.of("generation")][2 * 5]
+    assert memory[STEPS - 1] <= MOST_GROWTH * memory[fifth + 1]
 
 
 def test_changes_compile_no_block_again(tmp_path: Path) -> None:
-    steps, engine = APART * CHANGES, rs.EngineConfig(compile=True)
-    run(2, Measuring(tmp_path), engine=engine, faults=changes(CHANGES), steps=steps)
+    changing(tmp_path, Measuring(tmp_path), rs.EngineConfig(compile=True))
     graphs = [int(count) for count in longest(tmp_path, "graphs")]
-    assert len(graphs) >= steps - 1
+    assert len(graphs) >= STEPS - 1
     assert graphs[0] == graphs[-1] > 0
