@@ -111,6 +111,12 @@ class DataError(RayshardedError):
     """A data file is missing, truncated or has the wrong schema; the message names it."""
 
 
+class UnreadableData(DataError):
+    """A data file cannot be read now, as its storage refuses or fails; the file may be whole."""
+
+    exit_status = RETRY_HELPS
+
+
 class StorageError(RayshardedError):
     """Storage rejected or failed an operation; the message names the URL."""
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from raysharded.data.store.find import check_shards, find_stores
 from raysharded.data.store.store_source import READ_AHEAD_BLOCKS, Caches, FoundStore, StoreSource
@@ -122,6 +123,15 @@ class TokenDataset:
     def end_of_document(self) -> int | None:
         """The token that ends documents, if a store names it."""
         return self._opened().end_of_document
+
+    @property
+    def stores_digest(self) -> str:
+        """Digest of the contents of all stores; empty for token files, whose contents have no digests.
+
+        A run keeps it: other stores are refused, also those with as many tokens.
+        """
+        digests = [store.index.digest for store in self._opened().stores]
+        return blake3("\n".join(digests).encode()).hexdigest() if digests else ""
 
     @property
     def num_files(self) -> int:

@@ -12,8 +12,9 @@ import numpy as np
 from raysharded.config import BatchConfig
 from raysharded.data.access.collation import Collation, Wish
 from raysharded.data.access.prefetch import Prefetcher, num_ahead
+from raysharded.data.access.reader import Reader, Reads
 from raysharded.data.access.reader_process import CollatingReader
-from raysharded.data.access.sample_reader import DatasetReader, Reader, Reads
+from raysharded.data.access.sample_reader import DatasetReader
 from raysharded.data.ledger import Digest, ReadRecorder, digest_of_reads, digests
 from raysharded.data.order import NO_BLOCKS, Blocks, Int64s, positions_of_microbatch, sample_ids
 from raysharded.errors import DataError

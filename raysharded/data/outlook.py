@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raysharded.config import BatchConfig
-from raysharded.data.access.sample_reader import HasWeights
+from raysharded.data.access.reader import HasWeights
 from raysharded.display.quantities import count, listing
 
 

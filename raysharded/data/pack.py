@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
@@ -170,7 +171,7 @@ def _write_here(
     number, skipped = (0, 0) if progress is None else (progress.documents, progress.tokens_of_part)
     for file, part in work:
         for document in documents(file, reading.input_format, reading.text_field, part):
-            for tokens in (*encoder.encode(document), np.asarray([encoder.end_of_document])):
+            for tokens in chain(encoder.encode(document), [np.asarray([encoder.end_of_document])]):
                 writer.write(tokens[skipped:])
                 skipped = max(0, skipped - len(tokens))
             number += 1

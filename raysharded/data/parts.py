@@ -117,6 +117,11 @@ class DatasetPart:
         about = [self.which, layout.num_samples, layout.run, len(layout.held_runs)]
         return blake3(json.dumps([*about, str(getattr(self.dataset, "contents_digest", ""))]).encode()).hexdigest()
 
+    @property
+    def stores_digest(self) -> str:
+        """That of the dataset; empty if it has none."""
+        return str(getattr(self.dataset, "stores_digest", ""))
+
     def __len__(self) -> int:
         layout = self._opened()
         return layout.num_held_out if self.which == "held_out" else layout.num_samples - layout.num_held_out

@@ -10,8 +10,9 @@ import numpy as np
 
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig
 from raysharded.data.access.collation import Collation
+from raysharded.data.access.reader import Draws
 from raysharded.data.access.reader_process import CollatingReader, DataProcess, DataProcesses, ProcessReader
-from raysharded.data.access.sample_reader import DatasetReader, Draws
+from raysharded.data.access.sample_reader import DatasetReader
 from raysharded.data.access.transport import packed
 from raysharded.data.dataset import TokenDataset
 from raysharded.data.loader import MicrobatchLoader

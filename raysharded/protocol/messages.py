@@ -148,7 +148,7 @@ class WorkerInfo:
     mixture: str = ""
     """All that the order of a mixture's samples depends on, as JSON; empty for other data."""
     contents: str = ""
-    """Digest of what the samples are made of; empty for data without one."""
+    """Digests of what the samples are made of, as of `Reader.contents`; empty for data without one."""
     open_files: int | None = None
     """Number of files that the process may still open, for connections to its peers; None: unknown."""
 

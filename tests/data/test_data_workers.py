@@ -17,8 +17,9 @@ from raysharded.config import BatchConfig, EngineConfig
 from raysharded.data import MicrobatchLoader, Stream
 from raysharded.data.access.collation import Collation, Wish, collate_here
 from raysharded.data.access.read_errors import read_again
+from raysharded.data.access.reader import Reads
 from raysharded.data.access.reader_process import CollatingReader, DataProcess, DataProcesses, ProcessReader
-from raysharded.data.access.sample_reader import DatasetReader, Reads
+from raysharded.data.access.sample_reader import DatasetReader
 from raysharded.data.access.transport import packed
 from raysharded.data.sources import Sources
 from raysharded.errors import ConfigError, TaskError

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,7 +33,7 @@ from raysharded.data.store import progress
 from raysharded.data.store.progress import PackProgress
 from raysharded.data.text import documents
 from raysharded.data.text.files import find_files
-from raysharded.errors import ConfigError, DataError, StorageError
+from raysharded.errors import ConfigError, DataError, StorageError, UnreadableData
 from tests.cli.test_commands import invoke
 
 END = 256
@@ -153,6 +156,43 @@ def test_a_long_file_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "b.jsonl").write_text(_json_lines({"text": "long line " * 20}, {"text": "short"}))
     pack([tmp_path / "b.jsonl", tmp_path / "a.txt"], tmp_path / "out", tokens_per_row_group=64)
     assert _stream(tmp_path / "out") == _bytes(b"long line " * 20, b"short", content)
+
+
+def test_a_long_file_is_packed_a_chunk_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_CHUNK_BYTES", 1 << 16)
+    size = 256 << 16
+    (tmp_path / "a.txt").write_bytes(bytes(size))
+    tracemalloc.start()
+    try:
+        pack_either(tmp_path / "a.txt", tmp_path / "out")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < size // 2
+
+
+def test_a_packing_whose_input_cannot_be_read_for_a_while_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(_json_lines(*({"text": f"{name}{number}"} for number in range(2000))))
+    inputs, real = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], LocalFileSystem._open
+
+    def fails(fs: LocalFileSystem, path: str, *how: Any, **others: Any) -> Any:
+        if path.endswith("b.jsonl"):
+            raise OSError(errno.EIO, "the disk does not answer")
+        return real(fs, path, *how, **others)
+
+    whole = pack_either(inputs, tmp_path / "whole", tokens_per_file=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "_open", fails)
+        for shards in (10, 10):
+            with pytest.raises(UnreadableData, match=r"b\.jsonl: cannot open: OSError: .*does not answer"):
+                pack_either(inputs, tmp_path / "out", tokens_per_file=1000)
+            assert len(list((tmp_path / "out").glob("*.tokens"))) == shards
+    assert pack_either(inputs, tmp_path / "out", tokens_per_file=1000) == whole
+    assert _bytes_of(tmp_path / "out") == _bytes_of(tmp_path / "whole")
+    assert isinstance(pickle.loads(pickle.dumps(UnreadableData("as from another process"))), DataError)
 
 
 def test_inputs_keep_the_given_order_and_count_once(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ import torch
 
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.actors.telemetry.stack_probe import frames_of_dump
+from raysharded.data.access.reader import Draws
 from raysharded.data.access.reader_process import DataProcess, ProcessReader
 from raysharded.data.access.repeat_check import differ
-from raysharded.data.access.sample_reader import DatasetReader, Draws
+from raysharded.data.access.sample_reader import DatasetReader
 from raysharded.errors import TaskError
 from tests.data.samples import Drawing, Large, Unlike, leave_torch_alone, two_threads
 from tests.forked import in_a_fork

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from raysharded.data.access.reader import Draws
 from raysharded.data.access.repeat_check import differ
-from raysharded.data.access.sample_reader import DatasetReader, Draws
+from raysharded.data.access.sample_reader import DatasetReader
 from tests.data.samples import Drawing, Large
 
 

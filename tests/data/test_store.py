@@ -6,9 +6,12 @@ import os
 import pickle
 import resource
 import shutil
+import stat
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,12 +23,14 @@ from hypothesis import given, strategies as st
 from raysharded.config import BatchConfig
 from raysharded.data import MicrobatchLoader, TokenDataset, sample_ids
 from raysharded.data.convert import convert
+from raysharded.data.mixtures.mixture import Mixture
 from raysharded.data.order import WINDOW_BLOCKS, Blocks
 from raysharded.data.pack import Layout, pack
+from raysharded.data.packed.packed_dataset import PackedDataset
 from raysharded.data.parts import DatasetPart, split
 from raysharded.data.store import find
 from raysharded.data.store.block_cache import BlockCache
-from raysharded.data.store.disk_cache import DiskCache
+from raysharded.data.store.disk_cache import DiskCache, default_folder
 from raysharded.data.store.layout import HEADER_BYTES, INDEX, Index, Kind, Shard, from_bytes, paged, to_bytes, unpaged
 from raysharded.data.store.store_source import READ_AHEAD_BLOCKS, StoreSource
 from raysharded.data.store.writer import StoreWriter
@@ -439,6 +444,30 @@ def test_a_closed_cache_ends_its_threads_keeps_nothing_and_lets_those_who_wait_h
     assert sorted(counted.reads) == [1, 2, 3]
 
 
+def test_a_block_whose_thread_cannot_be_started_raises_and_is_read_by_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = Counted()
+    counted.released.set()
+    cache = BlockCache(counted, limit_bytes=100, ahead_bytes=50, num_readers=2)
+    real, fails = threading.Thread.start, [True]
+
+    def start(thread: threading.Thread) -> None:
+        if fails and thread.name.startswith("raysharded-blocks"):
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        cache.get(1)
+    cache.expect([2, 3])  # nothing is read ahead then, and nothing fails
+    fails.clear()
+    with ThreadPoolExecutor(1) as caller:
+        assert caller.submit(lambda: [cache.get(number)[0] for number in (1, 2, 3)]).result(30) == [1, 2, 3]
+    assert sorted(counted.reads) == [1, 2, 3]
+    cache.close()
+
+
 def _read_all(url: str, cache: Path, **limits: int) -> StoreSource:
     dataset = TokenDataset(url, seq_len=2048, disk_cache=cache, **limits)
     for index in range(len(dataset)):
@@ -470,8 +499,79 @@ def test_the_disk_cache_is_bounded_and_removes_what_was_not_used_longest(tmp_pat
     assert cache.get("aa0") is None
     assert cache.get("aa99") == bytes(500)
     assert DiskCache(str(tmp_path), 10_000).get("aa99") == bytes(500)
+    larger = DiskCache(str(tmp_path), 20_000)
+    DiskCache(str(tmp_path), 1_000)
+    assert cache.get("aa99") == bytes(500), "the largest limit of a process counts"
+    del cache, larger
     DiskCache(str(tmp_path), 1_000)
     assert sum(path.stat().st_size for path in tmp_path.rglob("aa*") if path.is_file()) <= 1_000
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a*", "in?b=c"])
+def test_a_folder_whose_name_looks_like_a_glob_has_a_store_as_any_other(tmp_path: Path, name: str) -> None:
+    tokens = _tokens(1000)
+    folder = _written(tmp_path / name, tokens)
+    dataset = TokenDataset(folder, seq_len=16)
+    dataset.validate()
+    assert np.array_equal(dataset[3], tokens[48:65])
+
+
+def test_options_of_a_url_are_no_glob(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(find, "read_index", lambda storage: looked.append(storage.url))
+    server = "s3://bucket/corpus?endpoint_url=http://[::1]:9000"
+    for path in (server, "s3://bucket/a?.parquet", "s3://bucket/part-[0-9]", "s3://bucket/*?region=eu"):
+        assert find.find_stores([path]) == ()
+    assert looked == [server]
+
+
+def test_a_digest_of_the_stores_is_kept_whatever_is_made_of_them(tmp_path: Path) -> None:
+    tokens, end = _tokens(3000, 256), replace(KIND, end_of_document=256)
+    one, other, cut = (
+        _written(tmp_path / name, some, per_shard=shard, kind=end)
+        for name, some, shard in (("one", tokens, 1000), ("other", tokens[::-1], 1000), ("cut", tokens, 999))
+    )
+
+    def digests(*paths: str) -> list[str]:
+        data = TokenDataset(paths, seq_len=16)
+        packed = PackedDataset(paths[0], seq_len=16, packing="concatenate")
+        return [
+            data.stores_digest,
+            split(data)[0].stores_digest,
+            Mixture({"web": data, "list": [1, 2]}, {"web": 1.0, "list": 1.0}).stores_digest,
+            packed.stores_digest,
+        ]
+
+    assert digests(one) == digests(one)
+    assert all(digests(one))
+    for paths in ((other,), (cut,), (one, other), (other, one)):
+        assert all(mine != theirs for mine, theirs in zip(digests(one)[:3], digests(*paths)[:3], strict=True))
+    assert digests(one, other)[:3] != digests(other, one)[:3], "the order of the stores is that of the tokens"
+    pack(__file__, tmp_path / "files", layout="parquet", input_format="text")
+    assert TokenDataset(tmp_path / "files", seq_len=16).stores_digest == ""
+    assert Mixture({"list": [1, 2]}, {"list": 1.0}).stores_digest == ""
+
+
+def test_many_caches_of_a_process_in_one_folder_have_one_limit_together(tmp_path: Path) -> None:
+    caches = [DiskCache(str(tmp_path), 10_000) for _ in range(20)]  # as of the sources of a mixture
+    for number in range(100):
+        caches[number % len(caches)].put(f"aa{number}", bytes(500))
+        assert sum(path.stat().st_size for path in tmp_path.rglob("aa*") if path.is_file()) <= 10_000 + 10_000 // 16
+
+
+def _keeps_by_default(below: str) -> tuple[bool, bool, int]:
+    os.umask(0o002)  # of ordinary users, on many systems
+    tempfile.tempdir = below
+    keeps = DiskCache(default_folder(), 1000).keeps
+    above = Path(default_folder()).parent
+    mode = stat.S_IMODE(above.stat().st_mode)
+    above.chmod(0o775)  # as an earlier version made it
+    return keeps, DiskCache(default_folder(), 1000).keeps, mode
+
+
+def test_the_default_cache_is_kept_from_others_whatever_the_umask_is(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    assert in_a_fork(_keeps_by_default, str(tmp_path)) == (True, True, 0o700)
 
 
 def test_what_somebody_put_in_an_entry_s_place_is_no_entry(tmp_path: Path) -> None:

@@ -136,10 +136,15 @@ class Run:
         )
 
     def ready(
-        self, *workers: int, cpu: str = "x", numerics: str = "", nodes: Mapping[WorkerId, str] | None = None
+        self,
+        *workers: int,
+        cpu: str = "x",
+        numerics: str = "",
+        nodes: Mapping[WorkerId, str] | None = None,
+        contents: str = "",
     ) -> list[Command]:
         """These workers are ready, on machines with this CPU; `numerics`: the rules that they can compute under.
-        `nodes`: where several share a machine."""
+        `nodes`: where several share a machine. `contents`: of their data."""
         commands: list[Command] = []
         for worker in workers:
             facts = WorkerInfo(
@@ -148,6 +153,7 @@ class Run:
                 node_id=(nodes or {}).get(WorkerId(worker), f"node{worker}"),
                 arithmetic={"cpu": cpu, **({"numerics": numerics} if numerics else {})},
                 num_samples=100,
+                contents=contents,
             )
             commands += self.hear(Ready(worker=WorkerId(worker), facts=facts))
         return commands

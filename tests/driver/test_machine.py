@@ -943,6 +943,31 @@ def test_a_worker_that_finds_other_data_than_the_run_began_with_is_refused() -> 
     assert "finds 100 samples, the run began with 99" in str(run.error)
 
 
+@pytest.mark.parametrize(
+    ("kept", "found", "then"),
+    [
+        ("", "a+b", "a+b"),  # a run of an earlier version, or without a checkpoint
+        ("a", "a+b", "a+b"),
+        ("+b", "+b", "+b"),
+        ("a+b", "a", "a+b"),
+        ("a+b", "", "a+b"),
+        ("a+b", "a+c", None),
+        ("a+b", "c+b", None),
+        ("+b", "+c", None),
+        ("a", "b", None),
+    ],
+)
+def test_contents_of_data_are_compared_as_far_as_both_are_known(kept: str, found: str, then: str | None) -> None:
+    run = Run(max_workers=2)
+    run.state = replace(run.state, num_samples=100, contents=kept)
+    run.ready(0, contents=found)
+    if then is None:
+        assert isinstance(run.error, ConfigError)
+        assert "of the same length with other contents than the run began with" in str(run.error)
+    else:
+        assert run.state.contents == then
+
+
 def test_workers_that_die_again_and_again_without_a_step_end_the_run() -> None:
     run = training(2, step=2, max_losses_without_step=3)
     for worker in range(10):

@@ -185,6 +185,21 @@ def test_what_a_proxy_answers_is_said_in_its_name(
         assert allowed.read("a") == b"1"
 
 
+@pytest.mark.parametrize("begin", ["", "//", "http://"])
+def test_a_proxy_s_password_is_hidden_however_its_address_begins(
+    no_proxy: None, s3_url: str, begin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "MAX_ATTEMPTS", 1)
+    with FaultyProxy("http://127.0.0.1:1") as proxy:
+        proxy.inject(PROXYS_OWN[0], times=10**6)
+        monkeypatch.setenv("HTTP_PROXY", proxy.endpoint_url.replace("http://", f"{begin}me:secret@"))
+        shown = proxy.endpoint_url.replace("http://", "http://me:***@")
+        with pytest.raises(StorageError) as caught:
+            open_storage(f"{s3_url}&timeout_s=5.{len(begin)}").read("a")
+    assert f"the proxy HTTP_PROXY={shown} answered" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
 def test_a_proxy_that_refuses_a_tunnel_is_named(no_proxy: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "MAX_ATTEMPTS", 1)
     with _server(b"HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n") as port:

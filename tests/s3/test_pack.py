@@ -21,6 +21,7 @@ from raysharded.errors import DataError
 from raysharded.locations import join_url
 from tests.cli.test_commands import invoke
 from tests.data.test_pack import KILLED
+from tests.s3.fixtures import FaultyS3
 
 pytestmark = pytest.mark.s3
 SHARD = 9_000  # as in `KILLED`
@@ -68,7 +69,9 @@ def test_files_on_the_server_are_found_by_folders_and_globs_and_missing_ones_are
     path, _, options = folder.partition("?")
 
     def names(pattern: str, **how: bool) -> list[str]:
-        return [file.name.removeprefix(f"{path}/") for file in find_files(pattern, **how)]  # type: ignore[arg-type]
+        found = [file.name.partition("?") for file in find_files(pattern, **how)]  # type: ignore[arg-type]
+        assert {own for _, _, own in found} == {options}
+        return [name.removeprefix(f"{path}/") for name, _, _ in found]
 
     assert names(folder) == ["a.txt", "b.txt", "d.json"]
     assert names(folder, recursive=True) == ["a.txt", "b.txt", "below/c.txt", "d.json"]
@@ -83,5 +86,15 @@ def test_files_on_the_server_are_found_by_folders_and_globs_and_missing_ones_are
         with pytest.raises(DataError, match="no such file, and no file matches it"):
             pack(f"{path}/{missing}?{options}", join_url(s3_url, "out"))
     storage.delete(["below/c.txt"])
-    with pytest.raises(DataError, match=r"below/c\.txt: the file is missing"), open_file(file) as gone:
+    with (
+        pytest.raises(DataError, match=r"below/c\.txt\?endpoint_url=\S+: the file is missing"),
+        open_file(file) as gone,
+    ):
         gone.read()
+
+
+def test_equal_names_on_two_servers_are_two_files(faulty_s3: FaultyS3, tmp_path: Path) -> None:
+    open_storage(faulty_s3.direct_url).write("a.txt", [b"a document"])
+    files = [join_url(url, "a.txt") for url in (faulty_s3.url, faulty_s3.direct_url)]
+    assert pack(files, tmp_path / "out").documents == 2
+    assert pack([files[0], files[0]], tmp_path / "once").documents == 1

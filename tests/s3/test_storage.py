@@ -7,7 +7,7 @@ import secrets
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from random import Random
 
@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from raysharded.checkpoint import api, open_storage
+from raysharded.checkpoint.storage.optional_operations import sizes_of
+from raysharded.checkpoint.storage.s3 import listing
 from raysharded.checkpoint.storage.s3.download import ONE_REQUEST_BYTES, RANGE_BYTES
 from raysharded.checkpoint.storage.s3.upload import PART_BYTES, PARTS_IN_FLIGHT
 from raysharded.errors import StorageError
@@ -45,6 +47,29 @@ def test_a_write_is_one_request_as_long_as_it_fits_one_part(
     storage.write("a", [DATA[:size]])
     assert [request.operation for request in faulty_s3.proxy.requests] == requests
     assert storage.read("a") == DATA[:size]
+
+
+def test_sizes_of_known_keys_take_a_request_for_each_page_of_them(
+    faulty_s3: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(faulty_s3.url)
+    known = [f"{name}-{number}.part" for name in ("a b", "a", "é+", "\uff61", "\U0001f600") for number in range(2)]
+    others = ["a-0.other", "z", "\U0001f600-1.parted"]
+    for key in (*known, *others):
+        storage.write(key, [key.encode()])
+    sizes = {key: len(key.encode()) for key in known}
+    monkeypatch.setattr(listing, "PAGE_KEYS", 3)
+
+    def asked(keys: Sequence[str]) -> tuple[dict[str, int | None], list[str]]:
+        faulty_s3.proxy.requests.clear()
+        found = sizes_of(storage, keys)
+        return {key: found[key] for key in known if key in found}, [each.operation for each in faulty_s3.proxy.requests]
+
+    assert asked(known) == (sizes, ["ListObjectsV2"] * 6)  # four, and one more for each other key that stands between
+    assert asked([*known, "missing"]) == (sizes, ["ListObjectsV2"] * 6)  # and a listing of all
+    refused = faulty_s3.proxy.inject(Refuse(501, "NotImplemented"), on="ListObjectsV2", times=1)
+    assert asked(known)[0] == sizes
+    assert refused.fired
 
 
 def test_large_objects_are_read_whole_in_part_and_scattered(s3_url: str) -> None:

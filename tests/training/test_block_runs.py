@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from raysharded.checkpoint import newest_complete, open_storage
+from raysharded.data import TokenDataset, dataset as data_set
 from raysharded.data.ledger import expected_digest
 from raysharded.data.order import WINDOW_BLOCKS, Blocks
+from raysharded.data.store.find import find_stores
+from raysharded.data.store.layout import Kind
+from raysharded.data.store.writer import StoreWriter
 from raysharded.errors import ConfigError
+from raysharded.ids import WorkerId
 from raysharded.journal.log import read
 from raysharded.report import load
-from tests.training.harness import Collector, make_driver, make_job, make_limits
+from tests import patches
+from tests.training.harness import VOCABULARY, Collector, make_driver, make_job, make_limits
 
 SAMPLES = 4 * WINDOW_BLOCKS
 
@@ -72,6 +81,36 @@ def test_a_run_keeps_the_blocks_and_the_batch_that_its_order_began_with(tmp_path
 
     with pytest.raises(ConfigError, match="finds data whose blocks have 4 samples, the run began with 2"):
         _trained(url, 8, samples_per_block=4)
+
+
+def test_a_store_with_as_many_other_tokens_is_refused(tmp_path: Path) -> None:
+    """At the same path after the run, and on the disk of one worker from the beginning."""
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, 8 * 301 + 1, dtype=np.uint32)
+    for name, some in (("store", tokens), ("other", tokens[::-1])):
+        with StoreWriter(str(tmp_path / name), Kind(tokenizer="bytes", vocab_size=VOCABULARY), 1000) as writer:
+            writer.write(some)
+
+    def trained(name: str, steps: int, **others: Any) -> None:
+        data = TokenDataset(tmp_path / "store", seq_len=8)
+        job = make_job(f"{tmp_path}/{name}", steps=steps, microbatches=2, data=data)
+        driver = make_driver(job, make_limits(job, 2), Collector(), metadata={"batch": asdict(job.batch)}, **others)
+        driver.restore()
+        driver.run()
+
+    other = {WorkerId(1): partial(_find_at, str(tmp_path / "other"))}
+    with pytest.raises(ConfigError, match="of a token store, other shards"):
+        trained("both", 2, prepare=other)
+    trained("run", 2)
+    trained("run", 3)
+    (tmp_path / "store").rename(tmp_path / "before")
+    (tmp_path / "other").rename(tmp_path / "store")
+    with pytest.raises(ConfigError, match="of the same length with other contents than the run began with"):
+        trained("run", 4)
+
+
+def _find_at(folder: str) -> None:
+    """In a worker's process: find this store at every path."""
+    patches.replace(data_set, "find_stores", lambda _: find_stores([folder]))
 
 
 def test_a_run_that_began_with_the_first_order_keeps_it(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:

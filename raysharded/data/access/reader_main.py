@@ -24,7 +24,8 @@ from typing import Any
 
 from raysharded.data.access.collation import Wish, collate_here
 from raysharded.data.access.read_errors import task_error
-from raysharded.data.access.sample_reader import DatasetReader, Draws, Reads
+from raysharded.data.access.reader import Draws, Reads
+from raysharded.data.access.sample_reader import DatasetReader
 from raysharded.data.access.transport import Sender, load
 from raysharded.errors import RayshardedError
 from raysharded.overrides import WeightChanges

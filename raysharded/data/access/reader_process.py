@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 from raysharded.data.access.collation import Wish
 from raysharded.data.access.read_errors import innermost_line
+from raysharded.data.access.reader import Reads
 from raysharded.data.access.reader_main import Payload
-from raysharded.data.access.sample_reader import DatasetReader, Reads
+from raysharded.data.access.sample_reader import DatasetReader
 from raysharded.data.access.started_process import StartedProcess
 from raysharded.data.access.transport import dump, offsets_of, shared_file
 from raysharded.data.order import Int64s

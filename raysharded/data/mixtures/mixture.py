@@ -140,7 +140,15 @@ class Mixture:
     @property
     def contents_digest(self) -> str:
         """Digest of those of the sources; empty if no source has one."""
-        found = {name: str(getattr(source, "contents_digest", "")) for name, source in self.sources.items()}
+        return self._digest_of("contents_digest")
+
+    @property
+    def stores_digest(self) -> str:
+        """As `contents_digest`, of what `TokenDataset.stores_digest` covers."""
+        return self._digest_of("stores_digest")
+
+    def _digest_of(self, name: str) -> str:
+        found = {key: str(getattr(source, name, "")) for key, source in self.sources.items()}
         return blake3(json.dumps(found).encode()).hexdigest() if any(found.values()) else ""
 
     def __len__(self) -> int:

@@ -10,15 +10,7 @@ import numpy as np
 
 from raysharded.checkpoint.storage import open_storage
 from raysharded.data.packed.arrangement import Int64s, Pieces, groups
-from raysharded.data.packed.plan_file import (
-    Facts,
-    GroupColumns,
-    Plan,
-    name_of_plan,
-    parse_plan,
-    read_plan,
-    store_digest,
-)
+from raysharded.data.packed.plan_file import Facts, GroupColumns, Plan, name_of_plan, parse_plan, read_plan
 from raysharded.data.store.find import find_stores
 from raysharded.data.store.layout import Kind, from_bytes
 from raysharded.data.store.store_source import FoundStore, TokenStream
@@ -52,7 +44,7 @@ def arrange(path: PathLike, *, seq_len: int, end_of_document: int | None = None)
     storage, name = open_storage(folder), name_of_plan(seq_len)
     if name in storage.list(""):
         there = parse_plan(storage.read(name), masked(join_url(folder, name)), "this command").facts
-        if (there.store, there.end_of_document) == (store_digest(store.index), end):
+        if (there.store, there.end_of_document) == (store.index.digest, end):
             return there
         raise ConfigError(
             f"arrange: {masked(join_url(folder, name))} was made for other tokens, or another end_of_document. Runs "
@@ -70,7 +62,7 @@ def arrange(path: PathLike, *, seq_len: int, end_of_document: int | None = None)
     if not found:
         raise DataError(f"{masked(folder)}: no document in it has two tokens. Nothing to arrange.")
     facts = Facts(
-        store=store_digest(store.index),
+        store=store.index.digest,
         seq_len=seq_len,
         end_of_document=end,
         samples_per_block=samples,

@@ -118,6 +118,11 @@ class PackedDataset:
         return self._digest or ""
 
     @property
+    def stores_digest(self) -> str:
+        """As of `TokenDataset`; empty for documents of a plan, which has the digest of the store."""
+        return self._tokens.stores_digest if self.packing == "concatenate" else ""
+
+    @property
     def padding(self) -> float:
         """Share of all places that are padding; 0 for concatenated documents."""
         return self._open().padding

@@ -106,11 +106,6 @@ def name_of_plan(seq_len: int) -> str:
     return f"packed-{seq_len}.plan"
 
 
-def store_digest(index: Index) -> str:
-    """Digest of a store's contents: of the ids of its shards."""
-    return blake3("\n".join(shard.id for shard in index.shards).encode()).hexdigest()
-
-
 class GroupColumns:
     """Groups while a plan is made, as a plan has them: 20 bytes for each, and 4 for each piece of another group."""
 
@@ -155,7 +150,7 @@ def read_plan(storage: Storage, index: Index, seq_len: int) -> Plan:
     except StorageError as error:
         raise StorageError(f"{where}: cannot be read: {masked(str(error))}") from error
     plan = parse_plan(data, where, command)
-    if plan.facts.store != store_digest(index):
+    if plan.facts.store != index.digest:
         raise DataError(
             f"{where}: made for other tokens than the store has now. Delete it, and make it again with {command}."
         )

@@ -130,11 +130,19 @@ class BlockCache:
                 self._threads = ThreadPoolExecutor(self._num_readers, "raysharded-blocks")
             future: Future[Bytes] = Future()
             self._in_flight[number] = future
-            self._threads.submit(self._carry_out, number, future)
+            try:
+                self._threads.submit(self._carry_out, number, future)
+            except RuntimeError as error:  # no thread can be started, and one that runs may be busy for long
+                del self._in_flight[number]
+                future.set_exception(error)
+                return future
         return self._in_flight[number]
 
     def _carry_out(self, number: int, future: Future[Bytes]) -> None:
         block, failure = None, None
+        with self._lock:
+            if self._in_flight.get(number) is not future:
+                return  # it stayed in the queue of the threads when none could be started
         try:
             block = self._read(number)
         except BaseException as error:  # noqa: BLE001 - raised where the block is taken
@@ -164,8 +172,9 @@ class BlockCache:
             if self._ahead_bytes and expected + self._block_bytes > self._ahead_bytes and expected:
                 return
             number = self._wanted.popleft()
-            if not self._has(number):
-                self._begin(number)
+            if not self._has(number) and self._begin(number).done():  # no thread could be started
+                self._wanted.appendleft(number)
+                return
 
     def _drop_oldest(self) -> None:
         while self._bytes > self._limit_bytes and self._used:

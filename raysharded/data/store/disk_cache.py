@@ -17,6 +17,8 @@ import secrets
 import stat
 import tempfile
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 
 _log = logging.getLogger("raysharded.data")
@@ -25,6 +27,7 @@ _KEPT = 0.9  # of the limit, when entries are removed
 _SHARE = 16  # the folder is measured whenever this process has written this part of the limit
 _LEAST_FREE = 0.05  # of the disk
 _TEMPORARY = ".incomplete-"
+_WRITING_S = 60.0  # an older temporary file is left from a process that was killed
 _WRITABLE_FOR_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -33,16 +36,44 @@ def default_folder() -> str:
     return os.path.join(tempfile.gettempdir(), f"raysharded-{os.getuid()}", "tokens")
 
 
+class _Use:
+    """The use of one folder by all caches of this process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.limit_bytes = 0
+        self._unmeasured = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> bool:
+        """Count bytes that were written. True if the folder is to be measured."""
+        with self._lock:
+            self._unmeasured += num_bytes
+            due = self._unmeasured * _SHARE >= self.limit_bytes
+            if due:
+                self._unmeasured = 0
+            return due
+
+
+_uses: weakref.WeakValueDictionary[str, _Use] = weakref.WeakValueDictionary()
+"""Folder -> its use, as long as a cache is there."""
+
+
+def _use_of(folder: str, limit_bytes: int) -> _Use:
+    """The use of a folder, by one more cache."""
+    use = _uses.setdefault(os.path.realpath(folder), _Use())
+    use.limit_bytes = max(use.limit_bytes, limit_bytes)
+    return use
+
+
 class DiskCache:
     """The cache in one folder. Thread-safe, and safe with other processes in the same folder.
 
-    Several processes together may exceed `limit_bytes` by a sixteenth for each.
+    Several caches of a process in one folder have the largest of their limits together. Several processes may exceed it
+    by a sixteenth for each.
     """
 
     def __init__(self, folder: str, limit_bytes: int) -> None:
-        self.folder, self._limit_bytes = folder, limit_bytes
-        self._lock = threading.Lock()
-        self._unmeasured = 0
+        self.folder, self._use = folder, _use_of(folder, limit_bytes)
         self._is_own = self._writes = self._make()
         """Whether nobody else may write there; what others could have written is not read."""
         if self._writes:
@@ -71,13 +102,13 @@ class DiskCache:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
             about = os.fstat(file.fileno())
             is_own = stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid()
-            if not is_own or about.st_size > self._limit_bytes:
+            if not is_own or about.st_size > self._use.limit_bytes:
                 raise OSError(f"{path} is no entry")
             return file.read()
 
     def put(self, name: str, data: memoryview | bytes) -> None:
         """Keep an entry, if possible."""
-        if not self._writes or len(data) > self._limit_bytes:
+        if not self._writes or len(data) > self._use.limit_bytes:
             return
         path = self._path(name)
         temporary = os.path.join(self.folder, f"{_TEMPORARY}{secrets.token_hex(8)}")
@@ -94,12 +125,7 @@ class DiskCache:
         except OSError as error:
             self._stop(error)
             return
-        with self._lock:
-            self._unmeasured += len(data)
-            due = self._unmeasured * _SHARE >= self._limit_bytes
-            if due:
-                self._unmeasured = 0
-        if due:
+        if self._use.add(len(data)):
             self._remove_oldest()
 
     def drop(self, name: str) -> None:
@@ -112,7 +138,9 @@ class DiskCache:
 
     def _make(self) -> bool:
         try:
-            os.makedirs(self.folder, mode=0o700, exist_ok=True)
+            _make_private(self.folder)
+            if self.folder == default_folder():
+                _close_to_others(os.path.dirname(self.folder))
             about, above = os.stat(self.folder), os.stat(os.path.dirname(os.path.realpath(self.folder)))
             if about.st_uid != os.getuid() or about.st_mode & _WRITABLE_FOR_OTHERS:
                 raise PermissionError(f"{self.folder} belongs to another user, or others may write to it")
@@ -137,7 +165,7 @@ class DiskCache:
                 total = sum(size for _, size, _ in entries)
                 disk = os.statvfs(self.folder)
                 missing = int(disk.f_blocks * disk.f_frsize * _LEAST_FREE) - disk.f_bavail * disk.f_frsize
-                allowed = min(self._limit_bytes, total - missing)
+                allowed = min(self._use.limit_bytes, total - missing)
                 if total <= allowed:
                     return
                 for _, size, path in entries:
@@ -159,11 +187,30 @@ class DiskCache:
             yield
 
     def _entries(self) -> Iterator[tuple[float, int, str]]:
-        """(time of last use, bytes, path) of every file."""
+        """(time of last use, bytes, path) of every file, but those that a process writes."""
         for folder, _, names in os.walk(self.folder):
             for name in names:
                 path = os.path.join(folder, name)
                 with contextlib.suppress(OSError):
                     about = os.lstat(path)
-                    if name != ".lock":
+                    is_being_written = name.startswith(_TEMPORARY) and about.st_mtime > time.time() - _WRITING_S
+                    if name != ".lock" and not is_being_written:
                         yield about.st_mtime, about.st_size, path
+
+
+def _make_private(folder: str) -> None:
+    """Make the folder, and those above it that are missing, for this user alone."""
+    missing: list[str] = []
+    while not os.path.isdir(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    for path in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+
+
+def _close_to_others(folder: str) -> None:
+    """Let nobody else write to a folder of this user's: earlier versions made it as the umask has it."""
+    about = os.stat(folder)
+    if about.st_uid == os.getuid() and about.st_mode & _WRITABLE_FOR_OTHERS:
+        os.chmod(folder, 0o700)

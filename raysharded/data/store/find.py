@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from raysharded.checkpoint.storage import Storage, open_storage
-from raysharded.checkpoint.storage.optional_operations import list_sizes
+from raysharded.checkpoint.storage.optional_operations import sizes_of
 from raysharded.data.store.layout import HEADER_BYTES, INDEX, Index, Shard, parse_header
 from raysharded.data.store.shard_reader import read_index
 from raysharded.data.store.store_source import FoundStore
@@ -18,6 +19,8 @@ from raysharded.errors import DataError, StorageError
 from raysharded.locations import THROUGH_FSSPEC, join_url, local_path, scheme_of
 
 _MOST_HEADERS, _THREADS = 64, 8
+_OPTIONS = re.compile(r"\?(?=[a-z_]+=)")
+"""The beginning of a URL's options; `?` alone is a wildcard."""
 
 
 def find_stores(paths: Sequence[str]) -> tuple[FoundStore, ...]:
@@ -59,7 +62,7 @@ def check_shards(stores: Sequence[FoundStore]) -> None:
     for store in stores:
         storage, index = open_storage(store.url), store.index
         try:
-            sizes = list_sizes(storage, "")
+            sizes = sizes_of(storage, [shard.name for shard in index.shards])
         except StorageError as error:
             raise StorageError(f"{masked(store.url)}: cannot be listed: {masked(str(error))}") from error
         for shard in index.shards:
@@ -106,9 +109,10 @@ def _check_header(storage: Storage, index: Index, shard: Shard) -> None:
 def _find(path: str) -> FoundStore | None:
     folder = path.removesuffix(f"/{INDEX}")
     local = local_path(folder)
-    if folder.endswith(".parquet") or "*" in folder or "[" in folder:
-        return None
     if local is not None and not os.path.isfile(os.path.join(local, INDEX)):
+        return None
+    begin = _OPTIONS.split(folder)[0]
+    if local is None and (folder.endswith(".parquet") or "*" in begin or "[" in begin):
         return None
     if local is None and scheme_of(folder) != "s3" and not folder.startswith(THROUGH_FSSPEC):
         file_system(folder)  # raises the error for a URL that nothing can open

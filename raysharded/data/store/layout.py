@@ -122,6 +122,11 @@ class Index:
     def num_tokens(self) -> int:
         return sum(shard.num_tokens for shard in self.shards)
 
+    @property
+    def digest(self) -> str:
+        """Digest of the store's contents: of the ids of its shards."""
+        return blake3("\n".join(shard.id for shard in self.shards).encode()).hexdigest()
+
     def to_json(self) -> bytes:
         shards = [{"name": s.name, "num_tokens": s.num_tokens, "id": s.id} for s in self.shards]
         end = self.kind.end_of_document

@@ -18,9 +18,13 @@ from raysharded.data.store.progress import NAME
 from raysharded.data.store.shard_reader import read_index
 from raysharded.display.plain_text import masked
 from raysharded.display.quantities import count
-from raysharded.errors import ConfigError, DataError, StorageError
+from raysharded.errors import ConfigError, DataError, StorageError, UnreadableData
 
 _PIECE_PAGES = 512
+
+
+def _is_wrong_input(kind: type[BaseException]) -> bool:
+    return issubclass(kind, ConfigError | DataError) and not issubclass(kind, UnreadableData)
 
 
 class StoreWriter:
@@ -137,7 +141,7 @@ class StoreWriter:
 
     def _give_up(self, kind: type[BaseException]) -> None:
         """Discard the shards, unless a later call may continue them: after wrong input none can."""
-        if self._on_shard is None or not self._shards or issubclass(kind, (ConfigError, DataError)):
+        if self._on_shard is None or not self._shards or _is_wrong_input(kind):
             self._discard()
 
     def _discard(self) -> None:

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from raysharded.config import BatchConfig
 from raysharded.data.access.prefetch import Prefetcher
-from raysharded.data.access.sample_reader import Reader
+from raysharded.data.access.reader import Reader
 from raysharded.data.loader import Loader, Microbatch, MicrobatchKey
 from raysharded.data.streams.numbered_microbatches import Given, MicrobatchFunction, MicrobatchStreams, Place
 from raysharded.data.streams.source import not_restarting

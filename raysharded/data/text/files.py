@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import fsspec
 
 from raysharded.display.plain_text import masked
-from raysharded.errors import ConfigError, DataError, StorageError
+from raysharded.errors import ConfigError, DataError, StorageError, UnreadableData
 from raysharded.locations import (
     THROUGH_FSSPEC,
     join_url,
@@ -25,6 +25,8 @@ from raysharded.locations import (
 )
 
 PathLike: TypeAlias = str | os.PathLike[str]
+_OF_CONTENTS = (ValueError, TypeError, LookupError, NotImplementedError, EOFError)
+"""Errors of what a file has in it, of pyarrow's and Python's decoders; not of storage."""
 _S3 = re.compile(r"[sS]3://(?P<bucket>[^/?]+)(?P<key>/.*?)?(?P<options>\?[a-z_]+=[^/]?.*)?")
 
 
@@ -179,7 +181,7 @@ def open_file(file: File) -> Any:
 
 @contextmanager
 def reading(name: str, verb: str) -> Iterator[None]:
-    """Turn any error of storage inside the block into a DataError that names the file."""
+    """Turn any error inside the block into a DataError that names the file: for one of storage an UnreadableData."""
     try:
         yield
     except DataError:
@@ -188,4 +190,5 @@ def reading(name: str, verb: str) -> Iterator[None]:
         raise DataError(f"{name}: the file is missing. Restore it, or correct the path.") from error
     except Exception as error:  # the boundary to storage: every protocol has its own errors
         cause = f"{type(error).__name__}: {error}".rstrip(".")
-        raise DataError(f"{name}: cannot {verb}: {cause}. Check access to it.") from error
+        kind = DataError if isinstance(error, _OF_CONTENTS) else UnreadableData
+        raise kind(f"{name}: cannot {verb}: {cause}. Check access to it.") from error

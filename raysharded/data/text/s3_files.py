@@ -22,8 +22,13 @@ class S3Files(AbstractFileSystem):  # type: ignore[misc] # fsspec has no types
     def __init__(self, url: str, **settings: Any) -> None:
         """`url`: `s3://bucket` with the options of the connection."""
         super().__init__(**settings)
-        self._bucket = url.removeprefix("s3://").partition("?")[0]
+        self._bucket, mark, options = url.removeprefix("s3://").partition("?")
+        self._options = mark + options
         self._storage = open_storage(url)
+
+    def unstrip_protocol(self, name: str) -> str:
+        """The URL, with the options of the connection: two servers may have objects of equal names."""
+        return f"s3://{str(name).removeprefix('s3://')}{self._options}"
 
     def _key(self, path: str) -> str:
         return str(path).removeprefix("s3://").strip("/").removeprefix(self._bucket).strip("/")

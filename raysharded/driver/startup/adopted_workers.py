@@ -46,7 +46,7 @@ def taken_over(state: State, adopted: Sequence[AdoptedWorker]) -> State:
         arithmetic_unmet=False,
         num_samples=first.num_samples if state.num_samples is None else state.num_samples,
         blocks=arithmetic.blocks_with(state, first),
-        contents=state.contents or first.contents,
+        contents=arithmetic.contents_with(state.contents, first),
     )
     step = first_source(state).step
     return replace(state, step=step, reached=max(state.reached, step))

@@ -170,7 +170,21 @@ def own_contents(contents: str) -> dict[str, str]:
 
 def has_other_contents(state: State, facts: WorkerInfo) -> bool:
     """Whether a worker's data have other contents than the run's, where both are known."""
-    return "" not in (state.contents, facts.contents) and state.contents != facts.contents
+    pairs = zip(_parts_of(state.contents), _parts_of(facts.contents), strict=True)
+    return any("" not in pair and pair[0] != pair[1] for pair in pairs)
+
+
+def contents_with(contents: str, facts: WorkerInfo) -> str:
+    """The digests of the run's contents, and of a worker's data those that the run has no record of."""
+    mine, theirs = _parts_of(contents), _parts_of(facts.contents)
+    about, stores = (own or other for own, other in zip(mine, theirs, strict=True))
+    return f"{about}+{stores}" if stores else about
+
+
+def _parts_of(contents: str) -> tuple[str, str]:
+    """The two digests in `WorkerInfo.contents`. Runs that began with an earlier version have no second one."""
+    about, _, stores = contents.partition("+")
+    return about, stores
 
 
 def has_other_blocks(state: State, facts: WorkerInfo) -> bool:

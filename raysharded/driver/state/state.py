@@ -360,7 +360,7 @@ class State:
     num_samples: int | None = None
     blocks: tuple[int, int] = (1, 1)
     """(samples per block, or below 0 for data that have an order themselves; samples per step), as the run began."""
-    contents: str = ""  # digest of the data's contents; empty: unknown
+    contents: str = ""  # digests of the data's contents; empty: unknown
     driver: str = ""
     """The driver's name, in what its workers write."""
     rendezvous: Any = None

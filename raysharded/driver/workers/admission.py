@@ -79,7 +79,7 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         arithmetic_unmet=False,
         num_samples=event.facts.num_samples,
         blocks=arithmetic.blocks_with(state, event.facts),
-        contents=state.contents or event.facts.contents,
+        contents=arithmetic.contents_with(state.contents, event.facts),
         last_ready_at=at,
         start_failures=0,
         start_after=0.0,
@@ -132,8 +132,8 @@ def _other_blocks(state: State, event: Ready) -> ConfigError:
 def _other_contents(event: Ready) -> ConfigError:
     return ConfigError(
         f"worker {event.worker} on {event.facts.node} finds data of the same length with other contents than the run "
-        "began with: of packed documents, another plan or other tokens. Give the data that the run began with, or give "
-        "the run another name."
+        "began with: of packed documents, another plan or other tokens; of a token store, other shards, even if these "
+        "have the same tokens. Give the data that the run began with, or give the run another name."
     )
 
 

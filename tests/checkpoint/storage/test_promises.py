@@ -74,6 +74,7 @@ def test_parts_of_any_shape_are_written_as_their_bytes(storage: Storage) -> None
     assert storage.read("a") == b"0123456789abx"
     storage.write("empty", [])
     assert (storage.read("empty"), storage.size("empty")) == (b"", 0)
+    assert storage.read("empty", 0, 1 << 28) == storage.read("a", 13) == storage.read("a", 13, 1 << 28) == b""
 
 
 def test_keys_are_listed_below_a_folder_at_any_depth(storage: Storage) -> None:

@@ -2,7 +2,8 @@
 
 `location` reads the URL, `connection` makes the client, `bucket` sends requests, `errors` finds transient failures.
 `credentials` looks keys up again, `answers` rejects what no S3 server sent, and `rights` names those that are missing.
-`upload`, `download`, with `ranged_reads`, and `conditional` implement the storage's methods. See docs/storage.md.
+`upload`, `download`, with `ranged_reads`, `listing` and `conditional` implement the storage's methods. See
+docs/storage.md.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
 from urllib.parse import urlsplit
 
 import urllib3.exceptions
@@ -24,10 +24,11 @@ from raysharded.checkpoint.format.paths import is_below
 from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
 from raysharded.checkpoint.storage.optional_operations import is_called
 from raysharded.checkpoint.storage.retry import retries_of
-from raysharded.checkpoint.storage.s3.bucket import Answer, Bucket, open_bucket
+from raysharded.checkpoint.storage.s3.bucket import Bucket, open_bucket
 from raysharded.checkpoint.storage.s3.conditional import honours_condition, put_if_absent, spelling, swap
 from raysharded.checkpoint.storage.s3.download import RANGE_BYTES, read, read_into
 from raysharded.checkpoint.storage.s3.errors import code_of, is_missing, is_refusal, remedy_for, said_by
+from raysharded.checkpoint.storage.s3.listing import folders, objects, sizes_between, uploads
 from raysharded.checkpoint.storage.s3.location import encodes, parse
 from raysharded.checkpoint.storage.s3.rights import FOR_TIDYING as FOR_TIDYING, missing_rights, tidying
 from raysharded.checkpoint.storage.s3.upload import write_object
@@ -111,13 +112,20 @@ class S3Storage:
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Keys as in `list`, each with its bytes."""
         with self._at("list", prefix) as bucket:
-            found = {bucket.location.relative(item["Key"]): int(item["Size"]) for item in _objects(bucket, prefix)}
+            found = {bucket.location.relative(item["Key"]): int(item["Size"]) for item in objects(bucket, prefix)}
             return {key: found[key] for key in sorted(found) if is_below(key)}  # consoles make objects that end in `/`
+
+    def sizes_of(self, keys: Sequence[str]) -> dict[str, int]:
+        """As in `sizes_of`: one request for a thousand keys, several at a time."""
+        with self._at("list", "") as bucket:
+            found = sizes_between(bucket, [bucket.location.full(key) for key in keys])
+            known = {bucket.location.relative(key): size for key, size in found.items()}
+        return known if len(known) == len(set(keys)) else self.sizes()
 
     def times(self, name: str | None, prefix: str = "") -> dict[str, float | None]:
         """Write times as in `list_times`."""
         with self._at("list", prefix) as bucket:
-            found = {bucket.location.relative(item["Key"]): item["LastModified"] for item in _objects(bucket, prefix)}
+            found = {bucket.location.relative(item["Key"]): item["LastModified"] for item in objects(bucket, prefix)}
             return {key: found[key].timestamp() for key in sorted(found) if is_below(key) and is_called(key, name)}
 
     def puts_atomically(self) -> bool:
@@ -127,7 +135,7 @@ class S3Storage:
     def folders(self) -> Keys:
         """Names of the top-level folders, sorted: one request per thousand, regardless of their contents."""
         with self._at("list", "") as bucket:
-            found = (bucket.location.relative(item["Prefix"]).rstrip("/") for item in _folders(bucket))
+            found = (bucket.location.relative(item["Prefix"]).rstrip("/") for item in folders(bucket))
             return sorted(name for name in found if is_below(name))
 
     def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
@@ -138,7 +146,7 @@ class S3Storage:
             def collect() -> None:
                 found.extend(
                     Unfinished(key=bucket.location.relative(item["Key"]), token=item["UploadId"])
-                    for item in _uploads(bucket, prefix)
+                    for item in uploads(bucket, prefix)
                 )
 
             tidying(bucket, collect)
@@ -217,44 +225,3 @@ def _delete(bucket: Bucket, keys: Keys) -> None:
                 raise
     for key in keys:
         bucket.request("delete_object", Key=key)
-
-
-def _objects(bucket: Bucket, folder: str) -> Iterator[dict[str, Any]]:
-    """Every object below the folder; each page is requested when it is needed."""
-    for page in _pages(bucket, Prefix=bucket.location.folder(folder)):
-        yield from page.get("Contents", [])
-
-
-def _folders(bucket: Bucket) -> Iterator[dict[str, Any]]:
-    """Beginnings of the keys in the storage, up to the next `/`."""
-    for page in _pages(bucket, Prefix=bucket.location.folder(""), Delimiter="/"):
-        yield from page.get("CommonPrefixes", [])
-
-
-def _pages(bucket: Bucket, **of: str) -> Iterator[Answer]:
-    at: Answer = {}
-    while True:
-        page = bucket.request("list_objects_v2", **of, **at)
-        yield page
-        if not page.get("IsTruncated"):
-            return
-        at = {"ContinuationToken": _next(page, "NextContinuationToken")}
-
-
-def _uploads(bucket: Bucket, folder: str) -> Iterator[dict[str, Any]]:
-    at: Answer = {}
-    while True:
-        page = bucket.request("list_multipart_uploads", Prefix=bucket.location.folder(folder), **at)
-        yield from page.get("Uploads", [])
-        if not page.get("IsTruncated"):
-            return
-        at = {"KeyMarker": _next(page, "NextKeyMarker")}
-        if page.get("NextUploadIdMarker"):
-            at["UploadIdMarker"] = page["NextUploadIdMarker"]
-
-
-def _next(page: Answer, name: str) -> str:
-    """Beginning of the next page of a listing. Raises ConnectionError if the server does not state it."""
-    if not page.get(name):
-        raise ConnectionError(f"the server's listing is not whole, and has no {name}")
-    return str(page[name])

@@ -130,6 +130,8 @@ def proxy_of(url: str) -> str:
         return ""
     proxy = get_environ_proxies(url).get("http")
     variable = "http_proxy" if os.environ.get("http_proxy") else "HTTP_PROXY"
+    if proxy and "://" not in proxy:  # botocore adds it, too; without it no password would be found
+        proxy = f"http://{proxy.removeprefix('//')}"
     return f"{variable}={masked(proxy)}" if proxy else ""
 
 

@@ -46,6 +46,8 @@ def read(bucket: Bucket, key: str, offset: int, size: int | None) -> bytes:
 def read_into(bucket: Bucket, key: str, offset: int, outs: Outs) -> int:
     """Number of bytes read from `offset` on into the `outs`, one after the other; fewer than fit only at the end."""
     size = sum(len(out) for out in outs)
+    if size == 0:  # no range of HTTP has no bytes
+        return 0
     if size <= ONE_REQUEST_BYTES:
         return _read_range(bucket, key, offset, outs).count
     return _read_ranges(bucket, key, offset, outs)
