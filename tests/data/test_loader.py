@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from raysharded.config import BatchConfig
-from raysharded.data.access import sample_reader
 from raysharded.data.access.prefetch import Prefetcher
+from raysharded.data.access.reader import Draws
 from raysharded.data.access.sample_reader import DatasetReader
 from raysharded.data.ledger import ReadRecorder, StepReads, check, expected_digest, total
 from raysharded.data.loader import Loader, Microbatch, MicrobatchLoader
@@ -54,7 +54,7 @@ class Drawn(Squares):
 
 def test_what_a_dataset_draws_depends_on_the_step_and_the_microbatch_alone() -> None:
     def drawn(step: int, microbatch: int) -> tuple[int, ...]:
-        draws = sample_reader.Draws(refuses=False, puts_back=True)
+        draws = Draws(refuses=False, puts_back=True)
         return tuple(MicrobatchLoader(DatasetReader(Drawn(), draws=draws), BATCH).load(step, microbatch).samples)
 
     keys = [(step, microbatch) for step in (1, 2) for microbatch in range(3)]
