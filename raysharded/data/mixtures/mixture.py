@@ -140,16 +140,12 @@ class Mixture:
     @property
     def contents_digest(self) -> str:
         """Digest of those of the sources; empty if no source has one."""
-        return self._digest_of("contents_digest")
+        return _digest_of(self.sources, "contents_digest")
 
     @property
     def stores_digest(self) -> str:
         """As `contents_digest`, of what `TokenDataset.stores_digest` covers."""
-        return self._digest_of("stores_digest")
-
-    def _digest_of(self, name: str) -> str:
-        found = {key: str(getattr(source, name, "")) for key, source in self.sources.items()}
-        return blake3(json.dumps(found).encode()).hexdigest() if any(found.values()) else ""
+        return _digest_of(self.sources, "stores_digest")
 
     def __len__(self) -> int:
         """Number of positions; 2^60 without an end."""
@@ -293,6 +289,11 @@ def checked_weights(sources: Collection[str], what: str, given: Weights) -> dict
         if given[name] and not part:
             raise ConfigError(f"{what}: {name!r} has less than a {PARTS:,}th of the samples: give it more, or 0.")
     return {name: float(weight) for name, weight in given.items()}
+
+
+def _digest_of(sources: Mapping[str, Dataset], name: str) -> str:
+    found = {key: str(getattr(source, name, "")) for key, source in sources.items()}
+    return blake3(json.dumps(found).encode()).hexdigest() if any(found.values()) else ""
 
 
 def _require_known(sources: Collection[str], what: str, names: Iterable[str]) -> None:
