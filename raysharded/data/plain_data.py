@@ -9,7 +9,8 @@ import base64
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,14 @@ AS_THEY_ARE = frozenset((type(None), bool, str, int, float))
 """Types whose values JSON keeps as they are."""
 
 
-def plain(value: Any, path: str, refusal: str, *, whole: bool = False) -> Any:
+def plain(
+    value: Any, path: str, refusal: str, *, whole: bool = False, orders: list[Sequence[int]] | None = None
+) -> Any:
     """A value as JSON that `restored` brings back with its types. Raises TaskError for what is not plain data.
 
     `path`: the way to the value; `refusal`: a sentence about what may be in it, both for the error. `whole`: True to
-    take bytes, arrays and tensors, too.
+    take bytes, arrays and tensors, too. `orders`: if given, entries of dicts are sorted by key, so that the JSON is the
+    same in any order; the order that `restored` needs is added for each dict.
     """
     if type(value) in AS_THEY_ARE or isinstance(value, str):
         return value
@@ -41,20 +45,27 @@ def plain(value: Any, path: str, refusal: str, *, whole: bool = False) -> Any:
     if is_tensor and not value.dim():
         return {"tensor": [str(value.dtype).removeprefix("torch."), value.item()]}
     if isinstance(value, (list, tuple)):
-        items = [plain(one, f"{path}[{place}]", refusal, whole=whole) for place, one in enumerate(value)]
+        items = [plain(one, f"{path}[{at}]", refusal, whole=whole, orders=orders) for at, one in enumerate(value)]
         return {"tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
-        pairs = [
-            [plain(key, path, refusal), plain(one, f"{path}.{key}", refusal, whole=whole)] for key, one in value.items()
-        ]
-        return {
-            "Counter" if isinstance(value, Counter) else "dict": sorted(pairs, key=lambda pair: json.dumps(pair[0]))
-        }
+        entries = [(plain(key, path, refusal), f"{path}.{key}", one) for key, one in value.items()]
+        if orders is not None:
+            entries = _sorted(entries, orders)
+        pairs = [[key, plain(one, way, refusal, whole=whole, orders=orders)] for key, way, one in entries]
+        return {"Counter" if isinstance(value, Counter) else "dict": pairs}
     if whole and (is_tensor or isinstance(value, (bytes, bytearray, np.ndarray))):
         return _whole(value, is_tensor=is_tensor)
     kind = type(value).__name__
     shape = f" of shape {list(value.shape)}" if is_tensor else ""
     raise TaskError(f"{kind}{shape} at {path}: {refusal}")
+
+
+def _sorted(entries: list[tuple[Any, str, Any]], orders: list[Sequence[int]]) -> list[tuple[Any, str, Any]]:
+    """The entries by the text of their keys. Adds the former place of each one; nothing if none has moved."""
+    texts, places = [json.dumps(key) for key, *_ in entries], [*range(len(entries))]
+    by_text = sorted(places, key=texts.__getitem__)
+    orders.append([] if by_text == places else by_text)
+    return [entries[place] for place in by_text]
 
 
 def _whole(value: Any, *, is_tensor: bool) -> Any:
@@ -81,9 +92,6 @@ def _scalar(dtype: str, value: Any) -> Any:
 
 
 _MAKERS: Mapping[str, Callable[[Any], Any]] = {
-    "tuple": lambda items: tuple(restored(one) for one in items),
-    "dict": lambda pairs: {restored(key): restored(one) for key, one in pairs},
-    "Counter": lambda pairs: Counter({restored(key): one for key, one in pairs}),
     "numpy": lambda pair: np.dtype(pair[0]).type(pair[1]),
     "tensor": lambda pair: _scalar(*pair),
     "bytes": base64.b64decode,
@@ -94,11 +102,19 @@ _MAKERS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def restored(value: Any) -> Any:
-    """The value that `plain` was given."""
+def restored(value: Any, orders: Iterator[Sequence[int]] | None = None) -> Any:
+    """The value that `plain` was given. `orders`: as it has added them; dicts that are missing there stay as stored."""
     if isinstance(value, list):
-        return [restored(one) for one in value]
-    if isinstance(value, dict):
-        ((kind, inner),) = value.items()
+        return [restored(one, orders) for one in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "tuple":
+        return tuple(restored(one, orders) for one in inner)
+    if kind not in ("dict", "Counter"):
         return _MAKERS[kind](inner)
-    return value
+    places = () if orders is None else next(orders, ())
+    items = [(restored(key), restored(one, orders)) for key, one in inner]
+    if places:
+        items = [item for _, item in sorted(zip(places, items, strict=True), key=itemgetter(0))]
+    return Counter(dict(items)) if kind == "Counter" else dict(items)

@@ -32,6 +32,12 @@ def test_bytes_arrays_and_tensors_come_back_where_they_are_allowed(value: Any) -
     assert json.dumps(plain(restored(json.loads(text)), "it", "", whole=True)) == text
 
 
+def test_dicts_come_back_in_their_order() -> None:
+    """A stream may have one as a buffer, and take from its beginning."""
+    value = {6: {"z": 1, "a": b"2"}, 12: [{"y": 1, "x": 2}]}
+    assert repr(restored(json.loads(json.dumps(plain(value, "it", "", whole=True))))) == repr(value)
+
+
 def test_what_is_not_plain_is_refused_by_the_way_to_it() -> None:
     for whole, value, named in (
         (True, {"a": [object()]}, r"object at it\.a\[0\]"),

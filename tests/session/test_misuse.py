@@ -421,6 +421,28 @@ def clips_by_norm(optimizer: torch.optim.Optimizer, *_: object) -> None:
     torch.nn.utils.clip_grad_norm_([param for group in optimizer.param_groups for param in group["params"]], 0.01)
 
 
+class Scheduled(Loop):
+    """Steps its scheduler in a hook of the optimizer."""
+
+    def __call__(self, session: Session) -> None:
+        model = session.build(Gpt)
+        optimizer = optimizer_of(model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+        session.shard(model, optimizer, scheduler=scheduler)
+        for step in session.steps():
+            with step:
+                for batch in step.microbatches():
+                    compute(step, model, batch)
+                optimizer.step()
+
+
+def without_a_rate(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.param_groups[0]["lr"] = None  # as Adafactor of transformers has with relative_step
+    return optimizer
+
+
 def norm_with_statistics() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
 
@@ -446,10 +468,12 @@ def two_rates(params: Any) -> torch.optim.Optimizer:
     ("loop", "sentence"),
     [
         (Hooked(), r"step\.clip_grad_norm_"),
+        (Scheduled(), r"no rate may change: call scheduler\.step\(\) behind it, in the `with`\."),
+        (Other(Gpt, without_a_rate), r"has lr=None\. Give it a number; an optimizer"),
         (Other(norm_with_statistics, torch.optim.SGD), r"put it in eval\(\) in session\.build\(make\)"),
         (Other(Gpt, two_rates), r"add them in the optimizer of session\.shard"),
     ],
-    ids=["hook", "batch norm", "groups"],
+    ids=["hook", "scheduler", "no rate", "batch norm", "groups"],
 )
 def test_errors_speak_of_the_loop_and_not_of_methods_of_a_task(loop: Any, sentence: str) -> None:
     with pytest.raises(RayshardedError, match=sentence) as found:

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from raysharded.actors.step.engine import Engine
 from raysharded.driver.driver import Driver
 from raysharded.task import TrainFunction
 from tests.session.loops import STEPS, Loop, by_task, run
+from tests.session.test_replaced_objects import Acting, updates
 from tests.training.harness import make_limits
 from tests.training.test_leaving import Seen, a_job, drive
+from tests.training.test_same_objects import count_older
 
 pytestmark = pytest.mark.procs
 
@@ -97,6 +100,17 @@ def test_after_a_loss_all_objects_are_the_same_and_none_of_the_generation_before
     processes = [file.read_text().split() for file in tmp_path.glob("ids of *")]
     assert max(map(len, processes)) >= STEPS
     assert all(len(set(ids)) == 1 for ids in processes)
+
+
+@pytest.mark.parametrize("phase", ["forward", "apply"])
+def test_an_aborted_generation_is_freed_before_the_next_one_of_a_loop_gets_its_memory(
+    tmp_path: Path, phase: str
+) -> None:
+    """As that of a task: `tests/training/test_same_objects.py`. The loop has registered tensors, too."""
+    file = tmp_path / "older"
+    run(3, Acting(updates), steps=3, kills=[(1, 2, phase)], prepare=partial(count_older, file))
+    assert len(file.read_text().split()) >= 5
+    assert set(file.read_text().split()) == {"0"}
 
 
 class Keeping(Counting):

@@ -12,8 +12,12 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from raysharded.actors.optimizer.registered_state import MOST_BYTES, RegisteredState, are_different, words_of
+from raysharded.actors.optimizer.registered_state import MOST_BYTES, RegisteredState, are_different, values_of, words_of
+from raysharded.actors.session.user_session import Session
 from raysharded.errors import TaskError
+from tests.actors.optimizer.test_shard_optimizer import Remembers
+from tests.session.loops import compute, run
+from tests.training.harness import Gpt
 
 
 class Holder:
@@ -35,6 +39,12 @@ PLAIN = [
     *(None, True, 3, -0.0, 1e300, math.inf, "text", 2**70),
     *(np.float32(0.1), np.float64(0.1), np.float16(-0.0), np.int64(-3), np.bool_(True)),
     *([1, [2]], (1, (2.5,)), {"a": 1, "b": {"c": ()}}, {1: "one", (2, "x"): [None]}, Counter({3: 2, 7: 1})),
+    *(
+        {12: 0.5, 6: 0.25},
+        {6: 0.25, 12: 0.5},
+        Counter({7: 1, 30: np.int64(1), 4: 1}),
+        {"b": [{9: 0, 10: 1}], "a": ({"d": {}, "c": 2},)},
+    ),
 ]
 
 
@@ -157,10 +167,11 @@ def test_a_setting_that_appears_or_goes_is_named_as_such(change: dict[str, Any],
 def test_settings_of_a_group_are_all_kept_but_functions_and_constants() -> None:
     left_out = {"rule": math.sqrt, "dtype": torch.float32, "device": torch.device("cpu")}
     registered = RegisteredState(
-        [{"params": [], "lr": np.float32(0.1), "betas": (0.9, np.float64(0.5)), **left_out}], {}
+        [{"params": [], "lr": np.float32(0.1), "betas": (0.9, np.float64(0.5)), "since": {6: 0, 12: 1}, **left_out}], {}
     )
     group: dict[str, Any] = {"params": [], **left_out}
     RegisteredState([group], {}).load(registered.text())
+    assert list(group["since"]) == [6, 12]
     assert repr(group["lr"]) == "np.float32(0.1)"
     assert repr(group["betas"]) == "(0.9, np.float64(0.5))"
     with pytest.raises(TaskError, match=r"a Tensor of shape \[1\] at optimizer\[0\]\.betas\[0\]"):
@@ -173,8 +184,84 @@ def test_sums_of_words_show_whether_all_texts_are_equal(texts: list[str]) -> Non
     assert are_different(sums, len(texts)) == (len(set(texts)) > 1)
 
 
-def test_the_text_is_json_in_one_order() -> None:
-    one, other = Holder({"a": 1, "b": 2}), Holder({"b": 2, "a": 1})
-    texts = [RegisteredState([], {"it": holder}).text() for holder in (one, other)]
-    assert texts[0] == texts[1]
-    assert json.loads(texts[0])
+class Attributes(Holder):
+    """Its state is its attributes, in their order, as torch's schedulers have it."""
+
+    def state_dict(self) -> Any:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: Any) -> None:
+        vars(self).clear()
+        vars(self).update(state)
+
+
+def test_dicts_are_compared_in_one_order_and_come_back_in_their_own() -> None:
+    """An object that is made anew may have its attributes in another order than one that has trained."""
+    holders = [Attributes({"a": 1, "b": {3: 0}}), Attributes({"b": {3: 0}, "a": 1})]
+    holders[1].count = 1  # type: ignore[attr-defined]
+    vars(holders[0]).update(count=1, value=vars(holders[0]).pop("value"))
+    states = [RegisteredState([], {"it": holder, "same": Holder(0)}) for holder in holders]
+    texts = [state.text() for state in states]
+    assert texts[0] != texts[1]
+    assert values_of(texts[0]) == values_of(texts[1])
+    assert json.loads(texts[0].partition("\n")[0])
+    assert states[0].change_since(texts[1]) is None
+    states[0].load(texts[1])
+    assert states[0].text() == texts[1]
+    assert repr(vars(holders[0])) == repr(vars(holders[1]))
+
+
+def test_a_state_without_the_order_of_its_dicts_is_loaded_as_it_lies() -> None:
+    holder = Holder({6: 0.25, 12: 0.5})
+    registered = RegisteredState([], {"it": holder})
+    values, _, orders = registered.text().split("\n")
+    assert orders
+    registered.load(values)
+    assert list(holder.value) == [12, 6]
+    registered.load('{"optimizer":[],"it":{"dict":[["value",{"dict":[[5,1],[2,2]]}]]}}')
+    assert holder.value == {5: 1, 2: 2}
+    assert list(holder.value) == [5, 2]
+
+
+class Spikes:
+    """The newest three losses, by the number of samples: a queue, whose oldest entry goes."""
+
+    def __init__(self) -> None:
+        self.recent: dict[int, float] = {}
+
+    def limit(self) -> float:
+        return 0.1 * sum(self.recent.values()) or 0.7
+
+    def add(self, samples: int, loss: float) -> None:
+        self.recent[samples] = loss
+        if len(self.recent) > 3:
+            self.recent.pop(next(iter(self.recent)))
+
+    def state_dict(self) -> dict[int, float]:
+        return self.recent
+
+    def load_state_dict(self, state: dict[int, float]) -> None:
+        self.recent = state
+
+
+def clips_by_a_queue(session: Session) -> None:
+    """Its optimizer counts the steps in its groups."""
+    model, spikes = session.build(Gpt), Spikes()
+    optimizer = Remembers(model.parameters(), "group")
+    session.shard(model, optimizer, spikes=spikes)
+    for step in session.steps():
+        with step:
+            for batch in step.microbatches():
+                compute(step, model, batch)
+            step.clip_grad_norm_(spikes.limit())
+            optimizer.step()
+            spikes.add(40 * step.number, step.loss)
+            assert [*spikes.recent] == [40 * number for number in range(1, step.number + 1)][-3:]
+            assert optimizer.param_groups[0]["k"] == step.number
+
+
+@pytest.mark.procs
+def test_the_order_of_a_dict_and_a_count_in_the_groups_outlive_a_kill_and_reach_a_worker_that_joins() -> None:
+    found = run(2, clips_by_a_queue, kills=[(1, 4, "forward")], replacement_wait_s=60.0)
+    assert [len(fields["members"]) for fields in found.of("generation")] == [2, 2]
+    assert found.bits == run(1, clips_by_a_queue).bits

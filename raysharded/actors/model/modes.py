@@ -100,11 +100,19 @@ class Modes:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context in which all modules are in eval mode."""
+        """A context in which all modules are in eval mode; behind it they have the modes for training again.
+
+        Modes that a user's loop has set since the microbatches began are among these.
+        """
+        if self._own:
+            self.take_over()
+        own = self._own
         self._model.eval()
         try:
             yield
         finally:
+            if own:
+                self._note(own)
             self.train()
 
     def remark(self, task: str, say: Say) -> None:

@@ -2,7 +2,7 @@
 
 An optimizer that steps several others (AdamW for some parameters, SGD for the rest) holds them as attributes, in lists,
 or in closures. Its hooks may hold some, too. The state of inner optimizers belongs to the run's state. `stand_ins`
-temporarily replaces the parameters for a trial.
+temporarily replaces the parameters for a trial; `remembered` is what an optimizer keeps elsewhere.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ import torch
 from torch import nn
 
 from raysharded.actors.task_calls.object_contents import SavedContents, reachable
+from raysharded.data.plain_data import plain
 from raysharded.errors import TaskError
 
 REGISTERED = "registered"
 """Path of the state that a user's loop has registered beside the optimizers' own: its names are `registered:<name>`."""
+_OF_TORCH = frozenset(
+    ("state", "param_groups", "defaults", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused")
+)
+"""Attributes of torch's optimizers that hold no hidden state."""
 
 
 class OptimizerParts:
@@ -150,3 +155,59 @@ def stand_ins(optimizer: torch.optim.Optimizer, *, without: Collection[torch.Ten
         yield found
     finally:
         found.put_back()
+
+
+def remembered(optimizer: torch.optim.Optimizer, *, keeps_groups: bool) -> dict[str, object]:
+    """Plain values outside the per-parameter state of an optimizer and of those inside it: name -> bits.
+
+    `keeps_groups`: without the groups' numbers, which are kept.
+    """
+    found: dict[str, object] = {}
+    groups = {id(group) for group in OptimizerParts(optimizer).groups}
+    for path, one in reachable(optimizer):
+        if isinstance(one, torch.optim.Optimizer):
+            prefix = f"self{path}."
+            own = {key: value for key, value in vars(one).items() if key not in _OF_TORCH and _is_plain(value)}
+            found |= {f"{prefix}{key}": bits_of(value) for key, value in own.items()}
+            found |= {f"state[{key!r}]": bits_of(v) for key, v in one.state.items() if _is_plain(key) and _is_plain(v)}
+        elif isinstance(one, dict) and id(one) in groups:
+            found |= {
+                f"{key!r} of its groups": bits_of(value)
+                for key, value in one.items()
+                if key not in ("params", "lr") and _is_plain(value) and not (keeps_groups and _is_kept(value))
+            }
+    return found
+
+
+def _is_kept(value: object) -> bool:
+    """True for a setting of a group that a session keeps."""
+    try:
+        plain(value, "", "")
+    except TaskError:
+        return False
+    return True
+
+
+def _is_plain(value: object) -> bool:
+    """True for numbers, text, tensors, and containers of them; an optimizer does not own parameters."""
+    match value:
+        case dict():
+            return all(_is_plain(one) for one in value.values())
+        case list() | tuple():
+            return all(_is_plain(one) for one in value)
+        case _:
+            return value is None or type(value) in (bool, int, float, str, torch.Tensor)
+
+
+def bits_of(value: object) -> object:
+    """A representation that is equal for bit-identical values."""
+    match value:
+        case torch.Tensor():
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            return value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
+        case dict():
+            return [(repr(key), bits_of(one)) for key, one in value.items()]
+        case list() | tuple():
+            return [bits_of(one) for one in value]
+        case _:
+            return repr(value)

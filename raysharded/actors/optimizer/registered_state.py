@@ -1,8 +1,9 @@
 """State of a user's own loop that goes back with the step: numbers in an optimizer's groups, modes, registered objects.
 
 torch's schedulers do not restore the groups of their optimizer, so these belong to it. It is plain data as JSON, of a
-limited size; states of a session's streams follow in a second line. Every worker keeps it for the newest two steps, a
-worker that joins gets it, and each checkpoint has it.
+limited size, with the entries of dicts sorted. States of a session's streams are in a second line, and the order of
+dicts in a third, which is not compared: objects of a worker that joins may have their attributes in another one. Every
+worker keeps all of it for the newest two steps, a worker that joins gets it, and each checkpoint has it.
 """
 
 from __future__ import annotations
@@ -85,20 +86,24 @@ class RegisteredState:
 
     def settings(self) -> str:
         """The present numbers of the groups, as `text`, and the calls of this step."""
-        return _as_json({_OF_GROUPS: self._settings(), "calls": self.calls})
+        return _as_json({_OF_GROUPS: self._settings([]), "calls": self.calls})
 
-    def _settings(self) -> list[dict[str, Any]]:
-        return [_settings_of(group, f"{_OF_GROUPS}[{place}]") for place, group in enumerate(self._groups)]
+    def _settings(self, orders: list[Sequence[int]]) -> list[dict[str, Any]]:
+        return [_settings_of(group, f"{_OF_GROUPS}[{place}]", orders) for place, group in enumerate(self._groups)]
 
     def text(self) -> str:
-        """The present state, the same text for the same values. Raises TaskError if it is not plain, or too large."""
-        values: dict[str, Any] = {_OF_GROUPS: self._settings()}
+        """The present state; its first two lines are the same for the same values, in any order of dicts.
+
+        Raises TaskError if it is not plain, or too large.
+        """
+        orders: dict[str, list[Sequence[int]]] = {name: [] for name in (_OF_GROUPS, *self._things)}
+        values: dict[str, Any] = {_OF_GROUPS: self._settings(orders[_OF_GROUPS])}
         if changes := self.modes.changes if self.modes else []:
             values[_MODES] = changes
         for name, thing in self._things.items():
-            values[name] = _plain(thing.state_dict(), name)
+            values[name] = _plain(thing.state_dict(), name, orders[name])
         if self.logged:
-            values[_LOGGED] = _plain(self.logged, _LOGGED)
+            values[_LOGGED] = _plain(self.logged, _LOGGED, [])
         if self.is_last:
             values[_IS_LAST] = True
         if self.streams is not None:
@@ -112,7 +117,9 @@ class RegisteredState:
                 f"limit is {size(MOST_BYTES)}, since every worker keeps it twice. Register numbers and settings; keep "
                 "what grows, such as a history, in the journal or a file."
             )
-        return text if self.streams is None else f"{text}\n{self.streams.states_text()}"
+        states = "" if self.streams is None else self.streams.states_text()
+        moved = {name: found for name, found in orders.items() if any(found)}
+        return "\n".join([text, *([states] if states or moved else []), *([_as_json(moved)] if moved else [])])
 
     def with_modes(self, text: str) -> str:
         """An earlier state with the present modes: a loop may set them between two steps."""
@@ -127,8 +134,8 @@ class RegisteredState:
 
     def load(self, text: str) -> None:
         """Bring the groups and the registered objects to this state. Raises TaskError if it has other objects."""
-        text, _, states = text.partition("\n")
-        values = json.loads(text)
+        text, states, moved = _lines(text)
+        values, orders = json.loads(text), json.loads(moved or "{}")
         self._go_to(values.pop(_STREAMS, None), states)
         self.logged = restored(values.pop(_LOGGED, {"dict": []}))
         changes = values.pop(_MODES, [])
@@ -141,14 +148,15 @@ class RegisteredState:
                 f"{sorted(values.keys() - {_OF_GROUPS})}; this program has {len(self._groups)} and registers "
                 f"{sorted(self._things)}. Register the same objects in session.shard, and build the same groups."
             )
+        of_groups = iter(orders.get(_OF_GROUPS, ()))
         for group, settings in zip(self._groups, values[_OF_GROUPS], strict=True):
-            for key, value in ((key, restored(value)) for key, value in settings.items()):
+            for key, value in ((key, restored(value, of_groups)) for key, value in settings.items()):
                 if isinstance(group.get(key), torch.Tensor):
                     group[key].fill_(value)
                 else:
                     group[key] = value
         for name, thing in self._things.items():
-            thing.load_state_dict(restored(values[name]))
+            thing.load_state_dict(restored(values[name], iter(orders.get(name, ()))))
 
     def _go_to(self, place: Mapping[str, Any] | None, states: str) -> None:
         if self.streams is not None and place is not None:
@@ -179,14 +187,29 @@ class RegisteredState:
 _as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
+def _lines(text: str) -> tuple[str, str, str]:
+    """(values, streams' states, order of dicts) of a state, the latter two empty if it has none."""
+    values, _, others = text.partition("\n")
+    states, _, orders = others.partition("\n")
+    return values, states, orders
+
+
 def settings_of(text: str) -> str:
-    """A state without the streams' own states, which follow in a separate line."""
+    """A state without the streams' own states, and without the order of its dicts."""
     return text.partition("\n")[0]
 
 
+def values_of(text: str) -> str:
+    """A state without the order of its dicts."""
+    return "\n".join(_lines(text)[:2])
+
+
 def first_change(text: str, now: str) -> str | None:
-    """The first value that differs between two states, with both values; None if there is none."""
-    if now == text:
+    """The first value that differs between two states, with both values; None if there is none.
+
+    The order of dicts is none: a worker that joins has its objects' attributes in the order in which it made them.
+    """
+    if now == text or values_of(now) == values_of(text):
         return None
     was, has = (dict(leaf.split(" = ", 1) for leaf in _leaves(json.loads(settings_of(one)))) for one in (text, now))
     for path, value in has.items():
@@ -242,7 +265,7 @@ def _gathered(own: bytes, group: HostGroup) -> list[bytes]:
     return [data[start : start + length] for start, length in zip(starts, lengths, strict=False)]
 
 
-def _settings_of(group: Mapping[str, Any], path: str) -> dict[str, Any]:
+def _settings_of(group: Mapping[str, Any], path: str, orders: list[Sequence[int]]) -> dict[str, Any]:
     found = {}
     for key in sorted(group):
         value = group[key]
@@ -251,14 +274,14 @@ def _settings_of(group: Mapping[str, Any], path: str) -> dict[str, Any]:
         if type(value) in AS_THEY_ARE:
             found[key] = value
         elif not isinstance(value, _CONSTANTS) and not callable(value):
-            found[key] = _plain(value, f"{path}.{key}")
+            found[key] = _plain(value, f"{path}.{key}", orders)
     return found
 
 
-def _plain(value: Any, path: str) -> Any:
-    """A value as JSON. Raises TaskError for what is not plain data."""
+def _plain(value: Any, path: str, orders: list[Sequence[int]]) -> Any:
+    """A value as JSON. Adds the order of its dicts. Raises TaskError for what is not plain data."""
     try:
-        return plain(value, path, _REFUSAL)
+        return plain(value, path, _REFUSAL, orders=orders)
     except TaskError as error:
         raise TaskError(f"the registered state has a {error}") from None
 

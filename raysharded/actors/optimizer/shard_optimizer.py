@@ -282,7 +282,8 @@ class ShardOptimizer:
             remark_changed(before, self.kind, self._say)
 
     def _tried(self) -> Verdict:
-        return try_out(self._optimizer, self._hooks, without=[*self._model_params, *self._params.values()])
+        without = [*self._model_params, *self._params.values()]
+        return try_out(self._optimizer, self._hooks, without=without, keeps_groups=self.built.keeps_groups)
 
     def _is_elementwise(self) -> bool:
         try:

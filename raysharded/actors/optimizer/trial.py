@@ -3,9 +3,9 @@
 Some kernels round differently in their vector tails, at the end of a shard. The trial compares steps on shards of odd
 lengths with steps on the whole: the parameters and the state.
 
-A worker that takes another's place builds the optimizer anew and has only the per-parameter state. The trial compares
-steps of one optimizer with steps of one that is rebuilt before each. It uses the task's own object, first without its
-step hooks, then with them.
+A worker that takes another's place builds the optimizer anew and has only the per-parameter state; in a session it has
+the numbers in the groups, too. The trial compares steps of one optimizer with steps of one that is rebuilt before each.
+It uses the task's own object, first without its step hooks, then with them.
 
 A hook that reaches the model through its closure does not change these tensors: see `step_hooks.py`.
 """
@@ -21,10 +21,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from raysharded.actors.optimizer.inner_optimizers import OptimizerParts, StandIns, stand_ins
+from raysharded.actors.optimizer.inner_optimizers import StandIns, bits_of, remembered, stand_ins
+from raysharded.actors.optimizer.registered_state import RegisteredState
 from raysharded.actors.optimizer.step_hooks import HookCalls
 from raysharded.actors.task_calls.explanations import explanation
-from raysharded.actors.task_calls.object_contents import reachable
 from raysharded.actors.task_calls.task_errors import task_error
 from raysharded.errors import TaskError, is_ctrl_c, text_of, user_traceback
 
@@ -32,10 +32,6 @@ _LENGTH = 4099
 _ELEMENTS = 1 << 14
 _LEAST_ROWS, _WIDEST = 17, 4100
 _CUTS = (0, 1, 14, 45, 300, 1369, 2740, 2741)
-_OF_TORCH = frozenset(
-    ("state", "param_groups", "defaults", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused")
-)
-"""Attributes of torch's optimizers that hold no hidden state."""
 _RATE = 0.01
 """Learning rate that is tried in addition to the group's own, which may be 0 at the time."""
 
@@ -88,20 +84,26 @@ class Verdict:
     """State keys of a parameter, by the parameter's id; parameters that could not be tried are missing."""
 
 
-def try_out(optimizer: torch.optim.Optimizer, hooks: HookCalls, *, without: Collection[torch.Tensor] = ()) -> Verdict:
+def try_out(
+    optimizer: torch.optim.Optimizer,
+    hooks: HookCalls,
+    *,
+    without: Collection[torch.Tensor] = (),
+    keeps_groups: bool = False,
+) -> Verdict:
     """Try an optimizer as a run would use it. Afterwards it, and all that its hooks hold, is restored.
 
-    `hooks`: the optimizer's hooks. `without`: the parameters of the model, whose values may be lost. Raises TaskError
-    if a step cannot be tried.
+    `hooks`: the optimizer's hooks. `without`: the parameters of the model, whose values may be lost. `keeps_groups`:
+    True if a worker that joins gets the numbers in the groups. Raises TaskError if a step cannot be tried.
     """
     with stand_ins(optimizer, without=without) as standing:
         with hooks.left_out() as changing:
-            found = _Trial(standing, hooks, _STEPS).verdict()
+            found = _Trial(standing, hooks, _STEPS, keeps_groups=keeps_groups).verdict()
         elementwise = frozenset(changing)
         if hooks.names and not found.cut and not found.kept:
             try:
                 with hooks.noted() as changing:
-                    with_hooks = _Trial(standing, hooks, _STEPS_WITH_HOOKS).verdict()
+                    with_hooks = _Trial(standing, hooks, _STEPS_WITH_HOOKS, keeps_groups=keeps_groups).verdict()
             except TaskError:  # hooks may need gradients of the real model: the run watches them
                 return Verdict(elementwise=elementwise)  # hooks may also keep state that could not be tried
             names = tuple(hooks.names.values())
@@ -150,8 +152,10 @@ class _Outcome:
 
 
 class _Trial:
-    def __init__(self, standing: StandIns, hooks: HookCalls, steps: Sequence[_Step]) -> None:
+    def __init__(self, standing: StandIns, hooks: HookCalls, steps: Sequence[_Step], *, keeps_groups: bool) -> None:
         self._standing, self._hooks, self._steps = standing, hooks, steps
+        self._groups = RegisteredState(standing.parts.groups, {}) if keeps_groups else None
+        """Numbers in the groups, as a session keeps them."""
         self._optimizer = standing.parts.outermost
         self._likes = _likes(standing)
         self._tried = _representatives(self._likes, steps)
@@ -176,7 +180,7 @@ class _Trial:
 
     def _idle(self, whole: _Outcome) -> Finding | None:
         for tensors, (param,) in zip(self._tried, whole.params, strict=True):
-            if tensors.param.requires_grad and _bits(param) == _bits(tensors.start):
+            if tensors.param.requires_grad and bits_of(param) == bits_of(tensors.start):
                 return Finding(kind="idle")
         return None
 
@@ -195,7 +199,7 @@ class _Trial:
             parts = [[slice(*cut) for cut in tensors.cuts[first::2]] for tensors in self._tried]
             halves.append(self._made(parts))
         for place, ((param,), (kept,)) in enumerate(zip(whole.params, whole.kept, strict=True)):
-            if _bits(param) != _bits(_joined([half.params[place] for half in halves])):
+            if bits_of(param) != bits_of(_joined([half.params[place] for half in halves])):
                 return Finding(kind="cut")
             for key, value in kept.items():
                 parts_of_it = [[one.get(key) for one in half.kept[place]] for half in halves]
@@ -216,7 +220,7 @@ class _Trial:
             anew = self._made([[slice(None)] for _ in self._tried], anew=True)
         except TaskError:  # any code may fail, in its own way, without the state that it kept
             return different
-        return None if _bits([usual.params, usual.kept]) == _bits([anew.params, anew.kept]) else different
+        return None if bits_of([usual.params, usual.kept]) == bits_of([anew.params, anew.kept]) else different
 
     def _made(self, parts: Sequence[Sequence[slice]], *, anew: bool = False, notes: bool = False) -> _Outcome:
         """Make all steps on these parts of each parameter.
@@ -232,10 +236,14 @@ class _Trial:
         rates = [group["lr"] for group in parts_of.groups if "lr" in group]
         rates = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
         first_keys: list[frozenset[str]] = []
-        before = _remembered(self._optimizer) if notes else {}
+        keeps_groups = self._groups is not None
+        before = remembered(self._optimizer, keeps_groups=keeps_groups) if notes else {}
         for number, step in enumerate(self._steps):
             if anew:
+                kept = None if self._groups is None else self._groups.text()
                 self._standing.make_anew()
+                if self._groups is not None and kept is not None:
+                    self._groups.load(kept)
             self._set_rates(rates if step.own_rate else [_RATE] * len(rates))
             for tensors, ones, of_it in zip(self._tried, stand_ins, parts, strict=True):
                 for place, (one, part) in enumerate(zip(ones, of_it, strict=True)):
@@ -247,7 +255,7 @@ class _Trial:
             if not number:
                 first_keys = [_keys(parts_of.kept_of(ones[0])) if ones else frozenset() for ones in stand_ins]
         if notes:
-            now = _remembered(self._optimizer)
+            now = remembered(self._optimizer, keeps_groups=keeps_groups)
             self._changed = sorted(name for name, value in now.items() if before.get(name) != value)
         return _Outcome(
             params=[[one.detach() for one in ones] for ones in stand_ins],
@@ -350,51 +358,7 @@ def _is_joined(whole: Any, halves: Sequence[Sequence[Any]], shape: torch.Size) -
         if not all(isinstance(one, torch.Tensor) and one.dim() for one in parts):
             return False
         try:
-            return _bits(whole) == _bits(_joined(halves))
+            return bits_of(whole) == bits_of(_joined(halves))
         except RuntimeError:  # the state's parts do not have the shapes of the parameter's
             return False
-    return all(_bits(one) == _bits(whole) for one in parts)
-
-
-def _remembered(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Plain values outside the per-parameter state of an optimizer and of those inside it: name -> bits."""
-    found: dict[str, object] = {}
-    groups = {id(group) for group in OptimizerParts(optimizer).groups}
-    for path, one in reachable(optimizer):
-        if isinstance(one, torch.optim.Optimizer):
-            prefix = f"self{path}."
-            own = {key: value for key, value in vars(one).items() if key not in _OF_TORCH and _is_plain(value)}
-            found |= {f"{prefix}{key}": _bits(value) for key, value in own.items()}
-            found |= {f"state[{key!r}]": _bits(v) for key, v in one.state.items() if _is_plain(key) and _is_plain(v)}
-        elif isinstance(one, dict) and id(one) in groups:
-            found |= {
-                f"{key!r} of its groups": _bits(value)
-                for key, value in one.items()
-                if key not in ("params", "lr") and _is_plain(value)
-            }
-    return found
-
-
-def _is_plain(value: object) -> bool:
-    """True for numbers, text, tensors, and containers of them; an optimizer does not own parameters."""
-    match value:
-        case dict():
-            return all(_is_plain(one) for one in value.values())
-        case list() | tuple():
-            return all(_is_plain(one) for one in value)
-        case _:
-            return value is None or type(value) in (bool, int, float, str, torch.Tensor)
-
-
-def _bits(value: object) -> object:
-    """A representation that is equal for bit-identical values."""
-    match value:
-        case torch.Tensor():
-            flat = value.detach().cpu().contiguous().reshape(-1)
-            return value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
-        case dict():
-            return [(repr(key), _bits(one)) for key, one in value.items()]
-        case list() | tuple():
-            return [_bits(one) for one in value]
-        case _:
-            return repr(value)
+    return all(bits_of(one) == bits_of(whole) for one in parts)

@@ -45,6 +45,7 @@ def built_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, things: 
                 "has others. Let it take parameters from optimizer.param_groups or the model when it needs them."
             )
     own.note(names)
+    own.keeps_groups = True
     return own
 
 

@@ -91,6 +91,9 @@ class ParameterTensors(NotFollowed):
     def _begin_step(self, step: UserStep) -> None:
         self._step = step
 
+    def _end(self) -> None:
+        self._optimizer = self._step = None
+
     def _open(self, call: str) -> UserStep:
         if self._step is None:
             raise TaskError(
@@ -144,6 +147,11 @@ class RegisteredTensors:
         """Begin a generation, whose state is loaded."""
         for name, tensors in self._by_name.items():
             tensors._begin(name, optimizer)
+
+    def end(self) -> None:
+        """End a generation: its memory is to be freed."""
+        for tensors in self._by_name.values():
+            tensors._end()
 
     def begin_step(self, step: UserStep) -> None:
         """Note the step that is begun."""

@@ -66,6 +66,11 @@ _WORDS = (
     (r"({name}|Task)\.wrap\b", "session.shard(wrap=...)"),
     (r"({name}|Task)\.collate\b", "session.shard(collate=...)"),
     (r"({name}|Task)\.evaluate\b", "session.evaluate(loss_of)"),
+    (r", which Task\.lr_scale multiplies;", ";"),
+    (
+        r"raysharded sets the rates in .* what a scheduler sets is lost\. Give the schedule as [\w.]+\(step\)",
+        "In optimizer.step() and its hooks no rate may change: call scheduler.step() behind it, in the `with`",
+    ),
     (r"\bset max_grad_norm\b", "clip by step.clip_grad_norm_"),
     (r"\bTask\.max_grad_norm\b", "step.clip_grad_norm_"),
     (r"\breturn Loss\((\w+), ([\w ]+)\)", r"call step.backward(\1, weight=\2)"),

@@ -44,6 +44,10 @@ class Attempts:
         if engine.step == self._save_asked_in:  # the request may be lost; before that step the loop makes it again
             engine.request_save()
 
+    def end(self) -> None:
+        """Forget the generation's parameters: the next one gets its memory."""
+        self.replaced = str
+
     def request_save(self, engine: Engine, newest: int | None) -> None:
         """Request a checkpoint of the step that is computed, or of the next.
 
@@ -145,6 +149,11 @@ class StepWatch:
         text = self._steps.around.store.registered(self._step.number)
         assert text is not None
         self._attempts.note(self._step.number, "end", settings_of(text))
+
+    def end(self) -> None:
+        """Forget the generation, which a loop's variable would keep alive. `at_end` and `identities` stay."""
+        self._with_gradient.clear()
+        del self._step, self._steps
 
     def limit(self, max_norm: float) -> None:
         """Note the limit of the gradient's norm. Raises TaskError if it is invalid, or the second one."""

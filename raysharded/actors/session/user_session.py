@@ -208,6 +208,9 @@ class Session(NotFollowed):
         """The present training, which has a step to do; waits for one, and serves the driver meanwhile."""
         while self._training is None or self._training.is_over:
             self.step = self._training = self._at_shard = None
+            self._attempts.end()
+            if self._optimizer is not None:
+                self._tensors.end()
             self._training = self._orders.next_training()
             if self._training.ends_if_done():
                 continue

@@ -163,6 +163,7 @@ class UserStep(NotFollowed):
             self._training.fail(as_lost(placed(found), self.number, is_aborted=self._training.is_aborted))
         finally:
             self._step, self.stays_open = None, False
+            self.watch.end()
         return True
 
     def _commit(self, step: Step) -> None:

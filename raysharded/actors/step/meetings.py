@@ -13,7 +13,14 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from raysharded.actors.optimizer.registered_state import NO_WORDS, RegisteredState, are_different, differing, words_of
+from raysharded.actors.optimizer.registered_state import (
+    NO_WORDS,
+    RegisteredState,
+    are_different,
+    differing,
+    values_of,
+    words_of,
+)
 from raysharded.actors.shards.store import ShardBuffer
 from raysharded.actors.step.assembly import Surroundings
 from raysharded.errors import InexactError
@@ -56,7 +63,7 @@ class Meetings:
             text, calls = self._registered.text(), tuple(self._registered.calls)
             texts = (text, *self._registered.in_update)
             place: Place = "stop" if self._registered.is_last else "end"  # only these wait for the sum at once
-            sums = self._begin(step, place, words_of("\n".join([*texts, *calls])))
+            sums = self._begin(step, place, words_of("\n".join([values_of(text), *texts[1:], *calls])))
             self._newest = _Comparison(step, texts, calls, sums)
             self._around.store.register(step, text)
 

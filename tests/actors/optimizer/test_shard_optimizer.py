@@ -237,6 +237,18 @@ def test_what_an_optimizer_remembers_elsewhere_than_in_its_parameters_state_is_n
     assert not vars(optimizer._optimizer)["running"].any()
 
 
+def test_numbers_in_the_groups_are_none_of_it_where_a_session_hands_them_on() -> None:
+    counting, remembering = (
+        shard_optimizer(Line(lambda params, where=where: Remembers(params, where)))[0] for where in ("group", "state")
+    )
+    for optimizer in (counting, remembering):
+        optimizer.built.keeps_groups = True
+    counting.try_out()
+    assert "k" not in counting._optimizer.param_groups[0]
+    with pytest.raises(InexactError, match=r"Remembers changes state\['k'\] in its steps"):
+        remembering.try_out()
+
+
 def test_state_that_is_made_after_the_first_step_is_named() -> None:
     optimizer, _ = shard_optimizer(Line(lambda params: Late(params, 3)))
     with pytest.raises(InexactError, match=r"Late makes 'mean' of its state after its first step"):
