@@ -106,13 +106,10 @@ class Modes:
         """
         if self._own:
             self.take_over()
-        own = self._own
         self._model.eval()
         try:
             yield
         finally:
-            if own:
-                self._note(own)
             self.train()
 
     def remark(self, task: str, say: Say) -> None:
