@@ -244,11 +244,30 @@ class Spikes:
         self.recent = state
 
 
+class Reordered:
+    """Has its attributes in another order from step 1 on, except in a worker that joins later."""
+
+    def __init__(self) -> None:
+        self.first, self.newest = 0, 0
+
+    def add(self, number: int) -> None:
+        if number == 1:
+            del self.first
+            self.first = 1
+        self.newest = number
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
 def clips_by_a_queue(session: Session) -> None:
     """Its optimizer counts the steps in its groups."""
-    model, spikes = session.build(Gpt), Spikes()
+    model, spikes, reordered = session.build(Gpt), Spikes(), Reordered()
     optimizer = Remembers(model.parameters(), "group")
-    session.shard(model, optimizer, spikes=spikes)
+    session.shard(model, optimizer, spikes=spikes, reordered=reordered)
     for step in session.steps():
         with step:
             for batch in step.microbatches():
@@ -256,6 +275,7 @@ def clips_by_a_queue(session: Session) -> None:
             step.clip_grad_norm_(spikes.limit())
             optimizer.step()
             spikes.add(40 * step.number, step.loss)
+            reordered.add(step.number)
             assert [*spikes.recent] == [40 * number for number in range(1, step.number + 1)][-3:]
             assert optimizer.param_groups[0]["k"] == step.number
 
