@@ -48,10 +48,13 @@ def plain(
         items = [plain(one, f"{path}[{at}]", refusal, whole=whole, orders=orders) for at, one in enumerate(value)]
         return {"tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
-        entries = [(plain(key, path, refusal), f"{path}.{key}", one) for key, one in value.items()]
+        inner: list[list[Sequence[int]] | None] = [None if orders is None else [] for _ in value]
+        pairs = [
+            [plain(key, path, refusal), plain(one, f"{path}.{key}", refusal, whole=whole, orders=own)]
+            for (key, one), own in zip(value.items(), inner, strict=True)
+        ]
         if orders is not None:
-            entries = _sorted(entries, orders)
-        pairs = [[key, plain(one, way, refusal, whole=whole, orders=orders)] for key, way, one in entries]
+            pairs = _sorted(pairs, inner, orders)
         return {"Counter" if isinstance(value, Counter) else "dict": pairs}
     if whole and (is_tensor or isinstance(value, (bytes, bytearray, np.ndarray))):
         return _whole(value, is_tensor=is_tensor)
@@ -60,12 +63,19 @@ def plain(
     raise TaskError(f"{kind}{shape} at {path}: {refusal}")
 
 
-def _sorted(entries: list[tuple[Any, str, Any]], orders: list[Sequence[int]]) -> list[tuple[Any, str, Any]]:
-    """The entries by the text of their keys. Adds the former place of each one; nothing if none has moved."""
-    texts, places = [json.dumps(key) for key, *_ in entries], [*range(len(entries))]
+def _sorted(
+    pairs: list[list[Any]], inner: list[list[Sequence[int]] | None], orders: list[Sequence[int]]
+) -> list[list[Any]]:
+    """The entries by the text of their keys. Adds the former place of each one, or no places if none has moved.
+
+    `inner`: the orders of what is in each entry, which are added behind.
+    """
+    texts, places = [json.dumps(key) for key, _ in pairs], [*range(len(pairs))]
     by_text = sorted(places, key=texts.__getitem__)
     orders.append([] if by_text == places else by_text)
-    return [entries[place] for place in by_text]
+    for place in by_text:
+        orders += inner[place] or ()
+    return [pairs[place] for place in by_text]
 
 
 def _whole(value: Any, *, is_tensor: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -238,9 +239,7 @@ def test_what_an_optimizer_remembers_elsewhere_than_in_its_parameters_state_is_n
 
 
 def test_numbers_in_the_groups_are_none_of_it_where_a_session_hands_them_on() -> None:
-    counting, remembering = (
-        shard_optimizer(Line(lambda params, where=where: Remembers(params, where)))[0] for where in ("group", "state")
-    )
+    counting, remembering = (shard_optimizer(Line(partial(Remembers, where=where)))[0] for where in ("group", "state"))
     for optimizer in (counting, remembering):
         optimizer.built.keeps_groups = True
     counting.try_out()
