@@ -137,10 +137,11 @@ def plain_of(registered: Mapping[str, Stateful | ParameterTensors | None]) -> di
 class RegisteredTensors:
     """All such tensors of a session. Thread of the function only."""
 
-    def __init__(self, registered: Mapping[str, object], parts: OptimizerParts) -> None:
-        """`registered`: everything that is registered, by name; the rest is left. `parts`: the optimizer's."""
+    def __init__(self, registered: Mapping[str, object], parts: OptimizerParts | None = None) -> None:
+        """`registered`: everything that is registered, by name; the rest is left. `parts`: the optimizer's; None if
+        nothing is registered."""
         self._by_name = {name: one for name, one in registered.items() if isinstance(one, ParameterTensors)}
-        if self._by_name:
+        if self._by_name and parts is not None:
             parts.hold_registered(self._by_name)
 
     def begin(self, optimizer: ShardOptimizer) -> None:

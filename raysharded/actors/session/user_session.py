@@ -63,8 +63,8 @@ class Session(NotFollowed):
         self._things: dict[str, Stateful] = {}
         self.draws = Draws(job.batch.seed)
         """Seeds of its draws."""
-        self._held_out = HeldOut(job)
-        self._num_steps, self._attempts, self._own_data = 1, Attempts(), OwnData(job)
+        self._held_out, self._num_steps = HeldOut(job), 1
+        self._attempts, self._tensors, self._own_data = Attempts(), RegisteredTensors({}), OwnData(job)
         self._at_shard: int | None = None
         """Digest of the parameters as `shard` returned, until the first step, or another generation, begins."""
         self._rank: int | None = None
@@ -140,8 +140,7 @@ class Session(NotFollowed):
         built.end()
         self._task.units, self._task.collate = wrap, self._own_data.collate(collate)
         things = plain_of(registered)
-        own = built_optimizer(model, optimizer, things)
-        built.renew(own)
+        built.renew(own := built_optimizer(model, optimizer, things))
         self._tensors = RegisteredTensors(registered, own.parts)
         state = RegisteredState(own.parts.groups, things, self._own_data.with_states)
         self._objects.adopt(built.construction, own, state, self._own_data.loader, self._job.batch.seed)
@@ -209,16 +208,14 @@ class Session(NotFollowed):
         while self._training is None or self._training.is_over:
             self.step = self._training = self._at_shard = None
             self._attempts.end()
-            if self._optimizer is not None:
-                self._tensors.end()
+            self._tensors.end()
             self._training = self._orders.next_training()
             if self._training.ends_if_done():
                 continue
             engine = self._training.engine
             engine.steps.forwards.on_own = refuse_forward
             self._attempts.begin(engine)
-            self._rank = engine.rank
-            self._first_step = self._first_step or self._training.engine.step + 1
+            self._rank, self._first_step = engine.rank, self._first_step or engine.step + 1
             self._tensors.begin(engine.steps.parts.optimizer)
         return self._training
 
