@@ -1,21 +1,32 @@
-"""Parts of an `Accelerator` in a session: loaders and schedulers that `prepare` returns, its refusals, its words."""
+"""Parts of an `Accelerator` in a session: what `prepare` returns, lines behind `accumulate`, refusals, its words."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, send_to_device
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from raysharded.actors.session.held_out import num_samples_of, remark, shared_batches
+from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.config import BatchConfig
-from raysharded.errors import ConfigError
+from raysharded.errors import ConfigError, TaskError
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader
+
+    from raysharded.actors.optimizer.registered_state import RegisteredState
+    from raysharded.actors.session.user_session import Session
+    from raysharded.actors.session.user_step import UserStep
+
+_WITH = "`with accelerator.accumulate(model):`"
 
 
 class TrainBatches:
@@ -100,6 +111,19 @@ class HeldOutBatches:
             accelerator.sizes = None
 
 
+class StepOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no annotations
+    """An optimizer that steps at a step's last microbatch alone, in `accumulate`."""
+
+    def __init__(self, optimizer: Optimizer, accelerator: Any) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self._accelerator = accelerator
+
+    def step(self, closure: Any = None) -> None:
+        if not self._accelerator.accumulates:  # there `sync_gradients` is False if the step is done again
+            raise TaskError(f"{line_here()}: optimizer.step() belongs into {_WITH}, behind accelerator.backward(loss).")
+        super().step(closure)
+
+
 class StepScheduler:
     """A scheduler that steps once with each step of the optimizer, at every number of workers."""
 
@@ -108,11 +132,89 @@ class StepScheduler:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step behind the optimizer's step; nothing behind other microbatches."""
-        if self._accelerator.sync_gradients:
+        if self._accelerator.ends_step:
             self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """State of a step at a place behind its update."""
+
+    registered: dict[str, Any]
+    """Registered state, and the optimizer's groups, as plain data."""
+    calls: object
+    """Changes with each call that communicates."""
+    tensors: int
+    """Digest of parameters and the optimizer's state, if the step is watched."""
+
+
+class LinesBehind:
+    """Lines of a script behind `accumulate`, when their step is done again: `sync_gradients` is False there.
+
+    For a script counts its steps by it. Registered state that the lines changed is loaded instead. If they have
+    communicated, or changed tensors, the function is called again.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._newest = self._newest_change = 0
+        """The newest step behind which such lines have run, and the newest in which they changed anything."""
+        self._change_tensors = False
+        """True if they have changed tensors in a watched step."""
+        self._ahead: _Place | None = None
+        """As the lines of the present step began."""
+        self._is_again = False
+        self._kept: dict[int, tuple[_Place, _Place]] = {}
+        """Step -> the state ahead of the lines and behind them, of the newest two steps in which it differs."""
+
+    def begin(self, step: UserStep) -> bool:
+        """Call as `accumulate` ends behind a step's update. True if the step is new to the script."""
+        self._ahead = ahead = self._place(step)
+        kept = self._kept.get(step.number)
+        self._is_again = step.number <= self._newest and (kept is None or kept[0].registered == ahead.registered)
+        self._newest = max(self._newest, step.number)
+        return not self._is_again
+
+    def end(self) -> None:
+        """Call ahead of the end of a step that is open."""
+        step, ahead, self._ahead = self._session.step, self._ahead, None
+        if step is None or ahead is None or not step.stays_open:
+            return
+        now, kept = self._place(step), self._kept.get(step.number)
+        if self._is_again and kept is not None and now.registered != kept[1].registered:
+            self._registered.load(json.dumps(json.loads(self._text()) | kept[1].registered))
+        elif not self._is_again:
+            self._kept = {number: one for number, one in self._kept.items() if self._newest - 1 <= number < step.number}
+            if now != ahead:
+                self._newest_change, self._kept[step.number] = step.number, (ahead, now)
+                self._change_tensors |= now.tensors != ahead.tensors
+
+    def are_lost(self, number: int) -> bool:
+        """True if a step is done again whose lines must run again: they were those of a new step before."""
+        if number in self._kept:
+            ahead, behind = self._kept[number]
+            return self._change_tensors or ahead.calls != behind.calls
+        return number <= self._newest_change and (self._change_tensors or number < self._newest - 1)
+
+    @property
+    def _registered(self) -> RegisteredState:
+        found = self._session._objects.registered
+        assert found is not None, "prepare comes first"
+        return found
+
+    def _text(self) -> str:
+        return self._registered.text().partition("\n")[0]
+
+    def _place(self, step: UserStep) -> _Place:
+        values = json.loads(self._text())
+        for name in ("modes", "log", "last"):  # the script's lines set the first, and count for the others
+            values.pop(name, None)
+        engine = step._step
+        digest = engine.steps.digest("state") if engine is not None and step.watch.is_watched else 0
+        return _Place(values, (self._session.draws._place, tuple(self._registered.calls)), digest)
 
 
 def compare_horizon(scheduler: Any, session: Any) -> None:
@@ -163,8 +265,6 @@ def require_loader(loader: Any, batch: BatchConfig) -> None:
         )
 
 
-_WITH = "`with accelerator.accumulate(model):`"
-
 WORDS = (
     (
         r"(step \d+ ended without )optimizer\.step\(\):.*",
@@ -187,12 +287,20 @@ WORDS = (
             "max_train_steps, needs that number in RunConfig(max_steps=...)"
         ),
     ),
+    (
+        r"call step\.backward\(loss\) once for each microbatch\.",
+        (
+            "call accelerator.backward(loss) once for each batch, and leave none out, as by `continue`. Leave samples "
+            'out in the dataset, and steps with a NaN by FailureConfig(on_non_finite="skip").'
+        ),
+    ),
     (r"session\.shard\(collate=\.\.\.\)", "collate_fn of the training data's DataLoader"),
     (r"session\.shard\(model, optimizer, scheduler=scheduler\)", "accelerator.prepare(..., scheduler)"),
     (r"session\.shard\(\.\.\., name=object\)", "accelerator.register_for_checkpointing(object), before prepare"),
     (r"session\.shard(\(model, optimizer\))?", "accelerator.prepare"),
     (r"session\.steps\(\)", "accelerator.epochs(num_epochs)"),
     (r"`with step:`", _WITH),
+    (r"\bcall session\.evaluate\b", "evaluate, gather, reduce or wait for everyone"),
     (r"\bstep\.backward\(loss\)", "accelerator.backward(loss)"),
     (r"\bstep\.clip_grad_norm_", "accelerator.clip_grad_norm_"),
     (r"\bstep\.microbatches\(\)", "the training data"),

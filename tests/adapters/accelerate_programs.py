@@ -23,9 +23,13 @@ def without_source(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 class Script:
     """A training function that is such a script: classification with accumulation, a schedule and an evaluation."""
 
-    def __init__(self, folder: str = "", dropout: float = 0.1, mistake: str = "") -> None:
-        """`mistake`: one of those that `train` makes."""
+    def __init__(
+        self, folder: str = "", dropout: float = 0.1, mistake: str = "", schedule: str = "", samples: int = 24
+    ) -> None:
+        """`mistake`: one of those that `train` makes. `schedule`: where `train` steps it; empty: in the `with`."""
         self._folder, self._make, self._mistake = folder, partial(classifier, dropout), mistake
+        self._schedule, self._samples = schedule, samples
+        self._skipped = 0
 
     def __call__(self, session: Session) -> None:
         from accelerate import Accelerator
@@ -39,7 +43,7 @@ class Script:
             model = self._make()
         if self._mistake == "moves the model":
             model.to(accelerator.device)
-        self.train(accelerator, model, sentences(), getattr(accelerator, "epochs", range))
+        self.train(accelerator, model, sentences(self._samples), getattr(accelerator, "epochs", range))
 
     def train(self, accelerator: Any, model: nn.Module, data: Any, epochs: Any = range, shuffle: bool = True) -> Any:
         """The script's lines."""
@@ -61,33 +65,73 @@ class Script:
         for epoch in epochs(num_epochs):
             model.train()
             for step, batch in enumerate(train_dataloader):
+                if self._mistake == "skips a batch" and step == 1 and self._skipped < 9:
+                    self._skipped += 1
+                    continue
                 with nullcontext() if self._mistake == "no accumulate" else accelerator.accumulate(model):
                     loss = model(**batch).loss
                     accelerator.backward(loss)
+                    if self._mistake == "two losses":
+                        accelerator.backward(model(**batch).loss)
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), 0.7)
-                    if self._mistake != "by a count" or step % MICROBATCHES == 0:
+                    if self._mistake != "an update behind" and (
+                        self._mistake != "by a count" or step % MICROBATCHES == 0
+                    ):
                         optimizer.step()
-                    lr_scheduler.step()
+                    if not self._schedule:
+                        lr_scheduler.step()
                     optimizer.zero_grad()
+                if self._mistake == "an update behind":
+                    optimizer.step()
+                if self._schedule == "behind":
+                    lr_scheduler.step()
                 if accelerator.sync_gradients:
                     completed_steps += 1
+                    if self._schedule in ("counted", "with weights"):
+                        lr_scheduler.step()
+                    if self._schedule == "with weights":
+                        with torch.no_grad():
+                            for parameter in model.parameters():
+                                parameter.clamp_(-0.05, 0.05)
                     if self._mistake == "a break" and completed_steps == 1:
                         return found
+            if self._schedule == "of epochs":
+                lr_scheduler.step()
             model.eval()
-            right, losses = 0, []
+            right, hits, tokens, losses = 0, 0, 0, []
             evaluates = self._mistake != "evaluates on rank 0" or accelerator.is_main_process
-            for batch in eval_dataloader if evaluates else ():
+            for batch in eval_dataloader if evaluates and self._schedule != "of epochs" else ():
                 with torch.no_grad():
                     outputs = model(**batch)
                 predictions, references = accelerator.gather_for_metrics((outputs.logits.argmax(-1), batch["labels"]))
                 right += int((predictions == references).sum())
+                hits += int(accelerator.reduce((outputs.logits.argmax(-1) == batch["labels"]).sum()))
+                ids = accelerator.pad_across_processes(batch["input_ids"], dim=1)
+                tokens += int(accelerator.gather_for_metrics(ids).sum())
                 losses.append(accelerator.gather_for_metrics(outputs.loss.repeat(3)))
-            found.append((epoch, right, torch.cat(losses).mean().item(), len(torch.cat(losses))) if losses else ())
+            counted = (torch.cat(losses).mean().item(), len(torch.cat(losses)), hits, tokens) if losses else ()
+            found.append((epoch, right, *counted))
         if self._folder:
-            whole = accelerator.unwrap_model(model)
-            if accelerator.is_main_process:
-                whole.save_pretrained(self._folder, save_function=accelerator.save)
-            with Path(self._folder, "evaluations").open("a") as file:
-                file.write(f"{completed_steps} {found}\n")
+            self._write(accelerator, model, f"{completed_steps} {found}\n")
         return found
+
+    def _write(self, accelerator: Any, model: nn.Module, line: str) -> None:
+        """Write the model in two ways, and lines into files: each worker one, and rank 0 one."""
+        from safetensors.torch import load_file
+
+        whole = accelerator.unwrap_model(model)
+        if accelerator.is_main_process:
+            whole.save_pretrained(self._folder, save_function=accelerator.save)
+        accelerator.save_model(model, f"{self._folder}/saved")
+        accelerator.wait_for_everyone()
+        assert load_file(f"{self._folder}/saved/model.safetensors").keys() == accelerator.get_state_dict(model).keys()
+        append(f"{self._folder}/evaluations", line)
+        accelerator.on_main_process(append)(f"{self._folder}/once", line)
+        accelerator.end_training()
+
+
+def append(file: str, line: str) -> None:
+    """Append a line to a file."""
+    with Path(file).open("a") as opened:
+        opened.write(line)

@@ -39,6 +39,28 @@ def test_losses_change_no_bit(workers: int, kills: list[tuple[int, int, str]], d
     assert run(workers, Script(), data, kills=kills).bits == by_one_worker().bits
 
 
+@pytest.mark.parametrize("schedule", ["behind", "counted"])
+def test_a_schedule_behind_accumulate_is_done_again_with_its_step(schedule: str, tmp_path: Path) -> None:
+    """The step that is undone has run to its end; a script counts it once."""
+    found = run(2, Script(str(tmp_path), schedule=schedule), sentences(), kills=[(1, 2, "apply")])
+    assert found.bits == by_one_worker().bits
+    counts = [line.split()[0] for line in (tmp_path / "evaluations").read_text().splitlines()]
+    assert str(STEPS) in counts, "by the worker that was there from the beginning"
+
+
+def test_a_schedule_of_epochs_is_done_again_with_its_step() -> None:
+    script = Script(schedule="of epochs")
+    assert run(2, script, sentences(), kills=[(1, 3, "apply")]).bits == run(1, script, sentences()).bits
+
+
+def test_lines_behind_accumulate_that_cannot_be_brought_back_run_again() -> None:
+    """Weights are changed at the first loss; at the second the run goes back further than two steps."""
+    samples = 2 * STEPS * MICROBATCHES
+    script, data = Script(schedule="with weights", samples=samples), sentences(samples)
+    kills = [(1, 3, "apply"), (2, 5, "backward"), (3, 5, "backward")]
+    assert run(4, script, data, kills=kills).bits == run(1, script, data).bits
+
+
 @pytest.mark.parametrize(
     ("mistake", "given", "named"),
     [
@@ -57,6 +79,20 @@ def test_losses_change_no_bit(workers: int, kills: list[tuple[int, int, str]], d
                 r"step 1 ended without optimizer\.step\(\): in `with accelerator\.accumulate\(model\):` call it for "
                 r"each microbatch, or `if accelerator\.sync_gradients:`, and not by a count of the script"
             ),
+        ),
+        (
+            "skips a batch",
+            {},
+            (
+                rf"^{PROGRAM}:\d+: .* in step 1, microbatch 1: call accelerator\.backward\(loss\) once for each batch, "
+                r"and leave none out, as by `continue`"
+            ),
+        ),
+        ("two losses", {}, rf"^{PROGRAM}:\d+: accelerator\.backward\(loss\) was called twice; add the losses, and"),
+        (
+            "an update behind",
+            {},
+            rf"^{PROGRAM}:\d+: optimizer\.step\(\) belongs into `with accelerator\.accumulate\(model\):`, behind acc",
         ),
         (
             "a break",
@@ -131,13 +167,14 @@ def test_a_cut_epoch_and_a_schedule_of_microbatches_are_remarked_on() -> None:
 
 def test_the_results_are_those_of_the_plain_script(tmp_path: Path) -> None:
     from accelerate import Accelerator
+    from safetensors.torch import load_file
 
     loader = MicrobatchLoader(sentences(), make_job("", microbatches=MICROBATCHES).batch)
     keys = [(step, index) for step in range(1, STEPS + 1) for index in range(MICROBATCHES)]
     ordered = [sample for key in keys for sample in loader.load(*key).samples]
     script = Script(str(tmp_path), dropout=0.0)
     plain = Script(dropout=0.0)
-    ((_, right, loss, count),) = plain.train(
+    ((_, right, loss, *counted),) = plain.train(
         Accelerator(gradient_accumulation_steps=MICROBATCHES, cpu=True), classifier(0.0), ordered, shuffle=False
     )
     run(3, script, sentences(), kills=[(1, 4, "forward")])
@@ -147,4 +184,9 @@ def test_the_results_are_those_of_the_plain_script(tmp_path: Path) -> None:
         found = ast.literal_eval(line.partition(" ")[2])[-1]
         assert found[1] == right
         assert found[2] == pytest.approx(loss, abs=1e-5)
-        assert found[3] == count == 7
+        assert found[3:] == tuple(counted)
+        assert counted[:2] == [7, right]
+    assert (tmp_path / "once").read_text().splitlines() == lines[:1]
+    saved, kept = (load_file(tmp_path / name) for name in ("saved/model.safetensors", "model.safetensors"))
+    assert saved.keys() == kept.keys()
+    assert all(saved[name].equal(kept[name]) for name in saved)

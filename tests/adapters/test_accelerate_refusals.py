@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import raysharded as rs
-from raysharded.adapters.accelerate import elastic
-from raysharded.adapters.accelerate_parts import require_loader, require_supported
+from raysharded.adapters.accelerate import Elastic, elastic
+from raysharded.adapters.accelerate_calls import Calls
+from raysharded.adapters.accelerate_parts import StepScheduler, require_loader, require_supported
 from raysharded.errors import ConfigError, TaskError
 
 BATCH = rs.BatchConfig(global_batch_size=8, microbatch_size=2)
@@ -40,6 +43,13 @@ def made(**settings: Any) -> Any:
     """An accelerator ahead of the first step of a session."""
     session: Any = SimpleNamespace(batch=BATCH, step=None, max_steps=4, _task=SimpleNamespace())
     return elastic(Accelerator, session)(cpu=True, **settings)
+
+
+def prepared() -> Any:
+    """An accelerator behind `prepare`."""
+    found = made()
+    found._train = DataLoader(DATA, batch_size=2)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -97,26 +107,90 @@ def test_prepare_takes_everything_in_one_call() -> None:
     for parts in ((model, optimizer), (model, data), (optimizer, data), (model, nn.Linear(3, 1), optimizer, data)):
         with pytest.raises(ConfigError, match=r"accelerator\.prepare\(\.\.\.\): call it once, with one model"):
             made().prepare(*parts)
-    prepared = made()
-    prepared._train = data
     with pytest.raises(ConfigError, match=r"accelerator\.prepare\(\.\.\.\): call it once"):
-        prepared.prepare(model, optimizer, data)
+        prepared().prepare(model, optimizer, data)
+
+
+def test_objects_are_registered_ahead_of_prepare() -> None:
+    counter, ahead, behind = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), made(), prepared()
+    ahead.register_for_checkpointing(counter)
+    assert ahead._custom_objects == [counter]
+    here = rf"^{re.escape(__file__)}:\d+: accelerator\."
+    with pytest.raises(ConfigError, match=rf"{here}register_for_checkpointing\(\.\.\.\): move this line ahead of"):
+        behind.register_for_checkpointing(counter)
+    behind.register_for_checkpointing(StepScheduler(torch.optim.lr_scheduler.ConstantLR(counter), behind))
+    assert not behind._custom_objects, "prepare has registered a scheduler that it returns"
+
+
+class Tracker(GeneralTracker):
+    """A tracker of the script's own."""
+
+    name, requires_logging_directory, tracker = "own", False, None
+
+    def store_init_configuration(self, values: Any) -> None: ...
+
+    def log(self, values: Any, step: Any = None) -> None: ...
 
 
 @pytest.mark.parametrize(
     ("call", "named"),
     [
+        *(
+            (lambda it, name=name: getattr(it, name)(DATA), rf"accelerator\.{name}: {way}")
+            for name, way in {
+                "on_last_process": r"ranks change with the workers\. Use accelerator\.is_main_process",
+                "on_process": "ranks change with the workers",
+                "on_local_process": "ranks change with the workers",
+                "split_between_processes": "the number of workers changes",
+                "skip_first_batches": "leave it out: the run resumes by itself",
+                "register_save_state_pre_hook": "it would never be called",
+                "register_load_state_pre_hook": "it would never be called",
+                "prepare_model": r"call accelerator\.prepare once",
+                "prepare_optimizer": r"call accelerator\.prepare once",
+                "prepare_scheduler": r"call accelerator\.prepare once",
+                "prepare_data_loader": r"call accelerator\.prepare once",
+            }.items()
+        ),
+        (lambda it: it.is_last_process, r"accelerator\.is_last_process: ranks change with the workers"),
+        (lambda it: it.set_trigger(), r"set_trigger\(\): a worker cannot end the loop, which ends at RunConfig"),
+        (lambda it: it.check_trigger(), r"check_trigger\(\): a worker cannot end the loop"),
+        (
+            lambda it: it.reduce(torch.ones(1), "mean"),
+            r"reduce\(reduction='mean'\): .* accelerator\.gather_for_metrics",
+        ),
+        (lambda it: it.reduce({"number": 1}), r"accelerator\.reduce: a session gathers tensors alone"),
+        (lambda it: it.pad_across_processes("text"), r"pad_across_processes: a session gathers tensors alone"),
+        (lambda _: made(log_with=Tracker()).init_trackers("run"), r"init_trackers: each worker would begin a run"),
         (lambda it: it.clip_grad_value_([], 1.0), r"clip_grad_value_: change gradients in a hook"),
         (lambda it: it.clip_grad_norm_([], 1.0, norm_type=1), r"clip_grad_norm_\(norm_type=1\): a session clips the 2"),
         (lambda it: it.gather_for_metrics(["text"]), r"gather_for_metrics: a session gathers tensors alone"),
         (lambda it: it.gather_for_metrics(torch.ones(1), use_gather_object=True), "a session gathers tensors alone"),
         (lambda it: it.gather({"number": 1}), "a session gathers tensors alone"),
     ],
-    ids=["clip_grad_value_", "norm_type", "text", "use_gather_object", "a number"],
 )
 def test_a_call_that_cannot_be_kept_is_refused(call: Callable[[Any], Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         call(made())
+
+
+AS_IN_ONE_PROCESS = """
+    autocast clear context_parallel_rank data_parallel_rank data_parallel_shard_rank deepspeed_plugin
+    deepspeed_ulysses_dl_adapter device dispatch_batches distributed_type even_batches fp8_backend free_memory
+    get_tracker gradient_accumulation_steps is_composable_parallelism_enabled is_fsdp2 join_uneven_inputs
+    local_main_process_first local_process_index log logging_dir lomo_backward main_process_first
+    maybe_context_parallel mixed_precision multi_device no_sync non_blocking num_processes
+    optimizer_step_was_skipped parallelism_config pipeline_parallel_rank process_index profile project_dir
+    save_iteration should_save_model split_batches sync_gradients tensor_parallel_rank torch_device_mesh
+    trigger_sync_in_backward unscale_gradients use_distributed use_seedable_sampler use_stateful_dataloader
+    verify_device_map
+"""
+"""Names of an `Accelerator` that a session leaves as they are."""
+
+
+def test_each_other_name_of_an_accelerator_is_overridden() -> None:
+    own = {name for kind in (Elastic, Calls) for name in vars(kind)}
+    names = {name for name in vars(Accelerator) if not name.startswith("_")}
+    assert names - own == set(AS_IN_ONE_PROCESS.split())
 
 
 def test_a_loop_in_another_form_is_refused_with_the_lines_to_write() -> None:

@@ -95,6 +95,18 @@ def _gathered(step: Step, own: Sequence[torch.Tensor]) -> list[list[torch.Tensor
     return [[found[f"{rank}.{place}"] for place in range(len(own))] for rank in range(group.size)]
 
 
+def wait_for_all(session: Any) -> None:
+    """Meet all workers, if the session's step is open behind `optimizer.step()`; nothing elsewhere."""
+    step, call = session.step, "waiting"
+    if step is None:
+        return
+    try:
+        step.require_update(call)
+    except TaskError:  # another place, to which workers come differently often
+        return
+    step.behind_update(call, lambda own: own.steps.meetings.meet(own.number, "evaluation"))
+
+
 def weights_of(step: UserStep | None, *, everywhere: bool = False) -> dict[str, torch.Tensor] | None:
     """Whole parameters, tied ones once, and persistent buffers by name, on the host of rank 0; None on other ranks.
 
