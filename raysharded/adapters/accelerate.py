@@ -56,8 +56,6 @@ class Elastic(Calls):
     """Numbers of the first and the last step of the present epoch."""
     accumulates = False
     """True in `accumulate`."""
-    ends_step = False
-    """True at and behind the last microbatch of a step, also if it is done again."""
     _behind: LinesBehind
     _batches: Iterator[Any] = iter(())
     _next: Any = _NOTHING
@@ -156,7 +154,7 @@ class Elastic(Calls):
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        self._set_ends_step(False)
+        self.gradient_state._set_sync_gradients(False)
         step = self.session.step
         self.accumulates = True
         try:
@@ -165,16 +163,12 @@ class Elastic(Calls):
             if step is None or step.is_undone or step.done:
                 raise
             step.__exit__(type(error), error, error.__traceback__)
-            self._set_ends_step(False)
+            self.gradient_state._set_sync_gradients(False)
             return
         finally:
             self.accumulates = False
-        if self.ends_step and step is not None:
+        if self.sync_gradients and step is not None:
             self.gradient_state._set_sync_gradients(self._behind.begin(step))
-
-    def _set_ends_step(self, ends: bool) -> None:
-        self.ends_step = ends
-        self.gradient_state._set_sync_gradients(ends)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         step = self.session.step
@@ -191,7 +185,7 @@ class Elastic(Calls):
         step.backward(loss)
         self._next = next(self._batches, _NOTHING)
         is_last = self._next is _NOTHING
-        self._set_ends_step(is_last)
+        self.gradient_state._set_sync_gradients(is_last)
         if is_last:
             step.stays_open = True
 

@@ -132,7 +132,7 @@ class StepScheduler:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step behind the optimizer's step; nothing behind other microbatches."""
-        if self._accelerator.ends_step:
+        if self._accelerator.sync_gradients:
             self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -122,7 +122,7 @@ def test_objects_are_registered_ahead_of_prepare() -> None:
     assert not behind._custom_objects, "prepare has registered a scheduler that it returns"
 
 
-class Tracker(GeneralTracker):
+class Tracker(GeneralTracker):  # type: ignore[misc]  # accelerate has no annotations
     """A tracker of the script's own."""
 
     name, requires_logging_directory, tracker = "own", False, None
