@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -149,6 +149,8 @@ class _Place:
     """Changes with each call that communicates."""
     tensors: int
     """Digest of parameters and the optimizer's state, if the step is watched."""
+    orders: str = field(default="", compare=False)
+    """Order of the dicts in registered state, as its text has it."""
 
 
 class LinesBehind:
@@ -185,7 +187,8 @@ class LinesBehind:
             return
         now, kept = self._place(step), self._kept.get(step.number)
         if self._is_again and kept is not None and now.registered != kept[1].registered:
-            self._registered.load(json.dumps(json.loads(self._text()) | kept[1].registered))
+            values = json.loads(self._registered.text().partition("\n")[0]) | kept[1].registered
+            self._registered.load(f"{json.dumps(values)}\n\n{kept[1].orders}")
         elif not self._is_again:
             self._kept = {number: one for number, one in self._kept.items() if self._newest - 1 <= number < step.number}
             if now != ahead:
@@ -205,16 +208,15 @@ class LinesBehind:
         assert found is not None, "prepare comes first"
         return found
 
-    def _text(self) -> str:
-        return self._registered.text().partition("\n")[0]
-
     def _place(self, step: UserStep) -> _Place:
-        values = json.loads(self._text())
+        text, _, others = self._registered.text().partition("\n")
+        values = json.loads(text)
         for name in ("modes", "log", "last"):  # the script's lines set the first, and count for the others
             values.pop(name, None)
         engine = step._step
         digest = engine.steps.digest("state") if engine is not None and step.watch.is_watched else 0
-        return _Place(values, (self._session.draws._place, tuple(self._registered.calls)), digest)
+        calls = (self._session.draws._place, tuple(self._registered.calls))
+        return _Place(values, calls, digest, others.partition("\n")[2])
 
 
 def compare_horizon(scheduler: Any, session: Any) -> None:
