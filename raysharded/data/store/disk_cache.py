@@ -200,10 +200,10 @@ class DiskCache:
 
 def _make_private(folder: str) -> None:
     """Make the folder, and those above it that are missing, for this user alone."""
-    missing: list[str] = []
-    while not os.path.isdir(folder):
-        missing.append(folder)
-        folder = os.path.dirname(folder)
+    missing, above = list[str](), os.path.abspath(folder)
+    while not os.path.isdir(above):
+        missing.append(above)
+        above = os.path.dirname(above)
     for path in reversed(missing):
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
