@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,22 @@ def test_a_read_that_hangs_fails_or_dies_is_named_and_done_again_with_the_same_b
     assert "at OnceEach[3], in samples.py:" in hanging
     assert "in __getitem__, and was killed" in hanging
     assert "was ended by SIGKILL (out of memory?) at OnceEach[4]" in killed
+
+
+def test_a_process_that_hangs_in_its_first_read_is_replaced_if_another_one_has_read(tmp_path: Path) -> None:
+    first = DataProcess([OnceEach(tmp_path)], refuses=True, settings=leave_torch_alone, patience_s=2.0)
+    processes = [first, first.another()]
+    one, other = (ProcessReader(process, 0, "OnceEach") for process in processes)
+    with ThreadPoolExecutor(1) as caller:
+        try:
+            one.read_samples([0], "now", 0)
+            pid = processes[1].pid
+            (sample,) = caller.submit(other.read_samples, [3], "now", 0).result(60).samples
+            assert sample["number"] == 3
+            assert processes[1].pid != pid
+        finally:
+            for process in processes:
+                process.close()
 
 
 def test_a_read_that_fails_is_logged_and_done_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

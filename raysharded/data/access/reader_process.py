@@ -13,7 +13,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from raysharded.data.access.collation import Wish
@@ -35,6 +35,13 @@ _LONGEST_FACTOR = 5.0
 """A call that takes this many times the longest one so far hangs, and is not slow."""
 
 
+@dataclass(slots=True)
+class _Longest:
+    """The longest call so far of the processes that read the same datasets. One of them may not have had any."""
+
+    seconds: float = 0.0
+
+
 class DataProcess:
     """The process that reads some datasets, which may share objects. Thread-safe; calls run one at a time."""
 
@@ -54,7 +61,7 @@ class DataProcess:
         long as the start of the process; None: for ever. Raises TaskError for datasets that cannot be pickled.
         """
         self._names = [type(one).__name__ for one in datasets]
-        self._patience_s, self._longest_s = patience_s, 0.0
+        self._patience_s, self._longest = patience_s, _Longest()
         try:
             data, buffers = dump(list(datasets))
         except Exception as error:  # the boundary to the user's classes
@@ -122,7 +129,7 @@ class DataProcess:
                 else:
                     _report(killed)
                     if method in _LIMITED:
-                        self._longest_s = max(self._longest_s, time.monotonic() - began)
+                        self._longest.seconds = max(self._longest.seconds, time.monotonic() - began)
                     return answer
                 ends.append(started.end(within_s=_ENDS_WITHIN_S))
                 killed = (
@@ -136,9 +143,10 @@ class DataProcess:
             )
 
     def _limit_s(self, started: StartedProcess, method: str) -> float | None:
-        if self._patience_s is None or method not in _LIMITED or not self._longest_s:
+        longest_s = self._longest.seconds
+        if self._patience_s is None or method not in _LIMITED or not longest_s:
             return None
-        return max(self._patience_s, _LONGEST_FACTOR * self._longest_s, started.start_s or 0.0)
+        return max(self._patience_s, _LONGEST_FACTOR * longest_s, started.start_s or 0.0)
 
     def _end_hanging(self, started: StartedProcess, method: str, args: Sequence[Any], seconds: float) -> str:
         """Kill a process that hangs, and report where it hung; returns a text on that."""
