@@ -240,7 +240,7 @@ WITH_READS = {
     "numerics/summation_tree: tree_sums": HOST,
     "optimizer/kept_state: KeptState.load": BUILT,
     "optimizer/registered_state: _gathered": HOST,
-    "optimizer/trial: _bits": BUILT,
+    "optimizer/inner_optimizers: bits_of": BUILT,
     "shards/block_gather: _Piece.__init__": HOST,
     "shards/device_state: DeviceState.carry": BUILT,
     "shards/initial_weights: read_into": HOST,
