@@ -88,7 +88,10 @@ class Calls(Base):  # type: ignore[misc]  # accelerate has no annotations
     gather = gather_for_metrics
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or maximum over the workers, behind a step; in an evaluation over those whose batch counts."""
+        """The sum of whole numbers, or the maximum, over the workers, behind a step.
+
+        In an evaluation it is over those whose batch counts.
+        """
         if reduction not in ("sum", "max"):
             raise refused(
                 f"reduce(reduction={reduction!r})",
@@ -96,6 +99,12 @@ class Calls(Base):  # type: ignore[misc]  # accelerate has no annotations
                 "accelerator.gather_for_metrics returns.",
             )
         leaves, form = _tensors(tensor, "reduce")
+        if reduction == "sum" and any(leaf.is_floating_point() or leaf.is_complex() for leaf in leaves):
+            raise refused(
+                "reduce(...)",
+                "a sum of fractions is rounded otherwise at another number of workers. Reduce whole numbers "
+                "(tensor.long()), or add up what accelerator.gather_for_metrics returns.",
+            )
         by_rank = gathered(self.session.step, leaves)
         sizes = self.sizes or [None] * len(by_rank)
         counted = [mine for mine, size in zip(by_rank, sizes, strict=True) if size != 0]

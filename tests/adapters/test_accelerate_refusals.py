@@ -158,6 +158,10 @@ class Tracker(GeneralTracker):  # type: ignore[misc]  # accelerate has no annota
             lambda it: it.reduce(torch.ones(1), "mean"),
             r"reduce\(reduction='mean'\): .* accelerator\.gather_for_metrics",
         ),
+        (
+            lambda it: it.reduce({"loss": torch.ones(1)}),
+            r"reduce\(\.\.\.\): a sum of fractions .* accelerator\.gather_for_metrics",
+        ),
         (lambda it: it.reduce({"number": 1}), r"accelerator\.reduce: a session gathers tensors alone"),
         (lambda it: it.pad_across_processes("text"), r"pad_across_processes: a session gathers tensors alone"),
         (lambda _: made(log_with=Tracker()).init_trackers("run"), r"init_trackers: each worker would begin a run"),
