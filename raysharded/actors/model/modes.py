@@ -100,12 +100,7 @@ class Modes:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context in which all modules are in eval mode; behind it they have the modes for training again.
-
-        Modes that a user's loop has set since the microbatches began are among these.
-        """
-        if self._own:
-            self.take_over()
+        """A context in which all modules are in eval mode."""
         self._model.eval()
         try:
             yield
