@@ -14,6 +14,8 @@ from typing import TypeAlias
 KEY = "numerics"
 """Key of the rules in `WorkerInfo.arithmetic`, which workers compare, and in a checkpoint's record of it."""
 _FIRST = (1,)
+_LAST_OF_BLOCKS = 2
+"""The last number of the rule `compile` that concerns only the blocks of `EngineConfig(compile=True)`."""
 Numbers: TypeAlias = Mapping[str, tuple[int, ...]]
 """Rule -> its numbers, ascending."""
 
@@ -43,9 +45,10 @@ RULES: dict[str, Rule] = {
         refused_in_part=True,
     ),
     "compile": Rule(
-        "the blocks and shapes that `EngineConfig(compile=True)` compiles: each shape separately (1: dynamic shapes "
-        "from the second shape on, and none after eight, in each worker's order)",
-        listed=(2,),
+        "the shapes for which code is compiled: each separately in the blocks of `EngineConfig(compile=True)` (2), or "
+        "also in code that the program itself compiles (3); other code for dynamic shapes from the second on, and not "
+        "at all after eight, in each worker's order",
+        listed=(2, 3),
     ),
     "draws": Rule(
         "the state of the process's generators in a loss, in its backward and in an evaluation, from the seed, the "
@@ -119,13 +122,14 @@ def number_of(text: str, name: str) -> int:
     return parse(text).get(name, _FIRST)[-1]
 
 
-def is_used(name: str, *, exact: bool, compiles: bool) -> bool:
-    """True if a program with these engine settings depends on a rule.
+def is_used(name: str, number: int, *, exact: bool, compiles: bool) -> bool:
+    """True if a program with these engine settings depends on this number of a rule.
 
-    The answer is given before anything is computed. Whether a forward draws random numbers or omits a parameter is then
-    unknown, so in exact mode it is assumed to. Any program may use a rule that only a later version has.
+    The answer is given before anything is computed. Whether a forward draws random numbers, omits a parameter or calls
+    code that the program compiles is then unknown, so in exact mode it is assumed to. Any program may use a rule that
+    only a later version has.
     """
-    if name == "compile" and not compiles:
+    if name == "compile" and number <= _LAST_OF_BLOCKS and not compiles:
         return False
     return exact or name not in RULES or RULES[name].in_fast_mode
 
@@ -136,15 +140,19 @@ def lacking(run: str, there: str, *, exact: bool, compiles: bool) -> dict[str, t
     found = {}
     for name in sorted(mine.keys() | others.keys()):
         number, offered = mine.get(name, _FIRST)[-1], others.get(name, _FIRST)
-        if number not in offered and is_used(name, exact=exact, compiles=compiles):
+        if number not in offered and is_used(name, number, exact=exact, compiles=compiles):
             found[name] = (str(number), " or ".join(map(str, offered)))
     return found
 
 
 def kept(run: str) -> str:
-    """The rules of a run that this version supports; the newest number replaces each unsupported one."""
-    mine, here = parse(run), parse(listed())
-    return text_of({name: of if (of := mine.get(name, _FIRST))[-1] in here[name] else here[name][-1:] for name in here})
+    """The rules of a run that this version supports; the next higher number, or the newest, replaces each other one."""
+    mine = parse(run)
+    return text_of({name: (_nearest(mine.get(name, _FIRST)[-1], here),) for name, here in parse(listed()).items()})
+
+
+def _nearest(number: int, supported: tuple[int, ...]) -> int:
+    return next((one for one in supported if one >= number), supported[-1])
 
 
 def renewed(run: str) -> str:

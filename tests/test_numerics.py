@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from raysharded import numerics
+from raysharded.actors.compilation.compiled_blocks import ALL_CODE
 from raysharded.actors.model.modes import KEEPS_PARTS
 from raysharded.actors.numerics.column_sums import LAYOUTS
 from raysharded.actors.step.forward_backward import DRAWS
@@ -21,7 +22,7 @@ NUMBERS = st.sets(st.integers(1, 99), min_size=1, max_size=3).map(lambda found: 
 ALL_ONE = "build 1, compile 1, draws 1, modes 1, numbers 1, order 1, reduce 1, unused 1"
 NEWEST = ALL_ONE
 for _rule in ("build", "compile", "draws", "modes", "numbers", "order", "unused"):
-    NEWEST = NEWEST.replace(f"{_rule} 1", f"{_rule} {3 if _rule == 'numbers' else 2}")
+    NEWEST = NEWEST.replace(f"{_rule} 1", f"{_rule} {3 if _rule in ('compile', 'numbers') else 2}")
 PROGRAM = {"exact": True, "compiles": False}
 
 
@@ -69,6 +70,7 @@ def test_there_is_code_for_each_number_that_is_listed_and_for_no_other() -> None
     assert tuple(sorted(ORDERS)) == numerics.RULES["order"].listed
     assert tuple(sorted(DRAWS)) == numerics.RULES["draws"].listed
     assert tuple(sorted(TENSORS)) == tuple(sorted(LAYOUTS)) == numerics.RULES["numbers"].listed
+    assert tuple(sorted(ALL_CODE)) == numerics.RULES["compile"].listed
     assert tuple(sorted(LEAVES_ALONE)) == numerics.RULES["unused"].listed
     assert tuple(sorted(KEEPS_PARTS)) == tuple(sorted(STAYS_CHANGED)) == numerics.RULES["modes"].listed
 
@@ -102,6 +104,15 @@ def test_only_a_rule_that_the_program_uses_can_be_lacking(exact: bool, compiles:
     later = numerics.text_of({name: (rule.listed[-1] + 1,) for name, rule in numerics.RULES.items()})
     found = numerics.lacking(later, numerics.listed(), exact=exact, compiles=compiles)
     assert found.keys() == numerics.RULES.keys() - unused
+
+
+def test_blocks_are_under_the_first_two_numbers_of_compilation_and_all_code_under_the_others() -> None:
+    for run, there, blocks, others in (("1", "2 3", True, False), ("2", "3", True, False), ("3", "2", True, True)):
+        for compiles, is_lacking in ((True, blocks), (False, others)):
+            found = numerics.lacking(f"compile {run}", f"compile {there}", exact=True, compiles=compiles)
+            assert bool(found) is is_lacking
+        assert not numerics.lacking(f"compile {run}", f"compile {there}", exact=False, compiles=True)
+    assert "compile 2" in numerics.kept("compile 1")  # without blocks, code of the program is compiled as under 1
 
 
 def test_differences_of_machines_are_listed_by_name() -> None:

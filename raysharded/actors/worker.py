@@ -67,8 +67,8 @@ class Worker:
         """`storage`: the run's; None: that of the job's URL."""
         self._worker, job = worker, with_session_task(job)
         self._device, self._refused = environment.prepare_worker(job)
-        compiles = job.engine.compile and job.engine.reduction == "exact"
-        self._compilation = Compilation(job.engine.max_compiled_shapes, self._device) if compiles else None
+        is_exact = job.engine.reduction == "exact"
+        self._compilation = Compilation(job.engine, self._device) if is_exact else None
         self._storage = storage or open_storage(job.run_url)
         self._store = ShardStore(pin_memory=job.use_gpu)
         self._saver, self._share = Saver(self._storage), Share()

@@ -1,8 +1,10 @@
-"""Compiled blocks with inputs of several lengths: the same bits at every size, or an end with a checkpoint."""
+"""Compiled code with inputs of several lengths: the same bits at every size, or an end of the run by name."""
 
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import torch
 from torch import nn
 
 import raysharded as rs
+from raysharded.actors.compilation.compiled_blocks import Compilation
 from raysharded.checkpoint import open_storage
 from raysharded.checkpoint.retention.catalog import list_checkpoints
 from raysharded.checkpoint.retention.policy import Keep
-from raysharded.errors import InexactError
+from raysharded.errors import InexactError, TaskError
 from raysharded.ids import WorkerId
 from tests.ray.leftovers import wait_until
 from tests.training.harness import VOCABULARY, WIDTH, Collector, GptTask, make_driver, make_job, make_limits, train
@@ -40,16 +43,24 @@ class Norms(nn.Module):
         return z
 
 
+def of_spread(x: torch.Tensor) -> torch.Tensor:
+    """As `Norms`, as a function that the program compiles."""
+    y: torch.Tensor = x / (1.0 + x.norm(dim=1, keepdim=True)) + x.var(dim=1, keepdim=True)
+    return y
+
+
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, behind: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
+        """`behind`: computes with the output of each block."""
         super().__init__()
+        self._behind = behind
         self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.blocks = nn.ModuleList([Norms()])
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = self._behind(block(x))
         logits: torch.Tensor = self.head(x)
         return logits
 
@@ -62,6 +73,18 @@ class ManyLengths(GptTask):
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
         return super().loss(model, batch[:, : LENGTHS[int(batch.sum()) % len(LENGTHS)] + 1])
+
+
+class CompiledByHand(ManyLengths):
+    """Its model has a function that the program compiles."""
+
+    def __init__(self, made: Path | None = None) -> None:
+        """`made`: a file for the graphs, which a quick compiler gets; None: torch's compiler."""
+        self._made = made
+
+    def build_model(self) -> nn.Module:
+        backend: Any = "inductor" if self._made is None else partial(noting, self._made)
+        return Model(torch.compile(of_spread, backend=backend))
 
 
 class Saved(ManyLengths):
@@ -90,17 +113,19 @@ def one_compiler() -> None:
 SETTINGS: dict[str, Any] = {"task": ManyLengths(), "microbatches": 4, "engine": rs.EngineConfig(compile=True)}
 
 
-def each_by_itself(made: Path) -> None:
-    """In a worker's process: a compiler that records the graphs that it is given."""
+def noting(made: Path, graph: Any, inputs: Any, **options: Any) -> Any:
+    """A quick compiler, which writes into a file for which lengths a graph is."""
     from torch._dynamo import lookup_backend
 
-    def compiled(graph: Any, inputs: Any, **options: Any) -> Any:
-        sizes = [size for one in inputs if isinstance(one, torch.Tensor) for size in one.shape]
-        with made.open("a") as file:
-            file.write("one length\n" if all(type(size) is int for size in sizes) else "any length\n")
-        return lookup_backend("aot_eager")(graph, inputs, **options)
+    sizes = [size for one in inputs if isinstance(one, torch.Tensor) for size in one.shape]
+    with made.open("a") as file:
+        file.write("one length\n" if all(type(size) is int for size in sizes) else "any length\n")
+    return lookup_backend("aot_eager")(graph, inputs, **options)
 
-    usual = nn.Module.compile
+
+def each_by_itself(made: Path) -> None:
+    """In a worker's process: a compiler that records the graphs that it is given."""
+    usual, compiled = nn.Module.compile, partial(noting, made)
     type.__setattr__(nn.Module, "compile", lambda block: usual(block, backend=compiled))
 
 
@@ -151,3 +176,48 @@ def test_more_shapes_than_the_limit_end_the_run_with_a_checkpoint_and_a_higher_o
         drive(1)
     assert complete(url)
     assert drive(4) == train(1, prepare=prepare, steps=6, **SETTINGS).fingerprint
+
+
+def test_each_length_of_code_that_the_program_compiles_is_compiled_by_itself(tmp_path: Path) -> None:
+    train(1, task=CompiledByHand(tmp_path / "made"), microbatches=4, steps=2)
+    made = (tmp_path / "made").read_text().splitlines()
+    assert len(made) >= len(LENGTHS)
+    assert set(made) == {"one length"}
+
+
+def test_more_variants_of_such_code_than_the_limit_end_the_run_by_name(tmp_path: Path) -> None:
+    engine = rs.EngineConfig(max_compiled_shapes=1)
+    with pytest.raises(TaskError, match=r"more variants than EngineConfig\.max_compiled_shapes\. .* raise the limit"):
+        train(1, task=CompiledByHand(tmp_path / "made"), microbatches=4, steps=2, engine=engine)
+
+
+@pytest.mark.long
+def test_code_that_the_program_compiles_gives_the_same_bits_at_every_size_and_after_a_loss() -> None:
+    settings: dict[str, Any] = {"task": CompiledByHand(), "microbatches": 4, "steps": 2, "prepare": one_compiler}
+    assert train(1, **settings).bits == train(3, kills=[(1, 2, "backward")], **settings).bits
+
+
+@pytest.mark.parametrize(
+    ("engine", "number", "each"),
+    [
+        (rs.EngineConfig(), 2, False),
+        (rs.EngineConfig(), 3, True),
+        (rs.EngineConfig(compile=True), 2, True),
+        (rs.EngineConfig(compile=True), 3, True),
+    ],
+)
+def test_the_runs_rule_decides_whether_shapes_of_such_code_are_separate(
+    engine: rs.EngineConfig, number: int, each: bool
+) -> None:
+    from torch._dynamo import config as dynamo
+
+    found: list[bool] = []
+
+    def settle() -> None:
+        Compilation(engine, torch.device("cpu")).settle(number)
+        found.append(not dynamo.automatic_dynamic_shapes)
+
+    thread = threading.Thread(target=settle)  # torch keeps these settings per thread
+    thread.start()
+    thread.join()
+    assert found == [each]

@@ -159,7 +159,7 @@ def test_after_fifty_changes_all_objects_are_the_same_and_nothing_older_is_alive
 def test_blocks_are_compiled_in_the_first_generation_alone(store: RendezvousStore) -> None:
     compiled: list[str] = []
     callback_handler.register_start_callback(lambda event: compiled.append(event.compile_id))
-    Compilation(4, torch.device("cpu")).settle()
+    Compilation(rs.EngineConfig(compile=True, max_compiled_shapes=4), torch.device("cpu")).settle()
     generations = Generations(store, GptTask(), rs.EngineConfig(compile=True))
     first: dict[str, torch.Tensor] = {}
     for number in range(4):

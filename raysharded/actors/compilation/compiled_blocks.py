@@ -1,9 +1,11 @@
-"""Compiled blocks whose bits do not depend on the shapes that a worker saw, nor on when it saw them.
+"""Compiled code whose bits do not depend on the shapes that a worker saw, nor on when it saw them.
 
-torch makes kernels for dynamic shapes when it sees a second shape, and runs a block eagerly after eight. Both round
-differently from a kernel for one shape. So each shape is compiled by itself. More shapes than a limit end the run,
-with a checkpoint, instead of running eagerly. torch keeps these settings per thread, and a backward may be compiled in
-another thread than its forward. So they are repeated wherever a compilation begins.
+torch makes kernels for dynamic shapes when it sees a second shape, and runs code eagerly after eight. Both round
+differently from a kernel for one shape. So each shape is compiled by itself, in blocks that
+`EngineConfig(compile=True)` compiles and in code that the program itself compiles; so is each value of a Python number
+that compiled code takes. More than a limit end the run, for a block with a checkpoint, instead of running eagerly.
+torch keeps these settings per thread, and a backward may be compiled in another thread than its forward. So they are
+repeated wherever a compilation begins.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from raysharded.errors import InexactError, text_of
 from raysharded.task import Task
 
 _log = logging.getLogger("raysharded.worker")
+ALL_CODE = {2: False, 3: True}
+"""Number of the rule `compile` -> whether each shape of code that the program itself compiles is separate, too."""
 _COMPILED_PER_SHAPE = 16
 """Most variants of a block's code: with and without gradients, in training and evaluation, for each kind of block."""
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -37,10 +41,9 @@ Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 class Compilation:
     """The compilations of one worker's process, in exact mode."""
 
-    def __init__(self, most_shapes: int, device: torch.device) -> None:
-        from torch._dynamo.callback import callback_handler  # takes a second to import
-
-        self._most, self._device = most_shapes, device
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self._most, self._device = config.max_compiled_shapes, device
+        self._has_blocks, self._listens = config.compile, False
         self._seen: dict[str, dict[Shapes, None]] = {}
         """Unit -> the shapes of its calls, in the order in which they first occurred."""
         self._untold: list[Call] = []
@@ -54,12 +57,12 @@ class Compilation:
         """The error that must end the run: a unit was called with too many shapes."""
         self._refused_at: int | None = None
         """The step of this generation after which a checkpoint was requested."""
-        callback_handler.register_start_callback(self._begin)
-        callback_handler.register_end_callback(self._end)
 
     def watch(self, sharded: ShardedModel, in_phase: Callable[[str], AbstractContextManager[None]]) -> None:
         """Count the shapes of the calls of all units but the root; compilation time counts to a phase."""
         self._in_phase, self._refused_at = in_phase, None  # a checkpoint requested by an older generation may be lost
+        if not self._has_blocks:
+            return
         for (name, unit), (_, each) in zip(sharded.units, sharded.hooks, strict=True):
             if name and holds_parameters(unit):
                 each.before_gather(partial(self._note, name))
@@ -88,7 +91,9 @@ class Compilation:
             _log.warning("could not write the compiled calls for workers that join later: %s", text_of(error))
 
     def catch_up(self, task: Task, config: EngineConfig, storage: Storage, seed: int = 0) -> None:
-        """Compile for the calls that the run's workers have written. In the thread that computes."""
+        """Compile the blocks for the calls that the run's workers have written. In the thread that computes."""
+        if not self._has_blocks:
+            return
         try:
             calls = told(storage)
         except Exception as error:  # noqa: BLE001 - as above
@@ -97,19 +102,34 @@ class Compilation:
         if calls:
             compile_ahead(task, config, calls, self._device, seed)
 
-    def settle(self) -> None:
-        """Set up the calling thread to compile each shape by itself."""
+    def settle(self, number: int = min(ALL_CODE)) -> None:
+        """Set up this process, and the calling thread, to compile each shape by itself.
+
+        `number`: the rule's number. Under 2, which holds until the number is known, only if there are compiled blocks.
+        """
+        if not (self._has_blocks or ALL_CODE[number]):
+            return
+        from torch._dynamo.callback import callback_handler  # takes a second to import
+
+        if not self._listens:
+            self._listens = True
+            callback_handler.register_start_callback(self._begin)
+            callback_handler.register_end_callback(self._end)
+        self._settle()
+
+    def _settle(self) -> None:
         from torch._dynamo import config as dynamo
 
         dynamo.automatic_dynamic_shapes = False
         dynamo.assume_static_by_default = True
-        dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _COMPILED_PER_SHAPE * (self._most + 1)
+        most = _COMPILED_PER_SHAPE * (self._most + 1) if self._has_blocks else self._most
+        dynamo.recompile_limit = dynamo.accumulated_recompile_limit = most
         dynamo.fail_on_recompile_limit_hit = True
         if accelerator().has(self._device):
             accelerator().make_compilation_exact()
 
     def _begin(self, _: object) -> None:
-        self.settle()
+        self._settle()
         self._began_at = time.perf_counter()
         if self._in_phase is not None:
             self._phase = self._in_phase("compile")
@@ -121,7 +141,8 @@ class Compilation:
             phase.__exit__(None, None, None)
         name, shapes = self._newest
         seconds = time.perf_counter() - self._began_at
-        _log.info("compiled for %.1f s for unit %s and the shapes %s", seconds, name, _shown(shapes))
+        about = f" for unit {name} and the shapes {_shown(shapes)}" if name else ""
+        _log.info("compiled for %.1f s%s", seconds, about)
 
     def _note(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         shapes = tuple(tuple(tensor.shape) for tensor in tensors_in((args, kwargs)))

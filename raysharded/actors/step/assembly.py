@@ -58,7 +58,7 @@ class Surroundings:
     in_phase: Phases
     say: Say
     compilation: Compilation | None
-    """Blocks compiled in this process, if their bits must not depend on it."""
+    """Compilations of this process, in exact mode; None in fast mode."""
     storage: Storage
     keeper: SnapshotReplicator
     saver: Saver

@@ -63,7 +63,7 @@ class Engine:
         compilation: Compilation | None = None,
     ) -> None:
         """`task_calls`: held during calls of the task's code; another thread may build the next generation's model.
-        `notes`: the worker's. `compilation`: blocks compiled in this process, if their bits must not depend on it."""
+        `notes`: the worker's. `compilation`: compilations of this process, in exact mode."""
         self._job, self._place, self._groups, self._store = job, place, groups, store
         self._saver, self._probe, self._task_calls = saver, probe, task_calls
         self._in_phase = Phases(self.generation, lambda: groups.aborted)
@@ -162,6 +162,9 @@ class Engine:
     def _prepare(self, prepared: Wrapped | None, objects: BuiltObjects) -> Restored:
         job, groups, tried = self._job, self._groups, objects.tried
         leave_when(lambda: groups.aborted)
+        compilation = self._around.compilation
+        if compilation is not None:
+            compilation.settle(self._place.number_of("compile"))
         with self._in_phase("build"):
             parts = assemble(
                 self._around,
@@ -171,8 +174,8 @@ class Engine:
                 on_reduce=lambda: self._probe("backward", self.step + 1),
             )
             live, optimizer = parts.live, parts.optimizer
-            if self._around.compilation is not None:
-                self._around.compilation.watch(parts.sharded, self._in_phase)
+            if compilation is not None:
+                compilation.watch(parts.sharded, self._in_phase)
             call_in_the_middle(parts.sharded, lambda: self._probe("forward", self.step + 1))
 
         def compare_built(drawn: Iterable[Item]) -> None:
