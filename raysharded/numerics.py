@@ -59,8 +59,8 @@ RULES: dict[str, Rule] = {
         "training or evaluation mode of the modules in each forward, torch's deterministic algorithms and other "
         "settings of the process, and the dtypes of mixed precision: all modules are in train mode, and settings "
         "that `build_model` changed stay (1), or frozen parts that it left in eval mode stay so, and settings are "
-        "restored (2)",
-        (1, 2),
+        "restored (2); modes that a loop sets between its microbatches and an evaluation hold, too (3)",
+        (1, 2, 3),
     ),
     "numbers": Rule(
         "the step's loss and metrics from those of its microbatches: added along a tree (1, 2), or exactly and rounded "

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from raysharded import numerics
 from raysharded.actors.compilation.compiled_blocks import ALL_CODE
-from raysharded.actors.model.modes import KEEPS_PARTS
+from raysharded.actors.model.modes import HOLDS_AHEAD_OF_EVALUATION, KEEPS_PARTS
 from raysharded.actors.numerics.column_sums import LAYOUTS
 from raysharded.actors.step.forward_backward import DRAWS
 from raysharded.actors.step.parameter_use import LEAVES_ALONE
@@ -22,7 +22,7 @@ NUMBERS = st.sets(st.integers(1, 99), min_size=1, max_size=3).map(lambda found: 
 ALL_ONE = "build 1, compile 1, draws 1, modes 1, numbers 1, order 1, reduce 1, unused 1"
 NEWEST = ALL_ONE
 for _rule in ("build", "compile", "draws", "modes", "numbers", "order", "unused"):
-    NEWEST = NEWEST.replace(f"{_rule} 1", f"{_rule} {3 if _rule in ('compile', 'numbers') else 2}")
+    NEWEST = NEWEST.replace(f"{_rule} 1", f"{_rule} {3 if _rule in ('compile', 'modes', 'numbers') else 2}")
 PROGRAM = {"exact": True, "compiles": False}
 
 
@@ -72,6 +72,7 @@ def test_there_is_code_for_each_number_that_is_listed_and_for_no_other() -> None
     assert tuple(sorted(TENSORS)) == tuple(sorted(LAYOUTS)) == numerics.RULES["numbers"].listed
     assert tuple(sorted(ALL_CODE)) == numerics.RULES["compile"].listed
     assert tuple(sorted(LEAVES_ALONE)) == numerics.RULES["unused"].listed
+    assert KEEPS_PARTS.keys() == HOLDS_AHEAD_OF_EVALUATION.keys()
     assert tuple(sorted(KEEPS_PARTS)) == tuple(sorted(STAYS_CHANGED)) == numerics.RULES["modes"].listed
 
 

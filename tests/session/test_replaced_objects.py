@@ -17,7 +17,8 @@ from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
 from raysharded.errors import InexactError, RayshardedError, TaskError
 from tests.session.loops import Loop, by_task, compute, optimizer_of, run, schedule
-from tests.training.harness import SEQUENCE, Gpt
+from tests.session.test_in_a_step import HELD_OUT
+from tests.training.harness import SEQUENCE, Gpt, GptTask
 
 pytestmark = pytest.mark.procs
 FILE = re.escape(__file__)
@@ -292,6 +293,19 @@ def test_a_mode_that_is_set_behind_the_update_outlives_a_kill() -> None:
     one = run(1, Acting(evaluates_a_part))
     assert one.bits != run(1, Acting()).bits
     assert run(3, Acting(evaluates_a_part), kills=[(1, 4, "forward")]).bits == one.bits
+
+
+def evaluates_a_part_and_held_out_data(*, session: Session, step: UserStep, model: Any, **others: Any) -> None:
+    evaluates_a_part(step=step, model=model)
+    session.evaluate(lambda batch: GptTask().loss(model, batch), HELD_OUT)
+    assert model.blocks[0].training == model.blocks[0].norm_1.training == (step.number < 3)
+    assert model.blocks[1].training
+
+
+def test_a_mode_that_is_set_behind_the_update_outlives_an_evaluation() -> None:
+    plain, evaluated = run(1, Acting(evaluates_a_part)), run(1, Acting(evaluates_a_part_and_held_out_data))
+    assert evaluated.fingerprint == plain.fingerprint
+    assert evaluated.losses == plain.losses
 
 
 def test_a_mode_that_is_set_outside_the_with_outlives_a_kill() -> None:

@@ -234,6 +234,17 @@ class Tells(rs.Task):
         return model(batch).sum()  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize(("number", "holds"), [(2, False), (3, True)])
+def test_modes_that_a_loop_sets_ahead_of_an_evaluation_hold_from_the_third_number_on(number: int, holds: bool) -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Dropout())
+    modes = Modes(model, number)
+    modes.take_over()
+    model[0].eval()
+    with modes.evaluating():
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model] == [not holds, True]
+
+
 def test_the_planner_measures_a_forward_in_the_same_modes() -> None:
     task = Tells()
     measure(task, rs.EngineConfig(), [torch.zeros(WIDTH)])

@@ -20,8 +20,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from raysharded.actors.task_calls.remarks import Say
 
-KEEPS_PARTS = {1: False, 2: True}
+KEEPS_PARTS = {1: False, 2: True, 3: True}
 """Number of the rule `modes` -> whether frozen parts that were left in eval mode stay in it."""
+HOLDS_AHEAD_OF_EVALUATION = {1: False, 2: False, 3: True}
+"""Number of the rule `modes` -> whether modes that a loop sets between its microbatches and an evaluation hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +51,7 @@ class Modes:
     def __init__(self, model: nn.Module, number: int = max(KEEPS_PARTS)) -> None:
         """`model`: as `build_model` left it, wrapped or not; `number`: the rule's number."""
         parts = tuple(parts_of(model)) if KEEPS_PARTS[number] else ()
-        self._model = model
+        self._model, self._holds_ahead = model, HOLDS_AHEAD_OF_EVALUATION[number]
         self._settled: tuple[tuple[dict[str, Any], bool], ...] = ()
         """(attributes, mode in training) of each module; empty while unknown, or if a module has a custom `train`."""
         self._own: tuple[tuple[nn.Module, bool], ...] = ()
@@ -100,7 +102,12 @@ class Modes:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context in which all modules are in eval mode."""
+        """A context in which all modules are in eval mode; behind it they have the modes for training again.
+
+        By the rule's number, modes that a user's loop has set since the microbatches began are among these.
+        """
+        if self._own and self._holds_ahead:
+            self.take_over()
         self._model.eval()
         try:
             yield

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import (
 
 from raysharded.actors.task_calls.remarks import Say
 
-STAYS_CHANGED = {1: True, 2: False}
+STAYS_CHANGED = {1: True, 2: False, 3: False}
 """By the number of the rule `modes`: True if settings that `build_model` and `build_optimizer` left changed stay so."""
 
 
