@@ -47,10 +47,10 @@ def translated(model: nn.Module, batch: torch.Tensor) -> rs.Loss:
 class Encoder(nn.Module):
     """nn.TransformerEncoder: in an evaluation it may take its fast path."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 16)
-        layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+        layer = nn.TransformerEncoderLayer(16, 2, 24, dropout, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(16, 3)
 
