@@ -19,7 +19,7 @@ from raysharded.errors import CheckpointError
 from raysharded.locations import require_file
 
 _MOST_TOLD = 20
-_TRAINER_PREFIXES = ("model.", "buffer.", "optim.", "number.")
+_TRAINER_PREFIXES = ("model.", "buffer.", "constant.", "optim.", "number.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -149,6 +149,7 @@ def test_what_our_trainer_saved_is_exported_as_torch_nests_it(tmp_path: Path) ->
     arrays: dict[str, Any] = {
         "model.l.weight": np.ones((5, 3), np.float32),
         "buffer.l.count": np.arange(4),
+        "constant.l.tables['of'].low[0]": np.ones(2, np.float32),
         "optim.l.weight.exp_avg": np.full((5, 3), 2.0, np.float32),
         "number.l.weight.step": np.array(7, np.int64),
     }
@@ -160,6 +161,7 @@ def test_what_our_trainer_saved_is_exported_as_torch_nests_it(tmp_path: Path) ->
         _as_one_file(tmp_path / "out"),
         {
             "model": {"l.weight": torch.ones(5, 3), "l.count": torch.arange(4)},
+            "constant": {"l.tables['of'].low[0]": torch.ones(2)},
             "optimizer": {"state": {"l.weight": state}},
         },
     )

@@ -126,6 +126,7 @@ def test_of_a_training_state_the_model_alone_is_exported(tmp_path: Path) -> None
         tmp_path,
         model__w=torch.ones(2),
         buffer__b=torch.ones(3),
+        constant__c=torch.ones(4),  # drawn by the model's constructor
         optim__w__exp_avg=torch.ones(2),
         number__w__step=torch.ones(()),
     )

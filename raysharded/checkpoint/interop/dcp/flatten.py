@@ -2,7 +2,8 @@
 
 torch's rules (`flatten_state_dict`): dicts are flattened, and so are lists that contain dicts or tensors. A tuple, or
 any other list, is one value. A key is the path joined by ".". A trainer's checkpoint has no tree. It appears as
-{"model": {name: ...}, "optimizer": {"state": {name: {...}}}}, as torch's own `get_state_dict` returns it.
+{"model": {name: ...}, "optimizer": {"state": {name: {...}}}}, as torch's own `get_state_dict` returns it. Constants
+that a constructor drew are beside these, in "constant".
 """
 
 from __future__ import annotations
@@ -151,6 +152,8 @@ def _of_trainers(name: str) -> TensorEntry:
     kind, _, rest = name.partition(".")
     if kind in ("model", "buffer"):
         path: Path = ("model", rest)
+    elif kind == "constant":  # torch's state dict of a model has none
+        path = (kind, rest)
     else:
         parameter, _, what = rest.rpartition(".")
         path = ("optimizer", "state", parameter, what)
