@@ -28,10 +28,7 @@ ITEM_BYTES = {
     "bfloat16": 2,
     "float16": 2,
     "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
     "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
     "int64": 8,
     "int32": 4,
     "int16": 2,
@@ -39,7 +36,7 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Bytes per element of every dtype a state may hold; the names are torch's without `torch.`."""
+"""Bytes per element of every dtype a state may hold; the names are torch's without `torch.`. Checkpoints hold them all."""
 
 MOST_STRIPS = 16
 """Most strips of a tensor, unless the tensor parallel degree is larger. Layouts may have any degree that divides the
@@ -68,7 +65,10 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
-            raise ConfigError(f"tensor {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}.")
+            raise ConfigError(
+                f"tensor {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}. Convert it; or keep "
+                "a buffer out of the state and its checkpoints, with persistent=False."
+            )
         if any(n < 0 for n in self.shape):
             raise ConfigError(f"tensor {self.name!r}: shape {self.shape} has a negative size.")
         if self.shape == ():

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from raysharded.checkpoint.format.manifest import SAFETENSORS_DTYPES
 from raysharded.errors import ConfigError
-from raysharded.layout import StateSpec, TensorSpec, tensor_specs
+from raysharded.layout import ITEM_BYTES, StateSpec, TensorSpec, tensor_specs
 
 SPEC = StateSpec(
     tensors=(
@@ -45,6 +46,10 @@ def test_the_digest_is_the_same_everywhere_and_differs_for_any_other_spec() -> N
     assert len(digests | {SPEC.digest()}) == len(changed) + 1
 
 
+def test_every_dtype_of_a_state_can_be_written_to_a_checkpoint() -> None:
+    assert {dtype: SAFETENSORS_DTYPES.get(dtype, ("", 0))[1] for dtype in ITEM_BYTES} == ITEM_BYTES
+
+
 def test_a_spec_survives_pickling_and_compares_by_value() -> None:
     again = pickle.loads(pickle.dumps(SPEC))
     assert again == SPEC
@@ -62,6 +67,8 @@ def test_a_spec_that_cannot_be_is_refused() -> None:
         StateSpec(tensors=(SPEC.tensors[0], SPEC.tensors[0]))
     with pytest.raises(ConfigError, match="complex64"):
         TensorSpec(name="c", dtype="complex64", shape=(1,))
+    with pytest.raises(ConfigError, match=r"'buffer\.scale': dtype 'float8_e8m0fnu' is not one of .*persistent=False"):
+        TensorSpec(name="buffer.scale", dtype="float8_e8m0fnu", shape=(1,))
     with pytest.raises(ConfigError, match="negative"):
         TensorSpec(name="n", dtype="int8", shape=(-1,))
 

@@ -41,6 +41,17 @@ def test_units_are_those_of_fsdp2(task: rs.Task) -> None:
     assert not left
 
 
+def test_a_buffer_outside_the_state_may_have_any_dtype() -> None:
+    class Rotated(OddTask):
+        def build_model(self) -> nn.Module:
+            model = super().build_model()
+            model.register_buffer("rotations", torch.ones(29, dtype=torch.complex64), persistent=False)
+            return model
+
+    shapes, _ = measure(Rotated(), rs.EngineConfig(), SAMPLES)
+    assert (shapes.buffer_bytes, "buffer.rotations" in {t.name for t in shapes.state.tensors}) == (29 * 8, False)
+
+
 def test_the_optimizers_state_is_what_it_keeps() -> None:
     shapes, _ = measure(GptTask(), rs.EngineConfig(), SAMPLES)
     step = Slot(key="step", dtype="float32", scalar=True)

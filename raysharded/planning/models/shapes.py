@@ -74,10 +74,12 @@ class BufferShape:
     shape: tuple[int, ...]
     dtype: str = "float32"
     persistent: bool = True
+    item_bytes: int = 4
+    """Bytes per element. A buffer that is not persistent may have a dtype that no state holds."""
 
     @property
     def size_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * self.item_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

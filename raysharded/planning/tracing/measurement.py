@@ -208,6 +208,7 @@ def _buffers(model: nn.Module) -> Iterator[BufferShape]:
                 shape=tuple(buffer.shape),
                 dtype=dtype_name(buffer.dtype),
                 persistent=name not in module._non_persistent_buffers_set,
+                item_bytes=buffer.itemsize,
             )
 
 
