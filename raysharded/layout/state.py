@@ -36,7 +36,10 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Bytes per element of every dtype a state may hold; the names are torch's without `torch.`. Checkpoints hold them all."""
+"""Bytes per element of every dtype a state may hold; the names are torch's without `torch.`.
+
+Checkpoints hold all of them.
+"""
 
 MOST_STRIPS = 16
 """Most strips of a tensor, unless the tensor parallel degree is larger. Layouts may have any degree that divides the
@@ -66,8 +69,8 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise ConfigError(
-                f"tensor {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}. Convert it; or keep "
-                "a buffer out of the state and its checkpoints, with persistent=False."
+                f"tensor {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}. Convert it; a buffer "
+                "with persistent=False may have any dtype."
             )
         if any(n < 0 for n in self.shape):
             raise ConfigError(f"tensor {self.name!r}: shape {self.shape} has a negative size.")

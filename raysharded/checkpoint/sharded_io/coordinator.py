@@ -27,7 +27,6 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-import raysharded.errors
 from raysharded.checkpoint.state_dict.rank_merge import listed
 from raysharded.errors import (
     CheckpointError,
@@ -36,6 +35,7 @@ from raysharded.errors import (
     IncompleteCheckpoint,
     NoCheckpoint,
     RayshardedError,
+    RefusedCheckpoint,
     StorageError,
 )
 
@@ -85,6 +85,10 @@ class PeerFoundCorrupt(PeerFailed, CorruptCheckpoint):
     """Another rank raised CorruptCheckpoint."""
 
 
+class PeerFoundRefused(PeerFoundCorrupt, RefusedCheckpoint):
+    """Another rank raised RefusedCheckpoint."""
+
+
 class PeerStorageFailed(PeerFailed, StorageError):
     """Another rank raised StorageError."""
 
@@ -93,6 +97,7 @@ _KINDS: dict[type[RayshardedError], type[PeerFailed]] = {
     IncompleteCheckpoint: PeerFoundIncomplete,
     NoCheckpoint: PeerFoundNone,
     CorruptCheckpoint: PeerFoundCorrupt,
+    RefusedCheckpoint: PeerFoundRefused,
     StorageError: PeerStorageFailed,
 }
 
@@ -205,7 +210,8 @@ class Coordinator:
                 self._open_store().delete_key(f"{self.rank}/count")
 
     def _tell_all(self, error: BaseException) -> None:
-        message = ["error", self.rank, type(error).__name__, str(error), self.phase]
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        message = ["error", self.rank, kinds, str(error), self.phase]
         for rank in range(self.world_size):
             if rank != self.rank:
                 with suppress(RuntimeError, CheckpointError):  # the store has failed: they will notice by themselves
@@ -274,8 +280,9 @@ def _explained(rank: int) -> Iterator[None]:
         ) from error
 
 
-def _as_error(rank: int, kind: str, text: str, phase: str) -> PeerFailed:
-    known = getattr(raysharded.errors, kind, None)
-    if not isinstance(known, type) or not issubclass(known, RayshardedError):
-        return PeerFailed(f"rank {rank} failed: {kind}: {text}", phase)
-    return _KINDS.get(known, PeerFailed)(f"rank {rank} failed: {text}", phase)
+def _as_error(rank: int, kinds: Sequence[str], text: str, phase: str) -> PeerFailed:
+    """The error of another rank. `kinds`: names of its class and of that one's bases, the nearest first."""
+    if RayshardedError.__name__ not in kinds:
+        return PeerFailed(f"rank {rank} failed: {kinds[0]}: {text}", phase)
+    ours = {known.__name__: kind for known, kind in _KINDS.items()}
+    return next((ours[kind] for kind in kinds if kind in ours), PeerFailed)(f"rank {rank} failed: {text}", phase)

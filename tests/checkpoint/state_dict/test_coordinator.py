@@ -11,8 +11,19 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
+from raysharded.checkpoint.format.encoding import ForeignManifest
+from raysharded.checkpoint.format.signing import Unsigned
 from raysharded.checkpoint.sharded_io.coordinator import Coordinator, PeerFailed
-from raysharded.errors import CheckpointError, StorageError
+from raysharded.checkpoint.storage import NoSuchKey, NotAFile
+from raysharded.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpoint,
+    NoCheckpoint,
+    RayshardedError,
+    RefusedCheckpoint,
+    StorageError,
+)
 
 pytestmark = pytest.mark.alone
 
@@ -101,6 +112,32 @@ def test_an_error_of_one_rank_reaches_the_others_at_once(failing: int) -> None:
             assert isinstance(error, PeerFailed)
             assert isinstance(error, StorageError)
             assert (str(error), error.phase) == (f"rank {failing} failed: the disk is full.", "writing")
+
+
+@pytest.mark.parametrize(
+    ("kind", "caught"),
+    [
+        (NoCheckpoint, NoCheckpoint),
+        (ForeignManifest, CorruptCheckpoint),
+        (RefusedCheckpoint, RefusedCheckpoint),
+        (Unsigned, RefusedCheckpoint),
+        (NoSuchKey, StorageError),
+        (NotAFile, StorageError),
+        (ConfigError, PeerFailed),
+    ],
+)
+def test_an_error_of_one_rank_is_caught_as_what_it_is_on_all(
+    kind: type[RayshardedError], caught: type[RayshardedError]
+) -> None:
+    def act(coordinator: Coordinator) -> Any:
+        if coordinator.rank == 1:
+            raise kind("it is not there.")
+        return coordinator.gather(1)
+
+    peer, failed = on_ranks(2, act)
+    assert (type(failed), str(peer)) == (kind, "rank 1 failed: it is not there.")
+    assert isinstance(peer, PeerFailed)
+    assert isinstance(peer, caught)
 
 
 def test_errors_that_are_not_ours_are_named_with_their_type() -> None:
