@@ -47,11 +47,12 @@ def forked(spec: RunSpec, storage: Storage, name: str, step: int | None, where: 
 
 def _chosen(storage: Storage, step: int | None, key: SigningKey | None) -> CheckpointRef:
     from raysharded.checkpoint import list_checkpoints
+    from raysharded.checkpoint.retention.catalog import last_unmarked
 
     committed = [ref for ref in list_checkpoints(storage, key=key) if ref.state == "committed"]
     found = [ref for ref in committed if step in (None, ref.step)]
     if found:
-        return found[-1]
+        return last_unmarked(found)
     steps = ", ".join(map(str, sorted({ref.step for ref in committed}))) or "none; Run.checkpoint() has one written"
     of = "" if step is None else f" of step {step}"
     raise CheckpointError(f"the run at {storage.url} has no committed checkpoint{of}; there are: {steps}.")

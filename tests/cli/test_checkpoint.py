@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from raysharded.checkpoint import Storage, newest_complete, open_storage, save
+from raysharded.checkpoint import Storage, newest_complete, open_storage, pin, save
 from raysharded.checkpoint.format.paths import data_path
 from raysharded.checkpoint.retention.fork_reference import Reference, encode_reference
+from raysharded.checkpoint.retention.two_phase_delete import retire
 from raysharded.cli.checkpoint.gc import _working
 from raysharded.cli.output import byte_progress
 from raysharded.locations import join_url
+from raysharded.run.control import _chosen
 from raysharded.testing.storages import save_rows
 from tests.canary import connections
-from tests.checkpoint.retention.runs import Run, save_v1, states
+from tests.checkpoint.retention.runs import Run, ref_of, save_v1, states
 from tests.checkpoint.test_signed_objects import KEY, Run as SignedRun
 from tests.cli.test_commands import fail, invoke, succeed
 
@@ -47,6 +49,22 @@ def folder(tmp_path: Path) -> str:
 
 
 # -- ls, show --
+
+
+def test_a_checkpoint_that_a_rollback_deleted_and_a_pin_keeps_is_not_taken_for_the_newest(
+    storage: Storage, tmp_path: Path
+) -> None:
+    undone = ref_of(storage, Run(storage).save(50))
+    pin(storage, "held", undone)
+    assert not retire(storage, undone, number=0)  # pinned: it is marked, and still there
+    url = storage.url
+    assert json.loads(succeed("checkpoint", "show", url, "--json"))["step"] == 20
+    assert "step 20: whole" in succeed("checkpoint", "verify", url)
+    assert "step 20" in succeed("checkpoint", "export", url, tmp_path / "copy", "--format", "raysharded")
+    assert "begins with step 20" in succeed("checkpoint", "fork", url, "other")
+    assert _chosen(storage, None, None).step == 20
+    assert json.loads(succeed("checkpoint", "show", url, "--step", "50", "--json"))["step"] == 50
+    assert "step 50: whole" in succeed("checkpoint", "verify", url, "--step", "50")
 
 
 def test_names_that_look_like_markup_are_printed_as_they_are(tmp_path: Path) -> None:

@@ -179,6 +179,11 @@ def _newest_of(storage: Storage, refs: Sequence[CheckpointRef], skip_damaged: bo
     return Newest(checkpoint=None, skipped=tuple(skipped))
 
 
+def last_unmarked(refs: Sequence[CheckpointRef]) -> CheckpointRef:
+    """The last of these saves, one or more, that is not marked for deletion; the last one if all are."""
+    return next((ref for ref in reversed(refs) if not ref.marked), refs[-1])
+
+
 def _passed_over(ref: CheckpointRef) -> CheckpointRef:
     reason = f"step {ref.step} under {ref.prefix} is marked for deletion, and exists only because it is pinned."
     return replace(ref, state="retired", reason=reason)

@@ -51,7 +51,12 @@ class RunPlace:
         return [ref for ref in self.refs if ref.complete]
 
     def choose(self, step: Choice) -> CheckpointRef:
-        """The committed checkpoint of a step, the best, or the newest one. If a step has several, its newest save."""
+        """The committed checkpoint of a step, the best, or the newest one. If a step has several, its newest save.
+
+        One that is marked for deletion, and only kept by a pin, is chosen if there is no other.
+        """
+        from raysharded.checkpoint.retention.catalog import last_unmarked
+
         if step == "best":
             return self._best()
         found = [ref for ref in self.committed if step in (None, ref.step)]
@@ -59,7 +64,7 @@ class RunPlace:
             steps = ", ".join(str(number) for number in sorted({ref.step for ref in self.committed})) or "none"
             what = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
             raise CheckpointError(f"{self.storage.url} has {what}; there are: {steps}.")
-        return found[-1]
+        return last_unmarked(found)
 
     def scored(self) -> list[BestCheckpoint]:
         """The checkpoints with their values of the metric that `keep_best` names, best first; empty without one."""

@@ -89,6 +89,8 @@ def _of_run(place: RunPlace) -> list[CheckpointRef]:
 
 def _suspects(place: Place, step: Choice, everything: bool) -> Iterator[_Suspect]:
     """Every checkpoint to read. A run's newest one may be a committed checkpoint that was lost."""
+    from raysharded.checkpoint.retention.catalog import last_unmarked
+
     if isinstance(place, FolderPlace):
         opened = open_chosen(place, step)
         yield opened.step, place.prefix, lambda: opened
@@ -97,7 +99,8 @@ def _suspects(place: Place, step: Choice, everything: bool) -> Iterator[_Suspect
             yield None, prefix, lambda prefix=prefix: open_chosen(FolderPlace(place.storage, prefix), None)  # type: ignore[misc]  # bound now
     else:
         chosen = _of_run(place)
-        newest = [ref for ref in chosen if step in (None, ref.step)][-1:] or [place.choose(step)]  # may be damaged
+        of_step = [ref for ref in chosen if step in (None, ref.step)]  # may be damaged
+        newest = [last_unmarked(of_step) if of_step else place.choose(step)]
         for ref in chosen if everything else newest:
             yield ref.step, ref.prefix, lambda ref=ref: _open_ref(place, ref)  # type: ignore[misc]  # bound now
 
