@@ -49,7 +49,7 @@ class Match:
     placed: frozenset[str] = frozenset()
     """Names of tensors and values in the checkpoint that have a place in it."""
     unfit: tuple[str, ...] = ()
-    """Sentences about differences of shape or structure."""
+    """Sentences about differences of shape or structure, and about complex numbers without a place."""
     unconverted: tuple[str, ...] = ()
     """Sentences about differences of dtype."""
 
@@ -101,7 +101,7 @@ def match(
             if _is_in(name, inside) and chosen.takes(name)
         ),
         placed=frozenset(known),
-        unfit=tuple(said for name, held in found.items() for said in _misshapen(name, tensors[name], held)),
+        unfit=tuple(said for name, held in found.items() for said in _unfit(name, tensors[name], held)),
         unconverted=tuple(said for n, held in found.items() for said in _unconverted(n, tensors[n], held) if not cast),
     )
 
@@ -155,7 +155,7 @@ def _remedy(matched: Match, *, strict: bool) -> str:
         remedies.append("ignore what is missing on either side with strict=False")
     if matched.unfit:
         remedies.append(
-            "leave out what is of another shape by choosing the rest with names=[...], or load into what was saved"
+            "leave out what does not fit by choosing the rest with names=[...], or load into what was saved"
         )
     text = ", and ".join(remedies)
     return text[:1].upper() + text[1:]
@@ -198,12 +198,20 @@ def _is_in(name: str, scopes: Iterable[str]) -> bool:
     return any(scope in ("", name) or name.startswith(f"{scope}.") for scope in scopes)
 
 
-def _misshapen(name: str, info: TensorInfo, held: Held) -> list[str]:
-    return [] if info.shape == held.shape else [f"{name} has shape {list(info.shape)} and not {list(held.shape)}"]
+def _unfit(name: str, info: TensorInfo, held: Held) -> list[str]:
+    if info.shape != held.shape:
+        return [f"{name} has shape {list(info.shape)} and not {list(held.shape)}"]
+    if _is_complex(info.dtype) and not _is_complex(held.dtype):
+        return [f"{name} is {info.dtype}, and {held.dtype} has no imaginary part"]
+    return []
+
+
+def _is_complex(dtype: str) -> bool:
+    return dtype.startswith("complex")
 
 
 def _unconverted(name: str, info: TensorInfo, held: Held) -> list[str]:
-    different = info.shape == held.shape and info.dtype != held.dtype
+    different = info.dtype != held.dtype and not _unfit(name, info, held)
     return [f"{name} is {info.dtype} and not {held.dtype}"] if different else []
 
 

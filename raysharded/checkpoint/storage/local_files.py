@@ -23,6 +23,8 @@ _MOST_VIEWS = 512  # Linux takes 1,024 in one call
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _READ_ON = 1 << 20
 """Bytes of each further call that reads a file which grew, or of which a call returned a part."""
+_OF_FILE_SYSTEM = "lost+found"
+"""Folder at the top of a disk, which the file system makes. Only its administrator may read it."""
 _LOCK_S = 60.0
 _LOCK_PAUSE_S = 0.01
 
@@ -153,16 +155,21 @@ def folders_in(folder: str, *, links_alone: bool = False) -> list[str]:
     """Names of the folders, and of the links to folders, in a folder, sorted; [] if it is missing."""
     try:
         with os.scandir(folder) as found:
-            return sorted(entry.name for entry in found if entry.is_dir() and (entry.is_symlink() or not links_alone))
+            folders = (entry for entry in found if entry.is_dir() and (entry.is_symlink() or not links_alone))
+            return sorted(entry.name for entry in folders if entry.name != _OF_FILE_SYSTEM)
     except FileNotFoundError:
         return []
 
 
 def files_below(top: str, root: str) -> list[str]:
-    """Paths, from `root` on and with `/`, of everything below the folder `top` that is no folder."""
+    """Paths, from `root` on and with `/`, of everything below the folder `top` that is no folder.
+
+    Folders of the file system itself are left out.
+    """
     require_no_dangling_link(top)
     found: list[str] = []
-    for folder, _, names in os.walk(top, onerror=raise_unless_missing):
+    for folder, folders, names in os.walk(top, onerror=raise_unless_missing):
+        folders[:] = [name for name in folders if name != _OF_FILE_SYSTEM]
         inside = os.path.relpath(folder, root)
         found += [name if inside == "." else f"{inside.replace(os.sep, '/')}/{name}" for name in names]
     return found

@@ -197,6 +197,17 @@ def test_the_remedy_is_for_the_kind_of_difference(tmp_path: Path) -> None:
     assert "cast=True" not in missing
 
 
+def test_an_imaginary_part_is_never_dropped(tmp_path: Path) -> None:
+    uri = tmp_path / "c"
+    api.save(uri, {"z": torch.tensor([1 + 2j, 3 - 4j]), "x": torch.tensor([5.0])})
+    for cast in (False, True):
+        told = refusal(uri, {"z": torch.zeros(2), "x": torch.zeros(1)}, cast=cast)
+        assert "1 do not fit: z is complex64, and float32 has no imaginary part. Leave out" in told
+    complex_ = torch.zeros(1, dtype=torch.complex64)
+    api.load(uri, {"x": complex_}, names=["x"], cast=True)
+    assert complex_.tolist() == [5 + 0j]
+
+
 def test_a_misspelt_name_is_answered_with_the_right_one(tmp_path: Path) -> None:
     state = {f"layer{n}": torch.zeros(1) for n in range(30)} | {"weights": {"query": torch.zeros(1)}}
     api.save(tmp_path / "c", state)

@@ -113,6 +113,22 @@ def test_a_reader_without_permission_gets_an_error(tmp_path: Path) -> None:
         os.seteuid(user)
 
 
+def test_a_whole_disk_is_listed_without_the_folder_of_its_file_system(tmp_path: Path) -> None:
+    """Nobody but the administrator may read `lost+found`, at the top of an ext4 volume."""
+    storage = LocalStorage(str(tmp_path))
+    storage.write("step-1/manifest.json", [b"1"])
+    lost = tmp_path / "lost+found"
+    lost.mkdir()
+    (lost / "#123").write_bytes(b"2")
+    lost.chmod(0)
+    try:
+        assert storage.list() == ["step-1/manifest.json"]
+        assert storage.times("manifest.json").keys() == {"step-1/manifest.json"}
+        assert storage.folders() == ["step-1"]
+    finally:
+        lost.chmod(0o700)
+
+
 def test_a_path_where_no_folder_can_be_made_ends_in_one_clear_message() -> None:
     with pytest.raises(StorageError, match="/proc/raysharded cannot be written to"):
         check_writable(open_storage("/proc/raysharded"))
