@@ -23,6 +23,7 @@ from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, c
 from raysharded.checkpoint.storage.optional_operations import is_called
 from raysharded.checkpoint.storage.retry import is_transient, retries_of, with_retries
 from raysharded.display.plain_text import masked
+from raysharded.errors import RayshardedError
 from raysharded.locations import THROUGH_FSSPEC
 
 T = TypeVar("T")
@@ -193,13 +194,18 @@ class FsspecStorage:
         return None
 
     def _call(self, operation: str, key: str, once: Callable[[Any, str], T]) -> T:
-        """Result of `once(file system, path of the key)` with retries; every failure becomes a StorageError."""
+        """Result of `once(file system, path of the key)` with retries; every failure becomes a StorageError.
+
+        Errors of what is written, such as those of a checkpoint that is read meanwhile, pass through.
+        """
         if key:
             check_key(self.url, key)
         try:
             fs, root = _open(self.url)
             path = f"{root}/{key}" if key else root
             return with_retries(lambda: once(fs, path), url=self.url, transient=may_pass)
+        except RayshardedError:
+            raise
         except Exception as error:  # the boundary to the backends, which raise arbitrary errors
             raise storage_error(self.url, operation, key, error) from error
 
@@ -210,6 +216,8 @@ def may_pass(error: BaseException) -> bool:
     Backends raise arbitrary errors, or hide them as a cause. The HTTP status shows it, or a class of error that the
     loaded libraries raise for broken connections.
     """
+    if isinstance(error, RayshardedError):  # not of the backend
+        return False
     if is_transient(error) or _status(error) in _STATUS_MAY_PASS:
         return True
     http_client = sys.modules.get("aiohttp")

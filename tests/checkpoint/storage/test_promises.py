@@ -15,7 +15,7 @@ import pytest
 from raysharded.checkpoint import NoSuchKey, Storage, check_writable, open_storage
 from raysharded.checkpoint.storage.local import LocalStorage, size_of_listed
 from raysharded.checkpoint.storage.optional_operations import list_folders, list_sizes, list_times
-from raysharded.errors import StorageError
+from raysharded.errors import IncompleteCheckpoint, StorageError
 from tests.checkpoint.storage import careless as careless
 from tests.paths import ROOT
 
@@ -75,6 +75,25 @@ def test_parts_of_any_shape_are_written_as_their_bytes(storage: Storage) -> None
     storage.write("empty", [])
     assert (storage.read("empty"), storage.size("empty")) == (b"", 0)
     assert storage.read("empty", 0, 1 << 28) == storage.read("a", 13) == storage.read("a", 13, 1 << 28) == b""
+
+
+class Unreadable:
+    """Parts that are read from elsewhere, where a connection was lost."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        self.times += 1
+        yield b"first"
+        raise IncompleteCheckpoint("the source is cut off.") from ConnectionError("lost")
+
+
+def test_an_error_of_what_is_written_passes_through_and_leaves_nothing(storage: Storage) -> None:
+    parts = Unreadable()
+    with pytest.raises(IncompleteCheckpoint, match=r"^the source is cut off\.$"):
+        storage.write("a", parts)
+    assert (storage.list(), parts.times) == ([], 1)
 
 
 def test_keys_are_listed_below_a_folder_at_any_depth(storage: Storage) -> None:
