@@ -8,6 +8,9 @@ from typing import Any
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig, OnNonFinite
 from raysharded.task import Task
 
+COMPILED_FOLDER = "compiled"
+"""Folder of a run in which workers record the calls of compiled units, for workers that join later."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InitialWeights:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from raysharded.actors.compilation.ahead_of_join import Call
 from raysharded.checkpoint import (
     Claims,
     Storage,
@@ -92,6 +93,9 @@ def test_a_removed_run_leaves_nothing_and_its_neighbours_everything(tmp_path: Pa
     torn = next((tmp_path / "runs" / "a" / "checkpoints").glob("step-*5-g*")) / "w0007.tmp-0123456789ab"
     torn.write_text("torn")
     (tmp_path / "runs" / "a" / "journal" / "00000099.jsonl.tmp-0123456789ab").write_text("torn")
+    call = Call.of("block", (), {})
+    assert call is not None
+    call.tell(run.storage)
     done = remove_run(str(tmp_path / "runs" / "a"))
     assert done.num_files > 10
     assert (done.forks, done.copied, done.links, done.left) == ((), (), (), ())

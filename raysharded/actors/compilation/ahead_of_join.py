@@ -32,10 +32,10 @@ from raysharded.actors.model.sharded_model import clean_name
 from raysharded.checkpoint import Storage
 from raysharded.config import EngineConfig
 from raysharded.errors import text_of
+from raysharded.protocol.job import COMPILED_FOLDER
 from raysharded.task import Task
 
 _log = logging.getLogger("raysharded.worker")
-FOLDER = "compiled"
 _MOST_BYTES = 1 << 16
 """Largest size of one file."""
 _PLAIN = (bool, int, float, str, type(None))
@@ -73,12 +73,12 @@ class Call:
     def tell(self, storage: Storage) -> None:
         """Write the call to the run's folder, for workers that start later."""
         digest = blake2b(self.text.encode(), digest_size=8).hexdigest()
-        storage.put_if_absent(f"{FOLDER}/{digest}.json", self.text.encode())
+        storage.put_if_absent(f"{COMPILED_FOLDER}/{digest}.json", self.text.encode())
 
 
 def told(storage: Storage) -> list[Call]:
     """The calls that the run's workers have written, in the order of their file names."""
-    return [Call(storage.read(key, size=_MOST_BYTES).decode()) for key in sorted(storage.list(FOLDER))]
+    return [Call(storage.read(key, size=_MOST_BYTES).decode()) for key in sorted(storage.list(COMPILED_FOLDER))]
 
 
 def compile_ahead(task: Task, config: EngineConfig, calls: Sequence[Call], device: torch.device, seed: int = 0) -> int:

@@ -85,13 +85,15 @@ def carry_out(plan: RemovalPlan, say: Callable[[str], None] = lambda _: None) ->
     from raysharded.checkpoint.retention.run_removal import RunRemoval
     from raysharded.journal import log
     from raysharded.ownership import lease
+    from raysharded.protocol.job import COMPILED_FOLDER
 
     storage = plan.storage
     with _owned(storage, plan.name, say) as (claims, leadership, _):
         forks = [carry_out(fork, say) for fork in plan.remove]
         for fork in plan.copy:
             _copy_into(fork, say)
-        removal = RunRemoval(storage, [log.FOLDER, lease.FOLDER], key=signing_key_from_environment())
+        folders = [COMPILED_FOLDER, log.FOLDER, lease.FOLDER]
+        removal = RunRemoval(storage, folders, key=signing_key_from_environment())
         removal.begin(lambda: claims.find_rival() is not None)
         deleted = removal.delete(lambda: leadership.end(_LET_GO_S))
     return Removed(

@@ -184,6 +184,7 @@ def _require_run(storage: Storage) -> None:
     from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER
     from raysharded.journal import log
     from raysharded.ownership import lease
+    from raysharded.protocol.job import COMPILED_FOLDER
     from raysharded.report.nearby import advice
     from raysharded.report.overview import is_run
 
@@ -192,7 +193,7 @@ def _require_run(storage: Storage) -> None:
             f"{storage.url} is a link to {os.path.realpath(storage.url)}: nothing behind a link is removed. Give that "
             "folder, or delete the link."
         )
-    refuse_linked(storage, [CHECKPOINTS_FOLDER, CLAIMS_FOLDER, log.FOLDER, lease.FOLDER])
+    refuse_linked(storage, [CHECKPOINTS_FOLDER, CLAIMS_FOLDER, COMPILED_FOLDER, log.FOLDER, lease.FOLDER])
     if is_marked(storage) or is_run(storage):
         return
     try:
