@@ -69,8 +69,8 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise ConfigError(
-                f"tensor {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}. Convert it; a buffer "
-                "with persistent=False may have any dtype."
+                f"tensor {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}. Convert it; a "
+                "buffer with persistent=False may have any dtype."
             )
         if any(n < 0 for n in self.shape):
             raise ConfigError(f"tensor {self.name!r}: shape {self.shape} has a negative size.")
