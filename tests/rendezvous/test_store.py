@@ -86,6 +86,19 @@ def test_members_exchange_their_values_in_one_request_each(store: RendezvousStor
     assert found == [[b"value 0", b"value 1", b"value 2"]] * len(keys)
 
 
+def test_a_member_gets_what_gloo_announces_for_each_of_a_thousand() -> None:
+    """A gloo announcement has 154 bytes, and 8 for each member. Of 503 members all of them are longer than a request
+    may be."""
+    store, size = RendezvousStore("127.0.0.1"), 1000
+    keys, values = [f"0/{rank}" for rank in range(size)], [rank.to_bytes(154 + 8 * size) for rank in range(size)]
+    client = member(store)
+    for key, value in zip(keys[1:], values[1:], strict=True):
+        client.set(key, value)
+    assert client.exchange(keys[0], values[0], keys) == values
+    assert sum(map(len, values)) > 3 * wire.MAX_MESSAGE_BYTES
+    store.close()
+
+
 def test_a_value_given_in_an_exchange_is_there_although_others_never_come(store: RendezvousStore) -> None:
     one, other = member(store), member(store)
     one.set_timeout(datetime.timedelta(milliseconds=50))

@@ -104,7 +104,7 @@ class StoreClient(Store):
             try:
                 self._socket.settimeout(within_s + _SLACK_S)
                 self._socket.sendall(wire.pack(request))
-                size = wire.length_of(read_exactly(self._socket, wire.LENGTH.size))
+                size = wire.length_of(read_exactly(self._socket, wire.LENGTH.size), wire.MAX_REPLY_BYTES)
                 status, *values = wire.unpack(read_exactly(self._socket, size))
             except (OSError, EOFError, Nonsense) as error:
                 self._socket.close()  # a late reply would be taken for another request's
