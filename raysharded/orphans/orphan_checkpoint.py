@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from raysharded import numerics
@@ -20,7 +20,7 @@ from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import Clock, SystemClock
 from raysharded.driver.checkpoints.committer import ManifestContext, RunFiles, fingerprint_of, manifest_of
 from raysharded.driver.membership.state_source import choose_source
-from raysharded.driver.startup.resume_point import distrusted
+from raysharded.driver.startup.resume_point import rollbacks, undone
 from raysharded.driver.state.arithmetic import begun_blocks, blocks_of, build_seed_of, rules_on_record
 from raysharded.driver.state.commands import CommitSave
 from raysharded.errors import CheckpointError, RunOwnedElsewhere, StorageError
@@ -192,7 +192,7 @@ def _commit(
     after, decisions = taken_back(entries), decided(entries)
     holdings = {worker: believed(words.stopped, words.decisions, after, decisions) for worker, words in heard.items()}
     source = choose_source(holdings, frozenset(holdings), None, rebuilding=False)  # no generation exists to rebuild
-    if terms.signed or not isinstance(source, FromMemory) or source.step <= _saved_step(storage, distrusted(entries)):
+    if terms.signed or not isinstance(source, FromMemory) or source.step <= _saved_step(storage, entries):
         return
     generation = GenerationId(max(epoch, *(words.fence for words in heard.values())))
     saved = _written(source, generation, epoch, claims.writer, peers)
@@ -230,13 +230,14 @@ def _commit(
     )
 
 
-def _saved_step(storage: Storage, without: Collection[str]) -> int:
-    """Step of the newest checkpoint that was not to be deleted."""
-    newest = History(storage).newest_commit()
-    if newest is None or newest.prefix not in without:
+def _saved_step(storage: Storage, entries: Entries) -> int:
+    """Step of the newest checkpoint that no rollback has undone."""
+    if not rollbacks(entries):
+        newest = History(storage).newest_commit()
         return newest.step if newest is not None else 0
-    left = [ref.step for ref in list_checkpoints(storage) if ref.complete and ref.prefix not in without]
-    return max(left, default=0)
+    refs = list_checkpoints(storage)
+    gone = undone(entries, refs)
+    return max((ref.step for ref in refs if ref.complete and ref.prefix not in gone), default=0)
 
 
 def _written(

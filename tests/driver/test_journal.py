@@ -15,6 +15,7 @@ from raysharded.checkpoint import SigningKey, Storage, open_storage
 from raysharded.driver.startup import resume_point
 from raysharded.driver.startup.adopted_workers import saves_given_up
 from raysharded.driver.startup.persisted_requests import asked_last
+from raysharded.driver.startup.resume_point import rollbacks
 from raysharded.driver.state.state import State
 from raysharded.errors import RefusedCheckpoint, RunOwnedElsewhere, StorageError
 from raysharded.journal.log import FOLDER, DamagedJournal, Journal, newest_generation, next_segment, read, segment_key
@@ -488,6 +489,7 @@ def test_a_new_driver_decides_the_same_by_the_reduced_journal(drawn: list[int | 
     assert asked_last(entries, {}, "resize", workers) == asked_last(short, {}, "resize", workers)
     assert last_recorded_step(entries) == last_recorded_step(short)
     assert taken_back(entries) == taken_back(short)
+    assert rollbacks(entries) == rollbacks(short)
     state = State(limits=BASE)
     assert saves_given_up(state, entries, range(1, 6), ()) == saves_given_up(state, short, range(1, 6), ())
     assert resume_point._with_decisions(state, entries) == resume_point._with_decisions(state, short)

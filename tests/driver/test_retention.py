@@ -15,17 +15,25 @@ from raysharded.checkpoint.retention.catalog import list_checkpoints
 from raysharded.checkpoint.retention.forks.fork import fork
 from raysharded.checkpoint.retention.pins import pin
 from raysharded.checkpoint.retention.policy import Keep
+from raysharded.checkpoint.stored_claims import claim_key
+from raysharded.clock import SystemClock
 from raysharded.driver.checkpoints.protected import protected_checkpoints
-from raysharded.driver.startup.resume_point import distrusted, find, resumed
+from raysharded.driver.startup.resume_point import find, resumed, undone
+from raysharded.driver.startup.run_startup import RunStartup
 from raysharded.driver.state.commands import CommitSave, DeleteCheckpoints, Form
 from raysharded.driver.state.events import LEAVERS, Committed, Deleted, RewindRequested
 from raysharded.driver.state.state import Checkpointed, Phase, State
+from raysharded.errors import StorageError
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.journal.log import Journal, read
+from raysharded.orphans.orphan_checkpoint import _saved_step
 from raysharded.protocol.messages import FromCheckpoint, FromMemory, StopReason, save_prefix
+from raysharded.protocol.session import FoundWorkers
 from raysharded.protocol.worker_launcher import LeaveNotice
 from tests.driver.scripted import LIMITS, Run, committed, of, training
 from tests.driver.test_committing import WAIT_S, Driver, Stops, committed_steps
 from tests.driver.test_deciding import at_a_boundary, recorded, saved_every_two
+from tests.driver.test_takeover import Followed
 
 BATCH = 4
 
@@ -65,7 +73,8 @@ def found_after_all(run: Run, driver: Driver) -> int:
     hear_all(run, driver)
     driver.committer.close(WAIT_S)
     entries = [{"kind": "rewind", **entry} for entry in run.records("rewind")]
-    checkpoint = find(driver.files, without=distrusted(entries)).newest.checkpoint
+    gone = undone(entries, list_checkpoints(driver.files.storage))
+    checkpoint = find(driver.files, without=gone).newest.checkpoint
     return checkpoint.step if checkpoint is not None else 0
 
 
@@ -94,6 +103,57 @@ def test_the_checkpoint_that_the_run_goes_back_to_stays_though_newer_ones_are_co
     assert found_after_all(run, driver) == to_step
     assert run.state.checkpoint is not None
     assert run.state.checkpoint.step == to_step
+
+
+class Unconfirmed(Stops):
+    """A storage that does not confirm one put, which is made."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        made = self._storage.put_if_absent(key, data)
+        if self._at(key):
+            raise StorageError("no answer")
+        return made
+
+
+def test_a_run_that_went_back_does_not_resume_from_an_undone_checkpoint_whose_commit_was_not_confirmed(
+    tmp_path: Path,
+) -> None:
+    plain = open_storage(str(tmp_path))
+    driver = Driver(Unconfirmed(plain, lambda key: key == claim_key(3)), "d")  # type: ignore[arg-type]  # as above
+    driver.own()
+    run = run_of(driver)
+    for step in (2, 4):
+        run.trained(step - 1)
+        save(run, driver, step)
+        hear_all(run, driver)
+    assert committed_steps(plain) == [2, 4]
+    assert [entry["step"] for entry in run.records("checkpoint_failed")] == [4], "the driver knows of 2 alone"
+    generation = {"generation": int(run.state.generation), "step": 0}
+    run.hear(RewindRequested(step=2))
+    at_a_boundary(run, 5)
+    run.formed()
+    recorded(run)
+    assert found_after_all(run, driver) == 2
+
+    clock = SystemClock()
+    journal = Journal(plain, clock, "d")
+    journal.add("generation", generation, at=clock.wall())
+    (rewind,) = run.records("rewind")
+    journal.append("rewind", rewind, durable=True)
+    assert _saved_step(plain, list(read(plain))) == 2, "workers without a driver write step 3"
+    newer = Driver(plain, "newer")
+    startup = RunStartup(
+        newer.files,
+        Followed(),
+        lambda _terms, _hold: FoundWorkers(),
+        newer.committer.claims,
+        Journal(plain, clock, "newer", still_owns=lambda: True),
+        clock,
+        lease_s=1.0,
+        orphan_wait_s=1.0,
+    )
+    state, _ = startup.resume(startup.own(State(limits=LIMITS)))
+    assert (state.step, state.reached, committed_steps(plain)) == (2, 2, [2])
 
 
 def test_a_rollback_target_is_kept_from_the_request_on_until_there_is_a_newer_one() -> None:

@@ -20,7 +20,7 @@ from raysharded.driver.state.commands import Form, KillWorker, Record, RequestSa
 from raysharded.driver.state.state import Checkpointed, Phase, State
 from raysharded.errors import RunOwnedElsewhere
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.journal.log import Journal
+from raysharded.journal.log import DamagedJournal, Journal
 from raysharded.layout import Held, mirror_of
 from raysharded.overrides import Decisions, decided
 from raysharded.ownership.leadership import AcquiredLease
@@ -120,6 +120,34 @@ def test_what_the_driver_before_still_writes_comes_before_its_journal_is_read_or
     assert state.generation == 3  # the next one is above all in the journal
     with pytest.raises(RunOwnedElsewhere):
         older.flush()
+
+
+@pytest.mark.parametrize("damage", [{"distrusted": 5}, {"to_step": "two"}])
+def test_a_driver_that_cannot_use_what_the_journal_says_of_a_rewind_releases_the_run(
+    tmp_path: Path, damage: dict[str, Any]
+) -> None:
+    storage, clock, ends = open_storage(str(tmp_path)), SystemClock(), list[float]()
+
+    class Released(Followed):
+        def end(self, timeout_s: float) -> None:
+            ends.append(timeout_s)
+
+    rewind = {"to_step": 2, "reason": "x", "distrusted": [], **damage}
+    Journal(storage, clock, "older").append("rewind", rewind, durable=True)
+    startup = RunStartup(
+        RunFiles(name="run", storage=storage, keep=Keep(), metadata={}, global_batch_size=16),
+        Released(),
+        lambda _terms, _hold: FoundWorkers(),
+        Claims(storage, "newer"),
+        Journal(storage, clock, "newer", still_owns=lambda: True),
+        clock,
+        lease_s=1.0,
+        orphan_wait_s=1.0,
+    )
+    state = startup.own(State(limits=LIMITS))
+    with pytest.raises(DamagedJournal, match="has a value that no driver wrote"):
+        startup.resume(state)
+    assert len(ends) == 1
 
 
 def test_the_next_generation_is_formed_from_the_memory_of_the_workers_that_were_taken_over() -> None:

@@ -195,6 +195,35 @@ def distrusted(entries: Iterable[Mapping[str, Any]]) -> frozenset[str]:
     return frozenset(prefix for entry in told for prefix in entry.get("distrusted", ()))
 
 
+def rollbacks(entries: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """(newest generation, step) of each rollback: it has undone later steps of this generation and of older ones."""
+    newest, found = 0, list[tuple[int, int]]()
+    for entry in entries:
+        match entry["kind"]:
+            case "generation":
+                newest = int(entry["generation"])
+            case "rewind":
+                found.append((int(entry.get("generation", newest)), int(entry["to_step"])))
+            case "corruption":
+                found.append((int(entry.get("generation", newest)), int(entry["verified_step"])))
+    return found
+
+
+def undone(entries: Sequence[Mapping[str, Any]], refs: Iterable[CheckpointRef]) -> frozenset[str]:
+    """The folders `distrusted`, and those of other checkpoints among `refs` that a rollback has undone.
+
+    A driver does not know of the latter: it takes a commit that storage did not confirm for failed.
+    """
+    back = rollbacks(entries)
+    unknown = (
+        ref.prefix
+        for ref in refs
+        for newest, step in back
+        if ref.complete and ref.generation is not None and ref.generation <= newest and ref.step > step
+    )
+    return distrusted(entries).union(unknown)
+
+
 def _with_decisions(state: State, entries: Iterable[Mapping[str, Any]]) -> State:
     """The state with the journal's decisions, the newest step since the last rollback, and the newest verified step.
 

@@ -23,7 +23,7 @@ from raysharded.driver.startup.adopted_workers import (
     taken_over,
     without_differing,
 )
-from raysharded.driver.startup.resume_point import ResumePoint, distrusted, find, keyless, resumed, with_missing
+from raysharded.driver.startup.resume_point import ResumePoint, find, keyless, resumed, rollbacks, undone, with_missing
 from raysharded.driver.startup.unsigned_journal import require_confirmed
 from raysharded.driver.state import arithmetic
 from raysharded.driver.state.commands import Command, Record
@@ -117,10 +117,9 @@ class RunStartup:
         RefusedCheckpoint if the run has a key, and decisions about its next steps are not signed, and if it is signed
         and there is no key.
         """
-        files, gone = self._files, distrusted(self.entries)
+        files = self._files
         try:
-            with refusing_damage(files.storage):
-                gone = distrusted(self.entries)
+            gone = self._undone()
             if self._lacks_key:
                 find(files)  # a signed checkpoint is named first
                 raise RefusedCheckpoint(keyless(f"the journal of the run at {files.storage.url}"))
@@ -138,6 +137,13 @@ class RunStartup:
         except BaseException:
             self.let_go()
             raise
+
+    def _undone(self) -> frozenset[str]:
+        """Folders of the checkpoints that a rollback has undone."""
+        files = self._files
+        with refusing_damage(files.storage):
+            refs = list_checkpoints(files.storage, key=files.key) if rollbacks(self.entries) else ()
+            return undone(self.entries, refs)
 
     def _with_rules(self, state: State) -> State:
         """The state with rules that this version has. Raises InexactError as `resume` does."""

@@ -14,7 +14,7 @@ from typing import Any
 from raysharded.checkpoint.retention.catalog import CheckpointRef
 from raysharded.display.quantities import weights_text
 from raysharded.driver.checkpoints.committer import RunFiles
-from raysharded.driver.startup.resume_point import ResumePoint, distrusted
+from raysharded.driver.startup.resume_point import ResumePoint, undone
 from raysharded.driver.state.arithmetic import accepted
 from raysharded.errors import RefusedCheckpoint
 from raysharded.journal.signed_segments import ACCEPT
@@ -60,7 +60,7 @@ def unconfirmed(entries: Entries, found: ResumePoint, refs: Sequence[CheckpointR
     told = accepted(entries)
     if told is not None and (newest is None or told != newest.manifest.metadata.get("arithmetic")):
         yield "other bits, as a user accepted"
-    gone = distrusted(entries)
+    gone = undone(entries, refs)
     for ref in refs:
         if ref.complete and ref.prefix in gone:
             yield f"the checkpoint of step {ref.step} is to be deleted"
