@@ -35,9 +35,8 @@ class DrainWatch:
         """
         self._draining, self._node_of, self._workers = draining, node_of, workers
         self._found: SimpleQueue[LeaveNotice] = SimpleQueue()
-        self._told: dict[WorkerId, float] = {}
-        """Worker -> reported deadline."""
-        self._nodes: dict[WorkerId, str] = {}
+        self._told: dict[WorkerId, tuple[str, float]] = {}
+        """Worker -> (node, deadline), as reported last."""
         self._silent_since: float | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._run, daemon=True, name="draining").start()
@@ -89,14 +88,11 @@ class DrainWatch:
             return
         here: dict[str, list[WorkerId]] = {}
         for worker in self._workers():
-            node = self._nodes.get(worker) or self._node_of(worker)
-            if not node:
-                continue
-            self._nodes[worker] = node
-            if node in draining and self._told.get(worker) != draining[node]:
+            node = self._node_of(worker)  # now: one that has not started may be placed elsewhere than before
+            if node in draining and self._told.get(worker) != (node, draining[node]):
                 here.setdefault(node, []).append(worker)
         for node, workers in here.items():
-            self._told.update(dict.fromkeys(workers, draining[node]))
+            self._told.update(dict.fromkeys(workers, (node, draining[node])))
             left_s = draining[node] - time.time() if draining[node] > 0 else _NO_DEADLINE_S
             reason = f"node {node[:12]} is being drained"
             self._found.put(LeaveNotice(workers=tuple(workers), reason=reason, within_s=max(0.0, left_s)))

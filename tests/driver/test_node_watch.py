@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -12,8 +15,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
+import pytest
+
+from raysharded.ids import WorkerId
 from raysharded.protocol.worker_launcher import NodeBack, NodeLost
+from raysharded.ray_backend import node_watch
+from raysharded.ray_backend.drain_watch import DrainWatch
 from raysharded.ray_backend.node_watch import NodeInfo, NodeWatch
 
 LISTENER = """
@@ -181,3 +190,50 @@ def test_a_process_that_answers_from_a_dead_node_shows_that_it_lives() -> None:
         until(lambda: "a" in watch.dead())  # but if its raylet does not answer then, it was the last word of a dead one
         watch.close()
         silent.close()
+
+
+def test_a_node_that_resets_each_connection_at_once_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that was reset has no peer: `getpeername` raises."""
+    connect, resets = socket.create_connection, threading.Event()
+
+    def slowly(*given: Any, **more: Any) -> socket.socket:
+        connection = connect(*given, **more)
+        poll = select.poll()
+        poll.register(connection, 0)  # errors alone: it has been reset by then
+        assert poll.poll(10_000)
+        resets.set()
+        return connection
+
+    def reset_all(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = server.accept()
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                peer.close()
+
+    monkeypatch.setattr(node_watch.socket, "create_connection", slowly)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=reset_all, args=(server,), daemon=True).start()
+        nodes = {"a": NodeInfo(host="127.0.0.1", port=server.getsockname()[1], alive=True)}
+        nodes["b"] = replace(nodes["a"], alive=False)
+        watch = NodeWatch(lambda: nodes)
+        watch.watch("a")
+        assert resets.wait(10)
+        watch.watch("b")
+        until(lambda: "b" in watch.dead())
+        watch.close()
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_worker_that_gets_another_node_before_it_starts_is_told_of_that_ones_drain() -> None:
+    worker, nodes = WorkerId(1), {1: "a"}
+    watch = DrainWatch(dict, lambda one: nodes[one], lambda: [worker])
+    watch._look({"c": 0.0})
+    nodes[1] = "b"
+    watch._look({"a": 0.0})
+    assert watch.fetch() == []
+    for _ in range(2):  # one notice of each drain
+        watch._look({"a": 0.0, "b": 0.0})
+    (notice,) = watch.fetch()
+    assert (notice.workers, notice.reason) == ((worker,), "node b is being drained")
+    watch.close()
