@@ -260,10 +260,11 @@ class Driver:
                 self._recorder.close(words_s, repeat_s=last_words.STOPPED_S)
             raise
         finally:
-            self._requests.end(f"Run {self._files.name!r} ended before the checkpoint was committed.")
-            self._launcher.close()
-            self._committer.close(0.0)
-            self._startup.let_go()
+            with contextlib.ExitStack() as last:  # in reverse: the lease ends, although Ctrl-C interrupts the rest
+                last.callback(self._startup.let_go)
+                last.callback(self._committer.close, 0.0)
+                last.callback(self._launcher.close)
+                self._requests.end(f"Run {self._files.name!r} ended before the checkpoint was committed.")
 
     def _run(self) -> State:
         self._enter()

@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 
 from raysharded.checkpoint import Claims, open_storage
+from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
-from raysharded.errors import RunOwnedElsewhere
+from raysharded.driver.driver import Driver
+from raysharded.errors import ClusterError, RunOwnedElsewhere
 from raysharded.journal.log import Journal, read
 from raysharded.journal.writer import Recorder
-from raysharded.ownership.lease import Holder, encode, lease_key
+from raysharded.ownership.lease import Holder, encode, lease_key, read_lease
 from raysharded.ownership.process_identity import this_process
-from tests.training.harness import make_driver, make_job, make_limits
+from raysharded.protocol.session import DriverSession, FoundWorkers
+from raysharded.protocol.worker_launcher import LeadershipCheck
+from raysharded.testing.processes import ProcessLauncher
+from tests.training.harness import files_of, make_driver, make_job, make_limits
 
 
 def test_a_driver_that_is_refused_has_started_no_thread(tmp_path: Path) -> None:
@@ -59,3 +64,27 @@ def test_a_journal_that_is_anothers_by_now_is_left_alone(tmp_path: Path) -> None
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert [entry["kind"] for entry in read(storage)] == ["started"]
+
+
+class InterruptedAtTheEnd(ProcessLauncher):
+    """No cluster is there, and Ctrl-C comes while workers are ended."""
+
+    def enter(self, terms: DriverSession, hold: LeadershipCheck) -> FoundWorkers:
+        raise ClusterError("no cluster")
+
+    def close(self) -> None:
+        super().close()
+        raise KeyboardInterrupt
+
+
+def test_a_driver_that_is_interrupted_while_it_ends_its_workers_releases_its_run(tmp_path: Path) -> None:
+    before, job = set(threading.enumerate()), make_job(str(tmp_path))
+    files = files_of(job, None, keep=Keep(last=1), metadata={}, key=None)
+    launcher = InterruptedAtTheEnd(job)
+    driver = Driver(make_limits(job, 1), launcher, files, SystemClock(), lambda _kind, _fields: None)
+    with pytest.raises(KeyboardInterrupt):
+        driver.run()
+    holder = read_lease(files.storage, driver.state.driver).holder
+    assert holder is not None
+    assert holder.ended, "another driver does not wait for it"
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "lease"]
