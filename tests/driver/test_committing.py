@@ -231,6 +231,32 @@ def test_old_checkpoints_go_with_a_later_commit_if_the_ones_to_keep_were_not_kno
     assert committed_steps(storage) == [2]
 
 
+def test_a_driver_that_was_stopped_while_it_deletes_deletes_nothing_once_another_has_taken_over(
+    storage: Storage,
+) -> None:
+    """The other one may have gone back to what this one had no need of."""
+    zombie = Driver(storage, "zombie", keep=Keep(last=1))
+    zombie.own()
+    assert isinstance(zombie.commit(1, 1), Committed)
+    zombie.finish_work()
+    asked, may_go = list[int](), threading.Event()
+
+    def spared() -> ProtectedCheckpoints:
+        asked.append(1)
+        if len(asked) == 2:  # just before the deletion
+            assert may_go.wait(WAIT_S)
+        return ProtectedCheckpoints()
+
+    zombie.spared = spared
+    assert isinstance(zombie.commit(2, 1), Committed)
+    heir = Driver(storage, "heir")
+    heir.own()
+    may_go.set()
+    zombie.finish_work()
+    assert len(asked) == 2
+    assert committed_steps(storage) == [1, 2]
+
+
 def test_a_manifest_has_the_data_position_and_the_numbers_of_its_step(storage: Storage) -> None:
     driver = Driver(storage, "driver")
     driver.own()

@@ -200,7 +200,7 @@ class Committer:
                 self._files.keep,
                 in_flight={*spared.prefixes, newest},
                 keep_references=spared.parents,
-                may_go=lambda prefix: prefix not in self._spared().prefixes,
+                may_go=lambda prefix: prefix not in self._spared().prefixes and self.claims.find_rival() is None,
                 key=self._files.key,
             )
             if pruned.retired or pruned.references:
