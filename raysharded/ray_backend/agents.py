@@ -138,12 +138,7 @@ class OwnNode:
         if not after_s:
             self._agent.kill(pid, started)
             return
-        self._waiting = [thread for thread in self._waiting if thread.is_alive()]
-        thread = threading.Thread(
-            target=self._agent.kill_after, args=(pid, started, after_s), name="raysharded kill", daemon=True
-        )
-        thread.start()
-        self._waiting.append(thread)
+        self._begin(partial(self._agent.kill_after, pid, started, after_s), "kill")
 
     def watch(self, node_id: str, pid: int, started: int, device: str = "") -> None:
         """Watch a worker and its GPU."""
@@ -151,7 +146,11 @@ class OwnNode:
 
     def ask_cause(self, worker: WorkerId, node_id: str, pid: int) -> None:
         """Find out what a lost worker died of; `causes` has the answer."""
-        thread = threading.Thread(target=self._explain, args=(worker, pid), name="raysharded death", daemon=True)
+        self._begin(partial(self._explain, worker, pid), "death")
+
+    def _begin(self, work: Callable[[], object], name: str) -> None:
+        self._waiting = [thread for thread in self._waiting if thread.is_alive()]
+        thread = threading.Thread(target=work, name=f"raysharded {name}", daemon=True)
         thread.start()
         self._waiting.append(thread)
 

@@ -16,6 +16,7 @@ import pytest
 
 from raysharded.actors.process.death_watch import DeathWatch
 from raysharded.actors.process.os_processes import start_ticks
+from raysharded.ids import WorkerId
 from raysharded.protocol.death import Death
 from raysharded.protocol.descriptors import in_use
 from raysharded.ray_backend.agents import OwnNode
@@ -179,6 +180,15 @@ def test_the_watches_of_a_driver_s_own_node_end_with_it() -> None:
     for child in children:
         child.kill()
         child.wait()
+
+
+def test_a_driver_keeps_no_thread_of_a_death_that_is_explained() -> None:
+    node = OwnNode()
+    for worker in range(20):
+        node.ask_cause(WorkerId(worker), "", os.getpid())  # it is not watched
+        node._waiting[-1].join()
+    assert len(node._waiting) == 1
+    node.close(1.0)
 
 
 def test_progress_bars_are_no_last_words(tmp_path: Path) -> None:
