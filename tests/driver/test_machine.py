@@ -174,6 +174,32 @@ def test_an_error_of_ours_at_the_start_ends_the_run_at_once() -> None:
     assert isinstance(run.error, DataError)
 
 
+@pytest.mark.parametrize("error", [ConfigError("no GPU can be used"), DataError("no such file on this node")])
+def test_a_replacement_on_a_broken_node_does_not_end_a_run_that_needs_all_its_workers(error: Exception) -> None:
+    run = training(2, min_workers=2, step=2, max_start_failures=3)
+    run.lost(1)
+    run.stopped(0, ABORTED, 2)
+    (first,) = run.state.starting
+    run.lost(first, error=error)
+    assert run.all(End) == []
+    (second,) = {start.worker for start in of(run.wait(1), StartWorker)}
+    run.ready(second)
+    run.formed()
+    assert run.state.phase is Phase.TRAINING
+    assert set(run.state.members) == {0, second}
+
+
+def test_replacements_that_fail_everywhere_end_such_a_run_with_their_own_error() -> None:
+    run = training(2, min_workers=2, step=2, max_start_failures=3)
+    run.lost(1)
+    run.stopped(0, ABORTED, 2)
+    for pause_s in (1, 2, 0):
+        (worker,) = run.state.starting
+        run.lost(worker, error=DataError(f"no such file for {worker}"))
+        run.wait(pause_s)
+    assert isinstance(run.error, DataError)
+
+
 def test_a_joiner_that_would_compute_other_bits_is_refused_and_the_run_continues() -> None:
     run = training(3, min_workers=2, step=2)
     run.lost(2)

@@ -206,11 +206,13 @@ def failed_to_start(state: State, event: WorkerLost, at: float) -> Outcome:
     if not isinstance(event.error, TaskError | ConfigError):  # these would happen anywhere
         state, avoiding = node_verdicts.count_failure(state, event.node_id, event.reason, at, died=event.node_died)
         commands.extend(avoiding)
-    if _is_short_of_workers(state) and isinstance(event.error, RayshardedError):
+    if _is_short_of_workers(state) and isinstance(event.error, RayshardedError) and not state.facts:
         return prepend(
             finish(state, event.error), commands
-        )  # the data or the task, not the machine: it would fail again
+        )  # the data or the task, not the machine: no worker was ready yet
     if _cannot_start(state):
+        if isinstance(event.error, RayshardedError):
+            return prepend(finish(state, event.error), commands)
         first = state.first_start_failure
         last = f"the last: {event.reason}" if event.reason == first else f"the first: {first}; the last: {event.reason}"
         error = RunFailed(f"{state.start_failures} workers in a row failed to start; {last}")
