@@ -132,15 +132,20 @@ class StandIns:
             held[:] = [one for param in own for one in of.get(id(param), ())]
 
     def make_anew(self) -> None:
-        """Restore everything except the parameters and their state, as in a worker that joins."""
+        """Restore everything except the parameters and their state, as in a worker that joins.
+
+        Each has other memory then, so that what was one tensor, or shared its memory, is separate.
+        """
         lists = [list(held) for held in self.parts.lists]
         kept = {id(one): (one, self.parts.kept_of(one)) for held in lists for one in held}
         self.put_back()
         for held, given in zip(self.parts.lists, lists, strict=True):
             held[:] = given
         for one, values in kept.values():
+            one.data = one.detach().clone()
             for name, value in values.items():
-                self.parts.keep(one, name, value)
+                if value is not None:  # no state has such an entry
+                    self.parts.keep(one, name, _copied(value))
 
     def put_back(self) -> None:
         """Restore the optimizer with its own parameters."""
@@ -177,6 +182,10 @@ def remembered(optimizer: torch.optim.Optimizer, *, keeps_groups: bool) -> dict[
                 if key not in ("params", "lr") and _is_plain(value) and not (keeps_groups and _is_kept(value))
             }
     return found
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _is_kept(value: object) -> bool:

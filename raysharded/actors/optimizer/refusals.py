@@ -23,6 +23,12 @@ def cannot_be_kept(optimizer: torch.optim.Optimizer, found: Finding) -> str:
             "parameter are divided among the workers, or SGD with momentum, which keeps half of that; in fast mode "
             '(EngineConfig(reduction="fast")) Muon, too.'
         )
+    if found.kind == "turned":
+        return (
+            f"{_who(optimizer, found)} turns {found.what} after its first step: where workers change, it would be "
+            "converted back. Let each entry of optimizer.state[parameter] have one type from its first step on, as "
+            "0.0 for a number that becomes a fraction."
+        )
     what = (
         f"makes {found.what!r} of its state after its first step"
         if found.kind == "late"

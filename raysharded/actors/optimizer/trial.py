@@ -62,8 +62,9 @@ _STEPS_WITH_HOOKS = _STEPS[:3]
 class Finding:
     """The first difference that a trial found."""
 
-    kind: Literal["cut", "made anew", "idle", "late", "shape"]
-    """On a shard; from a rebuilt optimizer; parameters unchanged; state late; state shaped unlike its parameter."""
+    kind: Literal["cut", "made anew", "idle", "late", "turned", "shape"]
+    """On a shard; from a rebuilt optimizer; parameters unchanged; state late; state that has changed its type; state
+    shaped unlike its parameter."""
     what: str = ""
     """State that differs, if it is state; empty: the parameters."""
     hooks: tuple[str, ...] = ()
@@ -147,8 +148,8 @@ class _Outcome:
 
     params: list[list[torch.Tensor]]
     kept: list[list[dict[str, Any]]]
-    first_keys: list[frozenset[str]] = field(default_factory=list)
-    """State keys of each parameter after the first step."""
+    first_types: list[dict[str, str]] = field(default_factory=list)
+    """Type of each parameter's state after the first step, by key."""
 
 
 class _Trial:
@@ -208,10 +209,13 @@ class _Trial:
         return None
 
     def _late(self, whole: _Outcome) -> Finding | None:
-        for first, (kept,) in zip(whole.first_keys, whole.kept, strict=True):
-            late = sorted(_keys(kept) ^ first)
-            if late:
+        for first, (kept,) in zip(whole.first_types, whole.kept, strict=True):
+            now = _types(kept)
+            if late := sorted(now.keys() ^ first.keys()):
                 return Finding(kind="late", what=late[0])
+            if turned := sorted(key for key, kind in now.items() if first[key] != kind):
+                what = f"{turned[0]!r} of its state from {first[turned[0]]} into {now[turned[0]]}"
+                return Finding(kind="turned", what=what)
         return None
 
     def _made_anew(self, usual: _Outcome, changed: Sequence[str]) -> Finding | None:
@@ -235,7 +239,7 @@ class _Trial:
         self._standing.give({id(t.param): ones for t, ones in zip(self._tried, stand_ins, strict=True)})
         rates = [group["lr"] for group in parts_of.groups if "lr" in group]
         rates = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
-        first_keys: list[frozenset[str]] = []
+        first_types: list[dict[str, str]] = []
         keeps_groups = self._groups is not None
         before = remembered(self._optimizer, keeps_groups=keeps_groups) if notes else {}
         for number, step in enumerate(self._steps):
@@ -253,14 +257,14 @@ class _Trial:
                         _set_counts(parts_of.counts(one), step.count)
             self._step()
             if not number:
-                first_keys = [_keys(parts_of.kept_of(ones[0])) if ones else frozenset() for ones in stand_ins]
+                first_types = [_types(parts_of.kept_of(ones[0])) if ones else {} for ones in stand_ins]
         if notes:
             now = remembered(self._optimizer, keeps_groups=keeps_groups)
             self._changed = sorted(name for name, value in now.items() if before.get(name) != value)
         return _Outcome(
             params=[[one.detach() for one in ones] for ones in stand_ins],
             kept=[[_cloned(parts_of.kept_of(one)) for one in ones] for ones in stand_ins],
-            first_keys=first_keys,
+            first_types=first_types,
         )
 
     def _set_rates(self, rates: Sequence[Any]) -> None:
@@ -308,12 +312,15 @@ def _likes(standing: StandIns) -> dict[int, _Like]:
 
 
 def _representatives(likes: Mapping[int, _Like], steps: Sequence[_Step]) -> list[_Tensors]:
-    """Trial tensors for one of all parameters that are alike."""
+    """Trial tensors for one of all parameters that are alike; for two if all are, which may share state."""
     found: dict[object, torch.Tensor] = {}
     for param, like in likes.values():
         found.setdefault(like, param)
+    tried = [*found.values()]
+    if len(tried) == 1:
+        tried = [param for param, _ in likes.values()][:2]
     generator = torch.Generator().manual_seed(0)
-    return [_Tensors.drawn(param, steps, generator) for param in found.values()]
+    return [_Tensors.drawn(param, steps, generator) for param in tried]
 
 
 def _at_odd_offset(gradient: torch.Tensor, place: int) -> torch.Tensor:
@@ -334,6 +341,18 @@ def _set_counts(counts: Any, count: int) -> None:
 
 def _keys(kept: dict[str, Any]) -> frozenset[str]:
     return frozenset(key for key, value in kept.items() if value is not None)
+
+
+def _types(kept: dict[str, Any]) -> dict[str, str]:
+    """Types in which the state is handed on, by key."""
+    return {key: _type_of(value) for key, value in kept.items() if value is not None}
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')}"
+    kind = float if isinstance(value, float) else type(value)  # NumPy's float64 is a float
+    return kind.__name__
 
 
 def _cloned(kept: dict[str, Any]) -> dict[str, Any]:

@@ -114,15 +114,18 @@ class DeviceState:
         """Start to copy the live state into a buffer of host memory.
 
         Parameters and optimizer state must not change until `buffer.wait` has returned. The model may change its own
-        buffers earlier.
+        buffers earlier. Raises InexactError for state of the optimizer that has another type than at the last `spec`.
         """
         live = self._tensors()
         into: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         with torch.no_grad():
             for view, piece in buffer.tensors:
-                source = _part(live[piece.tensor.name], piece, buffer.pieces)
-                if piece.tensor.name.startswith(BUFFER):
+                name = piece.tensor.name
+                if name not in live or live[name].dtype is not view.dtype:
+                    raise _turned(piece.tensor, live)
+                source = _part(live[name], piece, buffer.pieces)
+                if name.startswith(BUFFER):
                     view.copy_(source, non_blocking=True)
                 else:
                     into.append(view)
@@ -227,6 +230,27 @@ class DeviceState:
                 "param_dtype sets the dtype to compute in), or give the run another name and start from exported "
                 "weights."
             )
+
+
+def _turned(kept: TensorSpec, live: Mapping[str, torch.Tensor]) -> InexactError:
+    """Error for an entry of the state that would be converted. `kept`: as it was at first."""
+    _, _, name = kept.name.partition(".")
+    now = next((_form(one, dtype_name(live[one].dtype)) for one in _names_of(kept.name) if one in live), "gone")
+    return InexactError(
+        f"{name!r} of the state was {_form(kept.name, kept.dtype)} at first, and is {now} now: where workers change, "
+        "it would be converted back. Let each entry of optimizer.state[parameter] have one type from its first step "
+        "on, as 0.0 for a number that becomes a fraction."
+    )
+
+
+def _names_of(name: str) -> tuple[str, ...]:
+    """The names in the state under which an entry may be."""
+    kind, _, rest = name.partition(".")
+    return (NUMBER + rest, OPTIM + rest) if f"{kind}." in (NUMBER, OPTIM) else (name,)
+
+
+def _form(name: str, dtype: str) -> str:
+    return f"a {'number' if name.startswith(NUMBER) else 'tensor'} of {dtype}"
 
 
 def _parameter_of(name: str) -> str:

@@ -267,6 +267,89 @@ def test_state_that_is_made_long_after_the_first_step_ends_the_run() -> None:
         train(2, task=LateTask(), steps=12)
 
 
+class Common(torch.optim.SGD):
+    """Its parameters have one tensor in common, which counts their steps; the first one moves it."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        first, *others = params = [param for group in self.param_groups for param in group["params"]]
+        count = self.state[first].setdefault("count", torch.zeros(()))
+        for param in others:
+            self.state[param].setdefault("count", count)
+        count += 1
+        for param in params:
+            param.grad.div_(self.state[param]["count"])
+        super().step(closure)
+
+
+class Twins(torch.optim.SGD):
+    """Keeps a view of each parameter's memory, and moves the parameter through it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("twin", param.detach()).sub_(param.grad, alpha=group["lr"])
+
+
+class Vectors(Line):
+    """A model of two parameters of one shape."""
+
+    def build_model(self) -> nn.Module:
+        return nn.ParameterList([torch.ones(3), torch.zeros(3)])
+
+
+@pytest.mark.parametrize("task", [Line, Vectors])
+@pytest.mark.parametrize("made", [Common, Twins])
+def test_state_that_shares_its_memory_is_refused(made: type[torch.optim.SGD], task: type[Line]) -> None:
+    optimizer, _ = shard_optimizer(task(lambda params: made(params, lr=0.1)))
+    with pytest.raises(InexactError, match=rf"{made.__name__} .*: a worker that joins, or takes another's place"):
+        optimizer.try_out()
+
+
+class Fading(torch.optim.SGD):
+    """Scales its gradients by a number that is whole until the rate has one of these values."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, first: float, until: float) -> None:
+        super().__init__(params, lr=lr)
+        self.first, self.fades_at = first, until
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                kept = self.state[param]
+                kept.setdefault("scale", self.first)
+                if group["lr"] == self.fades_at:
+                    kept["scale"] *= 0.5
+                if param.grad is not None:
+                    param.grad.mul_(kept["scale"])
+        super().step(closure)
+
+
+def test_state_that_changes_its_type_is_named_with_both() -> None:
+    optimizer, _ = shard_optimizer(Line(lambda params: Fading(params, 0.1, 1, 0.1)))
+    with pytest.raises(InexactError, match=r"Fading turns 'scale' of its state from int into float after its first"):
+        optimizer.try_out()
+    fraction, _ = shard_optimizer(Line(lambda params: Fading(params, 0.1, 1.0, 0.1)))
+    fraction.try_out()
+
+
+class FadingTask(GptTask):
+    """Its optimizer's number becomes a fraction in the second step, at a rate that no trial has."""
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Fading(model.parameters(), 0.5, 1, 0.125)
+
+    def lr_scale(self, step: int) -> float:
+        return 0.25 if step == 2 else 1.0
+
+
+@pytest.mark.procs
+def test_state_that_changes_its_type_after_its_trial_ends_the_run() -> None:
+    sentence = r"scale' of the state was a number of int64 at first, and is a number of float64 now"
+    with pytest.raises(InexactError, match=sentence):
+        train(1, task=FadingTask(), steps=3, microbatches=2)
+
+
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_torchs_optimizers_keep_what_they_remember_where_it_is_handed_on(name: str) -> None:
     optimizer, _ = shard_optimizer(Line(ELEMENTWISE[name]))
