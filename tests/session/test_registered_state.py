@@ -131,6 +131,16 @@ def test_a_learning_rate_that_is_a_tensor_stays_the_same_object() -> None:
     assert rate == torch.tensor(0.1)
 
 
+@pytest.mark.parametrize("rate", [0.37, torch.tensor(0.37, dtype=torch.float64)])
+def test_a_rate_that_a_loop_has_put_in_the_place_of_a_tensor_comes_back_with_its_type(rate: Any) -> None:
+    optimizer, other = an_optimizer(torch.tensor(0.1)), an_optimizer(torch.tensor(0.1))
+    optimizer.param_groups[0]["lr"] = rate
+    text, loaded = RegisteredState(optimizer.param_groups, {}).text(), RegisteredState(other.param_groups, {})
+    loaded.load(text)
+    assert type(other.param_groups[0]["lr"]) is type(rate)
+    assert loaded.change_since(text) is None
+
+
 def test_state_of_other_objects_is_refused() -> None:
     text = RegisteredState([], {"scheduler": Holder(1)}).text()
     with pytest.raises(TaskError, match=r"registered \['scheduler'\]; this program .* registers \['average'\]"):

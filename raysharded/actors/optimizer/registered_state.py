@@ -151,8 +151,9 @@ class RegisteredState:
         of_groups = iter(orders.get(_OF_GROUPS, ()))
         for group, settings in zip(self._groups, values[_OF_GROUPS], strict=True):
             for key, value in ((key, restored(value, of_groups)) for key, value in settings.items()):
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key].fill_(value)
+                now = group.get(key)
+                if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor) and now.dtype is value.dtype:
+                    now.fill_(value)  # a learning rate stays the same object
                 else:
                     group[key] = value
         for name, thing in self._things.items():
