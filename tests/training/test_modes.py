@@ -17,6 +17,7 @@ import raysharded as rs
 from raysharded import numerics
 from raysharded.actors.model.modes import Modes
 from raysharded.data.order import sample_ids
+from raysharded.errors import InexactError
 from raysharded.planning.tracing.measurement import measure
 from tests.training.harness import Outcome, log_into, train
 
@@ -209,6 +210,32 @@ def test_a_train_of_the_models_own_is_called_before_each_forward() -> None:
     for _ in range(3):
         modes.train()
     assert net.calls == 3
+
+
+class Merges(Net):
+    """Adds low-rank weights to its head's in eval mode, and takes them away again, as loralib's layers do."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> Merges:
+        super().train(mode)
+        if self.merged is mode:
+            self.head.weight.data += -0.125 if mode else 0.125
+            self.merged = not mode
+        return self
+
+
+def test_an_eval_of_the_models_own_that_changes_a_parameter_is_refused_by_its_name() -> None:
+    net, calls = Merges(), Counts()
+    before = net.head.weight.detach().clone()
+    sentence = r"eval\(\) of the model changes 1 parameters, first 'head\.weight'"
+    with pytest.raises(InexactError, match=sentence), Modes(net).evaluating():
+        pytest.fail("the evaluation has begun")
+    assert net.training
+    assert torch.allclose(net.head.weight, before)
+    with Modes(calls).evaluating():
+        assert not calls.training
+    assert calls.calls == 2
 
 
 def test_under_the_first_number_all_modules_are_trained_in_train_mode() -> None:

@@ -18,7 +18,11 @@ from typing import Any
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
+from raysharded.actors.device.device_waits import numbers_of
+from raysharded.actors.model.sharded_model import clean_name, local_of
+from raysharded.actors.numerics.bit_digest import tensor_digest
 from raysharded.actors.task_calls.remarks import Say
+from raysharded.errors import InexactError
 
 KEEPS_PARTS = {1: False, 2: True, 3: True}
 """Number of the rule `modes` -> whether frozen parts that were left in eval mode stay in it."""
@@ -104,15 +108,26 @@ class Modes:
     def evaluating(self) -> Iterator[None]:
         """A context in which all modules are in eval mode; behind it they have the modes for training again.
 
-        By the rule's number, modes that a user's loop has set since the microbatches began are among these.
+        By the rule's number, modes that a user's loop has set since the microbatches began are among these. Raises
+        InexactError if eval mode changes a parameter.
         """
         if self._own and self._holds_ahead:
             self.take_over()
+        before = self._bits()
         self._model.eval()
         try:
+            if before and (changed := [name for name, bits in self._bits().items() if bits != before[name]]):
+                raise InexactError(_merges(changed))
             yield
         finally:
             self.train()
+
+    def _bits(self) -> dict[str, int]:
+        """Digests of this worker's parts of the parameters; empty if all modules have torch's own `train`."""
+        if self._settled or all(map(_is_plain, self._model.modules())):
+            return {}
+        named = {clean_name(name): local_of(param) for name, param in self._model.named_parameters()}
+        return dict(zip(named, numbers_of(map(tensor_digest, named.values())), strict=True))
 
     def remark(self, task: str, say: Say) -> None:
         """Log the parts that were left in eval mode and are trained in train mode.
@@ -124,6 +139,14 @@ class Modes:
         self.train()
         if trained := [part.name for part in self._trained if part.module.training]:
             say("modes", _remark(task, trained))
+
+
+def _merges(changed: Sequence[str]) -> str:
+    return (
+        f"eval() of the model changes {len(changed)} parameters, first {changed[0]!r}, as layers do that merge "
+        "low-rank weights (loralib's merge_weights=True): each worker has parts of them, and an evaluation in which a "
+        "worker is lost would leave them merged. Let train() and eval() change no parameter (merge_weights=False)."
+    )
 
 
 def _is_plain(module: nn.Module) -> bool:
