@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -359,6 +360,47 @@ def test_parameters_that_an_optimizer_holds_outside_its_groups_are_found(
     optimizer, _ = shard_optimizer(Reaching(make))
     found = optimizer.built.holds_elsewhere
     assert found is None if way is None else re.fullmatch(way, found or "")
+
+
+# -- schedules --
+
+
+class Rated(GptTask):
+    """Its schedule is a function of (step, number of the call in this process)."""
+
+    def __init__(self, rate: Callable[[int, int], float]) -> None:
+        self._rate, self._calls = rate, 0
+
+    def lr_scale(self, step: int) -> float:
+        self._calls += 1
+        return self._rate(step, self._calls)
+
+
+def by_calls(_: int, call: int) -> float:
+    return 1 / (1 + call)
+
+
+def by_steps(step: int, _: int) -> float:
+    return 1 / (1 + step)
+
+
+def by_process(*_: int) -> float:
+    return 1 / os.getpid()
+
+
+def test_a_schedule_that_counts_its_calls_is_refused() -> None:
+    optimizer, _ = shard_optimizer(Rated(by_calls))
+    with pytest.raises(TaskError, match=r"Rated\.lr_scale\(3\) returned 0\.5 in one call and 0\.333\d* in the next"):
+        optimizer.schedule_item(3)
+    for rate, value in {by_steps: "0.25", lambda *_: math.nan: "invalid"}.items():
+        assert shard_optimizer(Rated(rate))[0].schedule_item(3).about == value
+
+
+@pytest.mark.procs
+def test_workers_with_other_learning_rates_are_named_with_both() -> None:
+    sentence = r"different learning rates with Rated\.lr_scale: worker 0 has schedule 'lr_scale\(1\)' \(.* worker 1"
+    with pytest.raises(InexactError, match=sentence):
+        train(2, task=Rated(by_process), steps=1, microbatches=2)
 
 
 # -- steps that were patched --

@@ -25,7 +25,7 @@ from raysharded.errors import InexactError
 from raysharded.ids import WorkerId
 from raysharded.task import Task
 
-Kind: TypeAlias = Literal["parameter", "buffer", "constant", "module", "group", "first value"]
+Kind: TypeAlias = Literal["parameter", "buffer", "constant", "module", "group", "schedule", "first value"]
 _WHOLE_BYTES = 1 << 20
 """A constant of up to this size is compared whole; of a larger one, some elements are."""
 _SOME_BYTES = 1 << 15
@@ -39,6 +39,7 @@ _CAUSES: Mapping[str, str] = {
     "constant": _ELSEWHERE,
     "module": _ELSEWHERE,
     "group": "A group that is made of a set has another order in each process: go through sorted(...).",
+    "schedule": "Compute it from the step's number alone: a worker that joins has made no calls before.",
     "first value": _ELSEWHERE,
 }
 
@@ -202,8 +203,10 @@ def told_apart(task: str, kind: str, one: tuple[str, str], other: tuple[str, str
 
     `one`, `other`: (the process's name, the text of its item).
     """
+    what = f"{task}.lr_scale" if kind == "schedule" else f"{task}.build_model and build_optimizer"
+    things = "learning rates" if kind == "schedule" else "models"
     return (
-        f"workers built different models with {task}.build_model and build_optimizer: {one[0]} has {one[1]} where "
+        f"workers built different {things} with {what}: {one[0]} has {one[1]} where "
         f"{other[0]} has {other[1]}. {_CAUSES.get(kind, _ELSEWHERE)}"
     )
 

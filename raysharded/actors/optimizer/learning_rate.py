@@ -50,6 +50,24 @@ def scale_of(task: Task, step: int) -> Any:
     return scale
 
 
+def settled_scale(task: Task, step: int) -> str:
+    """The schedule's value for the step, as text; that of an invalid one is for the step to refuse.
+
+    Raises TaskError if a second call returns another one.
+    """
+    try:
+        first, again = (_as_float(number_of(scale_of(task, step))) for _ in range(2))
+    except TaskError:
+        return "invalid"
+    if first != again:
+        raise TaskError(
+            f"{type(task).__name__}.lr_scale({step}) returned {first} in one call and {again} in the next: it depends "
+            "on the number of its calls, a clock or a draw, which are others in a worker that joins, and in a step "
+            "that is done again. Compute it from the step's number alone, without a torch scheduler that steps in it."
+        )
+    return repr(first)
+
+
 def rate_of(task: Task, step: int, initial: Any, scale: Any, factor: float, *, number: int) -> Any:
     """The learning rate of one group, under a number of the rule `numbers`. Raises TaskError if it is invalid.
 

@@ -20,7 +20,7 @@ from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
 from raysharded.actors.optimizer.held_parameters import AssignedMemory
 from raysharded.actors.optimizer.kept_state import KeptState
-from raysharded.actors.optimizer.learning_rate import rate_of, require_rates, scale_of, set_rates
+from raysharded.actors.optimizer.learning_rate import rate_of, require_rates, scale_of, set_rates, settled_scale
 from raysharded.actors.optimizer.loaded_state import (
     LoadedState,
     OptimizerKind,
@@ -107,6 +107,10 @@ class ShardOptimizer:
     def group_items(self) -> Iterator[Item]:
         """The groups as they were built, for the comparison with other workers."""
         yield from self.built.items
+
+    def schedule_item(self, step: int) -> Item:
+        """The schedule's value for a step, for the comparison with other workers. Raises TaskError."""
+        return Item("schedule", f"lr_scale({step})", settled_scale(self._task, step))
 
     def has(self, name: str) -> bool:
         """True if the parameter is in a group of the optimizer."""
