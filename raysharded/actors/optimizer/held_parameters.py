@@ -22,6 +22,9 @@ from raysharded.actors.task_calls.object_contents import own_attributes, reachab
 from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.errors import TaskError
 
+_OF_PARAMETERS = frozenset(("_is_param",))
+"""Attributes of torch's on a parameter of another class than its own."""
+
 
 class ParameterForms:
     """All forms in which an object may refer to one of these parameters."""
@@ -66,6 +69,11 @@ class ParameterForms:
 def attributes_of(model: nn.Module) -> Mapping[str, Mapping[str, object]]:
     """Attributes that were set on the model's parameters, by the parameter's name."""
     return {name: dict(vars(param)) for name, param in model.named_parameters()}
+
+
+def attributes_on(param: nn.Parameter) -> dict[str, object]:
+    """Attributes that were set on a sharded parameter, without those that torch itself sets."""
+    return {key: value for key, value in vars(param).items() if key not in _OF_PARAMETERS}
 
 
 def changed_attributes(before: Mapping[str, Mapping[str, object]], model: nn.Module) -> list[str]:

@@ -81,6 +81,11 @@ class OptimizerParts:
             for key, value in state.get(param, {}).items()
         }
 
+    def unnamed(self, param: torch.Tensor) -> object:
+        """A key of a parameter's state that can be no part of a name in the run's state; None if there is none."""
+        keys = (key for path, state in self._states.items() if path != REGISTERED for key in state.get(param, ()))
+        return next((key for key in keys if not isinstance(key, str) or not {".", ":"}.isdisjoint(key)), None)
+
     def keep(self, param: torch.Tensor, name: str, value: Any) -> None:
         """Store a value in a parameter's state, under its name in `kept_of`.
 

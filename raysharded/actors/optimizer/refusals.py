@@ -23,6 +23,17 @@ def cannot_be_kept(optimizer: torch.optim.Optimizer, found: Finding) -> str:
             "parameter are divided among the workers, or SGD with momentum, which keeps half of that; in fast mode "
             '(EngineConfig(reduction="fast")) Muon, too.'
         )
+    if found.kind == "key":
+        return (
+            f"{_who(optimizer, found)} keeps state of a parameter under {found.what}: that has no name in a "
+            "checkpoint. Let each key of optimizer.state[parameter] be a text without '.' and ':'."
+        )
+    if found.kind == "marks":
+        return (
+            f"a step of {name} depends on attributes of the parameters ({found.what}): it steps parts of parameters, "
+            "which do not have them. Read attributes where the optimizer is built, and give what they select as groups "
+            "of the optimizer, with a rate or a setting of each."
+        )
     if found.kind == "turned":
         return (
             f"{_who(optimizer, found)} turns {found.what} after its first step: where workers change, it would be "
@@ -36,7 +47,8 @@ def cannot_be_kept(optimizer: torch.optim.Optimizer, found: Finding) -> str:
     )
     return (
         f"{_who(optimizer, found)} {what}: a worker that joins, or takes another's place, would not have it. Let it "
-        "keep all state in optimizer.state[parameter], as tensors or numbers, from its first step on."
+        "keep all state in optimizer.state[parameter], as tensors or numbers, from its first step on. No tensor there "
+        "may share its memory with another one, or with a parameter."
     )
 
 

@@ -18,7 +18,7 @@ from raysharded.actors.model.inventory import Item
 from raysharded.actors.model.param_layout import ParamLayout, Replication
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
-from raysharded.actors.optimizer.held_parameters import AssignedMemory
+from raysharded.actors.optimizer.held_parameters import AssignedMemory, attributes_on
 from raysharded.actors.optimizer.kept_state import KeptState
 from raysharded.actors.optimizer.learning_rate import rate_of, require_rates, scale_of, set_rates, settled_scale
 from raysharded.actors.optimizer.loaded_state import (
@@ -287,7 +287,10 @@ class ShardOptimizer:
 
     def _tried(self) -> Verdict:
         without = [*self._model_params, *self._params.values()]
-        return try_out(self._optimizer, self._hooks, without=without, keeps_groups=self.built.keeps_groups)
+        own = {name: one for name, one in self._params.items() if one is not self._sharded[name]}
+        marks = {id(one): attributes_on(self._sharded[name]) for name, one in own.items()}
+        keeps_groups = self.built.keeps_groups
+        return try_out(self._optimizer, self._hooks, without=without, keeps_groups=keeps_groups, marks=marks)
 
     def _is_elementwise(self) -> bool:
         try:

@@ -12,11 +12,10 @@ A hook that reaches the model through its closure does not change these tensors:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,36 +23,24 @@ from torch import nn
 from raysharded.actors.optimizer.inner_optimizers import StandIns, bits_of, remembered, stand_ins
 from raysharded.actors.optimizer.registered_state import RegisteredState
 from raysharded.actors.optimizer.step_hooks import HookCalls
+from raysharded.actors.optimizer.trial_tensors import Marks, TrialStep, at_odd_offset, likes_of, representatives
 from raysharded.actors.task_calls.explanations import explanation
 from raysharded.actors.task_calls.task_errors import task_error
 from raysharded.errors import TaskError, is_ctrl_c, text_of, user_traceback
 
-_LENGTH = 4099
-_ELEMENTS = 1 << 14
-_LEAST_ROWS, _WIDEST = 17, 4100
-_CUTS = (0, 1, 14, 45, 300, 1369, 2740, 2741)
 _RATE = 0.01
 """Learning rate that is tried in addition to the group's own, which may be 0 at the time."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    size: float = 1.0
-    """Size of the gradient: rules with a limit must reach it."""
-    count: int | None = None
-    """Step count that is set before the step, where the optimizer counts steps."""
-    own_rate: bool = False
-
-
 _STEPS = (
-    _Step(),
-    _Step(own_rate=True),
-    _Step(size=1e4),
-    _Step(count=10, own_rate=True),
-    _Step(size=1e-3),
-    _Step(count=1_000),
-    _Step(own_rate=True),
-    _Step(count=100_000),
+    TrialStep(),
+    TrialStep(own_rate=True),
+    TrialStep(size=1e4),
+    TrialStep(count=10, own_rate=True),
+    TrialStep(size=1e-3),
+    TrialStep(count=1_000),
+    TrialStep(own_rate=True),
+    TrialStep(count=100_000),
 )
 _STEPS_WITH_HOOKS = _STEPS[:3]
 
@@ -62,9 +49,9 @@ _STEPS_WITH_HOOKS = _STEPS[:3]
 class Finding:
     """The first difference that a trial found."""
 
-    kind: Literal["cut", "made anew", "idle", "late", "turned", "shape"]
+    kind: Literal["cut", "made anew", "idle", "late", "turned", "shape", "marks", "key"]
     """On a shard; from a rebuilt optimizer; parameters unchanged; state late; state that has changed its type; state
-    shaped unlike its parameter."""
+    shaped unlike its parameter; on parameters with attributes; a key of state that is no name."""
     what: str = ""
     """State that differs, if it is state; empty: the parameters."""
     hooks: tuple[str, ...] = ()
@@ -91,15 +78,17 @@ def try_out(
     *,
     without: Collection[torch.Tensor] = (),
     keeps_groups: bool = False,
+    marks: Marks = MappingProxyType({}),
 ) -> Verdict:
     """Try an optimizer as a run would use it. Afterwards it, and all that its hooks hold, is restored.
 
     `hooks`: the optimizer's hooks. `without`: the parameters of the model, whose values may be lost. `keeps_groups`:
-    True if a worker that joins gets the numbers in the groups. Raises TaskError if a step cannot be tried.
+    True if a worker that joins gets the numbers in the groups. `marks`: attributes that the optimizer's parameters have
+    in the model, and not here. Raises TaskError if a step cannot be tried.
     """
     with stand_ins(optimizer, without=without) as standing:
         with hooks.left_out() as changing:
-            found = _Trial(standing, hooks, _STEPS, keeps_groups=keeps_groups).verdict()
+            found = _Trial(standing, hooks, _STEPS, keeps_groups=keeps_groups, marks=marks).verdict()
         elementwise = frozenset(changing)
         if hooks.names and not found.cut and not found.kept:
             try:
@@ -119,30 +108,6 @@ def _by(found: Finding | None, hooks: tuple[str, ...]) -> Finding | None:
 
 
 @dataclass(slots=True)
-class _Tensors:
-    """Trial tensors of one parameter: initial values, and a gradient for each step."""
-
-    param: torch.Tensor
-    """The real parameter."""
-    start: torch.Tensor
-    gradients: list[torch.Tensor]
-    cuts: list[tuple[int, int]]
-
-    @classmethod
-    def drawn(cls, param: torch.Tensor, steps: Sequence[_Step], generator: torch.Generator) -> _Tensors:
-        width = math.prod(param.shape[1:])
-        tail = tuple(param.shape[1:]) if width <= _WIDEST else (_WIDEST + width % 64,)
-        rows = max(_LEAST_ROWS, min(_LENGTH, _ELEMENTS // max(1, math.prod(tail)) | 1))
-        cuts = list(pairwise([*(cut for cut in _CUTS if cut < rows), rows]))
-
-        def draw(size: float) -> torch.Tensor:
-            drawn = size * torch.randn((rows, *tail), generator=generator)
-            return drawn.to(device=param.device, dtype=param.dtype)
-
-        return cls(param=param, start=draw(1.0), gradients=[draw(step.size) for step in steps], cuts=cuts)
-
-
-@dataclass(slots=True)
 class _Outcome:
     """Result of the steps: for each parameter that was tried, its parts in order."""
 
@@ -153,23 +118,34 @@ class _Outcome:
 
 
 class _Trial:
-    def __init__(self, standing: StandIns, hooks: HookCalls, steps: Sequence[_Step], *, keeps_groups: bool) -> None:
-        self._standing, self._hooks, self._steps = standing, hooks, steps
+    def __init__(
+        self,
+        standing: StandIns,
+        hooks: HookCalls,
+        steps: Sequence[TrialStep],
+        *,
+        keeps_groups: bool,
+        marks: Marks = MappingProxyType({}),
+    ) -> None:
+        self._standing, self._hooks, self._steps, self._marks = standing, hooks, steps, marks
         self._groups = RegisteredState(standing.parts.groups, {}) if keeps_groups else None
         """Numbers in the groups, as a session keeps them."""
         self._optimizer = standing.parts.outermost
-        self._likes = _likes(standing)
-        self._tried = _representatives(self._likes, steps)
+        self._likes = likes_of(standing, marks)
+        self._tried = representatives(self._likes, steps)
         self._changed: list[str] = []
         """Names of values outside the per-parameter state that the steps change."""
+        self._unnamed: object = None
 
     def verdict(self) -> Verdict:
         whole = self._made([[slice(None)] for _ in self._tried], notes=True)
+        if self._unnamed is not None:
+            return Verdict(kept=Finding(kind="key", what=repr(self._unnamed)))
         found = self._idle(whole) or self._reshaped(whole)
         if found is not None:
             return Verdict(kept=found)
         changed = self._changed
-        kept = self._late(whole) or self._made_anew(whole, changed)
+        kept = self._late(whole) or self._made_anew(whole, changed) or self._marked(whole)
         return Verdict(cut=self._cut(whole), kept=kept, keeps=self._keeps(whole))
 
     def _keeps(self, whole: _Outcome) -> dict[int, frozenset[str]]:
@@ -226,15 +202,33 @@ class _Trial:
             return different
         return None if bits_of([usual.params, usual.kept]) == bits_of([anew.params, anew.kept]) else different
 
-    def _made(self, parts: Sequence[Sequence[slice]], *, anew: bool = False, notes: bool = False) -> _Outcome:
+    def _marked(self, usual: _Outcome) -> Finding | None:
+        """Compare with steps on parameters that have the attributes of the model's."""
+        names = sorted({key for tensors in self._tried for key in self._marks.get(id(tensors.param), ())})
+        if not names:
+            return None
+        different = Finding(kind="marks", what=", ".join(map(repr, names)))
+        try:
+            marked = self._made([[slice(None)] for _ in self._tried], marked=True)
+        except TaskError:  # they select another rule, which needs more than there is here
+            return different
+        return None if bits_of([usual.params, usual.kept]) == bits_of([marked.params, marked.kept]) else different
+
+    def _made(
+        self, parts: Sequence[Sequence[slice]], *, anew: bool = False, notes: bool = False, marked: bool = False
+    ) -> _Outcome:
         """Make all steps on these parts of each parameter.
 
-        `anew`: rebuild the optimizer before each step. `notes`: also record what it keeps elsewhere.
+        `anew`: rebuild the optimizer before each step. `notes`: also record what it keeps elsewhere. `marked`: on
+        parameters with attributes.
         """
         stand_ins = [
             [nn.Parameter(tensors.start[part].clone(), requires_grad=tensors.param.requires_grad) for part in of_it]
             for tensors, of_it in zip(self._tried, parts, strict=True)
         ]
+        for tensors, ones in zip(self._tried, stand_ins, strict=True):
+            for one in ones if marked else ():
+                vars(one).update(self._marks.get(id(tensors.param), {}))
         parts_of = self._standing.parts
         self._standing.give({id(t.param): ones for t, ones in zip(self._tried, stand_ins, strict=True)})
         rates = [group["lr"] for group in parts_of.groups if "lr" in group]
@@ -252,13 +246,15 @@ class _Trial:
             for tensors, ones, of_it in zip(self._tried, stand_ins, parts, strict=True):
                 for place, (one, part) in enumerate(zip(ones, of_it, strict=True)):
                     if one.requires_grad:
-                        one.grad = _at_odd_offset(tensors.gradients[number][part], place)
+                        one.grad = at_odd_offset(tensors.gradients[number][part], place)
                     if step.count is not None:
                         _set_counts(parts_of.counts(one), step.count)
             self._step()
             if not number:
                 first_types = [_types(parts_of.kept_of(ones[0])) if ones else {} for ones in stand_ins]
         if notes:
+            unnamed = (parts_of.unnamed(one) for ones in stand_ins for one in ones)
+            self._unnamed = next((key for key in unnamed if key is not None), None)
             now = remembered(self._optimizer, keeps_groups=keeps_groups)
             self._changed = sorted(name for name, value in now.items() if before.get(name) != value)
         return _Outcome(
@@ -290,45 +286,6 @@ class _Trial:
                 "(param_groups) by their .grad alone.",
                 user_traceback(error),
             ) from error
-
-
-class _Like(NamedTuple):
-    param: torch.Tensor
-    like: object
-    """Equal for parameters that the optimizer treats alike: same groups, trailing dimensions, dtype and device."""
-
-
-def _likes(standing: StandIns) -> dict[int, _Like]:
-    """Parameters that can be tried, by id."""
-    held_in: dict[int, tuple[torch.Tensor, list[int]]] = {}
-    for number, held in enumerate(standing.own):
-        for param in held:
-            held_in.setdefault(id(param), (param, []))[1].append(number)
-    return {
-        id(param): _Like(param, (tuple(numbers), param.shape[1:], param.dtype, param.device, param.requires_grad))
-        for param, numbers in held_in.values()
-        if param.dim() and math.prod(param.shape[1:])
-    }
-
-
-def _representatives(likes: Mapping[int, _Like], steps: Sequence[_Step]) -> list[_Tensors]:
-    """Trial tensors for one of all parameters that are alike; for two if all are, which may share state."""
-    found: dict[object, torch.Tensor] = {}
-    for param, like in likes.values():
-        found.setdefault(like, param)
-    tried = [*found.values()]
-    if len(tried) == 1:
-        tried = [param for param, _ in likes.values()][:2]
-    generator = torch.Generator().manual_seed(0)
-    return [_Tensors.drawn(param, steps, generator) for param in tried]
-
-
-def _at_odd_offset(gradient: torch.Tensor, place: int) -> torch.Tensor:
-    """A copy of the gradient as FSDP2 passes it: an unaligned view into a shared buffer."""
-    offset = 2 * place + 1
-    buffer = torch.empty(offset + gradient.numel(), dtype=gradient.dtype, device=gradient.device)
-    view = buffer[offset:].view(gradient.shape)
-    return view.copy_(gradient)
 
 
 def _set_counts(counts: Any, count: int) -> None:

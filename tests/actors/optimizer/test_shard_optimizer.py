@@ -306,6 +306,67 @@ def test_state_that_shares_its_memory_is_refused(made: type[torch.optim.SGD], ta
         optimizer.try_out()
 
 
+class Keyed(torch.optim.SGD):
+    """Keeps an average of its gradients under a key."""
+
+    def __init__(self, params: Iterable[nn.Parameter], key: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.key = key
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault(self.key, torch.zeros_like(param)).lerp_(param.grad, 0.1)
+
+
+@pytest.mark.parametrize("key", [0, "a.b", "a:b"])
+def test_a_key_of_state_that_is_no_name_is_refused(key: Any) -> None:
+    optimizer, _ = shard_optimizer(Line(partial(Keyed, key=key)))
+    with pytest.raises(InexactError, match=rf"Keyed keeps state of a parameter under {key!r}: that has no name"):
+        optimizer.try_out()
+    shard_optimizer(Line(partial(Keyed, key="a_b")))[0].try_out()
+
+
+class Scaled(torch.optim.SGD):
+    """Scales a parameter's gradient by an attribute of the parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.mul_(getattr(param, "lr_mul", 1.0))
+        super().step(closure)
+
+
+class Whole(Scaled):
+    """Steps parameters with an attribute by a rule that is missing here."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if any(hasattr(param, "lr_mul") for group in self.param_groups for param in group["params"]):
+            raise RuntimeError("a process group is missing")
+        super().step(closure)
+
+
+class Marked(Vectors):
+    """A model of which the second parameter has an attribute."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        vars(model.get_parameter("1"))["lr_mul"] = 2.0
+        return model
+
+
+@pytest.mark.parametrize("made", [Scaled, Whole])
+def test_a_step_that_reads_attributes_of_parameters_is_refused_by_their_names(made: type[torch.optim.SGD]) -> None:
+    optimizer, _ = shard_optimizer(Marked(lambda params: made(params, lr=0.1)))
+    with pytest.raises(
+        InexactError, match=rf"a step of {made.__name__} depends on attributes .* \('lr_mul'\): it steps"
+    ):
+        optimizer.try_out()
+    for task in (Marked(ELEMENTWISE["AdamW"]), Vectors(lambda params: made(params, lr=0.1))):
+        shard_optimizer(task)[0].try_out()
+
+
 class Fading(torch.optim.SGD):
     """Scales its gradients by a number that is whole until the rate has one of these values."""
 

@@ -1,0 +1,112 @@
+"""Tensors for a trial of an optimizer: random ones of the forms that its parameters have, cut at odd places."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from raysharded.actors.optimizer.inner_optimizers import StandIns
+
+Marks: TypeAlias = Mapping[int, Mapping[str, Any]]
+"""Attributes of parameters, by the parameter's id."""
+_LENGTH = 4099
+_ELEMENTS = 1 << 14
+_LEAST_ROWS, _WIDEST = 17, 4100
+_CUTS = (0, 1, 14, 45, 300, 1369, 2740, 2741)
+
+
+@dataclass(frozen=True, slots=True)
+class TrialStep:
+    """One step of a trial."""
+
+    size: float = 1.0
+    """Size of the gradient: rules with a limit must reach it."""
+    count: int | None = None
+    """Step count that is set before the step, where the optimizer counts steps."""
+    own_rate: bool = False
+
+
+@dataclass(slots=True)
+class TrialTensors:
+    """Trial tensors of one parameter: initial values, and a gradient for each step."""
+
+    param: torch.Tensor
+    """The real parameter."""
+    start: torch.Tensor
+    gradients: list[torch.Tensor]
+    cuts: list[tuple[int, int]]
+
+    @classmethod
+    def drawn(cls, param: torch.Tensor, steps: Sequence[TrialStep], generator: torch.Generator) -> TrialTensors:
+        width = math.prod(param.shape[1:])
+        tail = tuple(param.shape[1:]) if width <= _WIDEST else (_WIDEST + width % 64,)
+        rows = max(_LEAST_ROWS, min(_LENGTH, _ELEMENTS // max(1, math.prod(tail)) | 1))
+        cuts = list(pairwise([*(cut for cut in _CUTS if cut < rows), rows]))
+
+        def draw(size: float) -> torch.Tensor:
+            drawn = size * torch.randn((rows, *tail), generator=generator)
+            return drawn.to(device=param.device, dtype=param.dtype)
+
+        return cls(param=param, start=draw(1.0), gradients=[draw(step.size) for step in steps], cuts=cuts)
+
+
+class Like(NamedTuple):
+    """A parameter that can be tried, with what it has in common with others."""
+
+    param: torch.Tensor
+    like: object
+    """Equal for parameters that the optimizer treats alike: same groups, trailing dimensions, dtype, device, marks."""
+
+
+def likes_of(standing: StandIns, marks: Marks) -> dict[int, Like]:
+    """Parameters that can be tried, by id."""
+    held_in: dict[int, tuple[torch.Tensor, list[int]]] = {}
+    for number, held in enumerate(standing.own):
+        for param in held:
+            held_in.setdefault(id(param), (param, []))[1].append(number)
+    return {
+        id(param): Like(
+            param,
+            (
+                tuple(numbers),
+                param.shape[1:],
+                param.dtype,
+                param.device,
+                param.requires_grad,
+                _text_of(marks.get(id(param), {})),
+            ),
+        )
+        for param, numbers in held_in.values()
+        if param.dim() and math.prod(param.shape[1:])
+    }
+
+
+def _text_of(marks: Mapping[str, Any]) -> str:
+    """Attributes as text: equal for equal numbers and texts, and for other values of one class."""
+    plain = (bool, int, float, str, type(None))
+    return repr(sorted((key, repr(one) if type(one) in plain else type(one).__name__) for key, one in marks.items()))
+
+
+def representatives(likes: Mapping[int, Like], steps: Sequence[TrialStep]) -> list[TrialTensors]:
+    """Trial tensors for one of all parameters that are alike; for two if all are, which may share state."""
+    found: dict[object, torch.Tensor] = {}
+    for param, like in likes.values():
+        found.setdefault(like, param)
+    tried = [*found.values()]
+    if len(tried) == 1:
+        tried = [param for param, _ in likes.values()][:2]
+    generator = torch.Generator().manual_seed(0)
+    return [TrialTensors.drawn(param, steps, generator) for param in tried]
+
+
+def at_odd_offset(gradient: torch.Tensor, place: int) -> torch.Tensor:
+    """A copy of the gradient as FSDP2 passes it: an unaligned view into a shared buffer."""
+    offset = 2 * place + 1
+    buffer = torch.empty(offset + gradient.numel(), dtype=gradient.dtype, device=gradient.device)
+    view = buffer[offset:].view(gradient.shape)
+    return view.copy_(gradient)
