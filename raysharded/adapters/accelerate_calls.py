@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils import _pytree
 
-from raysharded.actors.session.held_out import built_by, copy_of, gathered, wait_for_all, weights_of
+from raysharded.actors.session.held_out import built_by, copy_of, gathered, remark, wait_for_all, weights_of
 from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.adapters.accelerate_parts import StepScheduler, TrainBatches
 from raysharded.errors import ConfigError
@@ -77,7 +77,7 @@ class Calls(Base):  # type: ignore[misc]  # accelerate has no annotations
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         leaves, form = _tensors(input_data, "gather_for_metrics", is_refused=use_gather_object)
-        by_rank = gathered(self.session.step, [leaf.reshape(leaf.shape or (1,)) for leaf in leaves])
+        by_rank = self._gathered([leaf.reshape(leaf.shape or (1,)) for leaf in leaves])
         sizes = self.sizes or [None] * len(by_rank)
         whole = [
             torch.cat([mine[place][:size] for mine, size in zip(by_rank, sizes, strict=True)])
@@ -105,7 +105,7 @@ class Calls(Base):  # type: ignore[misc]  # accelerate has no annotations
                 "a sum of fractions is rounded otherwise at another number of workers. Reduce whole numbers "
                 "(tensor.long()), or add up what accelerator.gather_for_metrics returns.",
             )
-        by_rank = gathered(self.session.step, leaves)
+        by_rank = self._gathered(leaves)
         sizes = self.sizes or [None] * len(by_rank)
         counted = [mine for mine, size in zip(by_rank, sizes, strict=True) if size != 0]
         found = []
@@ -113,6 +113,19 @@ class Calls(Base):  # type: ignore[misc]  # accelerate has no annotations
             stacked = torch.stack(each)
             found.append(stacked.amax(0) if reduction == "max" else stacked.sum(0, dtype=stacked.dtype))
         return _pytree.tree_unflatten([one.to(self.device) for one in found], form)
+
+    def _gathered(self, own: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """The tensors of all workers, by rank; remarks on those that are of no held-out data."""
+        by_rank = gathered(self.session.step, own)
+        if self.sizes is None:
+            remark(
+                self.session,
+                "gathered values",
+                "the script gathers, or reduces, values that are not of held-out data: each worker has one, such as "
+                "the loss of its newest microbatch, so that the result depends on the number of workers. Log it, and "
+                "let no rate, weight or decision depend on it. The loss of the whole step is session.step.loss.",
+            )
+        return by_rank
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """The tensors, padded to the longest of all workers along a dimension; behind a step."""

@@ -88,6 +88,8 @@ class Script:
                     lr_scheduler.step()
                 if accelerator.sync_gradients:
                     completed_steps += 1
+                    if self._mistake == "a schedule of microbatches":
+                        accelerator.gather(loss.detach())
                     if self._schedule in ("counted", "with weights"):
                         lr_scheduler.step()
                     if self._schedule == "with weights":

@@ -166,11 +166,12 @@ def test_a_mistake_ends_with_one_sentence_of_the_script(mistake: str, given: dic
         run(script=Script(mistake=mistake), **(settings | given))
 
 
-def test_a_cut_epoch_and_a_schedule_of_microbatches_are_remarked_on() -> None:
+def test_a_cut_epoch_a_schedule_of_microbatches_and_a_gathered_loss_are_remarked_on() -> None:
     found = run(1, Script(mistake="a schedule of microbatches"), sentences(), steps=STEPS - 1)
     remarks = "\n".join(remark for step in found.of("step") for remark in step.get("remarks", ()))
     assert "RunConfig(max_steps=5) ends within the last epoch, as a script with max_train_steps=5 does" in remarks
     assert "num_training_steps=24, and the run has 5 steps: it steps once in each" in remarks
+    assert remarks.count("the script gathers, or reduces, values that are not of held-out data") == 1
 
 
 def test_the_results_are_those_of_the_plain_script(tmp_path: Path) -> None:
