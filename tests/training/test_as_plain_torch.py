@@ -157,6 +157,14 @@ class Adversarial(Regression):
         return y.square().mean()
 
 
+class Attacked(Adversarial):
+    """Computes gradients of its inputs in evaluations, too."""
+
+    def evaluate(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return self.loss(model, batch)
+
+
 class Nothing(Regression):
     """Some microbatches have nothing to learn from, and a loss without a graph."""
 
@@ -349,3 +357,12 @@ def test_checkpoints_have_scalars_in_the_shape_of_the_task_and_are_resumed_at_an
     driver = make_driver(job(STEPS), make_limits(job(STEPS), 3), Collector())
     driver.restore()
     assert driver.run().result_fingerprint == reference(Scalars).fingerprint
+
+
+@pytest.mark.procs
+def test_an_evaluation_may_take_gradients_of_its_inputs() -> None:
+    evaluation = rs.EvalConfig(data=rows(), every_steps=1, num_samples=7)
+    alone, three = (trained(workers, Attacked, evaluation=evaluation) for workers in (1, 3))
+    assert alone.bits == three.bits
+    assert all(numbers["evaluation"]["loss"] > 0 for numbers in alone.numbers)
+    assert alone.fingerprint == reference(Adversarial).fingerprint

@@ -167,6 +167,7 @@ def assemble(
         groups,
         gradient.units,
         EvaluationProof(place, sum_int64, around.device, is_exact=job.engine.reduction == "exact", is_of_loop=is_loop),
+        computing=partial(gradient.rounds.computing, "loss"),
         numbers=numbers,
         say=say,
     )

@@ -181,8 +181,6 @@ class Engine:
         def compare_built(drawn: Iterable[Item]) -> None:
             """Raise InexactError if the members have built, or drawn, different things."""
             own = [*live.inventory.items_without(live.carried), *optimizer.group_items(), *drawn]
-            if objects.registered is None and self.step < job.max_steps:  # a loop has settings of groups, compared too
-                own.append(optimizer.schedule_item(self.step + 1))
             compare(own, self._place.spec.members, type(job.task).__name__, groups.state)
 
         self._place.expect_shards(self._store, shard_bytes(parts.sharded, parts.tried.keeps))

@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -142,15 +142,17 @@ class Evaluator:
         units: UnitWatch | None,
         proof: EvaluationProof,
         *,
+        computing: Callable[[], AbstractContextManager[None]],
         numbers: int,
         say: Say,
     ) -> None:
         """`modes`: modes of the model's modules. `loader`: reads the held-out data. `units`: watches the forwards.
-        `numbers`: the number of the rule. `say`: reports remarks."""
+        `computing`: a context in which only inputs may have gradients. `numbers`: the number of the rule. `say`:
+        reports remarks."""
         self._job, self._modes, self._computer, self._loader = job, modes, computer, loader
         self._collator, self._proof = collator, proof
         self._names, self._groups, self._units = names, groups, units
-        self._numbers, self._say = numbers, say
+        self._computing, self._numbers, self._say = computing, numbers, say
 
     def is_due(self, step: int) -> bool:
         """True if the model is to be evaluated after this step."""
@@ -278,7 +280,7 @@ class Evaluator:
         """The result of `compute(microbatch, batch)`, a forward that is watched."""
         index, samples, ids = share
         batch = self._collator.batch(samples, ids, "evaluate", step, index or 0)
-        with watching(self._units, "evaluate", step, index, name):
+        with watching(self._units, "evaluate", step, index, name), self._computing():
             return compute(index or 0, batch)
 
 

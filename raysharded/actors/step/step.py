@@ -20,6 +20,7 @@ from typing import Any, Literal, Self
 import torch
 
 from raysharded.actors.device.device_waits import numbers_of
+from raysharded.actors.model.inventory import compare
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.numerics.bit_digest import flip_bit, tensor_digest
 from raysharded.actors.numerics.step_consensus import Agreed
@@ -244,7 +245,14 @@ class Step:
                 self._lr = applying.leave_out(self.number)
             else:
                 self._around.probe("apply", self.number)
+                if not applying.has_applied:
+                    self._compare_schedules()
                 self._lr = applying.apply(self.number, agreed, self._max_norm)
+
+    def _compare_schedules(self) -> None:
+        """Raise InexactError if the workers' schedules give different rates, as a count of calls does after a join."""
+        around, own = self._around, self._parts.optimizer.schedule_item(self.number)
+        compare([own], around.place.spec.members, type(around.job.task).__name__, around.groups.state)
 
     @contextmanager
     def applying(self) -> Iterator[None]:
