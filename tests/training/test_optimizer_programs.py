@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import raysharded as rs
+from raysharded.actors.optimizer.learning_rate import schedule_item
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.errors import InexactError, TaskError
 from tests.actors.optimizer.test_shard_optimizer import Line, shard_optimizer
@@ -389,11 +390,10 @@ def by_process(*_: int) -> float:
 
 
 def test_a_schedule_that_counts_its_calls_is_refused() -> None:
-    optimizer, _ = shard_optimizer(Rated(by_calls))
     with pytest.raises(TaskError, match=r"Rated\.lr_scale\(3\) returned 0\.5 in one call and 0\.333\d* in the next"):
-        optimizer.schedule_item(3)
+        schedule_item(Rated(by_calls), 3)
     for rate, value in {by_steps: "0.25", lambda *_: math.nan: "invalid"}.items():
-        assert shard_optimizer(Rated(rate))[0].schedule_item(3).about == value
+        assert schedule_item(Rated(rate), 3).about == value
 
 
 @pytest.mark.procs

@@ -71,9 +71,15 @@ def attributes_of(model: nn.Module) -> Mapping[str, Mapping[str, object]]:
     return {name: dict(vars(param)) for name, param in model.named_parameters()}
 
 
-def attributes_on(param: nn.Parameter) -> dict[str, object]:
-    """Attributes that were set on a sharded parameter, without those that torch itself sets."""
-    return {key: value for key, value in vars(param).items() if key not in _OF_PARAMETERS}
+def lost_attributes(
+    own: Mapping[str, torch.Tensor], sharded: Mapping[str, nn.Parameter]
+) -> dict[int, dict[str, object]]:
+    """Attributes that were set on sharded parameters, by the id of the tensor that an optimizer has in their place."""
+    return {
+        id(one): {key: value for key, value in vars(sharded[name]).items() if key not in _OF_PARAMETERS}
+        for name, one in own.items()
+        if one is not sharded[name]
+    }
 
 
 def changed_attributes(before: Mapping[str, Mapping[str, object]], model: nn.Module) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from raysharded.actors.model.inventory import Item
 from raysharded.actors.task_calls.task_numbers import kind_of, number_of
 from raysharded.errors import RayshardedError, TaskError, is_ctrl_c, text_of, user_traceback
 from raysharded.task import Task
@@ -50,22 +51,23 @@ def scale_of(task: Task, step: int) -> Any:
     return scale
 
 
-def settled_scale(task: Task, step: int) -> str:
-    """The schedule's value for the step, as text; that of an invalid one is for the step to refuse.
+def schedule_item(task: Task, step: int) -> Item:
+    """The schedule's value for a step, to compare it with other workers'; an invalid one is for the step to refuse.
 
-    Raises TaskError if a second call returns another one.
+    Raises TaskError if a second call returns another value.
     """
+    name = f"lr_scale({step})"
     try:
         first, again = (_as_float(number_of(scale_of(task, step))) for _ in range(2))
     except TaskError:
-        return "invalid"
+        return Item("schedule", name, "invalid")
     if first != again:
         raise TaskError(
-            f"{type(task).__name__}.lr_scale({step}) returned {first} in one call and {again} in the next: it depends "
-            "on the number of its calls, a clock or a draw, which are others in a worker that joins, and in a step "
-            "that is done again. Compute it from the step's number alone, without a torch scheduler that steps in it."
+            f"{type(task).__name__}.{name} returned {first} in one call and {again} in the next: it depends on the "
+            "number of its calls, a clock or a draw, which are others in a worker that joins, and in a step that is "
+            "done again. Compute it from the step's number alone, without a torch scheduler that steps in it."
         )
-    return repr(first)
+    return Item("schedule", name, repr(first))
 
 
 def rate_of(task: Task, step: int, initial: Any, scale: Any, factor: float, *, number: int) -> Any:

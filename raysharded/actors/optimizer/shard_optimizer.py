@@ -18,9 +18,9 @@ from raysharded.actors.model.inventory import Item
 from raysharded.actors.model.param_layout import ParamLayout, Replication
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
-from raysharded.actors.optimizer.held_parameters import AssignedMemory, attributes_on
+from raysharded.actors.optimizer.held_parameters import AssignedMemory, lost_attributes
 from raysharded.actors.optimizer.kept_state import KeptState
-from raysharded.actors.optimizer.learning_rate import rate_of, require_rates, scale_of, set_rates, settled_scale
+from raysharded.actors.optimizer.learning_rate import rate_of, require_rates, scale_of, set_rates
 from raysharded.actors.optimizer.loaded_state import (
     LoadedState,
     OptimizerKind,
@@ -107,10 +107,6 @@ class ShardOptimizer:
     def group_items(self) -> Iterator[Item]:
         """The groups as they were built, for the comparison with other workers."""
         yield from self.built.items
-
-    def schedule_item(self, step: int) -> Item:
-        """The schedule's value for a step, for the comparison with other workers. Raises TaskError."""
-        return Item("schedule", f"lr_scale({step})", settled_scale(self._task, step))
 
     def has(self, name: str) -> bool:
         """True if the parameter is in a group of the optimizer."""
@@ -287,9 +283,7 @@ class ShardOptimizer:
 
     def _tried(self) -> Verdict:
         without = [*self._model_params, *self._params.values()]
-        own = {name: one for name, one in self._params.items() if one is not self._sharded[name]}
-        marks = {id(one): attributes_on(self._sharded[name]) for name, one in own.items()}
-        keeps_groups = self.built.keeps_groups
+        marks, keeps_groups = lost_attributes(self._params, self._sharded), self.built.keeps_groups
         return try_out(self._optimizer, self._hooks, without=without, keeps_groups=keeps_groups, marks=marks)
 
     def _is_elementwise(self) -> bool:

@@ -24,6 +24,7 @@ from raysharded.actors.model.inventory import compare
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.numerics.bit_digest import flip_bit, tensor_digest
 from raysharded.actors.numerics.step_consensus import Agreed
+from raysharded.actors.optimizer.learning_rate import schedule_item
 from raysharded.actors.optimizer.registered_state import RegisteredState
 from raysharded.actors.shards.saver import decide
 from raysharded.actors.shards.store import ShardBuffer
@@ -251,8 +252,9 @@ class Step:
 
     def _compare_schedules(self) -> None:
         """Raise InexactError if the workers' schedules give different rates, as a count of calls does after a join."""
-        around, own = self._around, self._parts.optimizer.schedule_item(self.number)
-        compare([own], around.place.spec.members, type(around.job.task).__name__, around.groups.state)
+        around, task = self._around, self._around.job.task
+        own = [schedule_item(task, self.number)]
+        compare(own, around.place.spec.members, type(task).__name__, around.groups.state)
 
     @contextmanager
     def applying(self) -> Iterator[None]:
