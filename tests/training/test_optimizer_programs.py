@@ -177,6 +177,73 @@ def test_a_hook_that_counts_its_calls_is_refused_and_its_count_put_back() -> Non
     assert hook.steps == 0
 
 
+class Seldom(SGD):
+    """Shrinks the parameters in every `period`-th step, by a counter outside its state."""
+
+    def __init__(self, params: Iterable[nn.Parameter], period: int, shrinks: bool = True) -> None:
+        super().__init__(params, lr=0.1)
+        self.period, self.shrinks, self.calls = period, shrinks, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.calls += 1
+        if self.calls % self.period == 0 and self.shrinks:
+            for param in of_groups(self):
+                param.mul_(0.5)
+
+
+@pytest.mark.parametrize("period", [10, 500, 1_000])
+def test_an_optimizer_that_acts_seldom_by_a_counter_outside_its_state_is_refused(period: int) -> None:
+    optimizer, _ = shard_optimizer(Line(lambda params: Seldom(params, period)))
+    with pytest.raises(InexactError, match=r"Seldom changes self\.calls in its steps: a worker that joins"):
+        optimizer.try_out()
+    assert vars(optimizer.built.optimizer)["calls"] == 0
+
+
+def test_a_counter_that_changes_nothing_continues() -> None:
+    optimizer, model = shard_optimizer(Line(lambda params: Seldom(params, 10, shrinks=False)))
+    optimizer.try_out()
+    stepped(optimizer, model, range(1, 3))
+    assert vars(optimizer.built.optimizer)["calls"] == 2
+
+
+def test_an_index_that_grows_in_each_step_is_no_counter() -> None:
+    class Listed(SGD):
+        def __init__(self, params: Iterable[nn.Parameter]) -> None:
+            super().__init__(params, lr=0.1)
+            self.place, self.scales = 0, [1.0] * 64
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.scales[self.place] += 0.0
+            self.place += 1
+            super().step()
+
+    optimizer, _ = shard_optimizer(Line(Listed))
+    optimizer.try_out()
+
+
+def test_a_hook_that_acts_seldom_by_a_closed_over_counter_is_refused() -> None:
+    def make(params: Iterable[nn.Parameter]) -> Optimizer:
+        count = 0
+
+        def halve(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            nonlocal count
+            if count % 10 == 0 and count:
+                for param in of_groups(optimizer):
+                    if param.grad is not None:
+                        param.grad.mul_(0.5)
+            count += 1
+
+        optimizer = SGD(params, lr=0.1)
+        optimizer.register_step_pre_hook(halve)
+        return optimizer
+
+    optimizer, _ = shard_optimizer(Line(make))
+    with pytest.raises(InexactError, match=r"the step pre hook .*halve .* of SGD keeps hidden state"):
+        optimizer.try_out()
+
+
 def test_what_a_hook_has_closed_over_is_put_back() -> None:
     count, kept, twin = 0, {"norms": [1.0]}, nn.Linear(5, 3)
 

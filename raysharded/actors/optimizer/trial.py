@@ -5,7 +5,8 @@ lengths with steps on the whole: the parameters and the state.
 
 A worker that takes another's place builds the optimizer anew and has only the per-parameter state; in a session it has
 the numbers in the groups, too. The trial compares steps of one optimizer with steps of one that is rebuilt before each.
-It uses the task's own object, first without its step hooks, then with them.
+It uses the task's own object, first without its step hooks, then with them. Numbers outside the state that grow by one
+in each step are counters, which begin anew in a joiner: with such, steps are also compared with steps of other counts.
 
 A hook that reaches the model through its closure does not change these tensors: see `step_hooks.py`.
 """
@@ -25,6 +26,7 @@ from raysharded.actors.optimizer.registered_state import RegisteredState
 from raysharded.actors.optimizer.step_hooks import HookCalls
 from raysharded.actors.optimizer.trial_tensors import Marks, TrialStep, at_odd_offset, likes_of, representatives
 from raysharded.actors.task_calls.explanations import explanation
+from raysharded.actors.task_calls.object_contents import NumberPlace, number_places
 from raysharded.actors.task_calls.task_errors import task_error
 from raysharded.errors import TaskError, is_ctrl_c, text_of, user_traceback
 
@@ -43,6 +45,15 @@ _STEPS = (
     TrialStep(count=100_000),
 )
 _STEPS_WITH_HOOKS = _STEPS[:3]
+_LATER_STEPS = (
+    TrialStep(count=10),
+    TrialStep(),
+    TrialStep(count=1_000),
+    TrialStep(),
+    TrialStep(count=100_000),
+    TrialStep(),
+)
+"""Steps that are compared for counters outside the state: most rules act at such a count, or just behind it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +146,8 @@ class _Trial:
         self._tried = representatives(self._likes, steps)
         self._changed: list[str] = []
         """Names of values outside the per-parameter state that the steps change."""
+        self._counters: list[NumberPlace] = []
+        """Numbers outside the state that each step raises by one."""
         self._unnamed: object = None
 
     def verdict(self) -> Verdict:
@@ -145,7 +158,7 @@ class _Trial:
         if found is not None:
             return Verdict(kept=found)
         changed = self._changed
-        kept = self._late(whole) or self._made_anew(whole, changed) or self._marked(whole)
+        kept = self._late(whole) or self._made_anew(whole, changed) or self._counting(changed) or self._marked(whole)
         return Verdict(cut=self._cut(whole), kept=kept, keeps=self._keeps(whole))
 
     def _keeps(self, whole: _Outcome) -> dict[int, frozenset[str]]:
@@ -202,6 +215,20 @@ class _Trial:
             return different
         return None if bits_of([usual.params, usual.kept]) == bits_of([anew.params, anew.kept]) else different
 
+    def _counting(self, changed: Sequence[str]) -> Finding | None:
+        """Compare steps at other values of the counters outside the state with steps at their own."""
+        if not self._counters:
+            return None
+        parts = [[slice(None)] for _ in self._tried]
+        try:
+            usual = self._made(parts, steps=_LATER_STEPS)
+            later = self._made(parts, steps=_LATER_STEPS, counts=True)
+        except TaskError:  # the number is no count: an index, for example
+            return None
+        if bits_of([usual.params, usual.kept]) == bits_of([later.params, later.kept]):
+            return None
+        return Finding(kind="made anew", what=changed[0] if changed else "")
+
     def _marked(self, usual: _Outcome) -> Finding | None:
         """Compare with steps on parameters that have the attributes of the model's."""
         names = sorted({key for tensors in self._tried for key in self._marks.get(id(tensors.param), ())})
@@ -215,12 +242,19 @@ class _Trial:
         return None if bits_of([usual.params, usual.kept]) == bits_of([marked.params, marked.kept]) else different
 
     def _made(
-        self, parts: Sequence[Sequence[slice]], *, anew: bool = False, notes: bool = False, marked: bool = False
+        self,
+        parts: Sequence[Sequence[slice]],
+        *,
+        steps: Sequence[TrialStep] | None = None,
+        anew: bool = False,
+        notes: bool = False,
+        counts: bool = False,
+        marked: bool = False,
     ) -> _Outcome:
         """Make all steps on these parts of each parameter.
 
-        `anew`: rebuild the optimizer before each step. `notes`: also record what it keeps elsewhere. `marked`: on
-        parameters with attributes.
+        `steps`: others than the trial's. `anew`: rebuild the optimizer before each step. `notes`: also record what it
+        keeps elsewhere. `counts`: also set the counters outside the state. `marked`: on parameters with attributes.
         """
         stand_ins = [
             [nn.Parameter(tensors.start[part].clone(), requires_grad=tensors.param.requires_grad) for part in of_it]
@@ -236,7 +270,9 @@ class _Trial:
         first_types: list[dict[str, str]] = []
         keeps_groups = self._groups is not None
         before = remembered(self._optimizer, keeps_groups=keeps_groups) if notes else {}
-        for number, step in enumerate(self._steps):
+        if notes:
+            self._counters = number_places(self._optimizer, without=parts_of.groups if keeps_groups else ())
+        for number, step in enumerate(self._steps if steps is None else steps):
             if anew:
                 kept = None if self._groups is None else self._groups.text()
                 self._standing.make_anew()
@@ -246,10 +282,17 @@ class _Trial:
             for tensors, ones, of_it in zip(self._tried, stand_ins, parts, strict=True):
                 for place, (one, part) in enumerate(zip(ones, of_it, strict=True)):
                     if one.requires_grad:
-                        one.grad = at_odd_offset(tensors.gradients[number][part], place)
+                        gradient = tensors.gradients[number % len(tensors.gradients)]
+                        one.grad = at_odd_offset(gradient[part], place)
                     if step.count is not None:
                         _set_counts(parts_of.counts(one), step.count)
+            if counts and step.count is not None:
+                for counter in self._counters:
+                    counter.put(step.count - 1)  # the step makes it the count
+            raised = [(counter, counter.value()) for counter in self._counters] if notes else []
             self._step()
+            if notes:
+                self._counters = [counter for counter, was in raised if was is not None and counter.value() == was + 1]
             if not number:
                 first_types = [_types(parts_of.kept_of(ones[0])) if ones else {} for ones in stand_ins]
         if notes:

@@ -6,12 +6,12 @@ own machinery, classes, and objects of libraries that communicate with others (l
 
 from __future__ import annotations
 
-import functools
 import random
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,7 +88,7 @@ def _held_by(found: object) -> Iterator[tuple[str, object]]:
             yield from ((f"[{place}]", one) for place, one in enumerate(found))
         case set() | frozenset():
             yield from (("", one) for one in found)
-        case functools.partial():
+        case partial():
             yield from (("", one) for one in (found.func, *found.args, *found.keywords.values()))
         case types.MethodType():
             yield from (("", found.__func__), ("", found.__self__))
@@ -136,6 +136,47 @@ def _slots_of(found: object) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
+class NumberPlace(NamedTuple):
+    """A place that holds a whole number: an attribute, an element of a dict or a list, or a closure's variable."""
+
+    get: Callable[[], object]
+    """The number; another object, or an error, once the place has changed."""
+    put: Callable[[int], None]
+
+    def value(self) -> int | None:
+        """The number now; None if there is none."""
+        try:
+            found = self.get()
+        except (AttributeError, LookupError, ValueError):
+            return None
+        return found if type(found) is int else None
+
+
+def number_places(root: object, *, without: Collection[object] = ()) -> list[NumberPlace]:
+    """The places of all whole numbers that can be reached from an object. `without`: objects to skip, with what they
+    hold."""
+    places: list[NumberPlace] = []
+    found: Any
+    for _, found in reachable(root, without=without):
+        keys: Collection[Any] = ()
+        match found:
+            case dict():
+                keys = found.keys()
+            case list() | deque():
+                keys = range(len(found))
+            case types.CellType():
+                places.append(NumberPlace(partial(getattr, found, "cell_contents"), partial(_put_in_cell_one, found)))
+                continue
+        places += [NumberPlace(partial(found.__getitem__, key), partial(found.__setitem__, key)) for key in keys]
+        attributes = [*(_attributes_of(found) or ()), *_slots_of(found)]
+        places += [NumberPlace(partial(getattr, found, one), partial(setattr, found, one)) for one in attributes]
+    return [place for place in places if place.value() is not None]
+
+
+def _put_in_cell_one(cell: types.CellType, number: int) -> None:
+    cell.cell_contents = number
+
+
 class SavedContents:
     """Contents of everything that can be reached from an object, which can be restored repeatedly.
 
@@ -166,29 +207,29 @@ def _restoring(found: object) -> Callable[[], None] | None:
     match found:
         case torch.Tensor():
             is_written = not found.is_meta and not any(s == 0 < n - 1 for n, s in _sizes_and_strides(found))
-            return functools.partial(_fill, found, found.detach().clone()) if is_written else None
+            return partial(_fill, found, found.detach().clone()) if is_written else None
         case np.ndarray():
-            return functools.partial(found.__setitem__, ..., found.copy()) if found.flags.writeable else None
+            return partial(found.__setitem__, ..., found.copy()) if found.flags.writeable else None
         case torch.Generator():
-            return functools.partial(_set_generator, found, found.get_state())
+            return partial(_set_generator, found, found.get_state())
         case random.Random():
-            return functools.partial(found.setstate, found.getstate())
+            return partial(found.setstate, found.getstate())
         case np.random.Generator():
-            return functools.partial(setattr, found.bit_generator, "state", found.bit_generator.state)
+            return partial(setattr, found.bit_generator, "state", found.bit_generator.state)
         case dict():
-            return functools.partial(_put_items, found, dict(found), _attributes_of(found))
+            return partial(_put_items, found, dict(found), _attributes_of(found))
         case list() | deque():
-            return functools.partial(_put_elements, found, list(found))
+            return partial(_put_elements, found, list(found))
         case set():
-            return functools.partial(_put_members, found, set(found))
+            return partial(_put_members, found, set(found))
         case types.CellType():
-            return functools.partial(_put_in_cell, found, list(_contents(found)))
+            return partial(_put_in_cell, found, list(_contents(found)))
         case nn.Module():
-            return functools.partial(_put_in_module, found, dict(vars(found)), dict(found._buffers))
+            return partial(_put_in_module, found, dict(vars(found)), dict(found._buffers))
         case _:
             kept = _attributes_of(found)
             slots = {name: getattr(found, name) for name in _slots_of(found) if hasattr(found, name)}
-            return functools.partial(_put_attributes, found, kept, slots) if kept is not None or slots else None
+            return partial(_put_attributes, found, kept, slots) if kept is not None or slots else None
 
 
 def _attributes_of(found: object) -> dict[str, Any] | None:
