@@ -225,11 +225,18 @@ class NodeWatch:
         if node_id in self._trying:  # its verdict was lifted meanwhile
             self._forget_try(node_id)
         try:
-            connection = _connected_to(info)
+            connection = socket.create_connection((info.host, info.port), timeout=_CONNECT_TIMEOUT_S)
         except ConnectionRefusedError:
             return f"its raylet at {info.host}:{info.port} is gone"
         except OSError as error:
             return f"{info.host}:{info.port} does not answer: {error}"
+        with contextlib.suppress(OSError):  # it was reset at once, and has no peer: `_hear` finds its end
+            if connection.getsockname() == connection.getpeername():  # no server: it reached its own port
+                connection.close()
+                return f"its raylet at {info.host}:{info.port} is gone"
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._connected[node_id] = (connection, time.monotonic())
         self._selector.register(connection, selectors.EVENT_READ, node_id)
         return ""
@@ -246,18 +253,3 @@ class NodeWatch:
             if node_id not in self._dead:
                 self._dead[node_id] = reason
                 self._news.append(NodeLost(node_id=node_id, host=self._wanted[node_id], reason=reason))
-
-
-def _connected_to(info: NodeInfo) -> socket.socket:
-    """A connection to a node's raylet. Raises OSError, also if it is reset at once: it has no peer then."""
-    connection = socket.create_connection((info.host, info.port), timeout=_CONNECT_TIMEOUT_S)
-    try:
-        if connection.getsockname() == connection.getpeername():  # no server: it reached its own port
-            raise ConnectionRefusedError
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    except OSError:
-        connection.close()
-        raise
-    return connection

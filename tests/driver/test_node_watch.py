@@ -21,7 +21,6 @@ import pytest
 
 from raysharded.ids import WorkerId
 from raysharded.protocol.worker_launcher import NodeBack, NodeLost
-from raysharded.ray_backend import node_watch
 from raysharded.ray_backend.drain_watch import DrainWatch
 from raysharded.ray_backend.node_watch import NodeInfo, NodeWatch
 
@@ -192,12 +191,15 @@ def test_a_process_that_answers_from_a_dead_node_shows_that_it_lives() -> None:
         silent.close()
 
 
-def test_a_node_that_resets_each_connection_at_once_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_resets_each_connection_at_once_is_not_dead_and_does_not_end_the_watch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A connection that was reset has no peer: `getpeername` raises."""
-    connect, resets = socket.create_connection, threading.Event()
+    connect, connected, resets = socket.create_connection, threading.Semaphore(0), threading.Event()
 
     def slowly(*given: Any, **more: Any) -> socket.socket:
         connection = connect(*given, **more)
+        connected.release()
         poll = select.poll()
         poll.register(connection, 0)  # errors alone: it has been reset by then
         assert poll.poll(10_000)
@@ -208,10 +210,11 @@ def test_a_node_that_resets_each_connection_at_once_does_not_end_the_watch(monke
         with contextlib.suppress(OSError):
             while True:
                 peer, _ = server.accept()
+                connected.acquire()  # a reset before that is an error of `connect`
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 peer.close()
 
-    monkeypatch.setattr(node_watch.socket, "create_connection", slowly)
+    monkeypatch.setattr(socket, "create_connection", slowly)
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=reset_all, args=(server,), daemon=True).start()
         nodes = {"a": NodeInfo(host="127.0.0.1", port=server.getsockname()[1], alive=True)}
@@ -221,6 +224,7 @@ def test_a_node_that_resets_each_connection_at_once_does_not_end_the_watch(monke
         assert resets.wait(10)
         watch.watch("b")
         until(lambda: "b" in watch.dead())
+        assert set(watch.dead()) == {"b"}, "something listens on the other"
         watch.close()
         server.shutdown(socket.SHUT_RDWR)
 
