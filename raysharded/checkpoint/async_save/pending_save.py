@@ -11,6 +11,7 @@ from functools import partial
 
 from raysharded.checkpoint.async_save import process_exit
 from raysharded.checkpoint.sharded_io.save import Saved
+from raysharded.display.plain_text import masked
 from raysharded.errors import CheckpointError
 
 _log = logging.getLogger("raysharded.checkpoint")
@@ -111,7 +112,7 @@ class PendingSave:
             so_far = "skipped"
         else:
             so_far = "saved" if self._outcome.ended.exception() is None else "failed"
-        return f"PendingSave({os.fspath(self.uri)!r}, step={self.step}, {so_far})"
+        return f"PendingSave({masked(os.fspath(self.uri))!r}, step={self.step}, {so_far})"
 
     def result(self, timeout_s: float | None = None) -> Saved:
         """The complete checkpoint. Raises the error that made the save fail, and CheckpointError if it was skipped.

@@ -39,6 +39,7 @@ from raysharded.checkpoint.state_dict.shard_boxes import Held, held_of
 from raysharded.checkpoint.state_dict.staging import STAGE_BYTES, Piece, batches_of_bytes
 from raysharded.checkpoint.storage import Storage
 from raysharded.checkpoint.writer import commit, write_shard
+from raysharded.display.plain_text import masked
 from raysharded.errors import CheckpointError, RayshardedError
 from raysharded.locations import join_url
 
@@ -100,6 +101,10 @@ class Saved:
     """Size of all data files, of all ranks."""
     seconds: float
     """Time from the call until the checkpoint was durable, on this rank."""
+
+    def __repr__(self) -> str:
+        what = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("step", "digest", "size_bytes", "seconds"))
+        return f"Saved(uri={masked(self.uri)!r}, {what})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from raysharded.checkpoint.format.manifest import TensorInfo
 from raysharded.checkpoint.reader import Checkpoint
 from raysharded.checkpoint.state_dict import tree
 from raysharded.checkpoint.state_dict.staging import bytes_of, torch_dtype
+from raysharded.display.plain_text import masked
 from raysharded.errors import CheckpointError, CorruptCheckpoint
 from raysharded.locations import join_url
 
@@ -95,7 +96,7 @@ class OpenCheckpoint:
         return tensors
 
     def __repr__(self) -> str:
-        uri = join_url(self.checkpoint.storage.url, self.checkpoint.prefix)
+        uri = masked(join_url(self.checkpoint.storage.url, self.checkpoint.prefix))
         return f"OpenCheckpoint({uri!r}, step={self.step}, {len(self.tensors)} tensors)"
 
     def __enter__(self) -> Self:

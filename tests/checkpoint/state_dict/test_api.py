@@ -100,6 +100,20 @@ def test_a_save_returns_what_it_saved(tmp_path: Path) -> None:
         assert {name: (info.dtype, info.shape) for name, info in opened.tensors.items()} == {"w": ("float32", (100,))}
 
 
+def test_no_password_of_a_url_is_shown(tmp_path: Path) -> None:
+    uri = f"memory://user:secret@{tmp_path.name}/c"
+    saved = api.save(uri, {"w": torch.ones(2)}, step=3)
+    with api.AsyncSaver() as saver:
+        pending = saver.save(f"{uri}-2", {"w": torch.ones(2)})
+    for shown, begin in ((saved, "Saved(uri="), (pending, "PendingSave("), (api.open(uri), "OpenCheckpoint(")):
+        assert repr(shown).startswith(f"{begin}'memory://user:***@{tmp_path.name}/c")
+        assert "secret" not in f"{shown!r}{shown}"
+    assert saved.uri == uri
+    assert repr(saved).endswith(
+        f", step=3, digest={saved.digest!r}, size_bytes={saved.size_bytes}, seconds={saved.seconds})"
+    )
+
+
 def test_the_whole_state_comes_back(tmp_path: Path) -> None:
     state = {"a": [torch.arange(3), {"b": torch.ones(2, 2)}], "c": (1, "x", None), 4: torch.zeros(0)}
     api.save(tmp_path / "c", state)
