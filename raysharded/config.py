@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
+from raysharded.display.plain_text import masked
 from raysharded.validation import is_int, names_checked, require, require_kind, require_number
 
 if TYPE_CHECKING:
@@ -459,6 +460,11 @@ class RunConfig:
             f"RunConfig.metrics={self.metrics!r}: give a list of objects with the methods of "
             "raysharded.metrics.MetricsWriter: begin, step, event, close (instances, not classes).",
         )
+
+    def __repr__(self) -> str:
+        """All fields, without the passwords of URLs."""
+        shown = (f"{one.name}={masked(repr(getattr(self, one.name)))}" for one in fields(self))
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @names_checked

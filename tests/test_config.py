@@ -18,6 +18,7 @@ from raysharded.checkpoint.retention.policy import Best, Keep
 from raysharded.errors import ConfigError, RayshardedError
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.local import LocalRun
+from raysharded.run.offline import StoredRun
 from raysharded.run.translation import files_of, job_of, limits_of
 from tests.training.harness import GptTask, Tokens
 
@@ -342,3 +343,11 @@ def test_an_attribute_that_is_set_afterwards_is_named_as_one() -> None:
         rs.ElasticTrainer(faults=None)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"^EvalConfig has no field 'zzz'\. Its fields are data, "):
         rs.EvalConfig(zzz=1)  # type: ignore[call-arg]
+
+
+def test_no_password_of_a_url_is_shown() -> None:
+    url = "sftp://me:hunter2@host/runs"
+    shown = repr(rs.RunConfig(name="gpt", storage_path=url, start_from=f"{url}/other", max_steps=1))
+    assert "hunter2" not in shown
+    assert shown.count("sftp://me:***@host/runs") == 2
+    assert repr(StoredRun("gpt", f"{url}/gpt")) == "<StoredRun 'gpt' at sftp://me:***@host/runs/gpt>"

@@ -11,6 +11,7 @@ from contextlib import suppress
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal
 
+from raysharded.display.plain_text import masked
 from raysharded.errors import StorageError
 from raysharded.run.results import Entry, Result, Status, WrittenCheckpoint
 from raysharded.validation import is_int, require, require_number
@@ -362,4 +363,4 @@ class Run(ABC):
         return run_html(self.status(), summary_of(open_storage(self.url)))
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r} at {self.url}>"
+        return f"<{type(self).__name__} {self.name!r} at {masked(self.url)}>"
