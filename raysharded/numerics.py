@@ -14,8 +14,8 @@ from typing import TypeAlias
 KEY = "numerics"
 """Key of the rules in `WorkerInfo.arithmetic`, which workers compare, and in a checkpoint's record of it."""
 _FIRST = (1,)
-_LAST_OF_BLOCKS = 2
-"""The last number of the rule `compile` that concerns only the blocks of `EngineConfig(compile=True)`."""
+COMPILES_ALL_CODE = 3
+"""The first number of the rule `compile` that concerns more than the blocks of `EngineConfig(compile=True)`."""
 Numbers: TypeAlias = Mapping[str, tuple[int, ...]]
 """Rule -> its numbers, ascending."""
 
@@ -129,7 +129,7 @@ def is_used(name: str, number: int, *, exact: bool, compiles: bool) -> bool:
     code that the program compiles is then unknown, so in exact mode it is assumed to. Any program may use a rule that
     only a later version has.
     """
-    if name == "compile" and number <= _LAST_OF_BLOCKS and not compiles:
+    if name == "compile" and number < COMPILES_ALL_CODE and not compiles:
         return False
     return exact or name not in RULES or RULES[name].in_fast_mode
 

@@ -200,6 +200,7 @@ def test_code_that_the_program_compiles_gives_the_same_bits_at_every_size_and_af
 @pytest.mark.parametrize(
     ("engine", "number", "each"),
     [
+        (rs.EngineConfig(), 1, False),
         (rs.EngineConfig(), 2, False),
         (rs.EngineConfig(), 3, True),
         (rs.EngineConfig(compile=True), 2, True),

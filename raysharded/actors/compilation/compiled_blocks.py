@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from raysharded import numerics
 from raysharded.actors.compilation.ahead_of_join import Call, compile_ahead, tensors_in, told
 from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.model.sharded_model import ShardedModel, holds_parameters
@@ -30,8 +31,6 @@ from raysharded.errors import InexactError, text_of
 from raysharded.task import Task
 
 _log = logging.getLogger("raysharded.worker")
-ALL_CODE = {2: False, 3: True}
-"""Number of the rule `compile` -> whether each shape of code that the program itself compiles is separate, too."""
 _COMPILED_PER_SHAPE = 16
 """Most variants of a block's code: with and without gradients, in training and evaluation, for each kind of block."""
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -102,12 +101,13 @@ class Compilation:
         if calls:
             compile_ahead(task, config, calls, self._device, seed)
 
-    def settle(self, number: int = min(ALL_CODE)) -> None:
+    def settle(self, number: int = 1) -> None:
         """Set up this process, and the calling thread, to compile each shape by itself.
 
-        `number`: the rule's number. Under 2, which holds until the number is known, only if there are compiled blocks.
+        `number`: the rule's number. Under 1, which holds until the number is known, and 2, only if there are compiled
+        blocks.
         """
-        if not (self._has_blocks or ALL_CODE[number]):
+        if not self._has_blocks and number < numerics.COMPILES_ALL_CODE:
             return
         from torch._dynamo.callback import callback_handler  # takes a second to import
 

@@ -69,8 +69,8 @@ class ShardOptimizer:
         self._model_params = list(parameters.values())
         self._exact = exact
         self._params: dict[str, torch.Tensor] = {}
-        self._elementwise = exact or self._is_elementwise()
         self._sharded: dict[str, nn.Parameter] = {}
+        self._elementwise = exact or self._is_elementwise()
         require_rates(task, self._optimizer, self._parts.groups)
         for group in self._parts.groups:
             group["initial_lr"] = float(group.get("initial_lr", group["lr"]))  # a tensor would be changed with "lr"
