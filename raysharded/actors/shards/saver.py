@@ -22,7 +22,11 @@ from raysharded.protocol.messages import Saved, save_prefix
 BEGIN_TIMEOUT_S = 30.0
 """Longest lag of a worker behind the one that reported the save."""
 _RESULTS_KEPT = 256
-"""Number of newest results kept: a driver that stood still for a while cannot be further behind."""
+"""Largest number of newest results kept: a driver that stood still for a while cannot be further behind."""
+_RESULTS_BYTES = 32 << 20
+"""Largest size of the results kept, besides the two newest: of a model with many tensors one takes megabytes."""
+_TENSOR_BYTES = 64
+"""Bytes of a result for each tensor of the state: its part of the fingerprint, and its place in a file."""
 _LOOK_UP_S = 0.1
 _WHOLE = Share()
 
@@ -113,9 +117,14 @@ class Saver:
         with self._condition:
             self._saving = None
             self._results[(generation, step)] = saved
-            while len(self._results) > _RESULTS_KEPT:
-                del self._results[next(iter(self._results))]
+            self._drop_oldest()
             self._condition.notify_all()
+
+    def _drop_oldest(self) -> None:
+        while len(self._results) > _RESULTS_KEPT or (
+            len(self._results) > 2 and sum(map(_size_of, self._results.values())) > _RESULTS_BYTES
+        ):
+            del self._results[next(iter(self._results))]
 
     def _written(self, snapshot: ShardBuffer, step: int, generation: GenerationId, prefix: str, share: Share) -> Saved:
         started, retries = time.monotonic(), self._storage.retries
@@ -179,6 +188,12 @@ class Saver:
                 return False
             self._condition.wait(min(deadline, patience_ends) - now)
         return True
+
+
+def _size_of(saved: Saved) -> int:
+    """Bytes of a result in memory, about."""
+    tensors = 0 if saved.fingerprint is None else len(saved.fingerprint)
+    return _TENSOR_BYTES * tensors + len(saved.registered)
 
 
 def _pieces(snapshot: ShardBuffer, pieces: ShardMap) -> Iterator[ShardTensor]:

@@ -170,10 +170,11 @@ def test_a_save_that_another_is_in_the_way_of_is_waited_for(tmp_path: Path, monk
     assert "was not begun" in str(saver.collect(LAYOUT, 9, WAIT_S).error)
 
 
+@pytest.mark.parametrize(("limit", "most"), [("_RESULTS_KEPT", 2), ("_RESULTS_BYTES", 1)])
 def test_a_request_for_a_save_that_newer_ones_followed_is_answered_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    limit: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raysharded.actors.shards.saver._RESULTS_KEPT", 2)
+    monkeypatch.setattr(f"raysharded.actors.shards.saver.{limit}", most)
     store = ShardStore()
     storage, saver = held_up(tmp_path)
     storage.may_go.set()
