@@ -20,7 +20,7 @@ from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import Clock, SystemClock
 from raysharded.driver.checkpoints.committer import ManifestContext, RunFiles, fingerprint_of, manifest_of
 from raysharded.driver.membership.state_source import choose_source
-from raysharded.driver.startup.resume_point import rollbacks, undone
+from raysharded.driver.startup.resume_point import distrusted, is_covered, rollbacks, undone
 from raysharded.driver.state.arithmetic import begun_blocks, blocks_of, build_seed_of, rules_on_record
 from raysharded.driver.state.commands import CommitSave
 from raysharded.errors import CheckpointError, RunOwnedElsewhere, StorageError
@@ -232,9 +232,11 @@ def _commit(
 
 def _saved_step(storage: Storage, entries: Entries) -> int:
     """Step of the newest checkpoint that no rollback has undone."""
-    if not rollbacks(entries):
-        newest = History(storage).newest_commit()
-        return newest.step if newest is not None else 0
+    newest = History(storage).newest_commit()
+    if newest is None:
+        return 0
+    if newest.prefix not in distrusted(entries) and not is_covered(rollbacks(entries), newest.generation, newest.step):
+        return newest.step  # commits that are not undone have growing steps
     refs = list_checkpoints(storage)
     gone = undone(entries, refs)
     return max((ref.step for ref in refs if ref.complete and ref.prefix not in gone), default=0)

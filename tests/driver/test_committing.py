@@ -257,6 +257,22 @@ def test_a_driver_that_was_stopped_while_it_deletes_deletes_nothing_once_another
     assert committed_steps(storage) == [1, 2]
 
 
+def test_a_driver_that_another_has_followed_deletes_nothing_at_its_end_and_distrusts_nothing(storage: Storage) -> None:
+    zombie = Driver(storage, "zombie", keep=Keep(last=1))
+    zombie.spared = lambda: ProtectedCheckpoints(prefixes=frozenset(ref.prefix for ref in list_checkpoints(storage)))
+    zombie.own()
+    prefixes = []
+    for step in (1, 2, 3):
+        told = zombie.commit(step, 1)
+        assert isinstance(told, Committed)
+        prefixes.append(told.prefix)
+    zombie.finish_work()
+    Driver(storage, "heir").own()
+    zombie.committer.distrust(prefixes[2:])
+    zombie.committer.close(WAIT_S, ended=True)
+    assert committed_steps(storage) == [1, 2, 3]
+
+
 def test_a_manifest_has_the_data_position_and_the_numbers_of_its_step(storage: Storage) -> None:
     driver = Driver(storage, "driver")
     driver.own()

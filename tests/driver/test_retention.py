@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raysharded.checkpoint import Storage, open_storage
-from raysharded.checkpoint.retention.catalog import list_checkpoints
+from raysharded.checkpoint.retention.catalog import CheckpointRef, list_checkpoints
 from raysharded.checkpoint.retention.forks.fork import fork
 from raysharded.checkpoint.retention.pins import pin
 from raysharded.checkpoint.retention.policy import Keep
@@ -66,6 +66,46 @@ def save(run: Run, driver: Driver, step: int) -> None:
     run.trained(step, saves=True)
     assert of(run.all_saved(step), CommitSave)
     driver.begin_commit(step, run.state.generation)
+
+
+ROLLBACKS: list[list[dict[str, Any]]] = [
+    [{"kind": "rewind", "generation": 3, "to_step": 4}],
+    [
+        {"kind": "generation", "generation": 2},
+        {"kind": "generation", "generation": 3},
+        {"kind": "rewind", "to_step": 4},
+    ],
+    [{"kind": "corruption", "generation": 3, "verified_step": 4}],
+    [
+        {"kind": "generation", "generation": 3},
+        {"kind": "corruption", "verified_step": 4},
+        {"kind": "generation", "generation": 4},
+    ],
+]
+"""Journals of drivers that took back the steps behind step 4, in generation 3."""
+
+
+@pytest.mark.parametrize(
+    "entries", ROLLBACKS, ids=["asked", "not finite", "corruption", "corruption of older versions"]
+)
+@pytest.mark.parametrize(
+    ("step", "generation", "state", "is_undone"),
+    [
+        (5, 3, "committed", True),
+        (9, 1, "committed", True),
+        (4, 3, "committed", False),
+        (5, 4, "committed", False),  # done again
+        (5, None, "committed", False),  # of a fork
+        (5, 3, "retired", False),
+    ],
+)
+def test_a_checkpoint_behind_the_step_that_a_run_went_back_to_is_undone_if_it_is_of_a_generation_before(
+    entries: list[dict[str, Any]], step: int, generation: int | None, state: Any, is_undone: bool
+) -> None:
+    ref = CheckpointRef(step=step, save_id="it", prefix="checkpoints/it", state=state, keys=(), generation=generation)
+    assert undone(entries, [ref]) == (frozenset({ref.prefix}) if is_undone else frozenset())
+    named = [*entries, {"kind": "rewind", "to_step": 9, "generation": 1, "distrusted": ["checkpoints/other"]}]
+    assert "checkpoints/other" in undone(named, [ref])
 
 
 def found_after_all(run: Run, driver: Driver) -> int:

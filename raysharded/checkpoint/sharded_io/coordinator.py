@@ -27,6 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from raysharded import errors
 from raysharded.checkpoint.state_dict.rank_merge import listed
 from raysharded.errors import (
     CheckpointError,
@@ -281,7 +282,10 @@ def _explained(rank: int) -> Iterator[None]:
 
 
 def _as_error(rank: int, kinds: Sequence[str], text: str, phase: str) -> PeerFailed:
-    """The error of another rank. `kinds`: names of its class and of that one's bases, the nearest first."""
+    """The error of another rank. `kinds`: names of its class and of that one's bases, the nearest first; the class
+    alone, as text, from a rank of an earlier version."""
+    if isinstance(kinds, str):
+        kinds = [kinds, RayshardedError.__name__] if hasattr(errors, kinds) else [kinds]
     if RayshardedError.__name__ not in kinds:
         return PeerFailed(f"rank {rank} failed: {kinds[0]}: {text}", phase)
     ours = {known.__name__: kind for known, kind in _KINDS.items()}

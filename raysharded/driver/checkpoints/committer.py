@@ -109,7 +109,7 @@ class Committer:
 
     def _distrust(self, prefixes: Collection[str]) -> None:
         try:
-            for prefix in distrust(self._files.storage, prefixes, self._files.key):
+            for prefix in distrust(self._files.storage, prefixes, self._files.key, self._still_leads):
                 _log.warning("the checkpoint under %s may hold wrong numbers; it stays because it is pinned", prefix)
         except Exception:  # noqa: BLE001 - thread boundary: the next driver continues
             _log.warning(
@@ -188,7 +188,14 @@ class Committer:
     def _prune_at_the_end(self) -> None:
         try:
             parents = self._spared().parents
-            prune(self._files.storage, self._files.keep, keep_references=parents, ended=True, key=self._files.key)
+            prune(
+                self._files.storage,
+                self._files.keep,
+                keep_references=parents,
+                may_go=lambda _: self._still_leads(),
+                ended=True,
+                key=self._files.key,
+            )
         except Exception as error:  # noqa: BLE001 - thread boundary: `raysharded checkpoint gc` continues
             self._log_kept(error)
 
@@ -200,7 +207,7 @@ class Committer:
                 self._files.keep,
                 in_flight={*spared.prefixes, newest},
                 keep_references=spared.parents,
-                may_go=lambda prefix: prefix not in self._spared().prefixes and self.claims.find_rival() is None,
+                may_go=lambda prefix: prefix not in self._spared().prefixes and self._still_leads(),
                 key=self._files.key,
             )
             if pruned.retired or pruned.references:
@@ -208,17 +215,33 @@ class Committer:
         except Exception as error:  # noqa: BLE001 - thread boundary: the next call continues
             self._log_kept(error)
 
+    def _still_leads(self) -> bool:
+        """Whether no other driver has claimed the run since this one did. Raises StorageError."""
+        return self.claims.find_rival() is None
+
     def _log_kept(self, error: Exception) -> None:
         explained = isinstance(error, StorageError)  # it has the cause and the remedy
         said, trace = (f": {error}", None) if explained else ("", error)
         _log.warning("old checkpoints under %s could not be deleted%s", self._files.storage.url, said, exc_info=trace)
 
 
-def distrust(storage: Storage, prefixes: Collection[str], key: SigningKey | None) -> list[str]:
-    """Retire these checkpoints. Returns the folders of those that stay because they are pinned."""
-    refs = [ref for ref in list_checkpoints(storage, key=key) if ref.complete and ref.prefix in prefixes]
+def distrust(
+    storage: Storage, prefixes: Collection[str], key: SigningKey | None, may_go: Callable[[], bool] = lambda: True
+) -> list[str]:
+    """Retire these checkpoints. Returns the folders of those that stay because they are pinned.
+
+    `may_go()` decides just before each; the first that may not ends it.
+    """
+    listed = list_checkpoints(storage, key=key) if prefixes else ()
+    refs = [ref for ref in listed if ref.complete and ref.prefix in prefixes]
     number = max(list_numbers(storage), default=0) if refs else 0
-    return [ref.prefix for ref in refs if not retire(storage, ref, number=number, key=key)]
+    stay: list[str] = []
+    for ref in refs:
+        if not may_go():
+            break
+        if not retire(storage, ref, number=number, key=key):
+            stay.append(ref.prefix)
+    return stay
 
 
 def manifest_of(

@@ -215,13 +215,13 @@ def undone(entries: Sequence[Mapping[str, Any]], refs: Iterable[CheckpointRef]) 
     A driver does not know of the latter: it takes a commit that storage did not confirm for failed.
     """
     back = rollbacks(entries)
-    unknown = (
-        ref.prefix
-        for ref in refs
-        for newest, step in back
-        if ref.complete and ref.generation is not None and ref.generation <= newest and ref.step > step
-    )
+    unknown = (ref.prefix for ref in refs if ref.complete and is_covered(back, ref.generation, ref.step))
     return distrusted(entries).union(unknown)
+
+
+def is_covered(back: Iterable[tuple[int, int]], generation: int | None, step: int) -> bool:
+    """True if one of these `rollbacks` has undone a generation's step."""
+    return generation is not None and any(generation <= newest and step > to for newest, to in back)
 
 
 def _with_decisions(state: State, entries: Iterable[Mapping[str, Any]]) -> State:

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from raysharded.checkpoint.format.encoding import ForeignManifest
 from raysharded.checkpoint.format.signing import Unsigned
-from raysharded.checkpoint.sharded_io.coordinator import Coordinator, PeerFailed
+from raysharded.checkpoint.sharded_io.coordinator import Coordinator, PeerFailed, _as_error
 from raysharded.checkpoint.storage import NoSuchKey, NotAFile
 from raysharded.errors import (
     CheckpointError,
@@ -138,6 +138,20 @@ def test_an_error_of_one_rank_is_caught_as_what_it_is_on_all(
     assert (type(failed), str(peer)) == (kind, "rank 1 failed: it is not there.")
     assert isinstance(peer, PeerFailed)
     assert isinstance(peer, caught)
+
+
+@pytest.mark.parametrize(
+    ("kind", "caught", "text"),
+    [
+        ("StorageError", StorageError, "rank 1 failed: it is not there."),
+        ("ValueError", PeerFailed, "rank 1 failed: ValueError: it is not there."),
+    ],
+)
+def test_a_rank_of_an_earlier_version_names_its_error_without_bases(kind: str, caught: type, text: str) -> None:
+    found = _as_error(1, kind, "it is not there.", "reading")
+    assert isinstance(found, caught)
+    assert isinstance(found, StorageError) is (kind == "StorageError")
+    assert str(found) == text
 
 
 def test_errors_that_are_not_ours_are_named_with_their_type() -> None:
