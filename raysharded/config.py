@@ -511,9 +511,9 @@ class EngineConfig:
     compile: bool = False
     """`torch.compile` each unit but the root."""
     max_compiled_shapes: int = 64
-    """With `compile`, a unit with more input shapes than this on one worker ends the run, with a checkpoint. Without,
-    more variants than this of code that the program itself compiles do. Each shape is compiled separately. Changing the
-    limit changes no bits."""
+    """With `compile`, a unit with more input shapes than this on one worker ends the run, with a checkpoint. So do more
+    than 16 variants of a function's code for each of these shapes and one, also of code that the program itself
+    compiles. Each shape is compiled separately. Changing the limit changes no bits."""
     reshard_after_forward: bool = True
     """Free a block's gathered parameters after its forward (less memory) or keep them until its backward."""
     mirrors: bool = True

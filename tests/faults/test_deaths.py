@@ -86,7 +86,7 @@ def test_a_microbatch_that_ends_whoever_computes_it_ends_the_run_and_is_named(
 
 def test_kills_in_one_step_never_end_the_run_by_this(tmp_path: Path) -> None:
     task = Dies(tmp_path, killed, times=5)
-    listener, fingerprint, error = run(tmp_path, task, 3, max_same_deaths=3)
+    listener, fingerprint, error = run(tmp_path, task, MICROBATCHES, max_same_deaths=3)  # none pads at first
     assert error is None
     assert len(of(listener, "worker_died")) == 5
     assert fingerprint == undisturbed().fingerprint

@@ -18,7 +18,7 @@ from raysharded.actors.compilation.compiled_blocks import Compilation
 from raysharded.checkpoint import open_storage
 from raysharded.checkpoint.retention.catalog import list_checkpoints
 from raysharded.checkpoint.retention.policy import Keep
-from raysharded.errors import InexactError, TaskError
+from raysharded.errors import InexactError
 from raysharded.ids import WorkerId
 from tests.ray.leftovers import wait_until
 from tests.training.harness import VOCABULARY, WIDTH, Collector, GptTask, make_driver, make_job, make_limits, train
@@ -185,10 +185,28 @@ def test_each_length_of_code_that_the_program_compiles_is_compiled_by_itself(tmp
     assert set(made) == {"one length"}
 
 
-def test_more_variants_of_such_code_than_the_limit_end_the_run_by_name(tmp_path: Path) -> None:
-    engine = rs.EngineConfig(max_compiled_shapes=1)
-    with pytest.raises(TaskError, match=r"more variants than EngineConfig\.max_compiled_shapes\. .* raise the limit"):
-        train(1, task=CompiledByHand(tmp_path / "made"), microbatches=4, steps=2, engine=engine)
+class Scaled(CompiledByHand):
+    """Its loss calls a compiled function with 40 numbers."""
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        torch._dynamo.config.suppress_errors = True  # as some programs have it
+        assert self._made is not None
+        scaled = torch.compile(torch.mul, backend=partial(noting, self._made))
+        for number in range(2, 42):
+            scaled(torch.ones(3), number)
+        return super().loss(model, batch)
+
+
+def test_more_variants_of_such_code_than_the_limit_end_the_run_by_name_with_a_checkpoint(tmp_path: Path) -> None:
+    engine, url = rs.EngineConfig(max_compiled_shapes=1), str(tmp_path / "run")
+    job = make_job(url, steps=6, microbatches=4, task=Scaled(tmp_path / "made"), engine=engine)
+    driver = make_driver(job, make_limits(job, 1), Collector(), keep=Keep(last=9))
+    driver.restore()
+    with pytest.raises(
+        InexactError, match=r"test_compilation\.py:\d+: compiled code came to more than 32 variants .* raise"
+    ):
+        driver.run()
+    assert complete(url)
 
 
 @pytest.mark.long
@@ -211,12 +229,17 @@ def test_the_runs_rule_decides_whether_shapes_of_such_code_are_separate(
     engine: rs.EngineConfig, number: int, each: bool
 ) -> None:
     from torch._dynamo import config as dynamo
+    from torch._dynamo.callback import callback_handler
 
     found: list[bool] = []
 
     def settle() -> None:
-        Compilation(engine, torch.device("cpu")).settle(number)
+        compilation = Compilation(engine, torch.device("cpu"))
+        compilation.settle(number)
         found.append(not dynamo.automatic_dynamic_shapes)
+        if each:
+            callback_handler.remove_start_callback(compilation._begin)
+            callback_handler.remove_end_callback(compilation._end)
 
     thread = threading.Thread(target=settle)  # torch keeps these settings per thread
     thread.start()

@@ -3,19 +3,20 @@
 torch makes kernels for dynamic shapes when it sees a second shape, and runs code eagerly after eight. Both round
 differently from a kernel for one shape. So each shape is compiled by itself, in blocks that
 `EngineConfig(compile=True)` compiles and in code that the program itself compiles; so is each value of a Python number
-that compiled code takes. More than a limit end the run, for a block with a checkpoint, instead of running eagerly.
-torch keeps these settings per thread, and a backward may be compiled in another thread than its forward. So they are
-repeated wherever a compilation begins.
+that compiled code takes. More than a limit end the run, with a checkpoint, instead of running eagerly. An error of the
+compiler ends the task's call, also where the program has torch suppress it. torch keeps these settings per thread, and
+a backward may be compiled in another thread than its forward. So they are repeated wherever a compilation begins.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -24,15 +25,21 @@ from raysharded import numerics
 from raysharded.actors.compilation.ahead_of_join import Call, compile_ahead, tensors_in, told
 from raysharded.actors.device.accelerator import accelerator
 from raysharded.actors.model.sharded_model import ShardedModel, holds_parameters
+from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.checkpoint import Storage
 from raysharded.checkpoint.retention.catalog import list_checkpoints
 from raysharded.config import EngineConfig
-from raysharded.errors import InexactError, text_of
+from raysharded.errors import CollectiveAborted, InexactError, text_of
 from raysharded.task import Task
+
+if TYPE_CHECKING:
+    from torch._dynamo.callback import CallbackArgs
 
 _log = logging.getLogger("raysharded.worker")
 _COMPILED_PER_SHAPE = 16
-"""Most variants of a block's code: with and without gradients, in training and evaluation, for each kind of block."""
+"""Most variants of a function's code for each shape: with and without gradients, in training and evaluation, for each
+kind of block, and of earlier numbers of workers."""
+_NO_LIMIT = 1 << 30
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 """Shapes of the tensors that a block is called with, in order."""
 
@@ -53,7 +60,7 @@ class Compilation:
         self._in_phase: Callable[[str], AbstractContextManager[None]] | None = None
         self._phase: AbstractContextManager[None] | None = None
         self._refusal: InexactError | None = None
-        """The error that must end the run: a unit was called with too many shapes."""
+        """The error that must end the run: a unit was called with too many shapes, or code has too many variants."""
         self._refused_at: int | None = None
         """The step of this generation after which a checkpoint was requested."""
 
@@ -122,18 +129,33 @@ class Compilation:
 
         dynamo.automatic_dynamic_shapes = False
         dynamo.assume_static_by_default = True
-        most = _COMPILED_PER_SHAPE * (self._most + 1) if self._has_blocks else self._most
-        dynamo.recompile_limit = dynamo.accumulated_recompile_limit = most
-        dynamo.fail_on_recompile_limit_hit = True
+        dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _NO_LIMIT  # `_count` has one
+        dynamo.suppress_errors = False  # else what one worker cannot compile runs eagerly there
         if accelerator().has(self._device):
             accelerator().make_compilation_exact()
 
-    def _begin(self, _: object) -> None:
+    def _begin(self, begun: CallbackArgs) -> None:
         self._settle()
+        self._count(begun)
         self._began_at = time.perf_counter()
         if self._in_phase is not None:
-            self._phase = self._in_phase("compile")
-            self._phase.__enter__()
+            phase = self._in_phase("compile")
+            with suppress(CollectiveAborted):  # that is for the code that is compiled to find
+                phase.__enter__()
+                self._phase = phase
+
+    def _count(self, begun: CallbackArgs) -> None:
+        """Note the error for too many variants of one code. torch numbers them: `4/17` is the 18th of the code 4."""
+        number = re.fullmatch(r"\d+/(\d+)(_\d+)?", begun.compile_id)
+        most = _COMPILED_PER_SHAPE * (self._most + 1)
+        if number is not None and int(number[1]) >= most and self._refusal is None:
+            self._refusal = InexactError(
+                f"{line_here()}: compiled code came to more than {most} variants on one worker, {_COMPILED_PER_SHAPE} "
+                f"for each shape of EngineConfig.max_compiled_shapes={self._most} and one. Each shape is compiled by "
+                "itself, as kernels for any shape round differently; so is each value of a Python number. Pad samples "
+                "to a few lengths, and give numbers that change as tensors; or raise the limit and resume: that "
+                "changes no bit."
+            )
 
     def _end(self, _: object) -> None:
         if self._phase is not None:

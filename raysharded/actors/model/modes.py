@@ -116,7 +116,7 @@ class Modes:
         before = self._bits()
         self._model.eval()
         try:
-            if before and (changed := [name for name, bits in self._bits().items() if bits != before[name]]):
+            if before and (changed := [name for name, bits in self._bits().items() if bits != before.get(name)]):
                 raise InexactError(_merges(changed))
             yield
         finally:

@@ -35,6 +35,8 @@ class BuiltOptimizer:
         self.parts, self.hooks = OptimizerParts(optimizer), HookCalls(optimizer)
         self.keeps_groups = False
         """True if a worker that joins gets the numbers in the groups, as those of a session's registered state."""
+        self.registered: tuple[object, ...] = ()
+        """A session's registered objects, which a worker that joins gets, too."""
         self.holds_elsewhere: str | None = None
         """Way to a parameter besides the groups and the model, as written in Python; None: there is none."""
         self._names: list[list[str]] = []

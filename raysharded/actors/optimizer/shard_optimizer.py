@@ -283,8 +283,14 @@ class ShardOptimizer:
 
     def _tried(self) -> Verdict:
         without = [*self._model_params, *self._params.values()]
-        marks, keeps_groups = lost_attributes(self._params, self._sharded), self.built.keeps_groups
-        return try_out(self._optimizer, self._hooks, without=without, keeps_groups=keeps_groups, marks=marks)
+        return try_out(
+            self._optimizer,
+            self._hooks,
+            without=without,
+            keeps_groups=self.built.keeps_groups,
+            registered=self.built.registered,
+            marks=lost_attributes(self._params, self._sharded),
+        )
 
     def _is_elementwise(self) -> bool:
         try:

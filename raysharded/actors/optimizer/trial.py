@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -89,22 +90,25 @@ def try_out(
     *,
     without: Collection[torch.Tensor] = (),
     keeps_groups: bool = False,
+    registered: Collection[object] = (),
     marks: Marks = MappingProxyType({}),
 ) -> Verdict:
     """Try an optimizer as a run would use it. Afterwards it, and all that its hooks hold, is restored.
 
     `hooks`: the optimizer's hooks. `without`: the parameters of the model, whose values may be lost. `keeps_groups`:
-    True if a worker that joins gets the numbers in the groups. `marks`: attributes that the optimizer's parameters have
-    in the model, and not here. Raises TaskError if a step cannot be tried.
+    True if a worker that joins gets the numbers in the groups. `registered`: objects that it gets, too. `marks`:
+    attributes that the optimizer's parameters have in the model, and not here. Raises TaskError if a step cannot be
+    tried.
     """
+    trial = partial(_Trial, keeps_groups=keeps_groups, registered=registered)
     with stand_ins(optimizer, without=without) as standing:
         with hooks.left_out() as changing:
-            found = _Trial(standing, hooks, _STEPS, keeps_groups=keeps_groups, marks=marks).verdict()
+            found = trial(standing, hooks, _STEPS, marks=marks).verdict()
         elementwise = frozenset(changing)
         if hooks.names and not found.cut and not found.kept:
             try:
                 with hooks.noted() as changing:
-                    with_hooks = _Trial(standing, hooks, _STEPS_WITH_HOOKS, keeps_groups=keeps_groups).verdict()
+                    with_hooks = trial(standing, hooks, _STEPS_WITH_HOOKS).verdict()
             except TaskError:  # hooks may need gradients of the real model: the run watches them
                 return Verdict(elementwise=elementwise)  # hooks may also keep state that could not be tried
             names = tuple(hooks.names.values())
@@ -136,11 +140,13 @@ class _Trial:
         steps: Sequence[TrialStep],
         *,
         keeps_groups: bool,
+        registered: Collection[object],
         marks: Marks = MappingProxyType({}),
     ) -> None:
         self._standing, self._hooks, self._steps, self._marks = standing, hooks, steps, marks
         self._groups = RegisteredState(standing.parts.groups, {}) if keeps_groups else None
         """Numbers in the groups, as a session keeps them."""
+        self._kept_elsewhere = [*(standing.parts.groups if keeps_groups else ()), *registered]
         self._optimizer = standing.parts.outermost
         self._likes = likes_of(standing, marks)
         self._tried = representatives(self._likes, steps)
@@ -271,7 +277,7 @@ class _Trial:
         keeps_groups = self._groups is not None
         before = remembered(self._optimizer, keeps_groups=keeps_groups) if notes else {}
         if notes:
-            self._counters = number_places(self._optimizer, without=parts_of.groups if keeps_groups else ())
+            self._counters = number_places(self._optimizer, without=self._kept_elsewhere)
         for number, step in enumerate(self._steps if steps is None else steps):
             if anew:
                 kept = None if self._groups is None else self._groups.text()

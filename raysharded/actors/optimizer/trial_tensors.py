@@ -17,6 +17,8 @@ Marks: TypeAlias = Mapping[int, Mapping[str, Any]]
 _LENGTH = 4099
 _ELEMENTS = 1 << 14
 _LEAST_ROWS, _WIDEST = 17, 4100
+_MOST_MARKS = 16
+"""Most different attributes of parameters that are told apart: parameters of each are tried."""
 _CUTS = (0, 1, 14, 45, 300, 1369, 2740, 2741)
 
 
@@ -69,19 +71,15 @@ def likes_of(standing: StandIns, marks: Marks) -> dict[int, Like]:
     for number, held in enumerate(standing.own):
         for param in held:
             held_in.setdefault(id(param), (param, []))[1].append(number)
+    texts = {number: _text_of(marks.get(number, {})) for number in held_in}
+    if len(set(texts.values())) > _MOST_MARKS:  # as a name of each
+        texts = {number: repr(sorted(marks.get(number, ()))) for number in held_in}
     return {
-        id(param): Like(
+        number: Like(
             param,
-            (
-                tuple(numbers),
-                param.shape[1:],
-                param.dtype,
-                param.device,
-                param.requires_grad,
-                _text_of(marks.get(id(param), {})),
-            ),
+            (tuple(lists), param.shape[1:], param.dtype, param.device, param.requires_grad, texts[number]),
         )
-        for param, numbers in held_in.values()
+        for number, (param, lists) in held_in.items()
         if param.dim() and math.prod(param.shape[1:])
     }
 

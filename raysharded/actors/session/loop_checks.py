@@ -45,7 +45,7 @@ def built_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, things: 
                 "has others. Let it take parameters from optimizer.param_groups or the model when it needs them."
             )
     own.note(names)
-    own.keeps_groups = True
+    own.keeps_groups, own.registered = True, tuple(things.values())
     return own
 
 

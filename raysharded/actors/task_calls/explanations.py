@@ -55,11 +55,6 @@ _MUON = (
     'some rows of each. In fast mode (EngineConfig(reduction="fast")) give it the matrices and another optimizer the '
     "rest, both in one class; or use AdamW for all."
 )
-_VARIANTS = (
-    "code that the program itself compiles came to more variants than EngineConfig.max_compiled_shapes. Each shape is "
-    "compiled by itself, as kernels for any shape round otherwise; so is each value of a Python number. Pad to a few "
-    "lengths, and give numbers that change as tensors; or raise the limit and resume: that changes no bit."
-)
 _AHEAD = (
     "the model of session.build has no values before session.shard, and its parameters cannot be replaced. Build it "
     "with all its parts in the function that session.build calls, as an adapter of low rank: session.build(lambda: "
@@ -100,7 +95,6 @@ _KNOWN = (
         "a tensor that backward needs was changed in place after it was used (x += y, x[...] = y, relu_()). Write "
         "x = x + y, or change a clone().",
     ),
-    _Known(("loss", "backward", "step"), r"fail_on_recompile_limit_hit", _VARIANTS),
     _Known(("loss", "backward"), r"Sparse(CPU|CUDA)|[Ss]parse tensors? .*not support", _SPARSE),
     _Known(
         ("step",),

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 import raysharded as rs
+from raysharded.actors.optimizer.inner_optimizers import stand_ins
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.actors.optimizer.step_hooks import HookCalls
 from raysharded.actors.optimizer.trial import try_out
+from raysharded.actors.optimizer.trial_tensors import TrialStep, likes_of, representatives
 from raysharded.errors import CheckpointError, InexactError, TaskError
 from tests.training.harness import GptTask, train
 
@@ -498,3 +500,32 @@ def test_a_parameter_from_elsewhere_is_refused() -> None:
     stranger = nn.Parameter(torch.ones(7))
     with pytest.raises(TaskError, match=r"a parameter of shape \(7,\) that is not in the model"):
         shard_optimizer(Line(lambda params: torch.optim.SGD([*params, stranger], lr=0.1)))
+
+
+class Shrinking:
+    """A step hook that halves gradients in each tenth step, by a count that a loop may register."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.steps += 1
+        for group in optimizer.param_groups:
+            for param in group["params"] if self.steps % 10 == 0 else ():
+                param.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_a_counter_is_no_hidden_state_if_it_is_registered(is_registered: bool) -> None:
+    optimizer, hook = torch.optim.SGD(nn.Linear(5, 3).parameters(), lr=0.1), Shrinking()
+    optimizer.register_step_pre_hook(hook)
+    verdict = try_out(optimizer, HookCalls(optimizer), keeps_groups=True, registered=[hook] if is_registered else [])
+    assert (verdict.kept is None) is is_registered
+
+
+@pytest.mark.parametrize(("different", "tried"), [(3, 3), (40, 2)])
+def test_parameters_with_an_attribute_of_each_are_not_all_tried(different: int, tried: int) -> None:
+    params = [nn.Parameter(torch.zeros(4, 3)) for _ in range(40)]
+    marks = {id(param): {"rank": number % different} for number, param in enumerate(params)}
+    with stand_ins(torch.optim.SGD(params, lr=0.1)) as standing:
+        assert len(representatives(likes_of(standing, marks), [TrialStep()])) == tried
