@@ -9,7 +9,7 @@ is built anew for every generation, and its model, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import islice
 from typing import Any, Self
 
@@ -21,6 +21,8 @@ from raysharded.actors.optimizer.held_parameters import ParameterForms, attribut
 from raysharded.actors.optimizer.inner_optimizers import OptimizerParts
 from raysharded.actors.optimizer.loaded_state import OptimizerKind
 from raysharded.actors.optimizer.step_hooks import HookCalls
+from raysharded.actors.optimizer.trial import Verdict, try_out
+from raysharded.actors.optimizer.trial_tensors import Marks
 from raysharded.actors.task_calls.task_errors import naming
 from raysharded.actors.task_calls.task_numbers import kind_of
 from raysharded.errors import TaskError
@@ -63,6 +65,17 @@ class BuiltOptimizer:
         ways += changed_attributes(attributes, model)
         built.holds_elsewhere = next(iter(ways), None)
         return built
+
+    def tried(self, without: Collection[torch.Tensor], marks: Marks) -> Verdict:
+        """The result of a trial. `without`, `marks`: as in `try_out`. Raises TaskError if a step cannot be tried."""
+        return try_out(
+            self.optimizer,
+            self.hooks,
+            without=without,
+            keeps_groups=self.keeps_groups,
+            registered=self.registered,
+            marks=marks,
+        )
 
     def note(self, names: Mapping[int, str]) -> OptimizerKind:
         """The optimizer as built, which the first call records. `names`: id of a parameter in the groups -> name."""

@@ -32,7 +32,7 @@ from raysharded.actors.optimizer.loaded_state import (
 )
 from raysharded.actors.optimizer.refusals import cannot_be_kept, depends_on_the_cut
 from raysharded.actors.optimizer.step_hooks import Watched
-from raysharded.actors.optimizer.trial import Verdict, try_out
+from raysharded.actors.optimizer.trial import Verdict
 from raysharded.actors.task_calls.explanations import about_optimizer
 from raysharded.actors.task_calls.remarks import Say, say_nothing
 from raysharded.actors.task_calls.task_errors import is_collective_failure
@@ -283,14 +283,7 @@ class ShardOptimizer:
 
     def _tried(self) -> Verdict:
         without = [*self._model_params, *self._params.values()]
-        return try_out(
-            self._optimizer,
-            self._hooks,
-            without=without,
-            keeps_groups=self.built.keeps_groups,
-            registered=self.built.registered,
-            marks=lost_attributes(self._params, self._sharded),
-        )
+        return self.built.tried(without, lost_attributes(self._params, self._sharded))
 
     def _is_elementwise(self) -> bool:
         try:

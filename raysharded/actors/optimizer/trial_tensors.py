@@ -18,7 +18,7 @@ _LENGTH = 4099
 _ELEMENTS = 1 << 14
 _LEAST_ROWS, _WIDEST = 17, 4100
 _MOST_MARKS = 16
-"""Most different attributes of parameters that are told apart: parameters of each are tried."""
+"""Largest number of different attributes of which each has a parameter that is tried."""
 _CUTS = (0, 1, 14, 45, 300, 1369, 2740, 2741)
 
 
