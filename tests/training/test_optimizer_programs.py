@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -468,6 +469,35 @@ def test_workers_with_other_learning_rates_are_named_with_both() -> None:
     sentence = r"different learning rates with Rated\.lr_scale: worker 0 has schedule 'lr_scale\(1\)' \(.* worker 1"
     with pytest.raises(InexactError, match=sentence):
         train(2, task=Rated(by_process), steps=1, microbatches=2)
+
+
+class RatedByStart(Rated):
+    """Workers that start after a step have another rate, which does not change in a process."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__(self._of_start)
+        self._mark = mark
+        self._is_late: bool | None = None
+
+    def _of_start(self, step: int, _: int) -> float:
+        self._is_late = self._mark.exists() if self._is_late is None else self._is_late
+        if step == 2:
+            self._mark.touch()
+        return 0.5 if self._is_late else 1.0
+
+
+@pytest.mark.procs
+def test_a_joiner_with_another_learning_rate_is_named(tmp_path: Path) -> None:
+    sentence = r"different learning rates with RatedByStart\.lr_scale: .*'lr_scale\(3\)'"
+    with pytest.raises(InexactError, match=sentence):
+        train(
+            2,
+            task=RatedByStart(tmp_path / "late"),
+            steps=4,
+            microbatches=2,
+            kills=[(1, 3, "backward")],
+            replacement_wait_s=60.0,
+        )
 
 
 # -- steps that were patched --
