@@ -164,17 +164,11 @@ def number_places(root: object, *, without: Collection[object] = ()) -> list[Num
                 keys = found.keys()
             case list() | deque():
                 keys = range(len(found))
-            case types.CellType():
-                places.append(NumberPlace(partial(getattr, found, "cell_contents"), partial(_put_in_cell_one, found)))
-                continue
         places += [NumberPlace(partial(found.__getitem__, key), partial(found.__setitem__, key)) for key in keys]
-        attributes = [*(_attributes_of(found) or ()), *_slots_of(found)]
+        in_cell = ("cell_contents",) if isinstance(found, types.CellType) else ()
+        attributes = [*(_attributes_of(found) or ()), *_slots_of(found), *in_cell]
         places += [NumberPlace(partial(getattr, found, one), partial(setattr, found, one)) for one in attributes]
     return [place for place in places if place.value() is not None]
-
-
-def _put_in_cell_one(cell: types.CellType, number: int) -> None:
-    cell.cell_contents = number
 
 
 class SavedContents:
