@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from raysharded.actors.session.held_out import begin_step, leave_modes_to_loop
+from raysharded.actors.session.held_out import begin_step, leave_modes_to_loop, reads_places, refuse_numbers
 from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.adapters.accelerate_calls import Calls
 from raysharded.adapters.accelerate_parts import (
@@ -81,8 +81,10 @@ class Elastic(Calls):
             )
         train = loaders[0]
         require_loader(train, self.session.batch)
-        more: dict[str, Any] = {f"object{place}": one for place, one in enumerate(self._custom_objects)}
         collate, data = train.collate_fn, train.dataset
+        if not reads_places(self.session):
+            refuse_numbers("accelerator.prepare(...): the training data", data)
+        more: dict[str, Any] = {f"object{place}": one for place, one in enumerate(self._custom_objects)}
         leave_modes_to_loop(self.session)
         self.session.shard(
             model[0],

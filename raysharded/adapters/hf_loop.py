@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
+from raysharded.actors.session.user_step import ENTRY, LEFT
 from raysharded.data.access.generators import kept
 from raysharded.data.streams.source import digest_of
 from raysharded.errors import ConfigError
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 
 
 _ROWS = 8
+_LIBRARIES = ("transformers", "trl")
+_TRACKERS = "transformers.integrations."
+_BEGINNINGS = ("on_epoch_begin", "on_step_begin")
+"""Events that the session calls, as often as it begins a step: see `Loop.begin`."""
 
 
 def rows_of(data: Any) -> str:
@@ -50,8 +56,13 @@ class Loop(TrainerCallback):
         self._trainer = trainer
         self._samples: int = len(trainer.train_dataset)  # `require_data` has looked
         self._rows = rows_of(trainer.train_dataset)
-        self.begun = -1
-        """`global_step` at the newest call of `on_step_begin`."""
+        self._handler = trainer.callback_handler
+        for event in _BEGINNINGS:
+            setattr(self._handler, event, _not_yet)
+        self._epoch = -1
+        """The epoch that was begun last."""
+        self._has_shown = False
+        """True if the trackers of this process were set up as those of rank 0."""
         self._newest = self.state_dict()
 
     def epoch(self, step: int) -> float:
@@ -110,19 +121,37 @@ class Loop(TrainerCallback):
 
     # -- events --
 
+    def begin(self) -> None:
+        """Call the events with which a step begins, and its epoch if that is another than the newest one.
+
+        Once for each attempt at a step, ahead of its microbatches. Draws of a step's event follow from the step, and
+        those of an epoch's from the step before its first: so they are the same in a worker that joins within it.
+        """
+        trainer, draws = self._trainer, self._trainer.session.draws
+        step, size = trainer.state.global_step + 1, trainer.session.batch.global_batch_size
+        self._show_rank(trainer.state)
+        epoch = (step - 1) * size // self._samples
+        if epoch != self._epoch:
+            draws.seed(-(-epoch * self._samples // size), LEFT)
+            self._call("on_epoch_begin")
+            self._epoch = epoch
+            draws.seed(step, ENTRY)
+        self._call("on_step_begin")
+
+    def _call(self, event: str) -> None:
+        trainer = self._trainer
+        method = getattr(type(self._handler), event)
+        trainer.control = method(self._handler, trainer.args, trainer.state, trainer.control)
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> TrainerControl:
         self._trainer._initial_global_step = 0
         self.load_state_dict(self._newest)  # the loop has set its losses to 0 since
-        self._show_rank(state)
-        return control
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> TrainerControl:
-        self.begun = state.global_step
-        self._show_rank(state)
+        state.is_world_process_zero = state.is_local_process_zero = self._has_shown = self._trainer.session.rank == 0
+        if self._has_shown:  # the constructor has called it, as the rank was not known
+            for kind, one in self._showing():
+                self._call_of(kind, one, "on_init_end")
         return control
 
     def on_step_end(
@@ -133,5 +162,48 @@ class Loop(TrainerCallback):
         return control
 
     def _show_rank(self, state: TrainerState) -> None:
-        """Let what writes and prints do so on rank 0, which may be another worker than before."""
-        state.is_world_process_zero = state.is_local_process_zero = self._trainer.session.rank == 0
+        """Let what writes and prints do so on rank 0, which may be another worker than before.
+
+        There, progress bars begin anew, and trackers are set up: at the training's beginning they do so on rank 0 only.
+        """
+        is_first = self._trainer.session.rank == 0
+        if is_first == state.is_world_process_zero:
+            return
+        showing = list(self._showing())
+        bars = [(kind, one) for kind, one in showing if hasattr(one, "training_bar")]
+        if not is_first:
+            for kind, one in bars:
+                self._call_of(kind, one, "on_predict")  # closes the bar of an evaluation
+                self._call_of(kind, one, "on_train_end")
+        state.is_world_process_zero = state.is_local_process_zero = is_first
+        if is_first:
+            for kind, one in bars if self._has_shown else showing:
+                if hasattr(one, "_initialized"):
+                    one._initialized = False
+                self._call_of(kind, one, "on_init_end")
+                self._call_of(kind, one, "on_train_begin")
+            self._has_shown = True
+
+    def _showing(self) -> Iterator[tuple[type, Any]]:
+        """Progress bars and trackers of transformers and TRL, also of a user's subclass: (the library's class, it)."""
+        for one in self._handler.callbacks:
+            kind = next(
+                kind for kind in type(one).__mro__ if kind.__module__.split(".")[0] in (*_LIBRARIES, "builtins")
+            )
+            shows = hasattr(one, "training_bar") or hasattr(one, "_initialized")
+            is_ready_made = issubclass(kind, TrainerCallback) and kind is not TrainerCallback
+            if is_ready_made and (kind.__module__.startswith(_TRACKERS) or shows):
+                yield kind, one
+
+    def _call_of(self, kind: type, one: Any, event: str) -> None:
+        """Call the library's own method for an event: that of a user's subclass is called once."""
+        trainer, handler = self._trainer, self._handler
+        names = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+        given = {name: getattr(handler, name) for name in names}
+        getattr(kind, event)(one, trainer.args, trainer.state, trainer.control, **given)
+
+
+def _not_yet(_args: TrainingArguments, _state: TrainerState, control: TrainerControl) -> TrainerControl:
+    """In place of a handler's event, where the loop calls it: ahead of the substeps, which an ended epoch would end."""
+    control.should_epoch_stop = False
+    return control

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
+from transformers.trainer_utils import RemoveColumnsCollator
 
-from raysharded.actors.session.held_out import outputs_of, weights_of
+from raysharded.actors.session.held_out import outputs_of, refuse_numbers, weights_of
 from raysharded.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Outputs(Base):
         if getattr(self.args, "predict_with_generate", False) and not loss_only:
             with self._whole_model():  # tokens decide how often the model is called
                 return super().evaluation_loop(dataloader, *rest)
+        self._require_held_out(dataloader)
         data, size, preprocess = dataloader.dataset, self.args.eval_batch_size, self.preprocess_logits_for_metrics
         name = getattr(self.model, "main_input_name", "input_ids")
 
@@ -80,6 +82,23 @@ class Outputs(Base):
             self._outputs, self.preprocess_logits_for_metrics = None, preprocess
         self._note(found.metrics)
         return found
+
+    def _require_held_out(self, dataloader: Any) -> None:
+        """Raise ConfigError for a loader of held-out data whose batches would be others in a session."""
+        name, data, collate = type(self).__name__, dataloader.dataset, dataloader.collate_fn
+        refuse_numbers(f"{name}: held-out data", data)
+        inner = collate.data_collator if isinstance(collate, RemoveColumnsCollator) else collate
+        if inner is not self.data_collator and inner != self.data_collator:
+            raise ConfigError(
+                f"{name}.get_eval_dataloader: its collate_fn is another than data_collator=, and a session collates "
+                "held-out samples as those of training. Give data_collator= one for both."
+            )
+        sampler = getattr(dataloader.batch_sampler, "sampler", None)
+        if sampler is not None and (len(sampler) != len(data) or getattr(sampler, "replacement", False)):
+            raise ConfigError(
+                f"{name}.get_eval_dataloader: its {type(sampler).__name__} leaves samples out, or repeats them, and a "
+                "session evaluates each sample once. Give a dataset of the samples that are to count."
+            )
 
     @contextmanager
     def _whole_model(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.utils import set_default_dtype
 
 from raysharded.adapters.chunked_head import in_chunks
+from raysharded.adapters.replaced_methods import TORCHTITAN, require_own_methods
 from raysharded.errors import CollectiveAborted, ConfigError
 from raysharded.task import Loss
 
@@ -39,7 +40,9 @@ def elastic(trainer: type[Any], session: Session) -> type[Any]:
     """torchtitan's `Trainer`, or a subclass, that trains in this session; use it as that class, with its config.
 
     The trainer of the run has no `data`: each microbatch of a step has a loader of torchtitan's, made as for a rank.
+    Raises ConfigError for a subclass with a method of which the session's takes the place.
     """
+    require_own_methods(trainer, TORCHTITAN)
     return type(trainer.__name__, (Elastic, trainer), {"session": session})
 
 

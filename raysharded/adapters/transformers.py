@@ -16,11 +16,12 @@ import transformers
 from accelerate import PartialState
 from transformers.training_args import OptimizerNames
 
-from raysharded.actors.session.held_out import num_samples_of
+from raysharded.actors.session.held_out import gradient, num_samples_of, reads_places, refuse_numbers
 from raysharded.adapters.hf_arguments import require_data, require_steps, require_supported
 from raysharded.adapters.hf_loop import Loop
 from raysharded.adapters.hf_model import Built, write_whole
 from raysharded.adapters.hf_outputs import Outputs, autocast
+from raysharded.adapters.replaced_methods import HUGGING_FACE, require_own_methods
 from raysharded.errors import CollectiveAborted, ConfigError
 from raysharded.task import Loss
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 TESTED = "5.24"
 """The version of transformers that the adapter was tested with."""
-_NEW = ("_collator", "_loss_of", "_norm", "_note", "_print", "_whole_model", "_with_tied")
+_NEW = ("_collator", "_loss_of", "_norm", "_note", "_print", "_require_held_out", "_whole_model", "_with_tied")
 _log = logging.getLogger("raysharded.adapters")
 
 
@@ -37,7 +38,8 @@ def elastic(trainer: type[Any], session: Session) -> type[Any]:
     """A `Trainer`, or a subclass such as `Seq2SeqTrainer`, that trains in this session; use it as that class.
 
     Its arguments, callbacks, collator and own methods stay. Give it the model that `session.build` returned, and in
-    `train_dataset` the data that `ElasticTrainer` has.
+    `train_dataset` the data that `ElasticTrainer` has. Raises ConfigError for a subclass with a method of which the
+    session's takes the place.
     """
     own = [name for kind in (Elastic, Outputs, Built) for name, value in vars(kind).items() if callable(value)]
     lost = sorted(name for name in own if name not in _NEW and not hasattr(trainer, name))
@@ -46,6 +48,7 @@ def elastic(trainer: type[Any], session: Session) -> type[Any]:
             f"the {trainer.__name__} of transformers {transformers.__version__} has no {lost[0]}: the adapter was "
             f"tested with {TESTED}. Install that version."
         )
+    require_own_methods(trainer, HUGGING_FACE)
     PartialState(cpu=session.device.type == "cpu")  # arguments that were made elsewhere have not set it here
     return type(trainer.__name__, (Elastic, trainer), {"session": session})
 
@@ -81,6 +84,8 @@ class Elastic(Outputs, Built):
 
     def get_train_dataloader(self) -> Any:
         require_data(self, num_samples_of(self.session), self.session.batch)
+        if not reads_places(self.session):
+            refuse_numbers(f"{type(self).__name__}(train_dataset=...)", self.train_dataset)
         return []  # the session reads the data
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
@@ -115,12 +120,10 @@ class Elastic(Outputs, Built):
         if "is_last" in inputs:
             if self._loop.saves(self.state.global_step + 1):
                 self.session.save()
-            loss = self.session.gradient(self._loss_of).loss
+            loss = gradient(self.session, self._loss_of, self._loop.begin).loss
         return torch.tensor(loss, device=self.args.device)
 
     def _loss_of(self, batch: Any) -> Loss | torch.Tensor:
-        if self._loop is not None and self._loop.begun != self.state.global_step:  # the step before was undone
-            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
         inputs = self._prepare_inputs(batch)
         count: Any = self._get_num_items_in_batch([inputs], self.args.device)
         least = None if count is None else torch.as_tensor(count).clamp(min=1)

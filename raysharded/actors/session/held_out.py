@@ -11,11 +11,13 @@ from raysharded.actors.model.construction import construct_whole
 from raysharded.actors.session.user_step import UserStep
 from raysharded.actors.shards.whole_tensors import gather_tensors
 from raysharded.actors.task_calls.task_errors import line_here
+from raysharded.data.access.generators import kept
 from raysharded.data.loader import MicrobatchLoader
 from raysharded.data.sources import held_out_loader
 from raysharded.data.streams.numbered_microbatches import MicrobatchNumbers
-from raysharded.errors import TaskError
+from raysharded.errors import ConfigError, TaskError
 from raysharded.protocol.job import Job
+from raysharded.task import Loss
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,9 +79,7 @@ def outputs_of(session: Any, data: Any, batch_size: int, compute: Callable[[Any]
 def shared_batches(session: Any, data: Any, batch_size: int) -> Iterator[tuple[list[int], list[Any]]]:
     """This worker's batches of held-out data, one for each round: the sizes by rank, 0 for padding, and its samples."""
     step, loader = _open(session.step, "an evaluation"), session._held_out.loader(data)
-    return step.behind_update(
-        "an evaluation", lambda own: own.steps.parts.evaluator.shared(loader, loader.num_samples, batch_size)
-    )
+    return step.behind_update("an evaluation", lambda own: own.shared(loader, loader.num_samples, batch_size))
 
 
 def gathered(step: UserStep | None, own: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -125,6 +125,17 @@ def begin_step(session: Any) -> UserStep:
     return step.__enter__()
 
 
+def gradient(
+    session: Any, loss_of: Callable[[Any], Loss | torch.Tensor], begin: Callable[[], object] = lambda: None
+) -> UserStep:
+    """As `Session.gradient`. `begin()` is called once for each attempt at a step, ahead of its microbatches."""
+    session.end()
+    while True:
+        step: UserStep | None = session.next_step()
+        if step is not None and step.compute(loss_of, begin):
+            return step
+
+
 def remark(session: Any, about: str, sentence: str) -> None:
     """Log a sentence on rank 0, and in the journal, once for each subject. Behind `Session.shard`."""
     session._now().engine.steps.around.say(about, sentence)
@@ -151,6 +162,29 @@ def num_samples_of(session: Any) -> int | None:
     """Number of samples of the run's data; None if the run has no `data`."""
     data = session._objects.run_data
     return None if data is None or isinstance(session._job.data, MicrobatchNumbers) else int(data.num_samples)
+
+
+def reads_places(session: Any) -> bool:
+    """True if the run's samples are the numbers 0, 1, ..., each in its place: `data=range(n)`."""
+    data = session._job.data
+    return isinstance(data, range) and data == range(len(data))
+
+
+def refuse_numbers(call: str, data: Any) -> None:
+    """Raise ConfigError if the samples of map-style data are plain numbers: a number is a place in the training data.
+
+    `call`: the argument, for the error. Draws of a sample's transform change no generator.
+    """
+    with kept():
+        try:
+            first = data[0] if len(data) else None
+        except Exception:  # noqa: BLE001 - the user's code; the run raises it when it needs the sample
+            return
+    if isinstance(first, int):
+        raise ConfigError(
+            f"{call}: its samples are numbers, as {first!r}, and a number is taken for a place in the training data. "
+            'Wrap them, as {"id": n}, and let the collator take them out.'
+        )
 
 
 def _open(step: UserStep | None, call: str) -> UserStep:

@@ -15,7 +15,7 @@ from raysharded.actors.built_objects import BuiltObjects
 from raysharded.actors.model.build import build_on_meta
 from raysharded.actors.optimizer.registered_state import RegisteredState, Stateful
 from raysharded.actors.session.built_model import BuiltModel
-from raysharded.actors.session.held_out import HeldOut
+from raysharded.actors.session.held_out import HeldOut, gradient
 from raysharded.actors.session.loop_checks import built_optimizer, hook, require_registered, require_unchanged
 from raysharded.actors.session.loop_errors import (
     refuse_forward,
@@ -176,11 +176,7 @@ class Session(NotFollowed):
         it may be returned again, with registered state as of then.
         """
         require_sharded(self._optimizer, "session.gradient()")
-        self.end()
-        while True:
-            step = self.next_step()
-            if step is not None and step.compute(loss_of):
-                return step
+        return gradient(self, loss_of)
 
     def next_step(self) -> UserStep | None:
         """Begin the next step, for loops that enter it themselves; None if the training ended instead."""

@@ -152,7 +152,7 @@ class UserStep(NotFollowed):
             return False
         try:
             if error is not None:
-                computes = self._agreed is None and self._step.where
+                computes = self._is_computed and self._agreed is None and self._step.where
                 with naming(self._step.where if computes else f"step {self.number}", "loss" if computes else None):
                     raise with_line(error)
             self._commit(self._step)
@@ -257,9 +257,10 @@ class UserStep(NotFollowed):
         step = self._now("session.log()")
         self._agreed = step.agreed = with_numbers(self._agreement("metrics"), numbers)
 
-    def compute(self, loss_of: Callable[[Any], Loss | torch.Tensor]) -> bool:
-        """Enter the step, and compute all microbatches; False if an error ended it, which is the driver's then."""
+    def compute(self, loss_of: Callable[[Any], Loss | torch.Tensor], begin: Callable[[], object]) -> bool:
+        """Enter the step, call `begin()`, and compute all microbatches; False if an error ended it."""
         with self:
+            begin()
             for batch in self.microbatches():
                 self.backward(loss_of(batch))
                 del batch
@@ -279,8 +280,7 @@ class UserStep(NotFollowed):
         `metrics`: name -> (sum, weight); they need `weight`, and the same names in each microbatch. Or give all in one
         `raysharded.Loss`.
         """
-        step = self._now("step.backward(loss)")
-        step.backward(as_one(loss, weight, metrics))
+        self._now("step.backward(loss)").backward(as_one(loss, weight, metrics))
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the mean gradient's global 2-norm to `max_norm` in `optimizer.step()`; returns the exact norm.

@@ -292,11 +292,20 @@ class Step:
             parts.gradient.check_buffers("evaluation", step)
         return found
 
+    def shared(self, data: Loader, num_samples: int, batch_size: int) -> Iterator[tuple[list[int], list[Any]]]:
+        """As `Evaluator.shared`. The phase stays until the next one begins: what computes with the batches is in it."""
+        with self._around.in_phase("evaluate"):
+            return self._parts.evaluator.shared(data, num_samples, batch_size)
+
     def weights(self, *, everywhere: bool) -> dict[str, torch.Tensor] | None:
-        """As `whole_weights`. All workers call it together, after the optimizer's step."""
+        """As `whole_weights`. All workers call it together, after the optimizer's step.
+
+        The phase stays until the next one begins: rank 0 may write the weights for longer than a step takes.
+        """
         self.steps.meetings.meet(self.number, "weights")
         parts, around = self._parts, self._around
-        return whole_weights(parts.sharded, around.place, around.groups.state, everywhere=everywhere)
+        with around.in_phase("save"):
+            return whole_weights(parts.sharded, around.place, around.groups.state, everywhere=everywhere)
 
     def commit(self) -> None:
         """Evaluate if that is due; begin the snapshot, and a checkpoint if one is due; report the step."""
