@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from raysharded.actors.session.user_session import Session
+from raysharded.driver.state.step_watch import LONG_PHASES
 from tests.adapters.programs import MICROBATCHES, SIZE, STEPS, classifier, padded, run as run, sentences
 
 
@@ -104,6 +105,8 @@ class Script:
             right, hits, tokens, losses = 0, 0, 0, []
             evaluates = self._mistake != "evaluates on rank 0" or accelerator.is_main_process
             for batch in eval_dataloader if evaluates and self._schedule != "of epochs" else ():
+                if hasattr(accelerator, "session"):
+                    assert accelerator.session._training.engine.phase in LONG_PHASES
                 with torch.no_grad():
                     outputs = model(**batch)
                 predictions, references = accelerator.gather_for_metrics((outputs.logits.argmax(-1), batch["labels"]))

@@ -160,8 +160,7 @@ class Script:
             model=model,
             args=arguments(folder, f"{self._kind.replace('Trainer', '')}TrainingArguments", **self._changed),
             train_dataset=self._data,
-            data_collator=padded,
-            **self._given(),
+            **({"data_collator": padded} | self._given()),
         )
         trainer.train()
         if self._behind is not None:

@@ -40,7 +40,7 @@ class Tracker:
 
 
 def shown(folder: str) -> dict[str, Any]:
-    """A tracker, a progress bar of one's own, and a callback that notes when the training begins."""
+    """A tracker, a custom progress bar, and a callback that notes when the training begins."""
     from transformers import ProgressCallback, TrainerCallback
     from transformers.integrations import WandbCallback
 

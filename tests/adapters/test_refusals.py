@@ -10,12 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 import raysharded as rs
+from raysharded.actors.session.held_out import refuse_numbers
 from raysharded.adapters.hf_arguments import require_data, require_steps, require_supported, require_to_build
+from raysharded.adapters.replaced_methods import HUGGING_FACE, TORCHTITAN, require_own_methods
 from raysharded.errors import ConfigError, RayshardedError
-from tests.adapters.programs import MICROBATCHES, SIZE, Script, arguments, causal_lm, run, texts, with_lora
+from tests.adapters.programs import MICROBATCHES, SIZE, Script, arguments, causal_lm, padded, run, texts, with_lora
 from tests.paths import ROOT
 
 BATCH = rs.BatchConfig(global_batch_size=SIZE * MICROBATCHES, microbatch_size=SIZE)
@@ -168,6 +173,130 @@ def test_a_model_that_the_session_has_not_built_is_refused_by_the_argument() -> 
     require_to_build("SFTTrainer", built, None, built)
 
 
+def nothing(*_: Any, **__: Any) -> None:
+    """In place of a method."""
+
+
+def overriding(name: str, base: type | None = None, module: str = "program") -> type:
+    """A subclass of transformers' `Trainer`, or of `base`, that overrides a method."""
+    import transformers
+
+    kind = type("Mine", (base or transformers.Trainer,), {name: nothing})
+    kind.__module__ = module
+    return kind
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_a_subclass_with_a_method_that_the_session_replaces_is_refused_by_its_name_with_the_way_out(name: str) -> None:
+    import transformers
+
+    from raysharded.adapters.transformers import elastic
+
+    assert hasattr(transformers.Trainer, name)
+    below = type("Below", (overriding(name),), {})
+    for kind, through in ((overriding(name), ""), (below, ", of which Below is a subclass")):
+        sentence = rf"Mine\.{name} would not be called in a session{through}: .*(Change|Give|Set|Read|Override) "
+        with pytest.raises(ConfigError, match=sentence):
+            elastic(kind, SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+
+
+def test_a_subclass_with_methods_that_are_called_in_a_session_is_accepted() -> None:
+    import transformers
+
+    from raysharded.adapters.transformers import elastic
+
+    session: Any = SimpleNamespace(device=torch.device("cpu"))
+    for name in ("compute_loss", "create_optimizer", "create_scheduler", "evaluate", "log", "prediction_step", "_save"):
+        assert issubclass(elastic(overriding(name), session), transformers.Trainer)
+    assert issubclass(elastic(overriding("log", transformers.Seq2SeqTrainer), session), transformers.Trainer)
+    shadowed = type("Mixin", (), {"training_step": nothing})
+    elastic(type("Mixed", (transformers.Trainer, shadowed), {}), session)
+
+
+def test_a_subclass_of_torchtitans_trainer_is_refused_by_the_replaced_method() -> None:
+    base = type("Trainer", (), dict.fromkeys(TORCHTITAN, nothing))
+    base.__module__ = "torchtitan.trainer"
+    require_own_methods(base, TORCHTITAN)
+    require_own_methods(overriding("post_dataloading_process", base), TORCHTITAN)
+    for name in TORCHTITAN:
+        with pytest.raises(ConfigError, match=rf"Mine\.{name} would not be called in a session: "):
+            require_own_methods(overriding(name, base, "torchtitan.models.flux.trainer"), TORCHTITAN)
+
+
+def test_of_trl_those_trainers_are_accepted_whose_own_methods_change_nothing() -> None:
+    import transformers
+
+    def of_trl(name: str, *methods: str) -> type:
+        kind = type(name, (transformers.Trainer,), dict.fromkeys(methods, nothing))
+        kind.__module__ = f"trl.trainer.{name.removesuffix('Trainer').lower()}_trainer"
+        return kind
+
+    require_own_methods(of_trl("SFTTrainer", "training_step"), HUGGING_FACE)
+    require_own_methods(of_trl("KTOTrainer", "training_step", "_get_train_sampler"), HUGGING_FACE)
+    with pytest.raises(ConfigError, match=r"GRPOTrainer\.training_step .* a session has SFTTrainer and DPOTrainer\."):
+        require_own_methods(of_trl("GRPOTrainer", "training_step", "get_train_dataloader"), HUGGING_FACE)
+    with pytest.raises(ConfigError, match=r"SFTTrainer\.get_train_dataloader would not be called"):
+        require_own_methods(of_trl("SFTTrainer", "training_step", "get_train_dataloader"), HUGGING_FACE)
+
+
+def test_samples_that_are_numbers_are_refused_where_a_number_is_a_place() -> None:
+    class Broken(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            raise OSError("no disk")
+
+    for data in ([7, 3, 0], range(4), [True]):
+        with pytest.raises(ConfigError, match=r'^what: its samples are numbers, as .*Wrap them, as \{"id": n\}'):
+            refuse_numbers("what", data)
+    for sound in ([{"id": 7}], np.arange(3), [1.5], [], Broken([1])):
+        refuse_numbers("what", sound)
+
+
+NODES = [7, 3, 0, 5, 1, 2, 6, 4] * 3
+
+
+def looked_up(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """A collator of numbers, of which it knows the texts."""
+    return padded([texts()[one] for one in samples])
+
+
+def evaluated(trainer: Any) -> None:
+    trainer.evaluate([2, 6])
+
+
+class OtherCollator:
+    """A `Trainer` whose held-out data have another collator, or a sampler that leaves samples out."""
+
+    def __init__(self, *, samples: bool) -> None:
+        self._samples = samples
+
+    def __call__(self, session: Any) -> None:
+        import transformers
+
+        from raysharded.adapters.transformers import elastic
+
+        by_sampler: dict[str, Any] = {"collate_fn": padded, "sampler": SubsetRandomSampler([0, 1])}
+        given = by_sampler if self._samples else {"collate_fn": list}
+
+        class Own(transformers.Trainer):
+            def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+                return DataLoader(texts(4), 2, **given)
+
+        trainer = elastic(Own, session)(
+            session.build(causal_lm), arguments(tempfile.mkdtemp()), train_dataset=texts(), data_collator=padded
+        )
+        trainer.train()
+        trainer.evaluate()
+
+
+@pytest.mark.procs
+def test_numbers_of_the_training_data_may_be_samples_if_the_run_reads_its_places() -> None:
+    script = Script(data=NODES, given=lambda: {"data_collator": looked_up})  # type: ignore[arg-type]
+    rows = [texts()[one] for one in NODES]
+    assert run(1, script, range(24)).bits == run(1, Script(data=rows), rows).bits
+    with pytest.raises(RayshardedError, match=r"Trainer\(train_dataset=\.\.\.\): its samples are numbers, as 7"):
+        run(1, script, NODES)
+
+
 def without_build(session: Any) -> None:
     import transformers
 
@@ -197,6 +326,9 @@ def adapter_behind_build(session: Any) -> None:
         (Script(auto_find_batch_size=True), r"TrainingArguments\(auto_find_batch_size=True\): A step has the same"),
         (Script(max_steps=7), r"give RunConfig\(max_steps=7\)"),
         (Script(data=texts(20)), r"data= has 24 samples, and Trainer's train_dataset 20, .*: give data=range\(20\)"),
+        (Script(behind=evaluated), r"Trainer: held-out data: its samples are numbers, as 2"),
+        (OtherCollator(samples=False), r"Own\.get_eval_dataloader: its collate_fn is another than data_collator="),
+        (OtherCollator(samples=True), r"Own\.get_eval_dataloader: its SubsetRandomSampler leaves samples out"),
         (without_build, r"Trainer\(model=LlamaForCausalLM\): the session has built no model"),
         (without_elastic, r"\d: .* moved to a device: .*In a session a Trainer is elastic\(Trainer, session\)"),
         (adapter_behind_build, r"test_refusals\.py:\d+: adapter_behind_build: .*get_peft_model.*variable\.set_data"),
@@ -205,6 +337,9 @@ def adapter_behind_build(session: Any) -> None:
         "an argument",
         "the number of steps",
         "data of another length",
+        "held-out numbers",
+        "another collator of held-out data",
+        "a part of held-out data",
         "no build",
         "no elastic",
         "OLoRA behind build",

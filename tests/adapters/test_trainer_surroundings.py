@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from raysharded.driver.state.step_watch import LONG_PHASES
 from raysharded.errors import InexactError, RayshardedError, TaskError
 from raysharded.task import TrainFunction
 from tests.adapters.plain import plain_trainer
@@ -228,8 +229,23 @@ def train_losses(folder: str, trainer: Any) -> None:
         file.write(f"{line['train_loss']!r}\n")
 
 
+def saved_while_others_wait(folder: str, trainer: Any) -> None:
+    engine = trainer.session._training.engine
+    assert engine.phase not in LONG_PHASES
+    trainer.save_model(folder)
+    assert engine.phase in LONG_PHASES
+    with Path(folder, "saved").open("a") as file:
+        file.write(f"{trainer.session.rank}\n")
+
+
+def test_a_worker_that_writes_the_model_for_longer_than_a_step_is_not_taken_for_stuck(tmp_path: Path) -> None:
+    run(2, Script(behind=partial(saved_while_others_wait, str(tmp_path))))
+    assert sorted((tmp_path / "saved").read_text().split()) == ["0", "1"]
+
+
 def generated(folder: str, trainer: Any) -> None:
     found = trainer.predict(texts(3, first=200))
+    assert trainer.session._training.engine.phase in LONG_PHASES
     with Path(folder, "generated").open("a") as file:
         file.write(f"{found.predictions.tolist()}\n")
 
