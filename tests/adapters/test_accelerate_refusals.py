@@ -113,8 +113,9 @@ def test_prepare_takes_everything_in_one_call() -> None:
 
 def test_training_data_that_are_numbers_are_refused_unless_the_run_reads_their_places() -> None:
     model, found = nn.Linear(3, 1), made()
-    parts = (model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader([7, 3, 0, 5, 1, 2, 6, 4], batch_size=2))
-    found.session._job = SimpleNamespace(data=[7, 3, 0, 5, 1, 2, 6, 4])
+    numbers: Any = [7, 3, 0, 5, 1, 2, 6, 4]
+    parts = (model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader[Any](numbers, batch_size=2))
+    found.session._job = SimpleNamespace(data=numbers)
     with pytest.raises(ConfigError, match=r"the training data: its samples are numbers, as 7, .*Wrap them"):
         found.prepare(*parts)
     found.session._job = SimpleNamespace(data=range(8))

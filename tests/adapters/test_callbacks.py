@@ -42,15 +42,15 @@ class Tracker:
 def shown(folder: str) -> dict[str, Any]:
     """A tracker, a custom progress bar, and a callback that notes when the training begins."""
     from transformers import ProgressCallback, TrainerCallback
-    from transformers.integrations import WandbCallback
+    from transformers.integrations.integration_utils import WandbCallback
 
     class Bar(ProgressCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             self.begun = 1 + getattr(self, "begun", 0)
-            super().on_train_begin(args, state, control, **others)
+            super().on_train_begin(args, state, control, **others)  # type: ignore[no-untyped-call]
 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            super().on_step_end(args, state, control, **others)
+            super().on_step_end(args, state, control, **others)  # type: ignore[no-untyped-call]
             assert self.begun == 1
             assert (self.training_bar is not None) == state.is_world_process_zero
             if self.training_bar is not None:
@@ -67,7 +67,7 @@ def shown(folder: str) -> dict[str, Any]:
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             assert (self.begun, self._initialized) == (1, True)
 
-    tracker = WandbCallback()
+    tracker: Any = WandbCallback()  # type: ignore[no-untyped-call]
     tracker._wandb = Tracker(folder)
     return {"callbacks": [tracker, Bar(), Own()]}
 
@@ -90,14 +90,13 @@ def test_a_worker_that_is_rank_0_no_more_closes_its_bar_and_begins_it_again_when
 
     from raysharded.adapters.hf_loop import Loop
 
+    handler: Any = CallbackHandler
     tracker, bar, _ = shown(str(tmp_path))["callbacks"]
     state, control = TrainerState(max_steps=STEPS), TrainerControl()
     session: Any = SimpleNamespace(rank=0, batch=SimpleNamespace(global_batch_size=4))
     trainer = SimpleNamespace(
         args=TrainingArguments(str(tmp_path), report_to="none", use_cpu=True),
-        callback_handler=CallbackHandler(
-            [DefaultFlowCallback(), tracker, bar], torch.nn.Linear(1, 1), None, None, None
-        ),
+        callback_handler=handler([DefaultFlowCallback(), tracker, bar], torch.nn.Linear(1, 1), None, None, None),
         state=state,
         control=control,
         session=session,

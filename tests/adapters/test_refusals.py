@@ -279,7 +279,8 @@ class OtherCollator:
 
         class Own(transformers.Trainer):
             def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-                return DataLoader(texts(4), 2, **given)
+                rows: Any = texts(4)
+                return DataLoader(rows, 2, **given)
 
         trainer = elastic(Own, session)(
             session.build(causal_lm), arguments(tempfile.mkdtemp()), train_dataset=texts(), data_collator=padded
