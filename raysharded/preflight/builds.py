@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from raysharded.config import EngineConfig
 from raysharded.display.quantities import count
+from raysharded.errors import TaskError
 from raysharded.task import Task
 
 
@@ -42,6 +43,7 @@ def build_of(task: Task, engine: EngineConfig, threads: int, seed: int) -> Build
     from raysharded.actors.model.construction import construct
     from raysharded.actors.model.inventory import group_items, inventory_of
     from raysharded.actors.model.sharded_model import clean_name
+    from raysharded.actors.optimizer.built_optimizer import made_by
     from raysharded.actors.process.environment import prepare_torch
     from raysharded.actors.task_calls.task_errors import naming
 
@@ -55,7 +57,11 @@ def build_of(task: Task, engine: EngineConfig, threads: int, seed: int) -> Build
     own = items = list(inventory.items_without(drawn))
     names = {id(param): clean_name(name) for name, param in built.model.named_parameters()}
     try:
-        items = [*own, *group_items(task.build_optimizer(built.model).param_groups, names)]
+        items = [*own, *group_items(made_by(task, built.model).param_groups, names)]
+    except TaskError as error:
+        if error.__cause__ is None:  # a refusal, not an error of the method
+            raise
+        items = own
     except Exception:  # noqa: BLE001 - parameters have no values here: the runs report the optimizer's errors
         items = own
     return Build(

@@ -17,7 +17,7 @@ from raysharded.actors.task_calls.task_errors import frames_here, line_here
 from raysharded.errors import TaskError
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_MADE_LIKE = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+MADE_LIKE = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
 """Name endings of operations that read only an operand's shape."""
 
 
@@ -44,7 +44,7 @@ class MemoryWatch(TorchDispatchMode):
             raise
         if type(found) in _PLAIN and found.is_meta:  # most results while a model is built
             return found
-        if any(not one.is_meta for one in _plain(found)) and not func._schema.name.endswith(_MADE_LIKE):
+        if any(not one.is_meta for one in _plain(found)) and not func._schema.name.endswith(MADE_LIKE):
             self._check(args, kwargs)
         return found
 
@@ -74,7 +74,7 @@ class WriteWatch(MemoryWatch):
         self._names, self._called = names, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._called = _called(func)
+        self._called = called_by(func)
         if func._schema.is_mutable and args:
             written = args[0] if isinstance(args[0], (list, tuple)) else (args[0],)
             for one in written:
@@ -113,5 +113,5 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _called(func: Any) -> str:
+def called_by(func: Any) -> str:
     return str(func._schema.name).partition("::")[2]

@@ -20,6 +20,7 @@ from raysharded.actors.model.inventory import Item, group_items
 from raysharded.actors.optimizer.held_parameters import ParameterForms, attributes_of, changed_attributes
 from raysharded.actors.optimizer.inner_optimizers import OptimizerParts
 from raysharded.actors.optimizer.loaded_state import OptimizerKind
+from raysharded.actors.optimizer.read_watch import refusing_reads
 from raysharded.actors.optimizer.step_hooks import HookCalls
 from raysharded.actors.optimizer.trial import Verdict, try_out
 from raysharded.actors.optimizer.trial_tensors import Marks
@@ -27,6 +28,13 @@ from raysharded.actors.task_calls.task_errors import naming
 from raysharded.actors.task_calls.task_numbers import kind_of
 from raysharded.errors import TaskError
 from raysharded.task import Task
+
+
+def made_by(task: Task, model: nn.Module) -> Any:
+    """Result of `build_optimizer`. Raises TaskError, also if it reads or writes a parameter's values."""
+    method = f"{type(task).__name__}.build_optimizer"
+    with naming(method, "build_optimizer"), refusing_reads(method, model):
+        return task.build_optimizer(model)
 
 
 class BuiltOptimizer:
@@ -51,8 +59,7 @@ class BuiltOptimizer:
         """The task's optimizer of the model, which has memory. Raises TaskError."""
         forms, attributes = ParameterForms(model), attributes_of(model)
         in_modules = forms.ways_from_modules(model)
-        with naming(f"{type(task).__name__}.build_optimizer", "build_optimizer"):
-            made = task.build_optimizer(model)
+        made = made_by(task, model)
         if not hasattr(made, "param_groups"):
             raise TaskError(
                 f"{type(task).__name__}.build_optimizer returned {kind_of(made)}: return a torch.optim.Optimizer."
