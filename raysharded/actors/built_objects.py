@@ -18,6 +18,7 @@ from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
 from raysharded.actors.optimizer.held_parameters import refuse_use
 from raysharded.actors.optimizer.loaded_state import TriedOptimizer
 from raysharded.actors.optimizer.registered_state import RegisteredState
+from raysharded.actors.task_calls.plain_attributes import PlainAttributes
 from raysharded.actors.task_calls.process_state import Left
 from raysharded.config import EngineConfig
 from raysharded.data import Loader
@@ -43,6 +44,8 @@ class BuiltObjects:
         self.registered: RegisteredState | None = None
         """State that goes back with the step; None unless a session owns the loop."""
         self._own_data: OwnMicrobatches | None = None
+        self._task_attributes: PlainAttributes | None = None
+        self._model_attributes: PlainAttributes | None = None
 
     def units(self, axes: DeviceMeshes | None, seed: int) -> Units:
         """The model's units; builds the model if it is not built. Call it where the task's code may be called.
@@ -97,6 +100,16 @@ class BuiltObjects:
             self._modes = Modes(self._units.model, number)
         return self._modes
 
+    def attributes(self) -> tuple[PlainAttributes, PlainAttributes]:
+        """The attributes of the task and the model as the first generation with them found them."""
+        assert self._units is not None
+        if self._task_attributes is None:
+            self._task_attributes = PlainAttributes({"self": self._task})
+        if self._model_attributes is None:
+            modules = self._units.model.named_modules()
+            self._model_attributes = PlainAttributes({f"model.{name}".rstrip("."): one for name, one in modules})
+        return self._task_attributes, self._model_attributes
+
     def release(self) -> None:
         """End a generation: free the memory of parameters and optimizer state, and forget all that knew it.
 
@@ -114,4 +127,4 @@ class BuiltObjects:
         if self.registered is not None:
             refuse_use(former, "of an earlier generation of workers")
         if anew:
-            self._units = self._modes = self.optimizer = None
+            self._units = self._modes = self.optimizer = self._model_attributes = None

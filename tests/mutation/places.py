@@ -31,14 +31,14 @@ _MODULES_OF = {
         "bit_digest column_sums exact_sums grad_norm microbatch_schedule norm_blocks step_consensus summation_tree"
     ),
     "actors/optimizer": (
-        "built_optimizer held_parameters inner_optimizers kept_state learning_rate shard_optimizer step_hooks trial "
-        "trial_tensors"
+        "built_optimizer held_parameters inner_optimizers kept_state learning_rate read_watch shard_optimizer step_hooks "
+        "trial trial_tensors"
     ),
     "actors/reduction": "gradient_exchange replica_sum tree_reducer",
     "actors/shards": "async_copy device_state erasure mirror parity position rebuild restore store transfer",
     "actors/step": ("agreement evaluation forward_backward gradient meetings parameter_use recomputation update"),
-    "actors/step/proofs": "audit audit_verdict evaluation_proof first_step_proof repeated_pass",
-    "actors/task_calls": "object_contents task_numbers",
+    "actors/step/proofs": "attribute_proof audit audit_verdict evaluation_proof first_step_proof repeated_pass",
+    "actors/task_calls": "object_contents plain_attributes task_numbers",
     "data": "ledger loader order",
     "data/access": "generators repeat_check",
     ".": "numerics overrides",

@@ -31,6 +31,7 @@ from raysharded.actors.step.evaluation import Evaluator
 from raysharded.actors.step.forward_backward import Computer
 from raysharded.actors.step.gradient import StepGradient
 from raysharded.actors.step.pending_reports import Reports
+from raysharded.actors.step.proofs.attribute_proof import AttributeProof
 from raysharded.actors.step.proofs.audit import Audit
 from raysharded.actors.step.proofs.evaluation_proof import EvaluationProof
 from raysharded.actors.step.proofs.first_step_proof import Proof
@@ -87,6 +88,7 @@ class Parts:
     applying: StepUpdate
     audit: Audit
     proof: Proof
+    attribute_proof: AttributeProof
     check_memory: Callable[[], None]
     """Check after the first forward: raises InexactError unless units gather the memory that the optimizer writes."""
 
@@ -156,6 +158,7 @@ def assemble(
         is_new=is_new,
         shifted=place.spec.shift,
     )
+    is_proven = job.engine.reduction == "exact" and job.engine.prove_first_step and objects.registered is None
     every, sum_int64, is_loop = job.engine.audit_every_steps, groups.state.sum_int64, objects.registered is not None
     evaluator = Evaluator(
         job,
@@ -204,6 +207,7 @@ def assemble(
             audits=every is not None,
             say_of_loop=say if is_loop else None,
         ),
+        attribute_proof=AttributeProof(gradient, objects.attributes() if is_proven else (), around.in_phase, sum_int64),
         check_memory=partial(check_memory, sharded, optimizer.written),
     )
 

@@ -73,6 +73,7 @@ class Steps:
         if not self.parts.gradient.rounds.first_alone:  # a proof's recomputation is no part of the step
             self.parts.audit.note(index, gradient)
             self.parts.proof.note(index, gradient)
+            self.parts.attribute_proof.note(index, gradient)
 
     def check_memory(self) -> None:
         """Check the units' memory once: FSDP2 completes its initialisation in the first forward."""
@@ -202,6 +203,7 @@ class Step:
         around.in_phase.restart()
         parts.audit.begin(step)
         parts.proof.begin(step)
+        parts.attribute_proof.begin(step)
         with around.in_phase("data"):
             around.probe("data", step)
         with around.calling_the_task():
@@ -214,6 +216,8 @@ class Step:
         if parts.proof.is_due:
             with around.calling_the_task():
                 yield from parts.proof.check(step, computed.results)
+        with around.calling_the_task():
+            yield from parts.attribute_proof.check(step, computed.results)
         with around.in_phase("mirror"):
             steps.join_copies()
         if parts.audit.is_due:

@@ -1,0 +1,147 @@
+"""Plain attributes of a task and of its model's modules: how they were when built, and what has changed since.
+
+A worker that joins, or a run that resumes, has them as they were built. Plain are numbers, texts, small tensors and
+arrays, and small containers of these. An object that has got another attribute of another kind is left as it is: one
+may belong to the other, as a table and its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_MOST_ELEMENTS = 4096
+_MOST_ITEMS = 256
+_MOST_LEVELS = 4
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+class _NotPlain(Exception):
+    """A value is not plain, or too large."""
+
+
+class _Same:
+    """An object at one version of its contents; equal to the same object at the same version."""
+
+    def __init__(self, value: object, version: int = 0) -> None:
+        self._value, self._version = value, version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value and self._version == other._version
+
+    def __hash__(self) -> int:
+        return hash((id(self._value), self._version))
+
+
+class _Value(NamedTuple):
+    """A copy of a plain value, or the value itself, and what tells it from others."""
+
+    copy: Any
+    form: object
+    is_plain: bool
+
+
+class Change(NamedTuple):
+    """An attribute that has changed since the object was built."""
+
+    holder: dict[str, Any]
+    """The object's attributes."""
+    name: str
+    """`self.weight` of the task, `model.blocks.0.count` of a module."""
+    key: str
+    built: tuple[_Value, ...]
+    """Empty: there was none."""
+
+
+class PlainAttributes:
+    """The attributes of a task and of modules, as they are at the construction. Training thread only."""
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        """`objects`: name, as written in Python -> object."""
+        self._built = {name: (one, _values_of(one)) for name, one in objects.items()}
+
+    def changes(self) -> list[Change]:
+        """The plain attributes that are new, others or gone, except those of objects with other such attributes."""
+        return [change for name, (one, built) in self._built.items() for change in _changes(name, one, built)]
+
+
+@contextmanager
+def as_built(changes: list[Change]) -> Iterator[None]:
+    """A context in which these attributes are as they were built; afterwards they are again what they were before."""
+    now = [(one, one.key in one.holder, one.holder.get(one.key)) for one in changes]
+    try:
+        for one in changes:
+            if one.built:
+                one.holder[one.key] = _value_of(one.built[0].copy).copy
+            else:
+                one.holder.pop(one.key, None)
+        yield
+    finally:
+        for one, was_there, value in now:
+            if was_there:
+                one.holder[one.key] = value
+            else:
+                one.holder.pop(one.key, None)
+
+
+def _changes(name: str, one: object, built: Mapping[str, _Value]) -> list[Change]:
+    now, found = _values_of(one), []
+    for key in sorted(now.keys() | built.keys()):
+        before, after = built.get(key), now.get(key)
+        if before is not None and after is not None and before.form == after.form:
+            continue
+        if not all(value is None or value.is_plain for value in (before, after)):
+            return []
+        found.append(Change(vars(one), f"{name}.{key}", key, () if before is None else (before,)))
+    return found
+
+
+def _values_of(one: object) -> dict[str, _Value]:
+    """Values of an object's attributes; a module's buffers and modules are among them, as values that are not plain."""
+    if not isinstance(one, nn.Module):
+        return {name: _value_of(value) for name, value in getattr(one, "__dict__", {}).items()}
+    found = {name: _value_of(value) for name, value in vars(one).items() if name not in _OF_MODULES}
+    parts = (*one._buffers.items(), *one._modules.items())
+    return found | {f"({name})": _Value(part, _Same(part), False) for name, part in parts}
+
+
+def _value_of(value: object) -> _Value:
+    try:
+        return _plain(value, _MOST_LEVELS)
+    except _NotPlain:
+        return _Value(value, _Same(value), False)
+
+
+def _plain(value: Any, levels: int) -> _Value:
+    kind = type(value)
+    if kind in _SCALARS:
+        return _Value(value, (kind, repr(value) if kind in (float, complex) else value), True)
+    if isinstance(value, np.generic):
+        return _Value(value, (kind, value.tobytes()), True)
+    if kind is np.ndarray and value.size <= _MOST_ELEMENTS and not value.dtype.hasobject:
+        return _Value(value.copy(), (kind, value.dtype.str, value.shape, value.tobytes()), True)
+    if kind is torch.Tensor and _is_small(value):
+        return _Value(value.detach().clone(), (kind, _Same(value, value._version)), True)
+    if kind in (list, tuple, set, dict) and len(value) <= _MOST_ITEMS and levels:
+        if kind is dict:
+            items = [(key, _plain(one, levels - 1)) for key, one in value.items() if _plain(key, 1)]
+            return _Value(
+                {key: one.copy for key, one in items}, (kind, tuple((repr(key), one.form) for key, one in items)), True
+            )
+        parts = [_plain(one, levels - 1) for one in value]
+        forms = tuple(sorted(repr(part.form) for part in parts)) if kind is set else tuple(part.form for part in parts)
+        return _Value(kind(part.copy for part in parts), (kind, forms), True)
+    raise _NotPlain
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and not tensor.requires_grad and not tensor.is_inference()
+    return is_plain and not tensor.is_meta and tensor.numel() <= _MOST_ELEMENTS

@@ -1,0 +1,215 @@
+"""Attributes that a task keeps between steps: those that the loss depends on are refused, and others change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import raysharded as rs
+from raysharded.actors.task_calls.plain_attributes import PlainAttributes, as_built
+from raysharded.errors import InexactError
+from tests.training.harness import GptTask, Outcome, train
+
+SETTINGS: dict[str, Any] = {"microbatches": 3, "steps": 2}
+EVALUATION = rs.EvalConfig(data=[np.arange(9) % 7 for _ in range(4)], every_steps=1, num_samples=4)
+
+
+def scaled(found: Any, factor: float) -> rs.Loss:
+    return rs.Loss(found.total * factor, found.weight)
+
+
+class KeepsStep(GptTask):
+    """Its loss warms up by the step that `lr_scale` was called with."""
+
+    step = 0
+
+    def lr_scale(self, step: int) -> float:
+        self.step = step
+        return 1.0
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
+        return scaled(super().loss(model, batch), 1.0 + self.step)
+
+
+class CountsUpdates(GptTask):
+    """A step hook counts updates in the model, as fairseq does, and the loss depends on them."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.blocks[0].num_updates = 0  # type: ignore[union-attr, index]
+        return model
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = super().build_optimizer(model)
+        block: Any = model.blocks[0]  # type: ignore[index]
+
+        def count(*_: object) -> None:
+            block.num_updates += 1
+
+        optimizer.register_step_post_hook(count)
+        return optimizer
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
+        return scaled(super().loss(model, batch), 1.0 + model.blocks[0].num_updates)  # type: ignore[index, union-attr]
+
+
+class FollowsEvaluation(GptTask):
+    """Its loss has a weight that follows the held-out loss."""
+
+    def __init__(self) -> None:
+        self.weights = {"main": torch.ones(())}
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
+        return scaled(super().loss(model, batch), float(self.weights["main"]))
+
+    def evaluate(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
+        found: Any = super().loss(model, batch)
+        self.weights["main"].fill_(float(found.total / found.weight))
+        return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [(KeepsStep, "self.step"), (CountsUpdates, "model.blocks.0.num_updates"), (FollowsEvaluation, "self.weights")],
+)
+def test_an_attribute_that_the_loss_depends_on_is_refused_by_name(workers: int, task: type[rs.Task], name: str) -> None:
+    with pytest.raises(InexactError, match=rf"step 2: the loss, or its gradient, depends on .*: {name}\."):
+        train(workers, task=task(), evaluation=EVALUATION, **SETTINGS)
+
+
+class Logs(GptTask):
+    """Keeps numbers to print them, a schedule that it computes once, and a table that belongs to a number."""
+
+    def __init__(self) -> None:
+        self.calls, self.step = 0, 0
+        self.history: list[float] = []
+        self.rates: list[float] | None = None
+        self.table: torch.Tensor | None = None
+
+    def lr_scale(self, step: int) -> float:
+        self.step = step
+        if self.rates is None:
+            self.rates = [rs.warmup_cosine(one, warmup_steps=2, total_steps=10) for one in range(11)]
+        return self.rates[step]
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> Any:
+        self.calls += 1
+        found: Any = super().loss(model, batch)
+        self.history.append(float(found.total.detach()))
+        self.last = found.total.detach()
+        return found
+
+    def evaluate(self, model: nn.Module, batch: torch.Tensor) -> Any:
+        self.evaluated = len(self.history)
+        return super().loss(model, batch)
+
+
+def seconds(outcome: Outcome) -> list[int]:
+    """The steps that computed something twice."""
+    return [fields["step"] for fields in outcome.of("step") if "prove" in fields["seconds"]]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("workers", [1, 2])
+def test_attributes_that_are_only_printed_change_no_bit_and_are_proven_in_steps_1_2_4(workers: int) -> None:
+    plain = train(1, evaluation=EVALUATION, microbatches=3, steps=5)
+    logs = train(workers, task=Logs(), evaluation=EVALUATION, microbatches=3, steps=5)
+    assert logs.bits == plain.bits
+    assert (seconds(plain), seconds(logs)) == ([1], [1, 2, 4])
+
+
+@pytest.mark.procs
+def test_without_proofs_attributes_are_not_compared() -> None:
+    train(1, task=KeepsStep(), engine=rs.EngineConfig(prove_first_step=False), **SETTINGS)
+
+
+# -- what is plain, and what is put back --
+
+
+@dataclass
+class Held:
+    number: Any = 1
+    text: Any = "a"
+    items: Any = None
+    other: Any = None
+
+
+def changed(one: object) -> list[str]:
+    """The names of changes since `one` was noted."""
+    return [change.name for change in NOTED[id(one)].changes()]
+
+
+NOTED: dict[int, PlainAttributes] = {}
+
+
+def noted(one: Any) -> Any:
+    NOTED[id(one)] = PlainAttributes({"self": one})
+    return one
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (1, 2),
+        (1, True),
+        (0.0, -0.0),
+        (None, 3.0),
+        ([1, 2], [1, 2, 3]),
+        ({"a": 1}, {"a": 2}),
+        ({1, 2}, {1, 3}),
+        ((1, (2,)), (1, (3,))),
+        (np.float32(1), np.float32(2)),
+        (np.arange(3), np.arange(3) + 1),
+        (torch.ones(3), torch.zeros(3)),
+    ],
+)
+def test_a_changed_value_is_named_and_is_as_built_inside_alone(before: Any, after: Any) -> None:
+    held = noted(Held(items=before))
+    assert changed(held) == []
+    held.items = after
+    held.added = 5
+    assert changed(held) == ["self.added", "self.items"]
+    with as_built(NOTED[id(held)].changes()):
+        assert repr(held.items) == repr(before)
+        assert type(held.items) is type(before)
+        assert not hasattr(held, "added")
+        held.made_inside = held.items
+    assert held.items is after
+    assert held.added == 5
+
+
+def test_contents_that_change_in_place_are_seen_and_stay() -> None:
+    held = noted(Held(items=[1, {"a": torch.zeros(2)}]))
+    held.items[1]["a"] += 1
+    held.items.append(4)
+    with as_built(NOTED[id(held)].changes()):
+        assert repr(held.items) == repr([1, {"a": torch.zeros(2)}])
+        held.items.append(9)
+    assert repr(held.items) == repr([1, {"a": torch.ones(2)}, 4])
+    with as_built(NOTED[id(held)].changes()):
+        assert len(held.items) == 2
+
+
+@pytest.mark.parametrize("value", [object(), nn.Linear(1, 1), torch.zeros(5000), list(range(300)), nn.Parameter()])
+def test_an_object_with_another_attribute_of_another_kind_is_left_as_it_is(value: object) -> None:
+    held = noted(Held())
+    held.number, held.other = 2, value
+    assert changed(held) == []
+
+
+def test_modes_and_hooks_of_modules_are_no_attributes_and_a_new_buffer_leaves_the_module_as_it_is() -> None:
+    module = noted(nn.Linear(2, 2))
+    module.eval()
+    module.register_forward_hook(lambda *_: None)
+    assert changed(module) == []
+    module.count = 1
+    assert changed(module) == ["self.count"]
+    module.register_buffer("table", torch.zeros(3))
+    assert changed(module) == []
