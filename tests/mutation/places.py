@@ -31,8 +31,8 @@ _MODULES_OF = {
         "bit_digest column_sums exact_sums grad_norm microbatch_schedule norm_blocks step_consensus summation_tree"
     ),
     "actors/optimizer": (
-        "built_optimizer held_parameters inner_optimizers kept_state learning_rate read_watch shard_optimizer step_hooks "
-        "trial trial_tensors"
+        "built_optimizer held_parameters inner_optimizers kept_state learning_rate read_watch shard_optimizer "
+        "step_hooks trial trial_tensors"
     ),
     "actors/reduction": "gradient_exchange replica_sum tree_reducer",
     "actors/shards": "async_copy device_state erasure mirror parity position rebuild restore store transfer",

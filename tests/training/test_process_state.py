@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import BaseTorchDispatchMode, _get_current_dis
 
 import raysharded as rs
 from raysharded import numerics
-from raysharded.actors.task_calls.process_state import put_back
-from tests.training.harness import Outcome, log_into, train
+from raysharded.actors.task_calls.process_state import put_back, refusing_changes
+from raysharded.errors import TaskError
+from tests.training.harness import GptTask, Outcome, log_into, train
 
 WIDTH = 3
 _entered: list[Any] = []
@@ -197,3 +198,58 @@ def test_under_the_first_number_of_the_rule_they_stay(monkeypatch: pytest.Monkey
     found = trained(3, LeavingDtype(), kills=[(1, 2, "backward")])
     assert {numbers["metrics"]["itemsize"] for numbers in found.numbers} == {8.0}
     assert {numbers["metrics"]["computed in"] for numbers in found.numbers} == {8.0}
+
+
+# -- what is called between the steps --
+
+OF_BITS = [name for name in LEFT if not name.startswith(("grad", "inference", "the dispatch"))]
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("left", OF_BITS)
+def test_a_setting_that_changes_bits_and_is_left_by_an_evaluation_is_refused(left: str) -> None:
+    name = left.partition(" at ")[0].partition(" (")[0]
+    with put_back(), pytest.raises(TaskError, match=f"^T.evaluate left {name}"), refusing_changes("T.evaluate"):
+        LEFT[left]()
+
+
+def test_a_setting_that_is_set_back_and_one_that_changes_no_bit_are_allowed() -> None:
+    with put_back(), refusing_changes("T.evaluate"):
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(False)
+
+
+class Metric(GptTask):
+    """An evaluation in float64, which stays set or not."""
+
+    def __init__(self, *, stays: bool) -> None:
+        self._stays = stays
+
+    def evaluate(self, model: nn.Module, batch: torch.Tensor) -> Any:
+        torch.set_default_dtype(torch.float64)
+        found = super().evaluate(model, batch)
+        if not self._stays:
+            torch.set_default_dtype(torch.float32)
+        return found
+
+
+class Scheduled(GptTask):
+    """A schedule that leaves another number of threads."""
+
+    def lr_scale(self, step: int) -> float:
+        torch.set_num_threads(3)
+        return 1.0
+
+
+@pytest.mark.procs
+def test_a_run_whose_evaluation_or_schedule_leaves_a_setting_ends_with_its_name() -> None:
+    evaluation = rs.EvalConfig(data=[torch.arange(9).numpy() % 7 for _ in range(4)], every_steps=1, num_samples=4)
+    settings: dict[str, Any] = {"microbatches": 2, "steps": 1, "evaluation": evaluation}
+    assert train(1, task=Metric(stays=False), **settings).bits == train(1, **settings).bits
+    with pytest.raises(TaskError, match=r"Metric.evaluate in step 1 left the default dtype at torch.float64"):
+        train(1, task=Metric(stays=True), **settings)
+    with pytest.raises(
+        TaskError, match=r"Scheduled.lr_scale, or a step hook, in step 1 left the number of threads at 3"
+    ):
+        train(1, task=Scheduled(), **settings)

@@ -158,6 +158,10 @@ class Evaluator:
         """True if the model is to be evaluated after this step."""
         return self._job.evaluation is not None and step % self._job.evaluation.every_steps == 0
 
+    def where(self, step: int) -> str:
+        """Name of an evaluation for errors."""
+        return self._computer.name_of("evaluate", step)
+
     def plan_reading(self, step: int) -> None:
         """Let held-out data be read in the background, if the model is to be evaluated after this step."""
         if self.is_due(step):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -34,6 +34,7 @@ from raysharded.actors.step.assembly import Parts, Surroundings
 from raysharded.actors.step.evaluation import OtherForwards
 from raysharded.actors.step.gradient import Batches
 from raysharded.actors.step.meetings import Meetings
+from raysharded.actors.task_calls.process_state import refusing_changes
 from raysharded.data import Loader
 from raysharded.errors import CollectiveAborted
 from raysharded.layout import StateSpec
@@ -250,9 +251,12 @@ class Step:
                 self._lr = applying.leave_out(self.number)
             else:
                 self._around.probe("apply", self.number)
-                if not applying.has_applied:
-                    self._compare_schedules()
-                self._lr = applying.apply(self.number, agreed, self._max_norm)
+                where = f"{type(self._around.job.task).__name__}.lr_scale, or a step hook, in step {self.number}"
+                is_watched = self.number & (self.number - 1) == 0
+                with refusing_changes(where) if is_watched else nullcontext():
+                    if not applying.has_applied:
+                        self._compare_schedules()
+                    self._lr = applying.apply(self.number, agreed, self._max_norm)
 
     def _compare_schedules(self) -> None:
         """Raise InexactError if the workers' schedules give different rates, as a count of calls does after a join."""
@@ -281,17 +285,22 @@ class Step:
         """
         steps, around, parts, step = self.steps, self._around, self._parts, self.number
         steps.meetings.meet_alike(step, "evaluation", f"num_samples={num_samples}, name={name!r}")
-        with around.calling_the_task(), around.in_phase("evaluate"), steps.forwards.evaluating():
+        with around.calling_the_task(), around.in_phase("evaluate"), self._evaluating():
             found = parts.evaluator.evaluate(step, data, num_samples, name)
             parts.gradient.check_buffers("evaluation", step)
         self._evaluation |= {f"{name}.{key}" if name else key: value for key, value in found.items()}
         return found
 
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        with self.steps.forwards.evaluating(), refusing_changes(self._parts.evaluator.where(self.number)):
+            yield
+
     def predict(self, compute: Callable[[Any], Any], data: Loader, num_samples: int, batch_size: int) -> list[Any]:
         """The outputs for each batch of the first samples of these data, on every worker. As `evaluate`."""
         steps, around, parts, step = self.steps, self._around, self._parts, self.number
         steps.meetings.meet_alike(step, "evaluation", f"num_samples={num_samples}, batch_size={batch_size}")
-        with around.calling_the_task(), around.in_phase("evaluate"), steps.forwards.evaluating():
+        with around.calling_the_task(), around.in_phase("evaluate"), self._evaluating():
             found = parts.evaluator.predict(step, compute, data, num_samples, batch_size)
             parts.gradient.check_buffers("evaluation", step)
         return found
@@ -319,7 +328,7 @@ class Step:
         steps.done = step
         evaluation = self._evaluation
         if parts.evaluator.is_due(step):
-            with around.calling_the_task(), around.in_phase("evaluate"), steps.forwards.evaluating():
+            with around.calling_the_task(), around.in_phase("evaluate"), self._evaluating():
                 evaluation = parts.evaluator.evaluate_due(step)
                 parts.gradient.check_buffers("evaluation", step)
         microbatches = steps.agreement.exchange_microbatches() if around.job.records_microbatches else ()

@@ -42,7 +42,7 @@ class _Same:
 
 
 class _Value(NamedTuple):
-    """A copy of a plain value, or the value itself, and what tells it from others."""
+    """A copy of a plain value, or the value itself, and its form, which is equal for equal values alone."""
 
     copy: Any
     form: object

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import (
 )
 
 from raysharded.actors.task_calls.remarks import Say
+from raysharded.errors import TaskError
 
 STAYS_CHANGED = {1: True, 2: False, 3: False}
 """By the number of the rule `modes`: True if settings that `build_model` and `build_optimizer` left changed stay so."""
@@ -157,6 +158,30 @@ def put_back() -> Iterator[Left]:
     finally:
         left.note(before)
         _write(before)
+
+
+_OF_BITS = (
+    *("the default dtype", "the default device", "deterministic algorithms (debug mode)", "cudnn.benchmark"),
+    *("the float32 matmul precision", "the number of threads"),
+)
+"""Settings that change the bits of later steps."""
+
+
+@contextmanager
+def refusing_changes(where: str) -> Iterator[None]:
+    """A context for a call of the task's code, which raises TaskError if it leaves a setting changed.
+
+    Nothing is put back. A worker that joins, or a run that resumes, would compute without the change. Takes some 10 us.
+    """
+    before = {name: _SETTINGS[name].read() for name in _OF_BITS}
+    yield
+    for name, was in before.items():
+        if (now := _SETTINGS[name].read()) != was:
+            raise TaskError(
+                f"{where} left {_shown(name, was, now)}: later steps would be computed with it, and not by a worker "
+                "that joins or a run that resumes. Set it back in a `finally`, or set it for the whole run where the "
+                "module that defines the task is imported."
+            )
 
 
 def _read() -> dict[str, Any]:

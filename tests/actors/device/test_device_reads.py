@@ -265,6 +265,7 @@ WITH_READS = {
     "step/forward_backward: Results.by_microbatch": HOST,
     "step/forward_backward: Results.values": POLLED,
     "step/gradient: StepGradient.compute": HOST,
+    "step/proofs/attribute_proof: AttributeProof._total": HOST,
     "step/proofs/evaluation_proof: EvaluationProof._exchanged": HOST,
     "step/proofs/first_step_proof: Proof._exchange": HOST,
     "step/meetings: Meetings._begin.sums": HOST,
