@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from raysharded.checkpoint.interop.dcp.exporter import export_dcp
@@ -283,6 +284,18 @@ def test_a_hostile_pickle_is_refused_by_name_wherever_it_is(
         _imported(folder, tmp_path / "ours")
     assert not (tmp_path / "pwned").exists()
     assert not (tmp_path / "ours" / "manifest.json").exists()
+
+
+def test_members_of_enumerations_may_be_pickled_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_name(self: Any, _protocol: int) -> tuple[Any, tuple[Any, ...]]:
+        return getattr, (type(self), self.name)  # as Python 3.11.0 to 3.11.3 do
+
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    data = (_plain(tmp_path, {"a": torch.ones(3)}) / ".metadata").read_bytes()
+    assert b"getattr" in data
+    assert list(parse(data, "x").tensors) == ["a"]
+    with pytest.raises(CheckpointError, match=r"builtins\.getattr"):
+        parse(data.replace(b"_MEM_FORMAT_ENCODING", b"BytesStorageMetadata"), "x")
 
 
 def test_metadata_that_is_cut_off_or_changed_anywhere_never_does_more_than_raise(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from raysharded.checkpoint.format.manifest import SAFETENSORS_DTYPES
 from raysharded.checkpoint.format.paths import is_inside
-from raysharded.checkpoint.interop.dcp.pickles import fields_of, load, record
+from raysharded.checkpoint.interop.dcp.pickles import Refused, fields_of, load, record
 from raysharded.checkpoint.state_dict.tree import Path
 from raysharded.errors import CheckpointError, CorruptCheckpoint
 
@@ -110,8 +110,14 @@ def _stand_ins() -> dict[tuple[str, str], Any]:
     def ignored(*_arguments: Any) -> None:
         """Discard what is not needed: the layout, the memory format, the folder's former place."""
 
+    def member(owner: object, _name: object) -> None:
+        """A member of the memory format's enumeration, as Python 3.11.0 to 3.11.3 pickles it."""
+        if owner is not ignored:
+            raise Refused("builtins.getattr")
+
     found: dict[tuple[str, str], Any] = {(_METADATA, name): record(name) for name in _RECORDS}
     found[_METADATA, "_MEM_FORMAT_ENCODING"] = ignored
+    found["builtins", "getattr"] = member
     found["torch.distributed.checkpoint.filesystem", "_StorageInfo"] = record("_StorageInfo")
     found["torch.serialization", "_get_layout"] = ignored
     found["torch", "Size"] = tuple

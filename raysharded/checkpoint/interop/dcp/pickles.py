@@ -17,8 +17,8 @@ StandIns = Mapping[tuple[str, str], Any]
 """Map from (module, name) to the object to use in its place."""
 
 
-class _Refused(Exception):
-    """The pickle names something that has no stand-in."""
+class Refused(Exception):
+    """The pickle names something that has no stand-in. Stand-ins may raise it, too."""
 
 
 def load(data: bytes, stand_ins: StandIns, where: str, persistent: Callable[[Any], Any] | None = None) -> Any:
@@ -29,7 +29,7 @@ def load(data: bytes, stand_ins: StandIns, where: str, persistent: Callable[[Any
     """
     try:
         return _Unpickler(data, stand_ins, persistent).load()
-    except _Refused as refused:
+    except Refused as refused:
         raise CheckpointError(
             f"{where}: its pickle requests {refused}, which is not needed to describe tensors and is not loaded. If "
             "you trust where it comes from, load it with torch and save the tensors again."
@@ -50,11 +50,11 @@ class _Unpickler(pickle._Unpickler):
         try:
             return self._stand_ins[module, name]
         except KeyError:
-            raise _Refused(f"{module}.{name}") from None
+            raise Refused(f"{module}.{name}") from None
 
     def persistent_load(self, pid: Any) -> Any:
         if self._persistent is None:
-            raise _Refused("an object outside the pickle")
+            raise Refused("an object outside the pickle")
         return self._persistent(pid)
 
 
