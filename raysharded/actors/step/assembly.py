@@ -207,7 +207,9 @@ def assemble(
             audits=every is not None,
             say_of_loop=say if is_loop else None,
         ),
-        attribute_proof=AttributeProof(gradient, objects.attributes() if is_proven else (), around.in_phase, sum_int64),
+        attribute_proof=AttributeProof(
+            gradient, objects.attributes if is_proven else tuple, around.in_phase, sum_int64
+        ),
         check_memory=partial(check_memory, sharded, optimizer.written),
     )
 

@@ -28,16 +28,22 @@ class AttributeProof:
     def __init__(
         self,
         gradient: StepGradient,
-        attributes: Sequence[PlainAttributes],
+        attributes: Callable[[], Sequence[PlainAttributes]],
         phases: Phases,
         sum_over_workers: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """`attributes`: those of the task and the model, as built; empty: nothing is proven."""
-        self._gradient, self._attributes, self._in_phase, self._sum = gradient, attributes, phases, sum_over_workers
+        """`attributes`: those of the task and the model, as built; empty: nothing is proven.
+
+        They are taken at the first step: by then every worker has the run's drawn constants.
+        """
+        self._gradient, self._find, self._in_phase, self._sum = gradient, attributes, phases, sum_over_workers
+        self._attributes: Sequence[PlainAttributes] | None = None
         self._first: Pass | None = None
 
     def begin(self, step: int) -> None:
         """Call before a step is computed."""
+        if self._attributes is None:
+            self._attributes = self._find()
         is_watched = bool(self._attributes) and step > 1 and step & (step - 1) == 0
         self._first = Pass(looks_for_not_finite=True) if is_watched else None
 
@@ -54,7 +60,7 @@ class AttributeProof:
         first, self._first = self._first, None
         if first is None:
             return
-        changes = [change for each in self._attributes for change in each.changes()]
+        changes = [change for each in self._attributes or () for change in each.changes()]
         if not self._total(bool(changes)):
             return
         first.results = results
