@@ -32,7 +32,7 @@ _MODULES_OF = {
     ),
     "actors/optimizer": (
         "built_optimizer held_parameters inner_optimizers kept_state learning_rate read_watch shard_optimizer "
-        "step_hooks trial trial_tensors"
+        "step_hooks trial trial_outcomes trial_tensors"
     ),
     "actors/reduction": "gradient_exchange replica_sum tree_reducer",
     "actors/shards": "async_copy device_state erasure mirror parity position rebuild restore store transfer",

@@ -52,9 +52,29 @@ def cannot_be_kept(optimizer: torch.optim.Optimizer, found: Finding) -> str:
     )
 
 
+_UNEVEN = {
+    "zero": "skips a parameter whose gradient is zero, or treats it unlike others",
+    "large": "treats a parameter with large numbers in its gradient unlike others, as by skipping or scaling it",
+    "empty": "skips a parameter without elements, or keeps another state of it",
+}
+_BY_ELEMENT = "Step all parameters that have a .grad, and decide for each element alone, as by torch.where"
+_WAYS_OUT = {
+    "zero": _BY_ELEMENT,
+    "large": _BY_ELEMENT,
+    "empty": "Step all parameters that have a .grad, and make the state of empty ones, too",
+}
+
+
 def depends_on_the_cut(optimizer: torch.optim.Optimizer, found: Finding) -> str:
     """Message that the number of workers would change the optimizer's results, with the remedy."""
     settings = {k: v for k, v in optimizer.defaults.items() if k in ("foreach", "fused")}
+    if found.kind in _UNEVEN and not settings.get("fused"):  # these may round otherwise there
+        where = f"in {found.what!r} of the state" if found.what else "in the weights"
+        return (
+            f"{_who(optimizer, found)} {_UNEVEN[found.kind]}. A worker's part of a parameter may be such a one, so the "
+            f"number of workers would show {where}. {_WAYS_OUT[found.kind]}; or accept results without identical bits "
+            'with EngineConfig(reduction="fast").'
+        )
     start = _who(optimizer, found) if found.hooks else f"{_who(optimizer, found)} with {settings}"
     if found.what:
         keep = "Keep in optimizer.state[parameter] what is computed element by element, or a number that does not "

@@ -1,7 +1,8 @@
 """A trial of the task's optimizer on random tensors, before a run depends on it.
 
 Some kernels round differently in their vector tails, at the end of a shard. The trial compares steps on shards of odd
-lengths with steps on the whole: the parameters and the state.
+lengths with steps on the whole: the parameters and the state. A worker's part may also be empty, or be the only one
+whose gradient is zero, or large.
 
 A worker that takes another's place builds the optimizer anew and has only the per-parameter state; in a session it has
 the numbers in the groups, too. The trial compares steps of one optimizer with steps of one that is rebuilt before each.
@@ -14,10 +15,11 @@ A hook that reaches the model through its closure does not change these tensors:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -25,6 +27,7 @@ from torch import nn
 from raysharded.actors.optimizer.inner_optimizers import StandIns, bits_of, remembered, stand_ins
 from raysharded.actors.optimizer.registered_state import RegisteredState
 from raysharded.actors.optimizer.step_hooks import HookCalls
+from raysharded.actors.optimizer.trial_outcomes import Difference, Outcome, cloned, difference, types
 from raysharded.actors.optimizer.trial_tensors import Marks, TrialStep, at_odd_offset, likes_of, representatives
 from raysharded.actors.task_calls.explanations import explanation
 from raysharded.actors.task_calls.object_contents import NumberPlace, number_places
@@ -46,6 +49,8 @@ _STEPS = (
     TrialStep(count=100_000),
 )
 _STEPS_WITH_HOOKS = _STEPS[:3]
+_UNEVEN_STEPS = (TrialStep(zero=True), TrialStep(large=True), TrialStep(zero=True), TrialStep())
+"""Steps in which a part of each parameter has another kind of gradient than the rest."""
 _LATER_STEPS = (
     TrialStep(count=10),
     TrialStep(),
@@ -57,11 +62,15 @@ _LATER_STEPS = (
 """Steps that are compared for counters outside the state: most rules act at such a count, or just behind it."""
 
 
+Cause: TypeAlias = Literal["cut", "zero", "large", "empty"]
+"""Causes of other results on shards: any cut; a part whose gradient is zero, or large; a part without elements."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     """The first difference that a trial found."""
 
-    kind: Literal["cut", "made anew", "idle", "late", "turned", "shape", "marks", "key"]
+    kind: Literal["made anew", "idle", "late", "turned", "shape", "marks", "key"] | Cause
     """On a shard; from a rebuilt optimizer; parameters unchanged; state late; state that has changed its type; state
     shaped unlike its parameter; on parameters with attributes; a key of state that is no name."""
     what: str = ""
@@ -122,16 +131,6 @@ def _by(found: Finding | None, hooks: tuple[str, ...]) -> Finding | None:
     return None if found is None else Finding(kind=found.kind, what=found.what, hooks=hooks)
 
 
-@dataclass(slots=True)
-class _Outcome:
-    """Result of the steps: for each parameter that was tried, its parts in order."""
-
-    params: list[list[torch.Tensor]]
-    kept: list[list[dict[str, Any]]]
-    first_types: list[dict[str, str]] = field(default_factory=list)
-    """Type of each parameter's state after the first step, by key."""
-
-
 class _Trial:
     def __init__(
         self,
@@ -167,20 +166,20 @@ class _Trial:
         kept = self._late(whole) or self._made_anew(whole, changed) or self._counting(changed) or self._marked(whole)
         return Verdict(cut=self._cut(whole), kept=kept, keeps=self._keeps(whole))
 
-    def _keeps(self, whole: _Outcome) -> dict[int, frozenset[str]]:
+    def _keeps(self, whole: Outcome) -> dict[int, frozenset[str]]:
         keys = {
-            self._likes[id(tensors.param)].like: _keys(kept)
+            self._likes[id(tensors.param)].like: frozenset(types(kept))
             for tensors, (kept,) in zip(self._tried, whole.kept, strict=True)
         }
         return {number: keys[one.like] for number, one in self._likes.items()}
 
-    def _idle(self, whole: _Outcome) -> Finding | None:
+    def _idle(self, whole: Outcome) -> Finding | None:
         for tensors, (param,) in zip(self._tried, whole.params, strict=True):
             if tensors.param.requires_grad and bits_of(param) == bits_of(tensors.start):
                 return Finding(kind="idle")
         return None
 
-    def _reshaped(self, whole: _Outcome) -> Finding | None:
+    def _reshaped(self, whole: Outcome) -> Finding | None:
         for (param,), (kept,) in zip(whole.params, whole.kept, strict=True):
             for key, value in kept.items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != param.shape:
@@ -188,24 +187,44 @@ class _Trial:
                     return Finding(kind="shape", what=f"{key!r} {shapes}")
         return None
 
-    def _cut(self, whole: _Outcome) -> Finding | None:
+    def _cut(self, whole: Outcome) -> Finding | None:
         """Compare the whole with two workers' shards, which hold alternate parts."""
-        halves = []
-        for first in (0, 1):
-            parts = [[slice(*cut) for cut in tensors.cuts[first::2]] for tensors in self._tried]
-            halves.append(self._made(parts))
-        for place, ((param,), (kept,)) in enumerate(zip(whole.params, whole.kept, strict=True)):
-            if bits_of(param) != bits_of(_joined([half.params[place] for half in halves])):
-                return Finding(kind="cut")
-            for key, value in kept.items():
-                parts_of_it = [[one.get(key) for one in half.kept[place]] for half in halves]
-                if not _is_joined(value, parts_of_it, param.shape):
-                    return Finding(kind="cut", what=key)
+        found = difference(whole, self._halves([tensors.cuts for tensors in self._tried], self._steps))
+        return self._uneven() if found is None else Finding(kind="cut", what=found.key)
+
+    def _uneven(self) -> Finding | None:
+        """Compare where the parts' gradients are unlike: zero or large in one part alone, and with an empty part."""
+        every = [[*tensors.cuts, tensors.empty] for tensors in self._tried]
+        with suppress(TaskError):
+            if self._uneven_difference(every, _UNEVEN_STEPS) is None:
+                return None
+        cuts = [tensors.cuts for tensors in self._tried]
+        causes: dict[Cause, tuple[list[list[tuple[int, int]]], Sequence[TrialStep]]] = {
+            "zero": (cuts, [replace(step, large=False) for step in _UNEVEN_STEPS]),
+            "large": (cuts, [replace(step, zero=False) for step in _UNEVEN_STEPS]),
+            "empty": (every, [TrialStep() for _ in _UNEVEN_STEPS]),
+        }
+        for kind, (parts, steps) in causes.items():
+            with suppress(TaskError):  # a step that raises for such a part ends a run, and changes no bit
+                if (found := self._uneven_difference(parts, steps)) is not None:
+                    return Finding(kind=kind, what=found.key)
         return None
 
-    def _late(self, whole: _Outcome) -> Finding | None:
-        for first, (kept,) in zip(whole.first_types, whole.kept, strict=True):
-            now = _types(kept)
+    def _uneven_difference(
+        self, cuts: Sequence[Sequence[tuple[int, int]]], steps: Sequence[TrialStep]
+    ) -> Difference | None:
+        whole = self._made([[slice(None)] for _ in self._tried], steps=steps)
+        return difference(whole, self._halves(cuts, steps))
+
+    def _halves(self, cuts: Sequence[Sequence[tuple[int, int]]], steps: Sequence[TrialStep]) -> list[Outcome]:
+        """Results of two workers, which hold alternate parts of each parameter. `cuts`: the parts, by parameter."""
+        return [
+            self._made([[slice(*cut) for cut in of_it[first::2]] for of_it in cuts], steps=steps) for first in (0, 1)
+        ]
+
+    def _late(self, whole: Outcome) -> Finding | None:
+        for (first,), (kept,) in zip(whole.first_types, whole.kept, strict=True):
+            now = types(kept)
             if late := sorted(now.keys() ^ first.keys()):
                 return Finding(kind="late", what=late[0])
             if turned := sorted(key for key, kind in now.items() if first[key] != kind):
@@ -213,7 +232,7 @@ class _Trial:
                 return Finding(kind="turned", what=what)
         return None
 
-    def _made_anew(self, usual: _Outcome, changed: Sequence[str]) -> Finding | None:
+    def _made_anew(self, usual: Outcome, changed: Sequence[str]) -> Finding | None:
         different = Finding(kind="made anew", what=changed[0] if changed else "")
         try:
             anew = self._made([[slice(None)] for _ in self._tried], anew=True)
@@ -235,7 +254,7 @@ class _Trial:
             return None
         return Finding(kind="made anew", what=changed[0] if changed else "")
 
-    def _marked(self, usual: _Outcome) -> Finding | None:
+    def _marked(self, usual: Outcome) -> Finding | None:
         """Compare with steps on parameters that have the attributes of the model's."""
         names = sorted({key for tensors in self._tried for key in self._marks.get(id(tensors.param), ())})
         if not names:
@@ -256,7 +275,7 @@ class _Trial:
         notes: bool = False,
         counts: bool = False,
         marked: bool = False,
-    ) -> _Outcome:
+    ) -> Outcome:
         """Make all steps on these parts of each parameter.
 
         `steps`: others than the trial's. `anew`: rebuild the optimizer before each step. `notes`: also record what it
@@ -273,7 +292,7 @@ class _Trial:
         self._standing.give({id(t.param): ones for t, ones in zip(self._tried, stand_ins, strict=True)})
         rates = [group["lr"] for group in parts_of.groups if "lr" in group]
         rates = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
-        first_types: list[dict[str, str]] = []
+        first_types: list[list[dict[str, str]]] = []
         keeps_groups = self._groups is not None
         before = remembered(self._optimizer, keeps_groups=keeps_groups) if notes else {}
         if notes:
@@ -288,7 +307,7 @@ class _Trial:
             for tensors, ones, of_it in zip(self._tried, stand_ins, parts, strict=True):
                 for place, (one, part) in enumerate(zip(ones, of_it, strict=True)):
                     if one.requires_grad:
-                        gradient = tensors.gradients[number % len(tensors.gradients)]
+                        gradient = tensors.gradient(number, step)
                         one.grad = at_odd_offset(gradient[part], place)
                     if step.count is not None:
                         _set_counts(parts_of.counts(one), step.count)
@@ -300,15 +319,15 @@ class _Trial:
             if notes:
                 self._counters = [counter for counter, was in raised if was is not None and counter.value() == was + 1]
             if not number:
-                first_types = [_types(parts_of.kept_of(ones[0])) if ones else {} for ones in stand_ins]
+                first_types = [[types(parts_of.kept_of(one)) for one in ones] for ones in stand_ins]
         if notes:
             unnamed = (parts_of.unnamed(one) for ones in stand_ins for one in ones)
             self._unnamed = next((key for key in unnamed if key is not None), None)
             now = remembered(self._optimizer, keeps_groups=keeps_groups)
             self._changed = sorted(name for name, value in now.items() if before.get(name) != value)
-        return _Outcome(
+        return Outcome(
             params=[[one.detach() for one in ones] for ones in stand_ins],
-            kept=[[_cloned(parts_of.kept_of(one)) for one in ones] for ones in stand_ins],
+            kept=[[cloned(parts_of.kept_of(one)) for one in ones] for ones in stand_ins],
             first_types=first_types,
         )
 
@@ -343,47 +362,3 @@ def _set_counts(counts: Any, count: int) -> None:
             kept[key].fill_(count)
         else:
             kept[key] = type(kept[key])(count)
-
-
-def _keys(kept: dict[str, Any]) -> frozenset[str]:
-    return frozenset(key for key, value in kept.items() if value is not None)
-
-
-def _types(kept: dict[str, Any]) -> dict[str, str]:
-    """Types in which the state is handed on, by key."""
-    return {key: _type_of(value) for key, value in kept.items() if value is not None}
-
-
-def _type_of(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of {str(value.dtype).removeprefix('torch.')}"
-    kind = float if isinstance(value, float) else type(value)  # NumPy's float64 is a float
-    return kind.__name__
-
-
-def _cloned(kept: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for key, value in kept.items()
-        if value is not None
-    }
-
-
-def _joined(halves: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """The whole tensor, from two halves that hold alternate parts."""
-    one, other = halves
-    parts = [part for pair in zip(one, other, strict=False) for part in pair]
-    return torch.cat([*parts, *one[len(other) :]])
-
-
-def _is_joined(whole: Any, halves: Sequence[Sequence[Any]], shape: torch.Size) -> bool:
-    """True if the state of the parts equals that of the whole: cut as the parameter is, or the same number."""
-    parts = [one for half in halves for one in half]
-    if isinstance(whole, torch.Tensor) and whole.shape == shape and whole.dim():
-        if not all(isinstance(one, torch.Tensor) and one.dim() for one in parts):
-            return False
-        try:
-            return bits_of(whole) == bits_of(_joined(halves))
-        except RuntimeError:  # the state's parts do not have the shapes of the parameter's
-            return False
-    return all(bits_of(one) == bits_of(whole) for one in parts)

@@ -14,6 +14,7 @@ from raysharded.actors.optimizer.inner_optimizers import StandIns
 
 Marks: TypeAlias = Mapping[int, Mapping[str, Any]]
 """Attributes of parameters, by the parameter's id."""
+_LARGE = 1e6
 _LENGTH = 4099
 _ELEMENTS = 1 << 14
 _LEAST_ROWS, _WIDEST = 17, 4100
@@ -31,6 +32,10 @@ class TrialStep:
     count: int | None = None
     """Step count that is set before the step, where the optimizer counts steps."""
     own_rate: bool = False
+    zero: bool = False
+    """True if one part of each parameter, and no other, has a gradient of zeros."""
+    large: bool = False
+    """True if one part of each parameter, and no other, has a gradient of large numbers."""
 
 
 @dataclass(slots=True)
@@ -42,6 +47,25 @@ class TrialTensors:
     start: torch.Tensor
     gradients: list[torch.Tensor]
     cuts: list[tuple[int, int]]
+
+    @property
+    def empty(self) -> tuple[int, int]:
+        """A part without rows, as workers have of a parameter that has fewer rows than there are workers."""
+        rows = len(self.start)
+        return rows, rows
+
+    def gradient(self, number: int, step: TrialStep) -> torch.Tensor:
+        """Gradient of the whole parameter in a step, counted from 0."""
+        gradient = self.gradients[number % len(self.gradients)]
+        if not (step.zero or step.large):
+            return gradient
+        gradient = gradient.clone()
+        zeros, large = (slice(*cut) for cut in self.cuts[1:3])  # of different halves
+        if step.zero:
+            gradient[zeros] = 0.0
+        if step.large:
+            gradient[large] *= min(_LARGE, torch.finfo(gradient.dtype).max ** 0.5)  # finite in half precision
+        return gradient
 
     @classmethod
     def drawn(cls, param: torch.Tensor, steps: Sequence[TrialStep], generator: torch.Generator) -> TrialTensors:
