@@ -72,7 +72,7 @@ class Loop:
     def __call__(self, session: Session) -> None:
         model = session.build(self._make)
         self.built(model)
-        optimizer = optimizer_of(model)
+        optimizer = self.optimizer_of(model)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         average = Average()
         session.shard(model, optimizer, scheduler=scheduler, average=average)
@@ -90,6 +90,9 @@ class Loop:
             self.left(session, step, model, optimizer)
 
     def built(self, model: nn.Module) -> None: ...
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        return optimizer_of(model)
 
     def tokens_of(self, step: UserStep, batch: Any) -> torch.Tensor:
         return batch  # type: ignore[no-any-return]

@@ -104,6 +104,16 @@ class DeviceState:
                     "which that has a gradient."
                 )
 
+    def forms(self) -> list[str]:
+        """The optimizer's state of each parameter in words, without values; equal on all workers."""
+        numbers = self._optimizer.number_names()
+        kept: dict[str, list[str]] = {name: [] for name in self._sharded.parameters}
+        for full_name, value in self._optimizer.state().items():
+            name, _, key = full_name.rpartition(".")
+            kind = "number" if full_name in numbers else "tensor" if value.dim() else "0-dim tensor"
+            kept[name].append(f"{key!r} (a {kind} of {dtype_name(value.dtype)})")
+        return [f"{', '.join(keys) or 'nothing'} for {name!r}" for name, keys in kept.items()]
+
     def _tensors(self) -> dict[str, torch.Tensor]:
         found = self._model_tensors()
         numbers = self._optimizer.number_names()

@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 import torch
 
 from raysharded.actors.device.device_waits import numbers_of
-from raysharded.actors.model.inventory import compare
+from raysharded.actors.model.inventory import compare, find_difference
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.numerics.bit_digest import flip_bit, tensor_digest
 from raysharded.actors.numerics.step_consensus import Agreed
@@ -36,7 +36,7 @@ from raysharded.actors.step.gradient import Batches
 from raysharded.actors.step.meetings import Meetings
 from raysharded.actors.task_calls.process_state import refusing_changes
 from raysharded.data import Loader
-from raysharded.errors import CollectiveAborted
+from raysharded.errors import CollectiveAborted, InexactError
 from raysharded.layout import StateSpec
 from raysharded.protocol.messages import NonFinite
 
@@ -59,7 +59,7 @@ class Steps:
         self._spec = spec
         self._spec_is_final = False
         """True once the optimizer has made its state of the used parameters, in its first step."""
-        self._memory_is_checked = False
+        self._memory_is_checked = self._state_is_compared = False
         self.forwards = OtherForwards(
             parts.sharded, lambda: parts.gradient.forward is not None, watch=registered is not None
         )
@@ -118,6 +118,24 @@ class Steps:
         names = {tensor.name for tensor in self._spec.tensors} if self._spec else set()
         self._spec = self._spec if names == {tensor.name for tensor in spec.tensors} else spec
         self._spec_is_final = applying.has_applied
+
+    def compare_state(self, step: int) -> None:
+        """Compare the names and types of the optimizer's state, once, behind its first step. All workers call it.
+
+        Raises InexactError, on every worker, if they differ: parts of it could not be exchanged.
+        """
+        if self._state_is_compared or not self.parts.applying.has_applied:
+            return
+        self._state_is_compared = True
+        members, group = self.around.place.spec.members, self.around.groups.state
+        with self.around.in_phase("agree"):
+            found = find_difference(self.parts.live.forms(), len(members), group)
+        if found is not None:
+            raise InexactError(
+                f"step {step}: the optimizer keeps other state on some workers than on others: worker {members[0]} has "
+                f"{found.first}, where worker {members[found.rank]} has {found.other}. A step that skips a parameter by "
+                "its values makes no state. Let it make the state of all parameters that have a .grad."
+            )
 
     def digest(self, what: Literal["gradients", "parameters", "state"]) -> int:
         """Digest of this worker's shards, to find changes of them in places where nothing may change them.
@@ -331,6 +349,7 @@ class Step:
             with around.calling_the_task(), around.in_phase("evaluate"), self._evaluating():
                 evaluation = parts.evaluator.evaluate_due(step)
                 parts.gradient.check_buffers("evaluation", step)
+        steps.compare_state(step)
         microbatches = steps.agreement.exchange_microbatches() if around.job.records_microbatches else ()
         with around.in_phase("snapshot"):  # from here to the report nothing waits for another worker
             own = steps.snapshot(step)

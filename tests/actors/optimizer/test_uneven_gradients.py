@@ -12,6 +12,8 @@ from torch import nn
 import raysharded as rs
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.errors import InexactError
+from tests.session.loops import Loop, run
+from tests.training.harness import VOCABULARY, GptTask, train
 
 
 class Own(torch.optim.Optimizer):
@@ -159,3 +161,38 @@ def test_an_optimizer_of_half_precision_is_tried_with_finite_numbers() -> None:
 
     optimizer, _ = shard_optimizer(Half(SkipsZeroElements))
     optimizer.try_out()
+
+
+class SkipsByLength(Own):
+    """Skips a length that no trial has, and only the second of two workers."""
+
+    def is_skipped(self, param: nn.Parameter, gradient: torch.Tensor) -> bool:
+        return len(param) == VOCABULARY // 2
+
+
+class LengthTask(GptTask):
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return SkipsByLength(model.parameters())
+
+
+LENGTHS = (
+    r"step 1: the optimizer keeps other state on some workers than on others: worker \d+ has 'average' \(a tensor of "
+    r"float32\) for 'embedding\.weight', where worker \d+ has nothing for 'embedding\.weight'"
+)
+
+
+@pytest.mark.procs
+def test_workers_whose_optimizers_keep_other_state_are_named_in_the_first_step() -> None:
+    with pytest.raises(InexactError, match=LENGTHS):
+        train(2, task=LengthTask(), steps=2)
+
+
+class LengthLoop(Loop):
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        return SkipsByLength(model.parameters())
+
+
+@pytest.mark.procs
+def test_workers_of_a_loop_whose_optimizers_keep_other_state_are_named_in_the_first_step() -> None:
+    with pytest.raises(InexactError, match=LENGTHS):
+        run(2, LengthLoop(), steps=2)
