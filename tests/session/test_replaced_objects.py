@@ -189,6 +189,58 @@ def test_state_of_the_optimizer_that_changes_outside_the_with_is_refused() -> No
         run(1, Acting(outside=changes_state_outside), steps=3)
 
 
+def looks_ahead(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) -> None:
+    """As Lookahead: slow weights beside the optimizer's state, from the third step on, which is not watched."""
+    for group in optimizer.param_groups if step.number > 2 else ():
+        for param in group["params"]:
+            optimizer.state[param].setdefault("slow", param.detach().clone())
+
+
+def adds_in_the_body(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) -> float:
+    if step.number == 4:
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["scale"] = torch.ones(())
+    return 1.0
+
+
+def decays_in_the_body(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) -> float:
+    if step.number == 2:
+        changes_state_outside(step=step, optimizer=optimizer)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("loop", "told"),
+    [
+        (
+            Acting(looks_ahead),
+            r"step 3: the loop adds 'slow' to optimizer\.state, .* slow=raysharded\.ParameterTensors\(\)",
+        ),
+        (Acting(body=adds_in_the_body), r"step 4: the loop adds 'scale' to optimizer\.state"),
+        (Acting(body=decays_in_the_body), r"step 2: the optimizer's state changed between the step's beginning and"),
+    ],
+    ids=["looks ahead", "adds in the body", "decays in the body"],
+)
+def test_state_that_a_loop_keeps_beside_the_optimizers_own_is_refused(loop: Acting, told: str) -> None:
+    with pytest.raises(InexactError, match=told):
+        run(2, loop, steps=5)
+
+
+def restarts(*, step: UserStep, model: Any, optimizer: torch.optim.Optimizer, **_: Any) -> None:
+    """Set the moments to 0 in place. Reading the state of another parameter makes an empty one."""
+    for state in list(optimizer.state.values()) if step.number == 4 else ():
+        if state:
+            state["exp_avg"].zero_()
+    assert not optimizer.state[nn.Parameter(torch.zeros(1))]
+
+
+def test_state_of_the_optimizer_may_be_changed_in_place_behind_its_step() -> None:
+    plain = run(1, Acting(restarts))
+    assert plain.bits != run(1, Acting()).bits
+    assert run(3, Acting(restarts), kills=[(1, 5, "forward")]).bits == plain.bits
+    remarks = [text for fields in plain.of("step") for text in fields.get("remarks", ())]
+    assert len([text for text in remarks if "changes the optimizer's state behind optimizer.step()" in text]) == 1
+
+
 def penalty_of_groups(*, optimizer: torch.optim.Optimizer, **_: Any) -> Any:
     return 1 + sum(param.pow(2).sum() for group in optimizer.param_groups for param in group["params"])
 

@@ -68,6 +68,19 @@ class OptimizerParts:
             tuple(id(value) for each in kept for value in (each.values() if isinstance(each, dict) else (each,)))
         )
 
+    def lengths(self) -> tuple[int, ...]:
+        """Number of entries of the state of each parameter that has any."""
+        kept = [one for state in self._states.values() for one in state.values()]
+        return tuple([len(one) for one in kept if isinstance(one, dict) and one])
+
+    def added(self, before: Sequence[int]) -> list[str]:
+        """Keys of a parameter whose state has grown since `lengths` was `before`; empty if there is none."""
+        kept = [one for state in self._states.values() for one in state.values() if isinstance(one, dict) and one]
+        for place, one in enumerate(kept):
+            if (known := before[place] if place < len(before) else 0) < len(one):
+                return [str(key) for key in list(one)[known:]]
+        return []
+
     @property
     def lists(self) -> list[list[Any]]:
         """The groups' lists of parameters, each once."""

@@ -290,7 +290,7 @@ def _plain(value: Any, path: str, orders: list[Sequence[int]]) -> Any:
 _REFUSAL = (
     "it must be plain data (numbers, text, None, and lists, tuples and dicts of them), as state_dict() returns it. "
     "Give what is registered a state_dict() without it. For an average of the weights register a "
-    "raysharded.ParameterTensors, and keep tensors of an optimizer in its state, not in its groups."
+    "raysharded.ParameterTensors, and let optimizer.step() keep its tensors in optimizer.state, not in its groups."
 )
 
 

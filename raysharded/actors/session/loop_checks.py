@@ -67,7 +67,7 @@ def require_unchanged(
         raise InexactError(
             f"{line_here()}: entries of the optimizer's state were dropped, added or replaced between step {step} and "
             "the next, as by optimizer.state.clear(): a worker that joins would not know. Change its tensors in place, "
-            "in the `with`."
+            "in the `with`, behind optimizer.step()."
         )
     kept = store.registered(step)
     assert kept is not None

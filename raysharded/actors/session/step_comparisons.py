@@ -79,6 +79,8 @@ class StepWatch:
         self._gradients: int | None = None
         self._updated: int | None = None
         self._parameters = step.steps.digest("parameters") if is_watched else None
+        self._kept = step.steps.digest("optimizer") if is_watched else None
+        self._lengths = step.steps.parts.optimizer.built.parts.lengths()
         self.at_end: int | None = None
         """Digest of the parameters at the step's end, if it is watched."""
         self.identities: int | None = None
@@ -112,9 +114,16 @@ class StepWatch:
                 self._with_gradient.append((param, own))
         if self.is_watched:
             self._gradients = self._steps.digest("gradients")
+            self._refuse_added()
+            if self._steps.digest("optimizer") != self._kept:
+                raise InexactError(
+                    f"step {self._step.number}: the optimizer's state changed between the step's beginning and the end "
+                    "of its microbatches, while it is copied. Change it behind optimizer.step(), in place."
+                )
 
     def begin_update(self) -> None:
         """Call ahead of the optimizer's step. Raises InexactError."""
+        self._refuse_added()
         self._registered.in_update.append(self._note("update"))
         if self._step.skipped:
             return
@@ -132,17 +141,21 @@ class StepWatch:
     def end_update(self) -> None:
         """Call behind the optimizer's step and its hooks."""
         self._registered.in_update.append(self._registered.settings())
+        self._lengths = self._steps.parts.optimizer.built.parts.lengths()
         if self.is_watched:
-            self._updated = self._steps.digest("parameters")
+            self._updated, self._kept = self._steps.digest("parameters"), self._steps.digest("optimizer")
 
     def commit(self) -> None:
         """Commit the step, at the end of the `with`."""
         self._refuse_replaced(self._steps.parts.optimizer.assigned.elsewhere())
+        self._refuse_added()
         self._steps.parts.modes.take_over()
         self._steps.parts.optimizer.assigned.take()
         if self._updated is not None:
             if self._steps.digest("parameters") != self._updated:
-                self._steps.around.say("parameters in the with", _CHANGED_BEHIND)
+                self._steps.around.say("parameters in the with", _CHANGED_BEHIND.format("parameters"))
+            if self._steps.digest("optimizer") != self._kept:
+                self._steps.around.say("state in the with", _CHANGED_BEHIND.format("the optimizer's state"))
             self.at_end = self._steps.digest("state")
         self._step.commit()
         self.identities = self._steps.parts.optimizer.built.parts.identities()
@@ -197,6 +210,16 @@ class StepWatch:
                 "that session.build calls; a rate of 0 in a separate group stops a part for a while."
             )
 
+    def _refuse_added(self) -> None:
+        """Raise InexactError for entries of the optimizer's state that the loop has made."""
+        parts = self._steps.parts.optimizer.built.parts
+        if parts.lengths() != self._lengths and (keys := parts.added(self._lengths)):
+            raise InexactError(
+                f"step {self._step.number}: the loop adds {', '.join(map(repr, keys))} to optimizer.state, which "
+                "optimizer.step() does not make: after a change of the workers it is left out. Register such tensors: "
+                f"session.shard(model, optimizer, {keys[0]}=raysharded.ParameterTensors())."
+            )
+
     def _note(self, place: Place) -> str:
         text = self._registered.settings()
         self._attempts.note(self._step.number, place, text)
@@ -220,7 +243,7 @@ class StepWatch:
 
 
 _CHANGED_BEHIND = (
-    "the loop changes parameters behind optimizer.step(). That is exact if each element's new value depends on that "
+    "the loop changes {} behind optimizer.step(). That is exact if each element's new value depends on that "
     "element alone, as in clamping. A norm, a mean or a random draw over a parameter is over a worker's part of it, "
     "and depends on the number of workers."
 )

@@ -25,6 +25,7 @@ from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.numerics.bit_digest import flip_bit, tensor_digest
 from raysharded.actors.numerics.step_consensus import Agreed
 from raysharded.actors.optimizer.learning_rate import schedule_item
+from raysharded.actors.optimizer.loaded_state import is_registered
 from raysharded.actors.optimizer.registered_state import RegisteredState
 from raysharded.actors.shards.saver import decide
 from raysharded.actors.shards.store import ShardBuffer
@@ -133,19 +134,22 @@ class Steps:
         if found is not None:
             raise InexactError(
                 f"step {step}: the optimizer keeps other state on some workers than on others: worker {members[0]} has "
-                f"{found.first}, where worker {members[found.rank]} has {found.other}. A step that skips a parameter by "
-                "its values makes no state. Let it make the state of all parameters that have a .grad."
+                f"{found.first}, where worker {members[found.rank]} has {found.other}. A step that skips a parameter "
+                "by its values makes no state. Let it make the state of all parameters that have a .grad."
             )
 
-    def digest(self, what: Literal["gradients", "parameters", "state"]) -> int:
+    def digest(self, what: Literal["gradients", "optimizer", "parameters", "state"]) -> int:
         """Digest of this worker's shards, to find changes of them in places where nothing may change them.
 
-        `state`: parameters and the optimizer's state.
+        `optimizer`: the optimizer's state without what a loop has registered. `state`: parameters and all of it.
         """
         optimizer = self.parts.optimizer
-        found = optimizer.gradients() if what == "gradients" else list(optimizer.written.values())
-        if what == "state":
-            found += optimizer.state().values()
+        found = optimizer.gradients() if what == "gradients" else []
+        if what in ("parameters", "state"):
+            found += optimizer.written.values()
+        if what in ("optimizer", "state"):
+            kept = optimizer.state().items()
+            found += [one for name, one in kept if what == "state" or not is_registered(name.rpartition(".")[2])]
         words = numbers_of(tensor_digest(local_of(tensor)) for tensor in found)
         return hash(tuple(words)) if words else 0
 
