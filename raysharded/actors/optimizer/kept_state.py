@@ -107,9 +107,10 @@ class KeptState:
             if isinstance(value, (int, float))
         )
 
-    def num_tensors(self) -> dict[str, int]:
-        """Number of state tensors of each parameter, by the parameter's name."""
-        return {name: len(self._parts.kept_of(param)) for name, param in self._params.items()}
+    def num_tensors(self, left_out: Mapping[str, int]) -> dict[str, int]:
+        """Number of state tensors of each parameter, by the parameter's name. `left_out`: numbers to be added."""
+        kept = self._parts.kept_of
+        return {name: len(kept(param)) + left_out.get(name, 0) for name, param in self._params.items()}
 
 
 def _like_dtensor(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

@@ -78,6 +78,8 @@ class LoadedState:
         self._keys: dict[str, set[str]] = {}
         self._strange: dict[str, dict[str, _AsLoaded]] = {}
         """Loaded entries that the optimizer did not make in its trial."""
+        self.num_left_out: dict[str, int] = {}
+        """Number of entries that were left out for a parameter, by name."""
 
     @property
     def parameters(self) -> Collection[str]:
@@ -128,6 +130,7 @@ class LoadedState:
                 if key in now and before.is_still(now[key]):
                     self._parts.drop(stepped[name], key)
                     found.setdefault(name, []).append(key)
+        self.num_left_out |= {name: len(keys) for name, keys in found.items()}
         return dict(sorted(found.items()))
 
     def describe_first(self) -> str:

@@ -224,8 +224,8 @@ class ShardOptimizer:
         return self._kept.number_names()
 
     def num_tensors(self) -> dict[str, int]:
-        """Number of state tensors of each parameter, by the parameter's name."""
-        return self._kept.num_tensors()
+        """Number of state tensors of each parameter, by name; those of the loaded state that were left out count."""
+        return self._kept.num_tensors(self._loaded.num_left_out)
 
     def step_device(self, full_name: str, device: torch.device) -> torch.device:
         """Device of a 0-dim state tensor: the CPU, unless the optimizer is fused or capturable.

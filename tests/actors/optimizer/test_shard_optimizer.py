@@ -529,3 +529,22 @@ def test_parameters_with_an_attribute_of_each_are_not_all_tried(different: int, 
     marks = {id(param): {"rank": number % different} for number, param in enumerate(params)}
     with stand_ins(torch.optim.SGD(params, lr=0.1)) as standing:
         assert len(representatives(likes_of(standing, marks), [TrialStep()])) == tried
+
+
+def test_state_that_is_left_out_counts_as_kept_and_a_deleted_entry_does_not() -> None:
+    def stepped(optimizer: ShardOptimizer, model: nn.Module) -> dict[str, int]:
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.apply(1, 1.0)
+        return optimizer.num_tensors()
+
+    before, its_model = shard_optimizer(Line(ELEMENTWISE["Adam, amsgrad"]))
+    kept = stepped(before, its_model)
+    after, model = shard_optimizer(Line(ELEMENTWISE["AdamW"]))
+    after.try_out()
+    after.load_state(before.state(), before.number_names())
+    assert after.num_tensors() == kept == dict.fromkeys(("weight", "bias"), 4)
+    assert stepped(after, model) == kept
+    assert not [name for name in after.state() if "max_exp_avg_sq" in name]
+    del after.built.optimizer.state[after.written["bias"]]["exp_avg"]
+    assert after.num_tensors() == {"weight": 4, "bias": 3}
