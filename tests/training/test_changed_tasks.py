@@ -397,7 +397,7 @@ class OfOnes(torch.optim.SGD):
         for param in self.param_groups[0]["params"]:
             if param.grad is not None:
                 change = param.grad
-                if param.grad.eq(1.0).all():
+                if param.numel() and param.grad.eq(1.0).all():  # a trial has empty parts
                     change = self.state[param].setdefault("average", torch.zeros_like(param)).mul_(0.9).add_(param.grad)
                 param.data.sub_(0.1 * change)
 
