@@ -52,8 +52,9 @@ RULES: dict[str, Rule] = {
     ),
     "draws": Rule(
         "the state of the process's generators in a loss, in its backward and in an evaluation, from the seed, the "
-        "step and the microbatch: torch's only (1), or NumPy's and Python's, too (2)",
-        listed=(1, 2),
+        "step and the microbatch: torch's only (1), or NumPy's and Python's, too (2); and in the callbacks of a "
+        "`Trainer` with which a step or an epoch begins, from the step (3), or what the loop left (2)",
+        listed=(1, 2, 3),
     ),
     "modes": Rule(
         "training or evaluation mode of the modules in each forward, torch's deterministic algorithms and other "

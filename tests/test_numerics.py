@@ -21,7 +21,7 @@ NUMBERS = st.sets(st.integers(1, 99), min_size=1, max_size=3).map(lambda found: 
 ALL_ONE = "build 1, compile 1, draws 1, modes 1, numbers 1, order 1, reduce 1, unused 1"
 NEWEST = ALL_ONE
 for _rule in ("build", "compile", "draws", "modes", "numbers", "order", "unused"):
-    NEWEST = NEWEST.replace(f"{_rule} 1", f"{_rule} {3 if _rule in ('compile', 'modes', 'numbers') else 2}")
+    NEWEST = NEWEST.replace(f"{_rule} 1", f"{_rule} {3 if _rule in ('compile', 'draws', 'modes', 'numbers') else 2}")
 PROGRAM = {"exact": True, "compiles": False}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
+from raysharded.actors.session.held_out import number_of
 from raysharded.actors.session.user_step import ENTRY, LEFT
 from raysharded.data.access.generators import kept
 from raysharded.data.streams.source import digest_of
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 _ROWS = 8
 _LIBRARIES = ("transformers", "trl")
 _TRACKERS = "transformers.integrations."
+_SEEDS_EVENTS = 3
+"""The first number of the rule `draws` by which the session calls and seeds the events of a beginning."""
 _BEGINNINGS = ("on_epoch_begin", "on_step_begin")
 """Events that the session calls, as often as it begins a step: see `Loop.begin`."""
 
@@ -58,7 +62,9 @@ class Loop(TrainerCallback):
         self._rows = rows_of(trainer.train_dataset)
         self._handler = trainer.callback_handler
         for event in _BEGINNINGS:
-            setattr(self._handler, event, _not_yet)
+            setattr(self._handler, event, partial(self._from_loop, event))
+        self._begun = -1
+        """`global_step` at the loop's newest call of `on_step_begin`."""
         self._epoch = -1
         """The epoch that was begun last."""
         self._has_shown = False
@@ -130,6 +136,10 @@ class Loop(TrainerCallback):
         trainer, draws = self._trainer, self._trainer.session.draws
         step, size = trainer.state.global_step + 1, trainer.session.batch.global_batch_size
         self._show_rank(trainer.state)
+        if not self._seeds_events():
+            if self._begun != trainer.state.global_step:  # the step before was undone
+                self._call("on_step_begin")
+            return
         epoch = (step - 1) * size // self._samples
         if epoch != self._epoch:
             draws.seed(-(-epoch * self._samples // size), LEFT)
@@ -137,6 +147,23 @@ class Loop(TrainerCallback):
             self._epoch = epoch
             draws.seed(step, ENTRY)
         self._call("on_step_begin")
+
+    def _seeds_events(self) -> bool:
+        """Whether the run's rule `draws` seeds the events; else the loop calls them, and they draw what it left."""
+        return number_of(self._trainer.session, "draws") >= _SEEDS_EVENTS
+
+    def _from_loop(
+        self, event: str, _args: TrainingArguments, state: TrainerState, control: TrainerControl
+    ) -> TrainerControl:
+        """An event where the loop calls it: ahead of the substeps, which a set should_epoch_stop would end."""
+        if not self._seeds_events():
+            self._show_rank(state)
+            self._begun = state.global_step if event == "on_step_begin" else self._begun
+            self._call(event)
+            called: TrainerControl = self._trainer.control
+            return called
+        control.should_epoch_stop = False
+        return control
 
     def _call(self, event: str) -> None:
         trainer = self._trainer
@@ -201,9 +228,3 @@ class Loop(TrainerCallback):
         names = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
         given = {name: getattr(handler, name) for name in names}
         getattr(kind, event)(one, trainer.args, trainer.state, trainer.control, **given)
-
-
-def _not_yet(_args: TrainingArguments, _state: TrainerState, control: TrainerControl) -> TrainerControl:
-    """In place of a handler's event, where the loop calls it: ahead of the substeps, which an ended epoch would end."""
-    control.should_epoch_stop = False
-    return control

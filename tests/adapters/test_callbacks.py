@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
+from raysharded import numerics
 from tests.adapters.programs import STEPS, Script, run
 
 pytestmark = pytest.mark.procs
@@ -147,3 +148,11 @@ def test_what_callbacks_set_and_draw_as_a_step_begins_is_the_same_when_it_is_don
 ) -> None:
     script = Script(given=annealed)
     assert run(3, script, kills=kills).bits == run(1, script).bits
+
+
+def test_a_run_that_began_before_events_were_seeded_draws_what_its_loop_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(given=annealed)
+    newest = run(1, script).bits
+    older = numerics.newest().replace("draws 3", "draws 2")
+    monkeypatch.setattr(numerics, "newest", lambda: older)
+    assert run(1, script).bits == run(1, script).bits != newest

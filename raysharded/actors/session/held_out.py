@@ -136,6 +136,11 @@ def gradient(
             return step
 
 
+def number_of(session: Any, rule: str) -> int:
+    """The run's number of a rule of `raysharded.numerics`. Behind `Session.shard`."""
+    return int(session._now().engine.steps.around.place.number_of(rule))
+
+
 def remark(session: Any, about: str, sentence: str) -> None:
     """Log a sentence on rank 0, and in the journal, once for each subject. Behind `Session.shard`."""
     session._now().engine.steps.around.say(about, sentence)

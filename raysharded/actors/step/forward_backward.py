@@ -143,7 +143,7 @@ def _seed_all(seed: int, purpose: str, step: int, microbatch: int) -> None:
     generators.seed(number, with_torch=False)
 
 
-DRAWS: dict[int, Callable[[int, str, int, int], None]] = {1: _seed_torch, 2: _seed_all}
+DRAWS: dict[int, Callable[[int, str, int, int], None]] = {1: _seed_torch, 2: _seed_all, 3: _seed_all}
 """Seeding of the process's generators from (run's seed, purpose, step, microbatch), by the number of the rule `draws`.
 1: torch's alone. 2: Python's `random` and NumPy's, too."""
 
