@@ -217,6 +217,7 @@ def observed(
             engine._train(engine.next_step())
         peaks = {phase: most - before for phase, most in watch.peaks.items()}
         found = {"peaks": peaks, "sent": dict(watch.sent), "calls": dict(watch.calls)}
+        engine.settle()  # a thread that still computes parity when the interpreter ends would abort the process
         objects.release()
     return found
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 
 from raysharded.actors.device.accelerator import accelerator
-from raysharded.actors.numerics.norm_blocks import BLOCK
+from raysharded.actors.numerics.norm_blocks import DIGEST_BLOCK
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -30,14 +30,18 @@ def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     bits = flat.view(_INTEGERS[flat.element_size()]) if flat.dtype.is_floating_point else flat
-    size = BLOCK[accelerator().has(flat.device)]
-    places = torch.arange(min(size, len(bits)), dtype=torch.int64, device=flat.device)
+    size = DIGEST_BLOCK[accelerator().has(flat.device)]
+    places = torch.arange(1, min(size, len(bits)) + 1, dtype=torch.int64, device=flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, len(bits), size):
-        block = bits[start : start + size].to(torch.int64)
-        weights = (places[: len(block)] + (start + 1)) * _STEP  # wraps around, as it should
-        weights = (weights ^ (weights >> 29)) * _MIX | 1
-        total += (block * weights).sum()
+        block = bits[start : start + size]
+        weights = places[: len(block)] + start
+        weights *= _STEP  # wraps around, as it should
+        weights ^= weights >> 29
+        weights *= _MIX
+        weights |= 1
+        weights *= block.to(torch.int64)
+        total += weights.sum()
     return total
 
 

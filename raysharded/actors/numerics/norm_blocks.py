@@ -4,6 +4,10 @@ from __future__ import annotations
 
 BLOCK = {False: 1 << 16, True: 1 << 22}
 """Elements in a block, on a CPU (they stay in its cache) and on a GPU (few synchronisations)."""
+DIGEST_BLOCK = {False: 1 << 15, True: 1 << 21}
+"""Elements of which `bit_digest` computes digests at once, which do not depend on it."""
+DIGEST_BYTES = 24
+"""Memory that a digest takes for each element of a block: three int64."""
 SMALL = 4
 """Tensors shorter than a quarter of a block are joined until they reach that length."""
 _MOST_FOLDS = 4  # leaves a sixteenth

@@ -39,8 +39,11 @@ _KEPT_S = 60.0
 _REPORTED = re.compile(r"^\*\*\* (SIG[A-Z]+) received at time=|^Fatal Python error: (.+)$", re.MULTILINE)
 """Ray's report of a fatal signal, and Python's."""
 _NATIVE = re.compile(r"\s*@\s+0x|PC: @|\[.*logging\.cc:\d+\]|\s+@ ")
-_BAR = re.compile(r"[^|\n]*\d%\|[^|\n]*\|[^\[\n]*\[[^\]\n]*\]|[^\[\n]*\d\w* \[\d\d:\d\d, [^\]\n]*\]")
-"""A bar of tqdm, or its count where the length is unknown; what follows on its line was written by others."""
+_BAR = re.compile(r"(?:[^|\n]*\d%\|[^|\n]*\|[^\[\n]*\[[^\]\n]*\]|[^\[\n]*\d\w* \[\d\d:\d\d, [^\]\n]*\]) *")
+"""A bar of tqdm, or its count where the length is unknown, and the spaces with which a shorter one covers the last.
+
+Others write what follows on its line.
+"""
 _BEFORE_REPORT = 4
 _PYTHONS = {
     "Segmentation fault": "SIGSEGV",

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from raysharded.actors.numerics.norm_blocks import BLOCK, SMALL, num_folds, row_length
+from raysharded.actors.numerics.norm_blocks import BLOCK, DIGEST_BLOCK, DIGEST_BYTES, SMALL, num_folds, row_length
 from raysharded.config import EngineConfig
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh, Parity, parity_of
@@ -48,7 +48,6 @@ PHASES = ("forward", "backward", "the gradient's norm", "the optimizer's step")
 """Phases of a step. Backward includes the reduction of gradients."""
 _SQUARE_BYTES = 8  # a float64
 _DIGIT_BYTES = 24  # a float64 and two int64
-_DIGEST_BYTES = 40  # five int64: digests of gradients are compared around the steps 1, 2, 4, 8, ... of the optimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -333,7 +332,8 @@ def _after_backward(setting: Setting, layout: Mesh, view: _View) -> list[tuple[s
         block = BLOCK[setting.on_gpu]
         norm = _norm_bytes(learning, _folds(setting.shapes), block)
         kinds["the gradient's norm"] = {"gradients": gradients, "exchange": norm}
-        step = max(step, _DIGEST_BYTES * min(largest, block))
+        # Digests of gradients are compared around the steps 1, 2, 4, 8, ... of the optimizer.
+        step = max(step, DIGEST_BYTES * min(largest, DIGEST_BLOCK[setting.on_gpu]))
     kinds["the optimizer's step"] = {"gradients": gradients, "optimizer": step}
     return [(phase, _Peak(moment=phase, kinds=of_phase)) for phase, of_phase in kinds.items()]
 
