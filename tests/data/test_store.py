@@ -30,8 +30,19 @@ from raysharded.data.packed.packed_dataset import PackedDataset
 from raysharded.data.parts import DatasetPart, split
 from raysharded.data.store import find
 from raysharded.data.store.block_cache import BlockCache
-from raysharded.data.store.disk_cache import DiskCache, default_folder
-from raysharded.data.store.layout import HEADER_BYTES, INDEX, Index, Kind, Shard, from_bytes, paged, to_bytes, unpaged
+from raysharded.data.store.disk_cache import FILE_BYTES, DiskCache, default_folder
+from raysharded.data.store.layout import (
+    HEADER_BYTES,
+    INDEX,
+    Bytes,
+    Index,
+    Kind,
+    Shard,
+    from_bytes,
+    paged,
+    to_bytes,
+    unpaged,
+)
 from raysharded.data.store.store_source import READ_AHEAD_BLOCKS, StoreSource
 from raysharded.data.store.writer import StoreWriter
 from raysharded.errors import ConfigError, DataError
@@ -482,29 +493,64 @@ def test_a_restarted_process_reads_from_the_disk_and_a_damaged_entry_is_read_aga
     assert (first.num_disk_hits, first.num_requests) == (0, 8)
     second = _read_all(url, tmp_path).readers[0]
     assert (second.num_disk_hits, second.num_requests) == (8, 0)
-    entry = next(path for path in tmp_path.rglob("*-*") if path.is_file())
-    entry.write_bytes(entry.read_bytes()[:-1] + b"?")
+    kept = next(path for path in tmp_path.rglob("*-*") if path.is_file())
+    kept.write_bytes(kept.read_bytes()[:-1] + b"?")
     third = _read_all(url, tmp_path).readers[0]
     assert (third.num_disk_hits, third.num_requests) == (7, 1)
+    assert _read_all(url, tmp_path).readers[0].num_requests == 0
+    os.truncate(kept, HEADER_BYTES + 7 * KIND.page_bytes)
+    os.truncate(kept, 2 * FILE_BYTES)  # it ends with a hole
+    last = _read_all(url, tmp_path).readers[0]
+    assert last.num_disk_hits + last.num_requests == 8
+    assert last.num_requests > 0
     assert _read_all(url, tmp_path).readers[0].num_requests == 0
     assert _read_all(url, tmp_path, disk_cache_bytes=0).readers[0].num_requests == 8
 
 
+def _page(number: int, size: int = 4096) -> Bytes:
+    return np.full(size, number, dtype=np.uint8)
+
+
+def _on_disk(folder: Path) -> int:
+    """Bytes that the files of a disk cache take."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*-*") if path.is_file())
+
+
+def _is_kept(cache: DiskCache, number: int) -> bool:
+    """Whether the cache has the page that was put into a file of its own."""
+    found = cache.get("aa", number * FILE_BYTES, 4096)
+    assert found is None or np.array_equal(found, _page(number))
+    return found is not None
+
+
 def test_the_disk_cache_is_bounded_and_removes_what_was_not_used_longest(tmp_path: Path) -> None:
-    cache = DiskCache(str(tmp_path), 10_000)
+    cache = DiskCache(str(tmp_path), 81_920)
     for number in range(100):
-        cache.put(f"aa{number}", bytes(500))
-        os.utime(tmp_path / "aa" / f"aa{number}", (number, number))
-        assert sum(path.stat().st_size for path in tmp_path.rglob("aa*") if path.is_file()) <= 10_000 + 10_000 // 16
-    assert cache.get("aa0") is None
-    assert cache.get("aa99") == bytes(500)
-    assert DiskCache(str(tmp_path), 10_000).get("aa99") == bytes(500)
-    larger = DiskCache(str(tmp_path), 20_000)
-    DiskCache(str(tmp_path), 1_000)
-    assert cache.get("aa99") == bytes(500), "the largest limit of a process counts"
+        cache.put("aa", number * FILE_BYTES, _page(number))
+        os.utime(tmp_path / "aa" / f"aa-{number}", (number, number))
+        assert _on_disk(tmp_path) <= 81_920 + 81_920 // 16
+    assert not _is_kept(cache, 0)
+    assert _is_kept(cache, 99)
+    assert (tmp_path / "aa" / "aa-99").stat().st_mtime > 99, "it was used now"
+    assert _is_kept(DiskCache(str(tmp_path), 81_920), 99)
+    larger = DiskCache(str(tmp_path), 163_840)
+    DiskCache(str(tmp_path), 8_192)
+    assert _is_kept(cache, 99), "the largest limit of a process counts"
     del cache, larger
-    DiskCache(str(tmp_path), 1_000)
-    assert sum(path.stat().st_size for path in tmp_path.rglob("aa*") if path.is_file()) <= 1_000
+    DiskCache(str(tmp_path), 8_192)
+    assert _on_disk(tmp_path) <= 8_192
+
+
+def test_reads_of_one_file_of_the_disk_cache_lie_in_it_each_at_its_place(tmp_path: Path) -> None:
+    cache = DiskCache(str(tmp_path), 1 << 20)
+    offsets = [FILE_BYTES - 4096, 0, 3 * 4096, 40_000]  # the first one ends in the next file's part
+    for number, offset in enumerate(offsets, 1):
+        assert cache.get("aa", offset, 8192) is None, "a hole, or the file's end"
+        cache.put("aa", offset, _page(number, 8192))
+    assert [path.name for path in tmp_path.rglob("aa*") if path.is_file()] == ["aa-0"]
+    for number, offset in enumerate(offsets, 1):
+        assert np.array_equal(cache.get("aa", offset, 8192), _page(number, 8192))  # type: ignore[arg-type]
+    assert cache.get("aa", FILE_BYTES, 4096) is None, "it is looked for in the next file"
 
 
 @pytest.mark.parametrize("name", ["a[1]", "a*", "in?b=c"])
@@ -553,10 +599,10 @@ def test_a_digest_of_the_stores_is_kept_whatever_is_made_of_them(tmp_path: Path)
 
 
 def test_many_caches_of_a_process_in_one_folder_have_one_limit_together(tmp_path: Path) -> None:
-    caches = [DiskCache(str(tmp_path), 10_000) for _ in range(20)]  # as of the sources of a mixture
+    caches = [DiskCache(str(tmp_path), 81_920) for _ in range(20)]  # as of the sources of a mixture
     for number in range(100):
-        caches[number % len(caches)].put(f"aa{number}", bytes(500))
-        assert sum(path.stat().st_size for path in tmp_path.rglob("aa*") if path.is_file()) <= 10_000 + 10_000 // 16
+        caches[number % len(caches)].put("aa", number * FILE_BYTES, _page(number))
+        assert _on_disk(tmp_path) <= 81_920 + 81_920 // 16
 
 
 def _keeps_by_default(below: str) -> tuple[bool, bool, int]:
@@ -574,18 +620,17 @@ def test_the_default_cache_is_kept_from_others_whatever_the_umask_is(tmp_path: P
     assert in_a_fork(_keeps_by_default, str(tmp_path)) == (True, True, 0o700)
 
 
-def test_what_somebody_put_in_an_entry_s_place_is_no_entry(tmp_path: Path) -> None:
-    cache = DiskCache(str(tmp_path), 10_000)
-    cache.put("aa01", b"an entry")
-    entry = next(path for path in tmp_path.rglob("aa01") if path.is_file())
-    for put in (
-        lambda: os.mkfifo(entry),
-        lambda: entry.symlink_to("/dev/zero"),
-        lambda: entry.write_bytes(bytes(10_001)),
-    ):
-        entry.unlink()
-        put()
-        assert cache.get("aa01") is None
+def test_what_somebody_put_in_a_file_s_place_is_neither_read_nor_written(tmp_path: Path) -> None:
+    for put in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir):
+        cache = DiskCache(str(tmp_path), 1 << 20)
+        cache.put("aa", 0, _page(1))
+        file = tmp_path / "aa" / "aa-0"
+        file.unlink()
+        put(file)
+        assert cache.get("aa", 0, 4096) is None
+        cache.put("aa", 0, _page(1))
+        assert not cache.keeps
+        file.rmdir() if file.is_dir() else file.unlink()
 
 
 def test_a_disk_cache_that_cannot_be_written_keeps_nothing_and_disturbs_nobody(tmp_path: Path) -> None:
@@ -596,54 +641,54 @@ def test_a_disk_cache_that_cannot_be_written_keeps_nothing_and_disturbs_nobody(t
     for_others.mkdir()
     for_others.chmod(0o777)
     (for_others / "aa").mkdir()
-    (for_others / "aa" / "aa01").write_bytes(b"of others")
+    (for_others / "aa" / "aa-0").write_bytes(b"of others")
     open_to_others = DiskCache(str(for_others), 1000)
     assert not open_to_others.keeps, "others could put something there"
-    assert open_to_others.get("aa01") is None, "and may have"
+    assert open_to_others.get("aa", 0, 9) is None, "and may have"
     replaceable = DiskCache(str(for_others / "mine"), 1000)
     assert not replaceable.keeps, "others could put another folder in its place"
-    assert replaceable.get("aa01") is None
+    assert replaceable.get("aa", 0, 9) is None
     for_others.chmod(0o1777)
     assert DiskCache(str(for_others / "mine"), 1000).keeps, "a sticky folder lets nobody"
     gone = DiskCache(str(tmp_path / "gone"), 1000)
     shutil.rmtree(tmp_path / "gone")
     (tmp_path / "gone").write_text("no folder")
-    gone.put("aa", b"x")
+    gone.put("aa", 0, _page(1, 1))
     assert not gone.keeps
-    assert gone.get("aa") is None
+    assert gone.get("aa", 0, 1) is None
 
 
-def _put_on_a_full_disk(folder: str) -> tuple[bool, bool, bytes | None]:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+def _put_on_a_full_disk(folder: str) -> tuple[bool, bool, bool]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
     cache = DiskCache(folder, 1 << 20)
-    cache.put("aa01", bytes(500))
+    cache.put("aa", 0, _page(0))
     kept = cache.keeps
-    cache.put("aa02", bytes(2000))
-    return kept, cache.keeps, cache.get("aa02")
+    cache.put("aa", 4096, _page(1))  # a part of it fits
+    return kept, cache.keeps, cache.get("aa", 4096, 4096) is None
 
 
 def test_a_disk_cache_on_a_full_disk_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel refuses to write more, as on a full disk."""
-    assert in_a_fork(_put_on_a_full_disk, str(tmp_path)) == (True, False, None)
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"] == ["aa01"]
-    assert DiskCache(str(tmp_path), 1 << 20).get("aa01") == bytes(500)
+    assert in_a_fork(_put_on_a_full_disk, str(tmp_path)) == (True, False, True)
+    assert _is_kept(DiskCache(str(tmp_path), 1 << 20), 0)
     there = os.statvfs(tmp_path)
     nearly_full = os.statvfs_result((*there[:3], *(there.f_blocks // 1000,) * 2, *there[5:]))
     monkeypatch.setattr(os, "statvfs", lambda _: nearly_full)
     cache = DiskCache(str(tmp_path), 1 << 20)
     assert not cache.keeps, "a disk with less than a twentieth left is left to others"
-    cache.put("aa03", b"x")
-    assert cache.get("aa03") is None
+    cache.put("aa", 3 * FILE_BYTES, _page(3))
+    assert not _is_kept(cache, 3)
 
 
 def _use_together(folder: str, own: int) -> int:
-    """The number of entries that came back otherwise than they were put there, by this process or another."""
-    cache, wrong = DiskCache(folder, 40_000), 0
+    """The number of pages that came back otherwise than they were put there, by this process or another."""
+    cache, wrong = DiskCache(folder, 327_680), 0
     for number in range(200):
-        cache.put(f"{number % 50:02d}{own}", bytes([number % 50]) * 1000)
+        page, size = number % 50, 4096
+        cache.put(f"{own}a", page * FILE_BYTES // 4, _page(page, size))
         for process in range(3):
-            found = cache.get(f"{number % 50:02d}{process}")
-            wrong += found is not None and found != bytes([number % 50]) * 1000
+            found = cache.get(f"{process}a", page * FILE_BYTES // 4, size)
+            wrong += found is not None and not np.isin(found, (0, page)).all()  # 0: not written yet
     assert cache.keeps
     return wrong
 
@@ -651,8 +696,7 @@ def _use_together(folder: str, own: int) -> int:
 def test_processes_share_a_disk_cache_within_its_bound(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(partial(in_a_fork, _use_together, str(tmp_path)), range(3))) == [0, 0, 0]
-    sizes = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
-    assert 0 < sum(sizes) <= 40_000 + 3 * (40_000 // 16 + 1000)
+    assert 0 < _on_disk(tmp_path) <= 327_680 + 3 * (327_680 // 16 + 4096)
 
 
 def test_a_loader_that_reads_ahead_gives_the_same_as_one_that_does_not(tmp_path: Path) -> None:

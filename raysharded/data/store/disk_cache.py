@@ -1,8 +1,9 @@
 """A bounded folder of pages that were read from remote storage, shared by the processes of a node.
 
-An entry is one file. It gets its name when it is whole, so that readers see all of it or nothing. Its name has the id
-of its shard, so that a replaced shard has other entries; its pages have digests, which the reader checks as it does
-those of storage. Entries survive the processes. Those that were not used longest are removed first.
+Pages lie at their places in files with holes, one for each few MiB of a shard: a new file for each read would take more
+time than its bytes. Its name has the id of the shard, so that a replaced shard has other files. The pages have digests,
+which the reader checks as it does those of storage: a hole, what is being written, and what is damaged do not fit, and
+are read from storage again. Files survive the processes. Those that were not used longest are removed first.
 
 Nothing here raises: a folder that is full, read-only or gone is a cache that keeps nothing.
 """
@@ -10,10 +11,10 @@ Nothing here raises: a folder that is full, read-only or gone is a cache that ke
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
-import secrets
 import stat
 import tempfile
 import threading
@@ -21,14 +22,22 @@ import time
 import weakref
 from collections.abc import Iterator
 
+import numpy as np
+
+from raysharded.data.store.layout import Bytes
+
 _log = logging.getLogger("raysharded.data")
 
-_KEPT = 0.9  # of the limit, when entries are removed
+FILE_BYTES = 4 << 20
+"""Bytes of a shard whose pages are in one file. A read of which a part is in the next ones is in the first."""
+
+_KEPT = 0.9  # of the limit, when files are removed
 _SHARE = 16  # the folder is measured whenever this process has written this part of the limit
 _LEAST_FREE = 0.05  # of the disk
-_TEMPORARY = ".incomplete-"
-_WRITING_S = 60.0  # an older temporary file is left from a process that was killed
+_BLOCK_BYTES = 512  # the unit of `st_blocks`
+_USED_S = 1.0  # a file that was used this long ago is marked anew
 _WRITABLE_FOR_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_OPEN = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC  # it waits for no pipe that somebody put in a file's place
 
 
 def default_folder() -> str:
@@ -81,60 +90,53 @@ class DiskCache:
 
     @property
     def keeps(self) -> bool:
-        """Whether new entries are kept; False after a failure to write one."""
+        """Whether what is put there is kept; False after a failure to write."""
         return self._writes
 
-    def get(self, name: str) -> bytes | None:
-        """The entry, or None."""
+    def get(self, shard: str, offset: int, size: int) -> Bytes | None:
+        """These bytes of a shard, or None. Those that nobody has put there may be any: their digests do not fit."""
         if not self._is_own:
             return None
-        path = self._path(name)
+        path, place = self._place(shard, offset)
         try:
-            data = self._read(path)
+            with _opened(path, os.O_RDONLY) as file:
+                if _is_hole(file, place + size // 2):
+                    return None
+                found = np.empty(size, dtype=np.uint8)
+                if os.preadv(file, [found.data], place) < size:
+                    return None
+                if os.fstat(file).st_mtime < time.time() - _USED_S:
+                    os.utime(file)
         except OSError:
             return None
-        with contextlib.suppress(OSError):
-            os.utime(path)  # used now
-        return data
+        return found
 
-    def _read(self, path: str) -> bytes:
-        """The bytes of this user's plain file within the limit. It waits for no pipe that somebody put in its place."""
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            about = os.fstat(file.fileno())
-            is_own = stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid()
-            if not is_own or about.st_size > self._use.limit_bytes:
-                raise OSError(f"{path} is no entry")
-            return file.read()
-
-    def put(self, name: str, data: memoryview | bytes) -> None:
-        """Keep an entry, if possible."""
+    def put(self, shard: str, offset: int, data: Bytes) -> None:
+        """Keep these bytes of a shard, if possible."""
         if not self._writes or len(data) > self._use.limit_bytes:
             return
-        path = self._path(name)
-        temporary = os.path.join(self.folder, f"{_TEMPORARY}{secrets.token_hex(8)}")
+        path, place = self._place(shard, offset)
         try:
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             try:
-                with open(temporary, "wb") as file:
-                    file.write(data)
-                os.replace(temporary, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
+                self._write(path, place, data)
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                self._write(path, place, data)
         except OSError as error:
             self._stop(error)
             return
         if self._use.add(len(data)):
             self._remove_oldest()
 
-    def drop(self, name: str) -> None:
-        """Remove an entry, which is damaged."""
-        with contextlib.suppress(OSError):
-            os.unlink(self._path(name))
+    def _write(self, path: str, place: int, data: Bytes) -> None:
+        with _opened(path, os.O_WRONLY | os.O_CREAT) as file:
+            if os.pwrite(file, data.data, place) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
-    def _path(self, name: str) -> str:
-        return os.path.join(self.folder, name[:2], name)
+    def _place(self, shard: str, offset: int) -> tuple[str, int]:
+        """(path, place in the file) of the bytes of a shard from `offset` on."""
+        number, place = divmod(offset, FILE_BYTES)
+        return os.path.join(self.folder, shard[:2], f"{shard}-{number}"), place
 
     def _make(self) -> bool:
         try:
@@ -158,17 +160,17 @@ class DiskCache:
         _log.warning("data read from storage is not kept on this node's disk any more: %s", error)
 
     def _remove_oldest(self) -> None:
-        """Remove entries until the folder is within its limit, and the disk has some free space."""
+        """Remove files until the folder is within its limit, and the disk has some free space."""
         try:
             with self._alone():
-                entries = sorted(self._entries())
-                total = sum(size for _, size, _ in entries)
+                files = sorted(self._files())
+                total = sum(size for _, size, _ in files)
                 disk = os.statvfs(self.folder)
                 missing = int(disk.f_blocks * disk.f_frsize * _LEAST_FREE) - disk.f_bavail * disk.f_frsize
                 allowed = min(self._use.limit_bytes, total - missing)
                 if total <= allowed:
                     return
-                for _, size, path in entries:
+                for _, size, path in files:
                     if total <= _KEPT * allowed:
                         break
                     with contextlib.suppress(FileNotFoundError):
@@ -181,21 +183,41 @@ class DiskCache:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """One process at a time removes entries."""
+        """One process at a time removes files."""
         with open(os.path.join(self.folder, ".lock"), "w", encoding="ascii") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _entries(self) -> Iterator[tuple[float, int, str]]:
-        """(time of last use, bytes, path) of every file, but those that a process writes."""
+    def _files(self) -> Iterator[tuple[float, int, str]]:
+        """(time of last use, bytes on the disk, path) of every file."""
         for folder, _, names in os.walk(self.folder):
             for name in names:
                 path = os.path.join(folder, name)
                 with contextlib.suppress(OSError):
                     about = os.lstat(path)
-                    is_being_written = name.startswith(_TEMPORARY) and about.st_mtime > time.time() - _WRITING_S
-                    if name != ".lock" and not is_being_written:
-                        yield about.st_mtime, about.st_size, path
+                    if name != ".lock":
+                        yield about.st_mtime, about.st_blocks * _BLOCK_BYTES, path
+
+
+@contextlib.contextmanager
+def _opened(path: str, flags: int) -> Iterator[int]:
+    """A plain file of this user."""
+    file = os.open(path, flags | _OPEN, 0o600)
+    try:
+        about = os.fstat(file)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
+            raise OSError(f"{path} is no file of this cache")
+        yield file
+    finally:
+        os.close(file)
+
+
+def _is_hole(file: int, place: int) -> bool:
+    """Whether nothing was written there, as far as the file system can tell."""
+    try:
+        return os.lseek(file, place, os.SEEK_DATA) > place
+    except OSError as error:
+        return error.errno == errno.ENXIO  # the file ends before
 
 
 def _make_private(folder: str) -> None:

@@ -40,19 +40,17 @@ class ShardReader:
         """The bytes of the tokens of these pages of shard `number`."""
         shard, kind = self._index.shards[number], self._index.kind
         offset, size = shard.byte_range(kind, pages)
-        name = f"{shard.id}-{offset}-{size}"
-        if self._disk is not None and (kept := self._disk.get(name)) is not None:
-            found = unpaged(np.frombuffer(kept, np.uint8), pages.start, kind, shard.key) if len(kept) == size else None
+        if self._disk is not None and (kept := self._disk.get(shard.id, offset, size)) is not None:
+            found = unpaged(kept, pages.start, kind, shard.key)
             if found is not None:
                 self._count(disk_hits=1)
                 return found
-            self._disk.drop(name)
         for _ in range(2):  # a transfer may have been damaged: it is repeated once
             data = self._fetch(shard, offset, size)
             found = unpaged(data, pages.start, kind, shard.key) if len(data) == size else None
             if found is not None:
                 if self._disk is not None:
-                    self._disk.put(name, data.data)
+                    self._disk.put(shard.id, offset, data)
                 return found
         raise self._explained(shard, offset, size, len(data))
 
