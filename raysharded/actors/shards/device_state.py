@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from raysharded.actors.device.device_waits import numbers_of
+from raysharded.actors.model.constants import Constants
 from raysharded.actors.model.inventory import Inventory
 from raysharded.actors.model.param_layout import BUFFER, CONSTANT, MODEL, NUMBER, OPTIM, ParamLayout
 from raysharded.actors.model.sharded_model import ShardedModel, local_of
@@ -157,10 +158,11 @@ class DeviceState:
         """Make the live state equal to a buffer that `copy_to` filled, at any number of workers.
 
         Optimizer state of parameters that are frozen now, and in no group, is left out; returns their names. Raises
-        CheckpointError for another model, or one of another dtype.
+        CheckpointError for another model, or one of another dtype, or one that lost values of the state.
         """
         spec = buffer.spec
         self._check_same_model(spec)
+        _refuse_lost(buffer, self._model_tensors().keys(), self.inventory.constants)
         kept = [t for t in spec.tensors if t.name.startswith((OPTIM, NUMBER))]
         left_out = {t.name for t in kept if self._is_frozen(_parameter_of(t.name))}
         optim = {t.name: self._optimizer_tensor(t) for t in kept if t.name not in left_out}
@@ -240,6 +242,51 @@ class DeviceState:
                 "param_dtype sets the dtype to compute in), or give the run another name and start from exported "
                 "weights."
             )
+
+
+def _refuse_lost(saved: ShardBuffer, taken: Collection[str], here: Constants) -> None:
+    """Raise CheckpointError for saved buffers and constants whose values the model has not now.
+
+    `taken`: names in the state that the model takes. A value is no loss if the model has it under the same name, as a
+    constant or a buffer. Under another name it may be a coincidence, unless its elements differ.
+    """
+    lost = {piece.tensor.name: view for view, piece in saved.tensors if _is_lost(piece.tensor.name, taken)}
+    if not lost:
+        return
+    now = [(CONSTANT + path, constant.value) for path, constant in here.items()]
+    now += [(piece.tensor.name, view) for view, piece in saved.tensors if piece.tensor.name.startswith(BUFFER)]
+    now = [(name, value) for name, value in now if name not in lost and value.layout is torch.strided]
+    gone = [name for name, value in lost.items() if not any(_is_kept(name, value, *one) for one in now)]
+    if gone:
+        first, value = gone[0], lost[gone[0]]
+        name = first.partition(".")[2]
+        kind, remedy = (
+            ("buffer", "as a persistent buffer") if first.startswith(BUFFER) else ("drawn constant", "as it was")
+        )
+        raise CheckpointError(
+            f"the saved state has the {kind} {name!r}, {dtype_name(value.dtype)} {list(value.shape)}, and the task's "
+            f"model has neither a place for it nor the same values ({len(gone)} such in all). The run would continue "
+            f"with other values, or without them. Keep {name!r} in the model {remedy}, or give the run another name "
+            "and begin from its weights with RunConfig.start_from."
+        )
+
+
+def _is_lost(name: str, taken: Collection[str]) -> bool:
+    return name.startswith((BUFFER, CONSTANT)) and name not in taken
+
+
+def _is_kept(name: str, value: torch.Tensor, name_now: str, now: torch.Tensor) -> bool:
+    """True if a saved value of this name is the one that the model has under that name."""
+    if (value.dtype, value.shape) != (now.dtype, now.shape) or now.is_meta or now.is_quantized:
+        return False
+    flat = value.reshape(-1)
+    if name.partition(".")[2] != name_now.partition(".")[2] and not (flat != flat[:1]).any():
+        return False
+    return bool(torch.equal(_bytes(value), _bytes(now)))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _turned(kept: TensorSpec, live: Mapping[str, torch.Tensor]) -> InexactError:
