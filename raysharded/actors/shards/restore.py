@@ -70,11 +70,13 @@ def restore(
     keeper: SnapshotReplicator,
     probe: Callable[[str], None],
     agree: Callable[[Iterable[Item]], None],
+    *,
+    is_loop: bool,
 ) -> Restored:
     """Fill this worker's buffers from the generation's source. Every member must call it.
 
     `agree`: called once the contents of the state are known, with those that were drawn. It compares what the members
-    have built.
+    have built. `is_loop`: as for `serve`, and `hand_over` has been called.
     """
     everyone, build_seed = position.with_sources(place.spec).members, place.spec.build_seed
     missing: Collection[str] = ()
@@ -102,6 +104,12 @@ def restore(
             read = 0
         case FromCheckpoint(prefix=prefix, digest=digest, url=url):
             checkpoint = open_checkpoint(open_storage(url) if url else storage, prefix, digest=digest)
+            if not is_loop and checkpoint.manifest.metadata.get(REGISTERED_STATE):
+                raise CheckpointError(
+                    f"step {checkpoint.step} was trained by a loop, whose registered state a Task does not continue. "
+                    "Continue with that loop (train_fn=), or give the run another name, and begin from its weights "
+                    "with RunConfig.start_from."
+                )
             state = spec_of(checkpoint, live.cuts)
             live.carry(_constants_in(state))
             if place.number_of("build") < 2:

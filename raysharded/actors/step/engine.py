@@ -197,6 +197,7 @@ class Engine:
                 self._around.keeper,
                 lambda p: self._probe(p, self.step + 1),
                 compare_built,
+                is_loop=objects.registered is not None,
             )
         with self._in_phase("load"):
             left_out = live.load_from(restored.own)
