@@ -82,7 +82,7 @@ def file_of_json(value: dict[str, Any]) -> FileRecord:
 
 
 _COMMITTING = "committing"
-"""Phase of a rank that has reported what it wrote. From then on the checkpoint may be committed."""
+"""Phase of a rank that reports, or has reported, what it wrote. From then on the checkpoint may be committed."""
 _REJECTED = "rejected"
 """Phase of rank 0 once another save has the uri: this one can never be committed."""
 
@@ -228,7 +228,10 @@ def write(
     try:
         save = _agree(content, target, about, coordinator)
         written = _write_own(save, content, target, coordinator.rank, stage_bytes, begun)
-        everyone = coordinator.gather([file_as_json(file) for file in written])
+        report = [file_as_json(file) for file in written]
+        if coordinator.rank != 0:  # rank 0 may commit as soon as it has the report, before `gather` returns here
+            coordinator.phase = _COMMITTING
+        everyone = coordinator.gather(report)
         coordinator.phase = _COMMITTING
         outcome = coordinator.scatter(_commit(everyone, save, target, about, coordinator))
     except BaseException as error:

@@ -7,12 +7,14 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -125,6 +127,43 @@ def test_a_rank_that_is_killed_in_a_save_is_an_error_on_the_others_within_the_ti
         api.open(tmp_path / "c")
     run_ranks(2, save_again, str(tmp_path))
     assert torch.equal(api.open(tmp_path / "c").read("w"), torch.ones(3))
+
+
+class InThreads(Coordinator):
+    """The coordinator of a rank that is a thread: all of them share one store."""
+
+    def _open_store(self) -> Store:
+        return self._store  # type: ignore[no-any-return]
+
+
+class Interrupted(InThreads):
+    """Its rank is interrupted as soon as its report of what it wrote is sent to rank 0."""
+
+    gathers = 0
+
+    def gather(self, value: Any) -> Any:
+        found = super().gather(value)
+        self.gathers += 1
+        if self.gathers == 2:
+            raise SystemExit("SIGTERM")
+        return found
+
+
+def test_a_rank_that_is_interrupted_as_its_report_is_sent_deletes_nothing_of_a_checkpoint(tmp_path: Path) -> None:
+    store = HashStore()
+
+    def save(kind: type[Coordinator], rank: int) -> Any:
+        coordinator = kind(PrefixStore("save", store), rank, 2, PATIENCE_S)
+        target = Target(uri="c", storage=LocalStorage(str(tmp_path)), prefix="c")
+        with coordinator.guarded():
+            return write(content_of({f"w{rank}": torch.full((5,), float(rank))}), target, About(step=1), coordinator)
+
+    with ThreadPoolExecutor(2) as ranks:
+        ours, others = ranks.submit(save, InThreads, 0), ranks.submit(save, Interrupted, 1)
+        assert isinstance(others.exception(), SystemExit)
+        assert ours.result().step == 1
+    for rank in range(2):
+        assert torch.equal(api.open(tmp_path / "c").read(f"w{rank}"), torch.full((5,), float(rank)))
 
 
 def load_with_failing_storage(rank: int, folder: str, failing: int) -> tuple[Any, float]:
