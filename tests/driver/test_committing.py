@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -271,6 +271,50 @@ def test_a_driver_that_another_has_followed_deletes_nothing_at_its_end_and_distr
     zombie.committer.distrust(prefixes[2:])
     zombie.committer.close(WAIT_S, ended=True)
     assert committed_steps(storage) == [1, 2, 3]
+
+
+class KeepsManifests:
+    """A storage that deletes no manifest while `fails`, and counts its refusals."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage, self.fails, self.refused = storage, True, 0
+
+    def delete(self, keys: Iterable[str]) -> None:
+        keys = list(keys)
+        if self.fails and any(key.endswith("manifest.json") for key in keys):
+            self.refused += 1
+            raise StorageError("the server does not answer")
+        self._storage.delete(keys)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._storage, name)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_undone_checkpoints_that_could_not_be_deleted_go_later_and_no_good_one_before_them(
+    storage: Storage, ended: bool
+) -> None:
+    failing = KeepsManifests(storage)
+    driver = Driver(failing, "driver", keep=Keep(last=3))  # type: ignore[arg-type]  # as above
+    driver.own()
+    committed = [driver.commit(step, 1) for step in (10, 20, 30)]
+    driver.finish_work()
+    driver.committer.distrust([told.prefix for told in committed[1:] if isinstance(told, Committed)])
+    driver.finish_work()
+    assert isinstance(driver.commit(11, 2), Committed)
+    driver.finish_work()
+    assert failing.refused == 2
+    assert committed_steps(storage) == [10, 11, 20, 30]
+
+    failing.fails = False
+    if ended:
+        driver.committer.close(WAIT_S)
+        assert committed_steps(storage) == [10, 11]
+        return
+    for step, left in ((12, [10, 11, 12]), (13, [11, 12, 13])):
+        assert isinstance(driver.commit(step, 2), Committed)
+        driver.finish_work()
+        assert committed_steps(storage) == left
 
 
 def test_a_manifest_has_the_data_position_and_the_numbers_of_its_step(storage: Storage) -> None:

@@ -94,6 +94,9 @@ class Committer:
         self.claims = Claims(files.storage, driver, wall=clock.wall, key=files.key)
         self._committing, self._pruning = _Lane("commit"), _Lane("prune")
         self._has_committed = False
+        self._owed: set[str] = set()
+        """Prefixes whose deletion was ordered and is not done. Changes of a set are atomic."""
+        self._deleting = threading.Lock()
 
     def owns(self) -> bool:
         """Whether no other driver has claimed the run since, as far as storage answers."""
@@ -104,17 +107,27 @@ class Committer:
         self._committing.do(lambda: self._commit(command, known, after))
 
     def distrust(self, prefixes: Collection[str]) -> None:
-        """Start to delete checkpoints that may hold wrong numbers. A pinned one stays, with a warning."""
+        """Start to delete checkpoints that may hold wrong numbers. A pinned one stays, with a warning.
+
+        If that fails, it is tried again before old checkpoints are deleted: until then these stay.
+        """
+        self._owed.update(prefixes)
         self._committing.do(lambda: self._distrust(prefixes))
 
     def _distrust(self, prefixes: Collection[str]) -> None:
+        self._owed.update(prefixes)  # again: a commit that was under way may have put one of them there since
         try:
-            for prefix in distrust(self._files.storage, prefixes, self._files.key, self._still_leads):
+            self._delete_owed()
+        except Exception as error:  # noqa: BLE001 - thread boundary: a later prune, or the next driver, continues
+            self._log_kept(error, "undone checkpoints")
+
+    def _delete_owed(self) -> None:
+        """Delete what is owed. If it fails, all of it stays owed."""
+        with self._deleting:
+            owed = sorted(self._owed)
+            for prefix in distrust(self._files.storage, owed, self._files.key, self._still_leads):
                 _log.warning("the checkpoint under %s may hold wrong numbers; it stays because it is pinned", prefix)
-        except Exception:  # noqa: BLE001 - thread boundary: the next driver continues
-            _log.warning(
-                "checkpoints under %s could not be deleted: %s", self._files.storage.url, prefixes, exc_info=True
-            )
+            self._owed.difference_update(owed)
 
     def close(self, timeout_s: float, *, ended: bool = False) -> None:
         """Return when all work is done, or after `timeout_s`.
@@ -124,6 +137,8 @@ class Committer:
         self._committing.close(timeout_s)
         if ended and self._has_committed:
             self._pruning.do(self._prune_at_the_end)
+        elif self._owed:
+            self._pruning.do(lambda: self._distrust(()))
         self._pruning.close(timeout_s)
 
     def _commit(self, command: CommitSave, known: ManifestContext, after: Callable[[], None]) -> None:
@@ -187,6 +202,7 @@ class Committer:
 
     def _prune_at_the_end(self) -> None:
         try:
+            self._delete_owed()
             parents = self._spared().parents
             prune(
                 self._files.storage,
@@ -201,6 +217,7 @@ class Committer:
 
     def _prune(self, newest: str) -> None:
         try:
+            self._delete_owed()  # or else retention counts what is undone
             spared = self._spared()
             pruned = prune(
                 self._files.storage,
@@ -219,10 +236,10 @@ class Committer:
         """Whether no other driver has claimed the run since this one did. Raises StorageError."""
         return self.claims.find_rival() is None
 
-    def _log_kept(self, error: Exception) -> None:
+    def _log_kept(self, error: Exception, which: str = "old checkpoints") -> None:
         explained = isinstance(error, StorageError)  # it has the cause and the remedy
         said, trace = (f": {error}", None) if explained else ("", error)
-        _log.warning("old checkpoints under %s could not be deleted%s", self._files.storage.url, said, exc_info=trace)
+        _log.warning("%s under %s could not be deleted%s", which, self._files.storage.url, said, exc_info=trace)
 
 
 def distrust(
