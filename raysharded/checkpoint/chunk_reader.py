@@ -19,6 +19,7 @@ from raysharded.checkpoint.byte_ranges import Bytes, Piece, Straight
 from raysharded.checkpoint.format.manifest import DIGEST_BYTES, FileRecord
 from raysharded.checkpoint.format.paths import key_of
 from raysharded.checkpoint.storage import NoSuchKey, Storage
+from raysharded.checkpoint.storage.small_objects import intact_on_disk
 from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from raysharded.locations import join_url
@@ -81,8 +82,9 @@ class DataFiles:
         return f"file {join_url(self._storage.url, self.key(file))}"
 
     def size(self, file: FileRecord) -> int:
-        """Size of the file in storage, in bytes. Raises NoSuchKey."""
-        return self._storage.size(self.key(file))
+        """Size of the file in storage, in bytes. Raises NoSuchKey, and CorruptCheckpoint as `intact_on_disk`."""
+        with intact_on_disk(self._storage, self.where(file)):
+            return self._storage.size(self.key(file))
 
     def digests(self, file: FileRecord) -> bytes:
         """All chunks' digests, 32 bytes each. Raises CorruptCheckpoint or IncompleteCheckpoint for a damaged table."""
@@ -100,7 +102,8 @@ class DataFiles:
         where = f"{self.where(file)}.b3 (the digests of its chunks)"
         expected = file.num_chunks * DIGEST_BYTES
         try:
-            table = self._storage.read(key_of(self._prefix, file.table_path), 0, expected + 1)
+            with intact_on_disk(self._storage, where):
+                table = self._storage.read(key_of(self._prefix, file.table_path), 0, expected + 1)
         except NoSuchKey as error:
             raise IncompleteCheckpoint(f"{where} is missing. {_REMEDY}") from error
         actual = blake3(table).hexdigest()
@@ -112,9 +115,13 @@ class DataFiles:
         return table
 
     def read(self, span: Span, views: Sequence[View]) -> None:
-        """Fill the views, which cover the span. Raises IncompleteCheckpoint if the file is missing or too short."""
+        """Fill the views, which cover the span.
+
+        Raises IncompleteCheckpoint if the file is missing or too short, and CorruptCheckpoint as `intact_on_disk`.
+        """
         try:
-            count = self._storage.read_into(self.key(span.file), span.start, [view.data.data for view in views])
+            with intact_on_disk(self._storage, self.where(span.file)):
+                count = self._storage.read_into(self.key(span.file), span.start, [view.data.data for view in views])
         except NoSuchKey as error:
             raise IncompleteCheckpoint(
                 f"{self.where(span.file)} is missing: it was lost, or the checkpoint was deleted while it was being "

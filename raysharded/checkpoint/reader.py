@@ -22,7 +22,7 @@ from raysharded.checkpoint.format.paths import MANIFEST_NAME, is_data, is_replac
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.format.tiling import is_within
 from raysharded.checkpoint.storage import NoSuchKey, NotAFile, Storage
-from raysharded.checkpoint.storage.small_objects import read_small
+from raysharded.checkpoint.storage.small_objects import intact_on_disk, read_small
 from raysharded.display.quantities import count
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, NoCheckpoint
 from raysharded.locations import join_url
@@ -171,10 +171,11 @@ def open_checkpoint(
 
 def _read_manifest(storage: Storage, at: str, where: str) -> bytes:
     try:
-        size = storage.size(at)
-        if size > MAX_MANIFEST_BYTES:
-            raise CorruptCheckpoint(f"{where} has {size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}.")
-        return read_small(storage, at, MAX_MANIFEST_BYTES)
+        with intact_on_disk(storage, where):
+            size = storage.size(at)
+            if size > MAX_MANIFEST_BYTES:
+                raise CorruptCheckpoint(f"{where} has {size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}.")
+            return read_small(storage, at, MAX_MANIFEST_BYTES)
     except NotAFile as error:
         raise CorruptCheckpoint(str(error)) from error
     except NoSuchKey as error:
@@ -196,10 +197,9 @@ def _read_replaced(storage: Storage, prefix: str, digest: str) -> bytes | None:
 
 
 def _read_index(storage: Storage, prefix: str, path: str, size: int) -> bytes:
+    where = f"the box index {join_url(storage.url, key_of(prefix, path))}"
     try:
-        return read_small(storage, key_of(prefix, path), size)
+        with intact_on_disk(storage, where):
+            return read_small(storage, key_of(prefix, path), size)
     except NoSuchKey as error:
-        raise IncompleteCheckpoint(
-            f"the box index {join_url(storage.url, key_of(prefix, path))} is missing. "
-            "Use another checkpoint, or restore it."
-        ) from error
+        raise IncompleteCheckpoint(f"{where} is missing. Use another checkpoint, or restore it.") from error

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import threading
 import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +30,14 @@ from raysharded.checkpoint import (
     save_prefix,
     write_shard,
 )
+from raysharded.checkpoint.claims import Claims
 from raysharded.checkpoint.reader import Request
-from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
-from raysharded.testing.storages import CountingStorage, rows_of, save_rows
+from raysharded.checkpoint.retention.catalog import list_checkpoints, newest_complete
+from raysharded.checkpoint.retention.gc import prune
+from raysharded.checkpoint.retention.policy import Best, Keep
+from raysharded.checkpoint.storage import storage_error
+from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, StorageError
+from raysharded.testing.storages import CountingStorage, StorageAround, rows_of, save_rows
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -318,3 +327,65 @@ def test_a_buffer_of_any_element_type_can_be_filled(tmp_path: Path) -> None:
     out = np.zeros((13, 5), np.float32)
     checkpoint.read_into("layer.weight", [0, 0], [13, 5], out.data)
     assert np.array_equal(out, arrays["layer.weight"])
+
+
+@dataclass(slots=True)
+class BrokenDisk(StorageAround):
+    """Its disk gives no bytes of some files."""
+
+    is_broken: Callable[[str], bool]
+    code: int = errno.EIO
+
+    def read(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
+        self._strike(key)
+        return self.inner.read(key, offset, size)
+
+    def read_into(self, key: str, offset: int, outs: Sequence[memoryview]) -> int:
+        self._strike(key)
+        return self.inner.read_into(key, offset, outs)
+
+    def _strike(self, key: str) -> None:
+        if self.is_broken(key):
+            error = OSError(self.code, os.strerror(self.code))
+            raise storage_error(self.url, "read", key, error) from error
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EBADMSG, errno.EUCLEAN])
+@pytest.mark.parametrize("file", ["manifest.json", ".safetensors"])
+def test_bytes_that_a_disk_has_lost_damage_the_checkpoint_and_no_other(tmp_path: Path, file: str, code: int) -> None:
+    storage = open_storage(str(tmp_path))
+    claims = Claims(storage, "driver")
+    claims.own(1)
+    for step in (1, 2):
+        save_rows(storage, _state(), step=step, save_id="a", num_writers=2, claims=claims)
+    broken = BrokenDisk(storage, lambda key: "step-0000000002" in key and key.endswith(file), code)
+    with pytest.raises(CorruptCheckpoint, match=r"step-0000000002.* cannot be read from its disk: .*dmesg"):
+        open_checkpoint(broken, save_prefix(2, "a")).read("ids", (0, 0, 0), (3, 2, 4))
+    assert open_checkpoint(broken, save_prefix(1, "a")).read("ids", (0, 0, 0), (3, 2, 4)).nbytes == 48
+    found = newest_complete(broken, skip_damaged=True)
+    if file == "manifest.json":
+        assert found.checkpoint is not None
+        assert found.checkpoint.step == 1
+    else:
+        damage = open_checkpoint(broken, save_prefix(2, "a")).find_damage()
+        assert ["cannot be read from its disk" in str(one) for one in damage] == [True, True]
+
+
+def test_other_failures_of_a_storage_are_no_damage(tmp_path: Path) -> None:
+    for storage, code in ((open_storage(str(tmp_path)), errno.ESTALE), (_memory(), errno.EIO)):
+        save_rows(storage, _state(), step=1, save_id="a", num_writers=1)
+        with pytest.raises(StorageError, match=r"read .*manifest\.json failed"):
+            open_checkpoint(BrokenDisk(storage, lambda _: True, code), save_prefix(1, "a"))
+
+
+def test_a_good_checkpoint_that_a_disk_does_not_give_for_a_while_is_not_deleted(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    claims = Claims(storage, "driver")
+    claims.own(1)
+    for step in (1, 2, 3, 4):
+        numbers = {"metrics": {"loss": step}}
+        save_rows(storage, _state(), step=step, save_id="a", num_writers=1, claims=claims, metadata=numbers)
+    keep = Keep(last=1, best=Best(metric="loss", mode="min"))
+    broken = BrokenDisk(storage, lambda key: "step-0000000001" in key)
+    assert prune(broken, keep).retired == (save_prefix(3, "a"),)  # the second is the best of the others
+    assert [ref.step for ref in list_checkpoints(storage) if ref.complete] == [1, 2, 4]

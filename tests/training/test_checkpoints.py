@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from raysharded.checkpoint import SigningKey, Storage, open_storage, write_shard
 from raysharded.checkpoint.format.paths import parse_save_folder
 from raysharded.checkpoint.retention.catalog import list_checkpoints, newest_complete
 from raysharded.checkpoint.retention.policy import Keep
+from raysharded.checkpoint.storage import local_files
 from raysharded.driver.driver import Driver
 from raysharded.driver.state.state import State
 from raysharded.errors import CheckpointError, RunFailed, RunOwnedElsewhere
+from raysharded.ids import WorkerId
 from raysharded.journal.log import read
 from raysharded.protocol.job import Job
 from raysharded.protocol.messages import FromCheckpoint
@@ -168,10 +171,11 @@ def resume(
     engine: rs.EngineConfig | None = None,
     take_over: bool = False,
     data: Any = None,
+    prepare: Mapping[WorkerId, Callable[[], None]] | None = None,
 ) -> tuple[State, Listening]:
     job = small_job(url, steps=steps, task=task, engine=engine, data=data)
     listener = Listening()
-    driver = make_driver(job, make_limits(job, workers), listener, key=key, take_over=take_over)
+    driver = make_driver(job, make_limits(job, workers), listener, key=key, take_over=take_over, prepare=prepare)
     driver.restore()
     return driver.run(), listener
 
@@ -224,12 +228,29 @@ def damage(url: str, step: int) -> None:
     file.write_bytes(data)
 
 
-def test_damage_that_one_worker_finds_sends_all_to_the_checkpoint_before(tmp_path: Path) -> None:
+def lose_on_disk(step: int) -> None:
+    """In a worker's process: the disk gives no bytes of that step's data files."""
+    read = local_files._read_fully
+
+    def failing(handle: int, offset: int, outs: Sequence[memoryview]) -> int:
+        if f"step-{step:010}" in os.readlink(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.EIO, "Input/output error")
+        return read(handle, offset, list(outs))
+
+    patches.replace(local_files, "_read_fully", failing)
+
+
+@pytest.mark.parametrize("kind", ["a flipped bit", "lost by the disk"])
+def test_damage_that_one_worker_finds_sends_all_to_the_checkpoint_before(tmp_path: Path, kind: str) -> None:
     url = write_run(tmp_path, steps=3, save_every=1)
     refs = [ref.step for ref in list_checkpoints(open_storage(url)) if ref.complete]
     assert refs[-1] == 3
-    damage(url, 3)
-    state, listener = resume(url, 3, steps=4)
+    prepare: dict[WorkerId, Callable[[], None]] = {}
+    if kind == "a flipped bit":
+        damage(url, 3)
+    else:
+        prepare[WorkerId(1)] = partial(lose_on_disk, 3)
+    state, listener = resume(url, 3, steps=4, prepare=prepare)
     (skipped,) = listener.of("checkpoint_skipped")
     assert skipped["step"] == 3
     assert ".safetensors" in skipped["reason"]

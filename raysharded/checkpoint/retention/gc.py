@@ -18,6 +18,7 @@ from raysharded.checkpoint.retention.policy import Candidate, Keep, to_delete
 from raysharded.checkpoint.retention.two_phase_delete import is_full, remove, remove_unmarked, retire, why_not_removed
 from raysharded.checkpoint.storage import Storage, Unfinished
 from raysharded.checkpoint.storage.optional_operations import list_links
+from raysharded.checkpoint.storage.small_objects import is_lost_on_disk
 from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER, list_numbers, lost_writes
 from raysharded.errors import CheckpointError, RefusedCheckpoint, StorageError
 
@@ -164,7 +165,7 @@ class _Opened:
         return self._open(prefix) is not None
 
     def refused(self, prefix: str) -> bool:
-        """Whether only the key rejects the checkpoint: it may be good, and another's."""
+        """Whether the checkpoint may be good: only the key rejects it, or a disk does not give its bytes now."""
         return self._open(prefix) is None and prefix in self._refused
 
     def metrics(self, prefix: str) -> Mapping[str, Any]:
@@ -179,8 +180,10 @@ class _Opened:
             except RefusedCheckpoint:
                 self._found[prefix] = None
                 self._refused.add(prefix)
-            except CheckpointError:
+            except CheckpointError as error:
                 self._found[prefix] = None  # `newest_complete` and `verify` report why
+                if is_lost_on_disk(error):
+                    self._refused.add(prefix)
         return self._found[prefix]
 
 

@@ -14,7 +14,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from raysharded.checkpoint.format.encoding import digest_of
@@ -28,7 +27,7 @@ from raysharded.checkpoint.retention.gc import Pruned
 from raysharded.checkpoint.retention.orphan_saves import Left
 from raysharded.checkpoint.storage import NoSuchKey, Storage, Unfinished
 from raysharded.checkpoint.storage.optional_operations import last_part, list_times
-from raysharded.checkpoint.storage.small_objects import read_small
+from raysharded.checkpoint.storage.small_objects import is_lost_on_disk, read_small
 from raysharded.errors import CheckpointError
 
 _OVERWRITTEN = (
@@ -151,10 +150,15 @@ def _unnamed(storage: Storage, found: _Found, key: SigningKey | None, since: flo
     young = [at for at in copies if is_young(at)]
     named = {*_named(found.prefix, checkpoint.manifest, data), key_of(found.prefix, replaced_name(digest_of(data)))}
     for copy in young:
-        with suppress(CheckpointError, NoSuchKey):
+        try:
             copied = read_small(storage, copy, MAX_MANIFEST_BYTES)
             older = open_checkpoint(storage, found.prefix, key=key, digest=digest_of(copied))
             named |= {copy, *_named(found.prefix, older.manifest, copied)}
+        except NoSuchKey:
+            continue
+        except CheckpointError as error:
+            if is_lost_on_disk(error):
+                raise
     files = [at for at in (*found.files, *found.replaced) if at not in named]
     gone = [at for at in files if not is_young(at)]
     stays = bool(young) or len(gone) < len(files)
