@@ -37,8 +37,8 @@ class AsyncSaver:
 
     Threads may share a saver: their calls run one after the other. On a process group every rank has a saver, and all
     ranks make the same calls in the same order. Rank 0's `when_busy` decides. At program exit Python waits for the save
-    that is being written. The exit status is 120 if the last save failed and no `result` has raised its error. In a
-    forked child a saver begins without saves.
+    that is being written. The exit status is 120 if the saver's last save failed and no `result` has raised its error,
+    unless a saver that was made later has saved since. In a forked child a saver begins without saves.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class AsyncSaver:
         self._copy: HostCopy | None = HostCopy()
         self._last: SaveOutcome | None = None
         self._start()
-        process_exit.add_saver(self, AsyncSaver._renew)
+        self._number = process_exit.add_saver(self, AsyncSaver._renew)
 
     def prepare(self, state: Any) -> int:
         """Allocate the buffer for states like this one; its bytes. The first save is then as fast as later ones.
@@ -116,7 +116,7 @@ class AsyncSaver:
 
             try:
                 self._last = outcome
-                process_exit.begun(outcome)
+                process_exit.begun(outcome, self._number)
                 self._pool.submit(outcome.run, finish)
             except BaseException as error:
                 outcome.abandon(error)

@@ -1,8 +1,9 @@
 """Background saves at process exit and at a fork: the interpreter waits for them, and a forked child fails them.
 
 Soon after a program's last line Python starts no more pool threads, which a running save needs, so the interpreter
-waits before that. If the last save failed and the program has not received its exception, the log reports it. The exit
-status is then 120, Python's status for an error in its clean-up.
+waits before that. If the last save of a saver failed and the program has not received its exception, the log reports
+it. The exit status is then 120, Python's status for an error in its clean-up. A later save of a saver that was made
+after the failure takes its place, too; one of a saver beside it, as for an average of the weights, does not.
 
 A fork copies only the caller's thread. No thread writes the parent's saves in the child, and a lock that another thread
 held stays locked there forever. The child's savers are therefore reset.
@@ -16,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -42,36 +44,49 @@ class BegunSave(Protocol):
 class _Saves:
     """Saves that this process has begun.
 
-    Changes of sets and attributes are atomic, so a fork never sees half a change.
+    Changes of dicts and attributes are atomic, so a fork never sees half a change.
     """
 
     def __init__(self) -> None:
-        self.going_on: set[BegunSave] = set()
-        """Running saves, kept here because the program may have dropped the saver."""
-        self.failed: BegunSave | None = None
-        """The last save that ended, if it failed."""
+        self.going_on: dict[BegunSave, int] = {}
+        """Running saves with their savers' numbers, kept here because the program may have dropped the saver."""
+        self.failed: dict[int, tuple[BegunSave, int]] = {}
+        """Saver's number -> its last save, if it failed and none took its place, and the newest saver's number then."""
         self.python_ends = False
         """Whether the interpreter has waited for the saves."""
 
 
 _saves = _Saves()
 _savers: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
+_numbers = count(1)
+_newest = 0
+"""Number of the newest saver."""
 
 
-def add_saver(saver: Any, renew: Callable[[Any], None]) -> None:
-    """Call `renew(saver)` in forked children from now on."""
+def add_saver(saver: Any, renew: Callable[[Any], None]) -> int:
+    """The new saver's number. `renew(saver)` is called in forked children from now on."""
+    global _newest
     _savers[saver] = renew
+    _newest = number = next(_numbers)
+    return number
 
 
-def begun(save: BegunSave) -> None:
-    """Make the interpreter wait for the save until `ended`."""
-    _saves.going_on.add(save)
+def begun(save: BegunSave, saver: int) -> None:
+    """Make the interpreter wait for the save until `ended`. `saver`: its saver's number."""
+    _saves.going_on[save] = saver
 
 
 def ended(save: BegunSave) -> None:
-    """Record that the save has ended."""
-    _saves.failed = save if save.is_lost else None
-    _saves.going_on.discard(save)
+    """Record that the save has ended. Only the first call for a save counts."""
+    saves, saver = _saves, _saves.going_on.get(save)
+    if saver is None:
+        return
+    for other, (_, newest) in list(saves.failed.items()):
+        if other == saver or newest < saver:
+            saves.failed.pop(other, None)
+    if save.is_lost:
+        saves.failed[saver] = save, _newest
+    saves.going_on.pop(save, None)
     if _saves.python_ends:  # begun by a thread or an atexit function that runs after the program's last line
         _tell()
 
@@ -88,8 +103,8 @@ def _wait_for_all() -> None:
 
 
 def _tell() -> None:
-    if _saves.failed is not None and _saves.failed.is_lost:
-        _log.error("the last save of this program is lost, so its exit status is 120")
+    if any(save.is_lost for save, _ in list(_saves.failed.values())):
+        _log.error("the last save of this program, or of one of its savers, is lost, so its exit status is 120")
         _fail_exit()
 
 

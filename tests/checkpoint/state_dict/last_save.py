@@ -43,10 +43,10 @@ def save_later(folder: Path) -> None:
 
 def main(folder: Path, how: str) -> None:
     LocalStorage.write = write_slowly  # type: ignore[method-assign]
-    if how in ("fails", "closes"):
+    if how in ("fails", "closes", "beside"):
         folder.write_text("a file is in the way")
         folder = folder / "below"
-    saver = checkpoint.AsyncSaver()
+    saver, other = checkpoint.AsyncSaver(), checkpoint.AsyncSaver()
     pending = saver.save(folder / "last", {"w": torch.arange(1000)}, step=7)
     match how:
         case "exit":
@@ -57,6 +57,9 @@ def main(folder: Path, how: str) -> None:
             del saver, pending
         case "closes":
             saver.close()
+        case "beside":
+            saver.close()
+            other.save(folder.parent.with_suffix(".average"), {"w": torch.arange(1000)}, step=7).result()
         case "goes on":
             threading.Thread(target=lambda: save_later(folder / "thread")).start()
             atexit.register(lambda: checkpoint.AsyncSaver().save(folder / "atexit", {"w": torch.arange(9)}, step=8))
