@@ -13,6 +13,7 @@ import pytest
 from raysharded.checkpoint import ShardTensor, SigningKey, Storage, open_checkpoint, open_storage, write_shard
 from raysharded.checkpoint.retention.catalog import list_checkpoints, newest_complete
 from raysharded.checkpoint.retention.gc import prune
+from raysharded.checkpoint.retention.pins import pin
 from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
 from raysharded.driver.checkpoints.committer import Committer, ManifestContext, RunFiles, data_position
@@ -25,6 +26,7 @@ from raysharded.errors import RefusedCheckpoint, StorageError
 from raysharded.ids import GenerationId
 from raysharded.layout import StateSpec, TensorSpec, partial, shard_map
 from raysharded.protocol.messages import Saved, save_prefix
+from raysharded.testing.storages import CountingStorage
 from tests.driver.scripted import LIMITS
 
 SPEC = StateSpec(tensors=(TensorSpec(name="model.w", dtype="float32", shape=(6, 4)),))
@@ -271,6 +273,25 @@ def test_a_driver_that_another_has_followed_deletes_nothing_at_its_end_and_distr
     zombie.committer.distrust(prefixes[2:])
     zombie.committer.close(WAIT_S, ended=True)
     assert committed_steps(storage) == [1, 2, 3]
+
+
+def test_a_prune_reads_no_old_claim_again_though_an_old_checkpoint_is_pinned(storage: Storage) -> None:
+    counting = CountingStorage(storage)
+    driver = Driver(counting, "driver", keep=Keep(last=1))
+    driver.own()
+    assert isinstance(driver.commit(1, 1), Committed)
+    driver.finish_work()
+    pin(storage, "first", list_checkpoints(storage)[0])
+    for step in range(2, 60):
+        assert isinstance(driver.commit(step, 1), (Committed, Deleted))
+    driver.finish_work()
+    for step in (60, 61):
+        counting.reads.clear()
+        driver.begin_commit(step, 1)
+        driver.finish_work()
+        assert sum(key.startswith("claims/") for key, _, _ in counting.reads) <= 2 * 16
+        assert committed_steps(storage)[0] == 1
+        assert committed_steps(storage)[-1] == step
 
 
 class KeepsManifests:

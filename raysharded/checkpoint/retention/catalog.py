@@ -211,8 +211,10 @@ def open_ref(
     return checkpoint
 
 
-def survey(storage: Storage, *, key: SigningKey | None = None) -> Survey:
+def survey(storage: Storage, *, key: SigningKey | None = None, read_before: dict[int, Claim] | None = None) -> Survey:
     """The run's saves as they are now. With a key, claims and tombstones count only if the key signed them.
+
+    `read_before`: claims, as for `History`.
 
     Reads claims from the newest back until the newest commit and every manifest's claim are found. Files are listed
     before claims, so that a save committed in between is not taken for debris, nor for lost. Raises CheckpointError if
@@ -226,7 +228,7 @@ def survey(storage: Storage, *, key: SigningKey | None = None) -> Survey:
         named = save_folder_of(at)
         if named is not None:
             found.setdefault(named, {})[at] = size
-    history = History(storage, key=key)
+    history = History(storage, key=key, read_before=read_before)
     if history.is_of_removed_run:
         raise CheckpointError(text_of_removed(storage.url))
     every = CHECKPOINTS_FOLDER in list_links(storage)

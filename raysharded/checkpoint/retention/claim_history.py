@@ -19,9 +19,17 @@ _AT_ONCE = 16
 class History:
     """The claims as of construction. Not thread-safe."""
 
-    def __init__(self, storage: Storage, *, key: SigningKey | None = None) -> None:
-        """With a key, only those claims count that it signed, and older ones from before any was signed."""
+    def __init__(
+        self, storage: Storage, *, key: SigningKey | None = None, read_before: dict[int, Claim] | None = None
+    ) -> None:
+        """With a key, only those claims count that it signed, and older ones from before any was signed.
+
+        `read_before`: number -> claim, as read earlier from this storage with this key; gets those that are read now.
+        Claims never change, but another run may have taken the folder: the newest are read again, and must be equal.
+        """
         self._storage, self._key, self._chain = storage, key, ClaimChain()
+        self._before = {} if read_before is None else read_before
+        self._compares = True
         keys = storage.list(CLAIMS_FOLDER)
         self.is_of_removed_run = REMOVAL_KEY in keys
         """Whether the run is being removed, or its removal was interrupted."""
@@ -94,14 +102,26 @@ class History:
     def _read_more(self) -> None:
         numbers = self._unread[-_AT_ONCE:]
         del self._unread[-_AT_ONCE:]
-        with Threads(len(numbers), thread_name_prefix="raysharded-claims") as pool:
-            read = list(pool.map(self._read, numbers))
+        read = self._known_or_read(numbers)
         for number, (found, unchecked) in zip(reversed(numbers), reversed(read), strict=True):
             for claim in self._chain.add(number, found, unchecked):
                 self._add(claim)
         if not self._unread:
             for claim in self._chain.end():
                 self._add(claim)
+
+    def _known_or_read(self, numbers: Sequence[int]) -> list[tuple[Claim | CorruptCheckpoint, Claim | None]]:
+        """As `_read`, for each number; the first call compares with what was read before, and later ones use it."""
+        now = [number for number in numbers if self._compares or number not in self._before]
+        read: dict[int, tuple[Claim | CorruptCheckpoint, Claim | None]] = {}
+        if now:
+            with Threads(len(now), thread_name_prefix="raysharded-claims") as pool:
+                read = dict(zip(now, pool.map(self._read, now), strict=True))
+        if any(found != self._before.get(number, found) for number, (found, _) in read.items()):
+            self._before.clear()
+        self._compares = False
+        self._before.update({number: found for number, (found, _) in read.items() if isinstance(found, Claim)})
+        return [read[number] if number in read else (self._before[number], None) for number in numbers]
 
     def _read(self, number: int) -> tuple[Claim | CorruptCheckpoint, Claim | None]:
         """(the claim or the error in it, the claim without a check if only the key refuses it)."""

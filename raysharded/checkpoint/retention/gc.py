@@ -19,7 +19,7 @@ from raysharded.checkpoint.retention.two_phase_delete import is_full, remove, re
 from raysharded.checkpoint.storage import Storage, Unfinished
 from raysharded.checkpoint.storage.optional_operations import list_links
 from raysharded.checkpoint.storage.small_objects import is_lost_on_disk
-from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER, list_numbers, lost_writes
+from raysharded.checkpoint.stored_claims import CLAIMS_FOLDER, Claim, list_numbers, lost_writes
 from raysharded.errors import CheckpointError, RefusedCheckpoint, StorageError
 
 
@@ -64,6 +64,7 @@ def prune(
     ended: bool = False,
     dry_run: bool = False,
     key: SigningKey | None = None,
+    read_before: dict[int, Claim] | None = None,
 ) -> Pruned:
     """Delete checkpoints that no rule of `keep`, no pin and no reader needs, and debris; return what was done.
 
@@ -78,16 +79,23 @@ def prune(
     what would be. With a `key`, checkpoints that are not signed with it count as unusable, and stay. The call may be
     interrupted anywhere and made from several places: the next call continues. Raises CorruptCheckpoint, having deleted
     no checkpoint, if a pin cannot be read.
+
+    `read_before`: for a caller that prunes repeatedly with one key; claims that are kept there are not read again.
     """
-    plan = _plan(storage, keep, in_flight, now, ended, key)
+    plan = _plan(storage, survey(storage, key=key, read_before=read_before), keep, in_flight, now, ended, key)
     plan = replace(plan, drop=[]) if keep_references else plan
     return _told(plan) if dry_run else _carry_out(storage, plan, now, may_go, key)
 
 
 def _plan(
-    storage: Storage, keep: Keep | None, in_flight: Collection[str], now: bool, ended: bool, key: SigningKey | None
+    storage: Storage,
+    found: Survey,
+    keep: Keep | None,
+    in_flight: Collection[str],
+    now: bool,
+    ended: bool,
+    key: SigningKey | None,
 ) -> _Plan:
-    found = survey(storage, key=key)
     unfinished = storage.unfinished(CHECKPOINTS_FOLDER)
     opened = _Opened(storage, found.refs, key)
     debris = find_debris(found, unfinished, in_flight)

@@ -16,7 +16,7 @@ from raysharded.checkpoint.retention.catalog import list_checkpoints
 from raysharded.checkpoint.retention.gc import prune
 from raysharded.checkpoint.retention.policy import Keep
 from raysharded.checkpoint.retention.two_phase_delete import retire
-from raysharded.checkpoint.stored_claims import find_newest, list_numbers
+from raysharded.checkpoint.stored_claims import Claim, find_newest, list_numbers
 from raysharded.clock import Clock
 from raysharded.driver.checkpoints.protected import ProtectedCheckpoints
 from raysharded.driver.state.arithmetic import own_blocks, own_build_seed, own_contents
@@ -97,6 +97,8 @@ class Committer:
         self._owed: set[str] = set()
         """Prefixes whose deletion was ordered and is not done. Changes of a set are atomic."""
         self._deleting = threading.Lock()
+        self._claims_read: dict[int, Claim] = {}
+        """Claims that a prune has read, by number."""
 
     def owns(self) -> bool:
         """Whether no other driver has claimed the run since, as far as storage answers."""
@@ -211,6 +213,7 @@ class Committer:
                 may_go=lambda _: self._still_leads(),
                 ended=True,
                 key=self._files.key,
+                read_before=self._claims_read,
             )
         except Exception as error:  # noqa: BLE001 - thread boundary: `raysharded checkpoint gc` continues
             self._log_kept(error)
@@ -226,6 +229,7 @@ class Committer:
                 keep_references=spared.parents,
                 may_go=lambda prefix: prefix not in self._spared().prefixes and self._still_leads(),
                 key=self._files.key,
+                read_before=self._claims_read,
             )
             if pruned.retired or pruned.references:
                 self._tell(Deleted(prefixes=pruned.retired, parents=bool(pruned.references)))

@@ -19,7 +19,7 @@ from raysharded.checkpoint.retention.pins import pin, unpin
 from raysharded.checkpoint.retention.tombstone import TOMBSTONE_NAME
 from raysharded.checkpoint.retention.two_phase_delete import remove_unmarked, retire
 from raysharded.checkpoint.storage import BytesLike, Unfinished, storage_error
-from raysharded.checkpoint.stored_claims import claim_key
+from raysharded.checkpoint.stored_claims import Claim, claim_key
 from raysharded.errors import IncompleteCheckpoint, StorageError
 from raysharded.testing.storages import CountingStorage, FailingStorage, save_rows
 from tests.cases import tried_each_time
@@ -613,3 +613,20 @@ def test_no_storage_operation_deletes_behind_a_link(tmp_path: Path) -> None:
     storage.delete(["a/file", "a/none", "none/file"])
     assert (tmp_path / "theirs" / "in" / "file").read_text() == "mine"
     assert not (tmp_path / "run" / "a" / "file").is_symlink()
+
+
+def test_claims_that_were_read_before_are_used_unless_another_run_has_taken_the_folder(tmp_path: Path) -> None:
+    read: dict[int, Claim] = {}
+    claimers = set[str]()
+    for number in (1, 2):
+        storage = CountingStorage(open_storage(str(tmp_path / "run")))
+        run = Run(storage)
+        prefixes = [run.save(step) for step in range(number, number + 30)]
+        pin(storage, "first", list_checkpoints(storage)[0])
+        assert prune(storage, Keep(last=2), read_before=read).retired == tuple(prefixes[1:-2])
+        claimers |= {claim.id for claim in read.values()}
+        assert len(claimers) == number, "none of the run before is left"
+        storage.reads.clear()
+        prune(storage, Keep(last=2), read_before=read)
+        assert sum(key.startswith("claims/") for key, _, _ in storage.reads) == 16
+        shutil.rmtree(tmp_path / "run")
