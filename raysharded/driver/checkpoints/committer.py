@@ -111,7 +111,7 @@ class Committer:
     def distrust(self, prefixes: Collection[str]) -> None:
         """Start to delete checkpoints that may hold wrong numbers. A pinned one stays, with a warning.
 
-        If that fails, it is tried again before old checkpoints are deleted: until then these stay.
+        If that fails, it is repeated before old checkpoints are deleted: until then these stay.
         """
         self._owed.update(prefixes)
         self._committing.do(lambda: self._distrust(prefixes))
