@@ -445,6 +445,11 @@ class RunConfig:
         )
         require_kind("RunConfig", "checkpoint", self.checkpoint, CheckpointConfig)
         require_kind("RunConfig", "failure", self.failure, FailureConfig)
+        require(
+            self.failure.on_non_finite != "rewind" or self.checkpoint.every_steps is not None,
+            'FailureConfig(on_non_finite="rewind") needs CheckpointConfig(every_steps=...): the run goes back to the '
+            "newest step with a due checkpoint. By time alone, it would depend on the machine which step that is.",
+        )
         require_number("RunConfig", "lease_s", self.lease_s, 1.0)
         require(self.lease_s <= MAX_LEASE_S, f"RunConfig.lease_s={self.lease_s!r}: give at most {MAX_LEASE_S:g}.")
         require_kind("RunConfig", "record_events", self.record_events, bool)

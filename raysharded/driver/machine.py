@@ -155,7 +155,7 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
 
 
 def _watch(state: State, at: float) -> Outcome:
-    if state.phase in (Phase.GATHERING, Phase.PAUSED):
+    if state.phase is Phase.GATHERING or (state.phase is Phase.PAUSED and not saves.owing(state)):
         return _on_tick(state, at)
     state, watched = hang_watchdog.on_tick(state, at)
     return prepend(_on_tick(state, at), watched) if state.phase is not Phase.OVER else (state, watched)

@@ -146,7 +146,7 @@ def shortage_text(
         text += f" No worker is placed on {'; nor on '.join(lost)}; retried every few seconds."
     if avoided:
         nodes = ", ".join(node_id[:8] for node_id in avoided)
-        text += f" No worker is placed on {nodes}: drained by request, or failed too often."
+        text += f" No worker is placed on {nodes}: drained by request, or failed too often or just now."
     if lost or avoided or min_workers is None:
         return text
     if any(have.get(name, 0) < amount * min_workers for name, amount in needs.items()):

@@ -53,6 +53,7 @@ def limits_of(spec: RunSpec, grouping: Grouping | None) -> DriverConfig:
         max_failed_saves=spec.run.checkpoint.max_failed_saves,
         stop_on_failed_saves=spec.run.checkpoint.on_failed_saves == "stop",
         rewind=failure.on_non_finite == "rewind",
+        save_every_steps=spec.run.checkpoint.every_steps if failure.on_non_finite == "rewind" else None,
         max_skipped_steps=failure.max_skipped_steps,
         global_batch_size=spec.batch.global_batch_size,
         accept_arithmetic=spec.run.accept_arithmetic,

@@ -149,8 +149,11 @@ NAMES: Mapping[type, Names] = {
         "corrupted num_samples driver rendezvous result_fingerprint pause stop_requested stop_by arithmetic_unmet "
         "differing numerics proven build_seed save_began_at save_requested_in given_up "
         "ending failed_at failed_worker deaths links relayed blocks leavers_save_s wanted_weights "
-        "device_failures contents",
+        "device_failures contents start_failed_at failed_starts unconfirmed_saves",
         later={
+            "start_failed_at": 0.0,
+            "failed_starts": {},
+            "unconfirmed_saves": (),
             "contents": "",
             "wanted_weights": None,
             "leavers_save_s": None,
@@ -182,8 +185,9 @@ NAMES: Mapping[type, Names] = {
         "save_timeout_s max_failed_saves stop_on_failed_saves last_save_retries spares grouping "
         "last_save_backoff_s max_start_failures start_backoff_s max_start_backoff_s max_idle_generations "
         "max_node_failures configured_workers max_losses_without_step accept_arithmetic "
-        "proves_first_step save_every_s audits max_same_deaths node_failure_window_s link_pause_s",
+        "proves_first_step save_every_s audits max_same_deaths node_failure_window_s link_pause_s save_every_steps",
         later={
+            "save_every_steps": None,
             "audits": True,
             "max_same_deaths": None,
             "node_failure_window_s": 3600.0,

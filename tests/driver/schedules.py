@@ -28,8 +28,9 @@ class Schedule:
     faults: tuple[Fault, ...]
 
     def cluster(self) -> Cluster:
+        limits = replace(self.limits, save_every_steps=self.save_every) if self.limits.rewind else self.limits
         return Cluster(
-            self.limits,
+            limits,
             later_workers=self.later_workers,
             resumed=self.resumed,
             save_every=self.save_every,

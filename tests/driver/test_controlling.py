@@ -17,6 +17,7 @@ from raysharded.driver.state.commands import (
     Command,
     Form,
     KillWorker,
+    Probe,
     Record,
     RequestBoundary,
     SaveSnapshot,
@@ -211,6 +212,38 @@ def test_a_checkpoint_in_a_pause_that_failed_is_not_written_in_the_same_place_ag
     run.hear(StopRequested(checkpoint_within_s=math.inf))  # it continues for one step more
     assert run.state.phase is Phase.FORMING
     assert run.state.pause is None
+
+
+def test_a_worker_that_is_stopped_while_it_writes_a_checkpoint_in_a_pause_is_found() -> None:
+    run = paused(min_workers=1, forming_patience_s=10.0)
+    run.wait(100)
+    assert run.all(Probe) == []  # nobody is waited for
+    run.hear(CheckpointRequested(request=7))
+    run.saved(1, 3)
+    run.wait(100)
+    assert run.records("stuck") == []  # they answer, and write
+    run.mute = frozenset({0})
+    run.wait(10)
+    (stuck,) = run.records("stuck")
+    assert (stuck["worker"], stuck["phase"]) == (0, "paused")
+    assert run.records("checkpoint_failed")[0]["step"] == 3
+    rest(run)
+    assert run.state.phase is Phase.PAUSED
+    assert set(run.state.members) == {1, 2}
+    run.all_saved(3)  # its request is answered by those that are left
+    (answer,) = of(run.committed(3), Answer)
+    assert (answer.requests, answer.step, answer.error) == ((7,), 3, "")
+
+
+def test_a_checkpoint_in_a_pause_is_waited_for_from_its_beginning() -> None:
+    run = paused(min_workers=1, forming_patience_s=10.0)
+    run.wait(100)
+    run.hear(CheckpointRequested(request=7))
+    run.mute = frozenset({0, 1, 2})
+    run.wait(4.75)
+    assert run.all(Probe) == []
+    run.wait(0.25)
+    assert {probe.worker for probe in run.all(Probe)} == {0, 1, 2}
 
 
 def test_a_paused_run_that_ends_with_a_checkpoint_writes_what_it_holds() -> None:

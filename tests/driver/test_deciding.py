@@ -22,6 +22,7 @@ from raysharded.driver.state.commands import (
 )
 from raysharded.driver.state.events import (
     CheckpointRequested,
+    CommitFailed,
     Deleted,
     LearningRateRequested,
     MixtureWeightsRequested,
@@ -372,7 +373,7 @@ def test_paused_on_the_way_back_the_run_holds_what_it_had_done() -> None:
 
 
 def test_data_that_a_bad_number_was_in_is_not_read_again_by_going_back_further() -> None:
-    run = saved_every_two(8, rewind=True)
+    run = saved_every_two(8, rewind=True, save_every_steps=2)
     run.hear(RewindRequested(step=4, skip_data=True))
     for member in run.state.members:
         run.stopped(member, TASK_ERROR, 8, error=NonFiniteLoss("step 9"))
@@ -440,6 +441,39 @@ def test_a_checkpoint_of_an_undone_step_that_becomes_real_meanwhile_is_deleted()
     assert of(recorded(run), DeleteCheckpoints) == [DeleteCheckpoints(prefixes=(committed(4).prefix,))]
     assert run.state.checkpoint is not None
     assert run.state.checkpoint.step == 2
+
+
+def test_a_checkpoint_whose_commit_storage_did_not_confirm_is_deleted_with_its_step() -> None:
+    run = saved_every_two(3)
+    run.trained(4, saves=True)
+    run.all_saved(4)
+    failed = CommitFailed(generation=run.state.generation, step=4, error="a timeout")
+    run.hear(failed)
+    run.hear(RewindRequested(step=2))
+    at_a_boundary(run, 5)
+    run.formed()
+    assert run.records("rewind")[0]["distrusted"] == [committed(4).prefix]
+    assert of(recorded(run), DeleteCheckpoints) == [DeleteCheckpoints(prefixes=(committed(4).prefix,))]
+    assert run.state.unconfirmed_saves == ()
+    assert of(run.hear(failed), DeleteCheckpoints) == [DeleteCheckpoints(prefixes=(committed(4).prefix,))]
+
+
+def test_unconfirmed_checkpoints_are_forgotten_once_no_rollback_can_undo_them() -> None:
+    run = saved_every_two(1)
+    for step in (2, 4, 6):
+        run.trained(*range(run.state.step + 1, step), saves=False)
+        run.trained(step, saves=True)
+        run.all_saved(step)
+        run.hear(CommitFailed(generation=run.state.generation, step=step, error="a timeout"))
+    assert [step for step, _ in run.state.unconfirmed_saves] == [2, 4, 6]
+    run.trained(7)
+    run.trained(8, saves=True)
+    run.all_saved(8)
+    run.committed(8)
+    run.trained(9, saves=True)
+    run.all_saved(9)
+    run.hear(CommitFailed(generation=run.state.generation, step=9, error="a timeout"))
+    assert [step for step, _ in run.state.unconfirmed_saves] == [9]
 
 
 def test_a_step_without_a_checkpoint_is_refused_with_those_that_there_are() -> None:

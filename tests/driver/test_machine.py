@@ -168,6 +168,18 @@ def test_workers_that_fail_to_start_never_end_a_run_that_has_enough() -> None:
     assert 5 <= len(run.records("start_failed")) <= 8  # it backs off
 
 
+def test_workers_that_were_requested_together_and_fail_to_start_count_once() -> None:
+    run = Run(min_workers=2, max_workers=4, max_start_failures=2)
+    for worker in range(4):
+        run.at += 0.25
+        run.lost(worker)
+    assert run.all(End) == []
+    assert len(run.records("start_failed")) == 4
+    assert {start.worker for start in of(run.wait(1), StartWorker)} == {4, 5, 6, 7}
+    run.lost(4)
+    assert "2 workers in a row failed to start" in str(run.error)
+
+
 def test_an_error_of_ours_at_the_start_ends_the_run_at_once() -> None:
     run = Run()
     run.lost(0, error=DataError("the file is cut off"))

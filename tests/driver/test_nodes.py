@@ -12,7 +12,7 @@ from raysharded.driver.state.commands import Command, KillWorker, StartWorker
 from raysharded.driver.state.events import Ready, Tick
 from raysharded.driver.state.node_health import INCIDENT_S, NodeRecord, Nodes, avoided, back, failed, restored, seen
 from raysharded.driver.workers import node_verdicts
-from raysharded.errors import TaskError
+from raysharded.errors import ConfigError, TaskError
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import FromMemory, StopReason, WorkerInfo
 from raysharded.protocol.worker_launcher import NodeBack, NodeLost, WorkerLost
@@ -225,6 +225,37 @@ def test_workers_that_fail_to_start_count_against_their_node_but_not_a_bug_of_th
     assert not run.records("node_avoided")
     lost(run, 9, node="b")
     assert [entry["node"] for entry in run.records("node_avoided")] == ["b"]
+
+
+def test_after_a_failed_start_the_next_worker_is_placed_on_another_node_for_a_short_time() -> None:
+    run = on_two_nodes(min_workers=1, spares=1)
+    run.state = replace(run.state, starting={WorkerId(8): run.at})
+    lost(run, 8, node="b", error=ConfigError("no GPU can be used"))
+    assert [command.avoid for command in of(started(run), StartWorker)] == [("b",)]
+    (waiting,) = run.state.starting
+    run.at += 8.5
+    assert not of(run.hear(Tick()), StartWorker)
+    run.at += 0.5  # no other node has had a place for it
+    assert of(run.hear(Tick()), StartWorker) == [StartWorker(worker=waiting)]
+    assert not of(run.hear(Tick()), StartWorker)
+    assert not run.records("node_avoided")
+
+
+def test_nodes_of_failed_starts_are_all_avoided_unless_no_other_is_known() -> None:
+    run = on_two_nodes(min_workers=1, spares=1)
+    run.state = replace(run.state, starting={WorkerId(8): run.at}, nodes=seen(run.state.nodes, "c", "host c"))
+    lost(run, 8, node="b")
+    assert [command.avoid for command in of(started(run), StartWorker)] == [("b",)]
+    lost(run, run.state.next_worker - 1, node="c")
+    assert [command.avoid for command in of(started(run, 2.0), StartWorker)] == [("b", "c")]
+    lost(run, run.state.next_worker - 1, node="a")
+    assert [command.avoid for command in of(started(run, 4.0), StartWorker)] == [()]
+
+
+def started(run: Run, after_s: float = 1.0) -> list[Command]:
+    """What the machine does when the run may request workers again, after a step."""
+    run.at += after_s
+    return run.trained(run.state.step + 1)
 
 
 def test_a_worker_that_was_requested_before_its_node_was_avoided_is_sent_away() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from raysharded.driver.state.commands import DeleteCheckpoints, End, Form, KillWorker
-from raysharded.driver.state.events import WorkerReply
-from raysharded.driver.state.state import Phase
+from raysharded.driver.state.commands import DeleteCheckpoints, End, Form, KillWorker, Record
+from raysharded.driver.state.events import CommitFailed, WorkerReply
+from raysharded.driver.state.state import Checkpointed, Phase
 from raysharded.errors import DataError, InexactError, NonFiniteLoss, RunFailed, TaskError
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import (
@@ -78,22 +78,92 @@ def test_without_a_policy_the_run_ends_and_is_not_retried() -> None:
 
 
 def test_a_rewind_goes_back_to_the_newest_checkpoint_with_the_data_after_the_step_that_went_wrong() -> None:
-    run = training(2, step=1, rewind=True, global_batch_size=8)
+    run = training(2, step=1, rewind=True, save_every_steps=2, global_batch_size=8)
     run.trained(2, saves=True)
     run.all_saved(2)
     run.committed(2)
-    run.trained(3, 4)
-    all_raise(run, 5)
+    run.trained(3)
+    all_raise(run, 4)
     (entry,) = run.records("rewind")
-    assert (entry["step"], entry["to_step"], entry["skip_samples"]) == (5, 2, 3 * 8)
+    assert (entry["step"], entry["to_step"], entry["skip_samples"]) == (4, 2, 2 * 8)
     spec = run.newest_form()
     assert isinstance(spec.source, FromCheckpoint)
-    assert (spec.source.step, spec.decisions.skips) == (2, ((2, 24),))
+    assert (spec.source.step, spec.decisions.skips) == (2, ((2, 16),))
     assert run.all(End) == []
 
 
+def test_the_step_that_a_rewind_goes_back_to_does_not_depend_on_the_checkpoints_that_there_are() -> None:
+    run = saved_at(1, 4, 6, rewind=True, save_every_steps=4, global_batch_size=8, max_steps=20)
+    all_raise(run, 7)
+    (entry,) = run.records("rewind")
+    assert (entry["to_step"], entry["skip_samples"], entry["distrusted"]) == (4, 3 * 8, [committed(6).prefix])
+    assert run.all(DeleteCheckpoints) == [DeleteCheckpoints(prefixes=(committed(6).prefix,))]
+    assert run.newest_form().source.step == 4
+    run = saved_at(1, 3, rewind=True, save_every_steps=4, global_batch_size=8, max_steps=20)  # that of step 4 failed
+    run.trained(4, 5, 6)
+    all_raise(run, 7)
+    (entry,) = run.records("rewind")
+    assert (entry["to_step"], entry["skip_samples"]) == (4, 3 * 8)
+    assert "distrusted" not in entry
+    spec = run.newest_form()
+    assert (spec.source.step, spec.decisions.skips) == (3, ((4, 24),))
+
+
+def test_a_rewind_below_all_checkpoints_ends_the_run_with_what_to_keep() -> None:
+    run = training(2, rewind=True, save_every_steps=4, max_steps=20)
+    run.trained(1, 2, 3, 4, 5)
+    run.trained(6, saves=True)
+    run.all_saved(6)
+    run.committed(6)
+    all_raise(run, 7)
+    assert "there is no checkpoint of that step or an older one. Keep more" in str(run.error)
+
+
+def test_a_rewind_of_a_fork_goes_no_further_back_than_to_its_beginning() -> None:
+    parents = Checkpointed(step=5, prefix="checkpoints/x", url="s3://b/parent", digest="d", fingerprint="f")
+    run = Run(checkpoint=parents, max_workers=2, rewind=True, save_every_steps=4, resumed={"step": 5})
+    run.ready(0, 1)
+    run.formed()
+    run.trained(6)
+    all_raise(run, 7)
+    assert run.records("rewind")[0]["to_step"] == 5
+    assert run.newest_form().source.step == 5
+
+
+def saved_at(*steps: int, **limits: Any) -> Run:
+    """A run of two workers with checkpoints of these steps, each committed."""
+    run = training(2, **limits)
+    for step in range(1, steps[-1] + 1):
+        run.trained(step, saves=step in steps)
+        if step in steps:
+            run.all_saved(step)
+            run.committed(step)
+    return run
+
+
+def test_a_rewind_deletes_later_checkpoints_that_storage_did_not_confirm() -> None:
+    run = training(2, step=1, rewind=True, save_every_steps=2, global_batch_size=8)
+    run.trained(2, saves=True)
+    run.all_saved(2)
+    run.committed(2)
+    run.trained(3, saves=True)
+    run.all_saved(3)
+    run.hear(CommitFailed(generation=run.state.generation, step=3, error="a timeout"))
+    all_raise(run, 4)
+    (entry,) = run.records("rewind")
+    assert entry["distrusted"] == [committed(3).prefix]
+    assert run.all(DeleteCheckpoints) == [DeleteCheckpoints(prefixes=(committed(3).prefix,))]
+    kinds = [
+        one.kind if isinstance(one, Record) else ""
+        for one in run.commands
+        if isinstance(one, Record | DeleteCheckpoints)
+    ]
+    assert kinds.index("rewind") < kinds.index("")
+    assert run.state.unconfirmed_saves == ()
+
+
 def test_a_rewind_waits_for_the_checkpoint_that_is_being_written() -> None:
-    run = training(2, step=1, rewind=True, global_batch_size=8)
+    run = training(2, step=1, rewind=True, save_every_steps=2, global_batch_size=8)
     run.trained(2, saves=True)
     run.trained(3)
     all_raise(run, 4)
@@ -109,7 +179,7 @@ def test_a_rewind_waits_for_the_checkpoint_that_is_being_written() -> None:
 
 @pytest.mark.parametrize("how", ["fails", "is lost"])
 def test_a_rewind_does_not_wait_for_a_checkpoint_that_will_not_come(how: str) -> None:
-    run = training(2, rewind=True, min_workers=1)
+    run = training(2, rewind=True, save_every_steps=1, min_workers=1)
     run.trained(1, saves=True)
     all_raise(run, 2)
     assert len(run.all(Form)) == 1
@@ -122,7 +192,7 @@ def test_a_rewind_does_not_wait_for_a_checkpoint_that_will_not_come(how: str) ->
 
 
 def test_a_rewind_does_not_wait_for_a_worker_that_is_stopped_while_it_writes_its_part() -> None:
-    run = training(2, rewind=True, min_workers=1, forming_patience_s=10.0)
+    run = training(2, rewind=True, save_every_steps=1, min_workers=1, forming_patience_s=10.0)
     run.trained(1, saves=True)
     all_raise(run, 2)
     run.saved(0, 1)
@@ -137,7 +207,7 @@ def test_a_rewind_does_not_wait_for_a_worker_that_is_stopped_while_it_writes_its
 
 @pytest.mark.parametrize("why", ["not finite", "wrong numbers"])
 def test_nobody_is_waited_for_who_holds_what_is_taken_back(why: str) -> None:
-    run = training(4, step=3, rewind=True, stopping_patience_s=3.0)
+    run = training(4, step=3, rewind=True, save_every_steps=2, stopping_patience_s=3.0)
     if why == "not finite":
         run.stopped(0, TASK_ERROR, 3, error=NonFiniteLoss("step 4: the loss is nan"))
     else:
@@ -149,7 +219,7 @@ def test_nobody_is_waited_for_who_holds_what_is_taken_back(why: str) -> None:
 
 
 def test_what_is_left_in_memory_of_the_steps_that_were_taken_back_is_not_resumed_from() -> None:
-    run = training(3, step=4, rewind=True)
+    run = training(3, step=4, rewind=True, save_every_steps=8)
     abandoned = {member: run.holding(member, 4) for member in run.state.members}
     all_raise(run, 5)
     assert isinstance(run.newest_form().source, FromStart)
@@ -161,7 +231,7 @@ def test_what_is_left_in_memory_of_the_steps_that_were_taken_back_is_not_resumed
 
 
 def test_the_second_time_at_one_checkpoint_ends_the_run_with_both_causes() -> None:
-    run = training(2, step=3, rewind=True)
+    run = training(2, step=3, rewind=True, save_every_steps=8)
     all_raise(run, 4, "the loss is nan")
     run.formed()
     run.trained(1)
@@ -225,6 +295,16 @@ def test_a_checkpoint_that_becomes_real_after_its_step_was_found_wrong_is_delete
     commands = run.hear(committed(2, generation=1))
     assert of(commands, DeleteCheckpoints) == [DeleteCheckpoints(prefixes=(committed(2).prefix,))]
     assert run.state.checkpoint is None
+
+
+def test_an_unverified_checkpoint_that_storage_did_not_confirm_is_deleted_too() -> None:
+    run = training(3, step=1)
+    run.trained(2, saves=True)
+    run.all_saved(2)
+    run.hear(CommitFailed(generation=run.state.generation, step=2, error="a timeout"))
+    found_wrong(run, 3, 1)
+    assert run.records("corruption")[0]["distrusted"] == [committed(2).prefix]
+    assert run.all(DeleteCheckpoints) == [DeleteCheckpoints(prefixes=(committed(2).prefix,))]
 
 
 def test_memory_is_not_trusted_after_wrong_numbers() -> None:

@@ -123,11 +123,9 @@ class Laws:
                         self.nobody_takes_the_only_copy_along(cluster, killed)
                     killed.alive = False
                 case StartWorker(avoid=avoid):
-                    assert set(avoided(state.nodes)) <= set(avoid) <= {*avoided(state.nodes), *state.terminating_nodes}
-                    allowed = {
-                        *state.terminating_nodes,
-                        *(node for node in state.nodes if is_drained(state.nodes, node)),
-                    }
+                    for_now = {*state.terminating_nodes, *state.failed_starts}
+                    assert set(avoided(state.nodes)) <= set(avoid) <= {*avoided(state.nodes), *for_now}
+                    allowed = {*for_now, *(node for node in state.nodes if is_drained(state.nodes, node))}
                     assert state.limits.max_node_failures is not None or set(avoid) <= allowed
                 case Form(spec=spec):
                     assert spec.generation == before.generation + 1

@@ -106,7 +106,7 @@ def test_what_is_missing_is_said_after_ten_seconds(tmp_path: Path) -> None:
 def test_workers_that_fail_to_start_are_said_to_be_missing_after_ten_seconds(tmp_path: Path) -> None:
     (first, missing), *_ = said(tmp_path, failing=True)
     assert 10 <= first < 12
-    assert missing == "3 workers in a row did not start; the first: out of memory."
+    assert missing == "2 workers in a row did not start; the first: out of memory."
 
 
 def test_a_shortage_that_ends_when_others_free_what_they_use_is_told_from_one_that_does_not() -> None:
@@ -117,7 +117,7 @@ def test_a_shortage_that_ends_when_others_free_what_they_use_is_told_from_one_th
     )
     assert shortage_text(needs, 5, have, free) == short
     assert shortage_text(needs, 4, have, free, ["a" * 56, "b" * 56]) == (
-        f"{short} No worker is placed on aaaaaaaa, bbbbbbbb: drained by request, or failed too often."
+        f"{short} No worker is placed on aaaaaaaa, bbbbbbbb: drained by request, or failed too often or just now."
     )
     bundles = shortage_text(needs, 5, have, free, where="the placement group of this process")
     assert bundles == "Each worker needs 0.5 CPU (the placement group of this process has 2, 0 free)."

@@ -83,7 +83,8 @@ def test_what_does_not_fit_is_one_sentence_with_the_way_out(
 
 def test_the_trainer_is_made_small_and_writes_and_reads_nowhere_else(tmp_path: Path) -> None:
     own = trainer_of(GptTask(), "s3://bucket", accumulation="local", param_dtype="bfloat16", prove_first_step=False)
-    own.run = replace(own.run, failure=rs.FailureConfig(preemption_notices=("aws",), on_non_finite="rewind"))
+    failure = rs.FailureConfig(preemption_notices=("aws",), on_non_finite="rewind")
+    own.run = replace(own.run, failure=failure, checkpoint=rs.CheckpointConfig(every_steps=100))
     kill = Fault(worker=WorkerId(1), step=1, phase="backward")
     made = small(own).made(2, audited=True, faults=FaultPlan(faults=(kill,), folder="/nowhere"))
     assert (made.batch, made.run.storage_path) == (replace(own.batch, global_batch_size=8), "/nowhere/runs")

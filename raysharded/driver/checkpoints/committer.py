@@ -205,11 +205,12 @@ class Committer:
     def _prune_at_the_end(self) -> None:
         try:
             self._delete_owed()
-            parents = self._spared().parents
+            spared = self._spared()
             prune(
                 self._files.storage,
                 self._files.keep,
-                keep_references=parents,
+                in_flight=spared.lasting,
+                keep_references=spared.parents,
                 may_go=lambda _: self._still_leads(),
                 ended=True,
                 key=self._files.key,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from raysharded.driver.rollback.non_finite import due_before
+from raysharded.driver.rollback.rewind import known
 from raysharded.driver.state.state import Checkpointed, State
 from raysharded.protocol.messages import FromCheckpoint, save_prefix
 
@@ -14,7 +16,10 @@ class ProtectedCheckpoints:
     """Checkpoints that must stay."""
 
     prefixes: frozenset[str] = frozenset()
-    """Folders that are being written, that the generation is formed from, or that the run may go back to."""
+    """Folders that are being written, that the generation is formed from, or that the run may go back to: on request,
+    after wrong numbers, or after a number that is not finite."""
+    lasting: frozenset[str] = frozenset()
+    """Those of them that stay when the run has done its last step: it may be resumed with more steps."""
     parents: bool = False
     """Whether the parent run's checkpoint, from which this run was forked, must stay."""
 
@@ -28,8 +33,15 @@ def protected_checkpoints(state: State) -> ProtectedCheckpoints:
     is_read = not state.has_trained  # from then on its members hold it in memory
     source = [state.source.prefix] if isinstance(state.source, FromCheckpoint) and is_read else []
     writing = [save_prefix(step, generation, state.driver) for generation, step in state.saves]
-    prefixes = frozenset([*writing, *source, *_verified(state), *(one.prefix for one in needed if not one.url)])
-    return ProtectedCheckpoints(prefixes=prefixes, parents=any(one.url for one in needed))
+    needed += [*_newest_up_to(state, state.verified_step)] if state.limits.audits else []
+    lasting = _newest_up_to(state, due_before(state, state.step + 1)) if state.limits.rewind else ()
+    needed += lasting
+    prefixes = frozenset([*writing, *source, *(one.prefix for one in needed if not one.url)])
+    return ProtectedCheckpoints(
+        prefixes=prefixes,
+        lasting=frozenset(one.prefix for one in lasting if not one.url),
+        parents=any(one.url for one in needed),
+    )
 
 
 def _gone_back_to(state: State) -> Iterator[Checkpointed]:
@@ -40,12 +52,6 @@ def _gone_back_to(state: State) -> Iterator[Checkpointed]:
         yield state.plan.rewind.checkpoint
 
 
-def _verified(state: State) -> list[str]:
-    """Folder of the newest checkpoint up to the verified step, the target of a corruption rollback, if there is one.
-
-    Without audits there is no such rollback.
-    """
-    if not state.limits.audits:
-        return []
-    known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
-    return [checkpoint.prefix for checkpoint in known if 0 < checkpoint.step <= state.verified_step][-1:]
+def _newest_up_to(state: State, step: int) -> tuple[Checkpointed, ...]:
+    """The newest checkpoint up to a step that a rollback goes back to, if there is one."""
+    return tuple(checkpoint for checkpoint in known(state) if 0 < checkpoint.step <= step)[-1:]

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from raysharded.display.quantities import count
 from raysharded.driver.checkpoints import save_timer
+from raysharded.driver.rollback import rewind
 from raysharded.driver.state.commands import (
     Answer,
     AskFingerprint,
@@ -29,7 +30,7 @@ from raysharded.driver.state.events import LEAVERS, NOBODY, CommitFailed, Commit
 from raysharded.driver.state.state import Checkpointed, Pause, Phase, Saving, State
 from raysharded.errors import RunFailed
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.protocol.messages import Saved, StepReport
+from raysharded.protocol.messages import Saved, StepReport, save_prefix
 
 # -- begun, or not --
 
@@ -115,11 +116,8 @@ def on_committed(state: State, event: Committed, at: float) -> Outcome:
     state = save_timer.made_up_for(state, event.generation, event.step)
     if saving is not None and LEAVERS in saving.answers and len(state.members) > 1 and not state.staying:
         state = replace(state, leavers_save_s=at - saving.since)
-    after = state.invalidated_after
-    if after is not None and event.generation <= state.invalidated_up_to and event.step > after:
-        if state.unrecorded is not None:  # deleted with the others, once the journal records the rollback
-            return replace(state, rolled_back=(*state.rolled_back, event.prefix)), []
-        return state, [DeleteCheckpoints(prefixes=(event.prefix,))]
+    if _is_undone(state, event.generation, event.step):
+        return _delete(state, event.prefix)
     if state.checkpoint is None or state.checkpoint.step <= event.step:  # of two of a step the newer stays
         checkpoint = Checkpointed(
             step=event.step, prefix=event.prefix, fingerprint=event.fingerprint, digest=event.digest
@@ -138,6 +136,19 @@ def on_committed(state: State, event: Committed, at: float) -> Outcome:
     if NOBODY in answers and event.step < state.limits.max_steps:  # at the last step the run finishes anyway
         return prepend(finish(state), commands)
     return state, commands
+
+
+def _is_undone(state: State, generation: GenerationId, step: int) -> bool:
+    """Whether a rollback has undone a step of a generation."""
+    after = state.invalidated_after
+    return after is not None and generation <= state.invalidated_up_to and step > after
+
+
+def _delete(state: State, prefix: str) -> Outcome:
+    """Delete an undone checkpoint: with the others, if the journal has yet to record the rollback."""
+    if state.unrecorded is not None:
+        return replace(state, rolled_back=(*state.rolled_back, prefix)), []
+    return state, [DeleteCheckpoints(prefixes=(prefix,))]
 
 
 def _committed(event: Committed, saving: Saving | None, at: float) -> Record:
@@ -159,9 +170,19 @@ def _committed(event: Committed, saving: Saving | None, at: float) -> Record:
 
 
 def on_commit_failed(state: State, event: CommitFailed, at: float) -> Outcome:
-    """Handle a failed commit of a checkpoint whose parts are written."""
+    """Handle a failed commit of a checkpoint whose parts are written. Storage may have it all the same."""
     saving = state.saves.get((event.generation, event.step))
+    prefix = save_prefix(event.step, event.generation, state.driver)
+    if _is_undone(state, event.generation, event.step):
+        return _delete(state, prefix)
+    state = replace(state, unconfirmed_saves=_with_unconfirmed(state, event.step, prefix))
     return (state, []) if saving is None else _on_storage_failure(state, saving, event.error, at)
+
+
+def _with_unconfirmed(state: State, step: int, prefix: str) -> tuple[tuple[int, str], ...]:
+    """The unconfirmed checkpoints and this one, without those that no rollback can undo any more."""
+    oldest = min((one.step for one in rewind.known(state)), default=0)
+    return (*(one for one in state.unconfirmed_saves if one[0] > oldest), (step, prefix))
 
 
 def on_overtaken(state: State, event: Overtaken, at: float) -> Outcome:

@@ -27,11 +27,11 @@ _EVICTED_WITHIN_S = 600.0
 
 def on_tick(state: State, at: float) -> Outcome:
     """Probe the members that the phase waits for; kill those that do not answer in time."""
-    patience, watch = _patience_s(state), state.watch
-    waited = at - max(state.since, watch.excused_at)
+    patience, watch, since = _patience_s(state), state.watch, _since(state)
+    waited = at - max(since, watch.excused_at)
     if waited < patience / 2:
         return state, []
-    if watch.asked_at is None or watch.asked_at <= state.since:  # or the probe was in an earlier phase
+    if watch.asked_at is None or watch.asked_at <= since:  # or the probe was in an earlier phase
         return _ask(state, at, again=False)
     if not watch.listened:
         return replace(state, watch=replace(watch, listened=True)), []
@@ -118,6 +118,13 @@ def _straggler(state: State, worker: WorkerId, pace: StepTime) -> Record:
     return Record(kind="straggler", fields=fields)
 
 
+def _since(state: State) -> float:
+    """Time since which the phase, or in a pause the newest checkpoint, waits for members."""
+    if state.phase is not Phase.PAUSED:
+        return state.since
+    return max([state.since, *(saving.since for saving in state.saves.values())])
+
+
 def _patience_s(state: State) -> float:
     limits = state.limits
     if state.phase in (Phase.FORMING, Phase.CLOSING) or _waits_for_a_checkpoint(state):
@@ -139,8 +146,8 @@ def _expected_to_answer(state: State) -> frozenset[WorkerId]:
 
 
 def _waits_for_a_checkpoint(state: State) -> bool:
-    """Whether all have stopped, and a rollback waits for the checkpoint that they still write."""
-    return state.phase is Phase.STOPPING and not state.awaited
+    """Whether all have stopped, and a rollback or a paused run waits for the checkpoint that they still write."""
+    return state.phase is Phase.PAUSED or (state.phase is Phase.STOPPING and not state.awaited)
 
 
 def _ask(state: State, at: float, *, again: bool) -> Outcome:
@@ -157,7 +164,7 @@ def _give_up(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
     goes_back = corruption_rollback.found(state) is not None or non_finite.cause(state) is not None
     if not goes_back and needs(state, stuck):
         return _wait_for(state, stuck, at)
-    watch, waited = state.watch, at - state.since
+    watch, waited = state.watch, at - _since(state)
     state = replace(state, watch=step_watch.at_rest(watch))
     commands: list[Command] = []
     lost: list[WorkerLost] = []
@@ -173,10 +180,10 @@ def _wait_for(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
 
     They get as long as any member that does not answer. The journal records it once per phase.
     """
-    watch, waited = state.watch, at - state.since
+    watch, waited = state.watch, at - _since(state)
     commands: list[Command] = []
-    stays = state.phase in (Phase.STOPPING, Phase.CLOSING)
-    if not stays or watch.excused_at < state.since:
+    stays = state.phase in (Phase.STOPPING, Phase.CLOSING, Phase.PAUSED)
+    if not stays or watch.excused_at < _since(state):
         for worker in stuck:
             reason = f"{_reason(state, watch, worker, waited)}; it is waited for: nobody else holds what it does"
             commands.append(_stuck(state, watch, worker, waited, reason))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from raysharded.driver.rollback import rewind
 from raysharded.driver.state import recovery_timeline
 from raysharded.driver.state.commands import Command, DeleteCheckpoints, Outcome, Record, finish, prepend
 from raysharded.driver.state.state import Checkpointed, State
@@ -37,7 +38,7 @@ def evict(state: State, corruption: Corruption, at: float) -> Outcome:
     fields = {
         **corruption.fields(),
         "verified_step": verified,
-        "distrusted": [*(checkpoint.prefix for checkpoint in _distrusted(state)), *_being_written(state)],
+        "distrusted": [*_folders(state), *_being_written(state)],
     }
     commands: list[Command] = [Record(kind="corruption", fields=fields, durable=True)]
     if state.corrupted is not None and state.corrupted[0] == corruption.step:
@@ -58,8 +59,13 @@ def _again(before: str, corruption: Corruption) -> InexactError:
 
 def _distrusted(state: State) -> Sequence[Checkpointed]:
     """Checkpoints of unverified steps."""
-    known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
-    return [checkpoint for checkpoint in known if checkpoint.step > state.verified_step]
+    return [checkpoint for checkpoint in rewind.known(state) if checkpoint.step > state.verified_step]
+
+
+def _folders(state: State) -> list[str]:
+    """Folders of checkpoints of unverified steps, also of those that storage may have without having confirmed it."""
+    folders = [checkpoint.prefix for checkpoint in _distrusted(state)]
+    return folders + rewind.unconfirmed_after(state, state.verified_step)
 
 
 def _being_written(state: State) -> list[str]:
@@ -73,9 +79,8 @@ def _being_written(state: State) -> list[str]:
 
 def _without_distrusted(state: State) -> Outcome:
     """The state without memory contents and checkpoints of unverified steps."""
-    gone = _distrusted(state)
-    known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
-    left = tuple(checkpoint for checkpoint in known if checkpoint not in gone)
+    gone, folders = _distrusted(state), _folders(state)
+    left = tuple(checkpoint for checkpoint in rewind.known(state) if checkpoint not in gone)
     kept = {key: saving for key, saving in state.saves.items() if saving.step <= state.verified_step}
     asked = tuple(
         request for saving in state.saves.values() if saving.step > state.verified_step for request in saving.answers
@@ -86,10 +91,11 @@ def _without_distrusted(state: State) -> Outcome:
         older_checkpoints=left[:-1],
         saves=kept,
         asked=(*state.asked, *asked),
+        unconfirmed_saves=tuple(one for one in state.unconfirmed_saves if one[0] <= state.verified_step),
         given_up=None,
         stops={},
         holdings={},
         invalidated_up_to=state.generation,
         invalidated_after=state.verified_step,
     )
-    return state, [DeleteCheckpoints(prefixes=tuple(checkpoint.prefix for checkpoint in gone))] if gone else []
+    return state, [DeleteCheckpoints(prefixes=tuple(folders))] if folders else []

@@ -1,16 +1,18 @@
 """Response to a number that is not finite. Handlers of the machine.
 
-Either the step is skipped, recorded and counted against a limit; or the run goes back to a checkpoint and skips the
-data of the steps since. The run goes back once for a checkpoint: if a step fails again before a newer one is written,
-the data is not the cause.
+Either the step is skipped, recorded and counted against a limit; or the run goes back to a step whose checkpoint was
+due, and skips the data of the steps since. That step depends on the failed one alone, not on the checkpoints that there
+are: the bits follow from it. If its checkpoint is missing, steps are repeated from an older one. The run goes back once
+to a step: if it fails again before the next due checkpoint, the data is not the cause.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from raysharded.driver.rollback import rewind as way_back
 from raysharded.driver.state import recovery_timeline
-from raysharded.driver.state.commands import Command, Outcome, Record, finish, prepend
+from raysharded.driver.state.commands import Command, DeleteCheckpoints, Outcome, Record, finish, prepend
 from raysharded.driver.state.state import State
 from raysharded.errors import NonFiniteLoss
 from raysharded.overrides import rewound, skipped_before
@@ -31,41 +33,55 @@ def must_wait(state: State) -> bool:
 
 
 def rewind(state: State, stopped: Stopped, at: float) -> Outcome:
-    """The state from which the next generation begins at the newest checkpoint; ends the run the second time."""
+    """The state from which the next generation repeats the steps since a due checkpoint; ends the run the second time."""
     bad = stopped.step + 1
-    to_step = state.checkpoint.step if state.checkpoint else 0
+    to_step, known = due_before(state, bad), way_back.known(state)
+    left = tuple(checkpoint for checkpoint in known if checkpoint.step <= to_step)
     reason = str(stopped.error)
     if state.rewound is not None and state.rewound[0] == to_step:
-        where = f"the checkpoint of step {to_step}" if to_step else "the start"
-        return finish(
-            state,
-            NonFiniteLoss(
-                f"{reason}\nThe run had gone back to {where} before, and on past the data that was read then, because "
-                f"of {state.rewound[1]}"
-            ),
-        )
+        where = f"step {to_step}" if to_step else "the start"
+        why = f"The run had gone back to {where} before, and on past the data that was read then, because of "
+        return finish(state, NonFiniteLoss(f"{reason}\n{why}{state.rewound[1]}"))
+    if to_step and known and not left:
+        why = f"The run would go back to step {to_step}, and there is no checkpoint of that step or an older one."
+        return finish(state, NonFiniteLoss(f"{reason}\n{why} Keep more: CheckpointConfig(keep_last=...)."))
     batch = state.limits.global_batch_size
     before = state.decisions.skips
     skips = rewound(before, to_step=to_step, bad_step=bad, global_batch_size=batch)
+    undone = [checkpoint.prefix for checkpoint in known if checkpoint not in left]
+    undone += way_back.unconfirmed_after(state, to_step)
     fields = {
         "step": bad,
         "to_step": to_step,
         "skip_samples": skipped_before(skips, to_step + 1) - skipped_before(before, to_step + 1),
         "skips": [list(skip) for skip in skips],
         "reason": reason,
+        **({"distrusted": undone} if undone else {}),
     }
     state = replace(
         state,
         decisions=replace(state.decisions, skips=skips),
         reached=to_step,
+        checkpoint=left[-1] if left else None,
+        older_checkpoints=left[:-1],
         rewound=(to_step, reason),
+        unconfirmed_saves=tuple(one for one in state.unconfirmed_saves if one[0] <= to_step),
         stops={},
         holdings={},
         invalidated_up_to=state.generation,
+        invalidated_after=to_step,
         task_errors=0,
         incident=recovery_timeline.found(state, at, reason=f"step {bad} was not finite"),
     )
-    return state, [Record(kind="rewind", fields=fields, durable=True)]
+    commands: list[Command] = [Record(kind="rewind", fields=fields, durable=True)]
+    return state, [*commands, DeleteCheckpoints(prefixes=tuple(undone))] if undone else commands
+
+
+def due_before(state: State, step: int) -> int:
+    """The newest step before this one whose checkpoint was due; the first one of a run that was forked; or 0."""
+    every = state.limits.save_every_steps
+    due = (step - 1) // every * every if every else 0
+    return max([due, *(checkpoint.step for checkpoint in way_back.known(state) if checkpoint.url)])
 
 
 def note_skipped(state: State, report: StepReport) -> Outcome:

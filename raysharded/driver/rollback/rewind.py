@@ -38,6 +38,11 @@ def known(state: State) -> tuple[Checkpointed, ...]:
     return (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
 
 
+def unconfirmed_after(state: State, step: int) -> list[str]:
+    """Folders of checkpoints of later steps whose commit failed: storage may have them all the same."""
+    return [prefix for of_step, prefix in state.unconfirmed_saves if of_step > step]
+
+
 def wanted(state: State, step: int, *, skip_data: bool, number: int) -> Rewinding:
     """The rewind to the newest checkpoint of a step that is not refused; `number`: the request's."""
     of_step = [checkpoint for checkpoint in known(state) if checkpoint.step == step]
@@ -60,6 +65,7 @@ def undo(state: State, plan: PendingOverrides, rewinding: Rewinding) -> tuple[St
     """The state after the rewind, with its generation formed from the checkpoint; and the fields of entry `rewind`."""
     target, to_step = rewinding.checkpoint, rewinding.checkpoint.step
     gone = [checkpoint.prefix for checkpoint in known(state) if checkpoint.step > to_step]
+    gone += unconfirmed_after(state, to_step)
     late = [saving for saving in state.saves.values() if saving.step > to_step]
     being_written = [
         save_prefix(saving.step, saving.generation, state.driver) for saving in late if not saving.fingerprint_only
@@ -83,6 +89,7 @@ def undo(state: State, plan: PendingOverrides, rewinding: Rewinding) -> tuple[St
         older_checkpoints=tuple(left),
         saves={key: saving for key, saving in state.saves.items() if saving.step <= to_step},
         asked=(*state.asked, *(request for saving in late for request in saving.answers)),
+        unconfirmed_saves=tuple(one for one in state.unconfirmed_saves if one[0] <= to_step),
         given_up=None,
         invalidated_up_to=last,
         invalidated_after=to_step,

@@ -52,6 +52,8 @@ class DriverConfig:
     join_wait_s: float = 2.0
     """Time that ready workers wait for others that are still starting, to join together."""
     save_timeout_s: float = 1800.0
+    save_every_steps: int | None = None
+    """With `rewind`: steps from one due checkpoint to the next."""
     save_every_s: float | None = None
     """Time from the beginning of one checkpoint to the request for the next; None: none is requested by time."""
     max_failed_saves: int = 3

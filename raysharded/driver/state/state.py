@@ -287,8 +287,9 @@ class State:
     """Newest checkpoint that was abandoned; None if there is a newer one."""
     asked: tuple[int, ...] = ()
     """Requests for a checkpoint that no begun checkpoint answers yet."""
-    failed_saves: int = 0
-    """Failed checkpoints in a row."""
+    failed_saves: int = 0  # failed checkpoints in a row
+    unconfirmed_saves: tuple[tuple[int, str], ...] = ()
+    """(step, folder) of each checkpoint whose commit failed: storage may have it all the same."""
     last_save_failures: int = 0
     last_save_at: float | None = None
     """Time at which the last checkpoint is retried."""
@@ -305,12 +306,12 @@ class State:
     first_loss_without_step: str = ""
     deaths: tuple[OwnDeath, ...] = ()
     """Deaths of members by themselves since the newest new step or checkpoint."""
-    start_failures: int = 0
-    """Failed starts in a row."""
-    first_start_failure: str = ""
-    """Reason of the first failed start in a row."""
-    start_after: float = 0.0
-    """Time before which no worker is requested."""
+    start_failures: int = 0  # failed starts in a row
+    first_start_failure: str = ""  # reason of the first of them
+    start_failed_at: float = 0.0  # time of the last of them
+    start_after: float = 0.0  # time before which no worker is requested
+    failed_starts: Mapping[str, float] = field(default_factory=dict)
+    """Node id -> time of the newest failed start there: for a short time no worker is placed there."""
     task_errors: int = 0
     """Task errors at or before the failing step, since it was last done."""
     first_task_error: BaseException | None = None
@@ -322,8 +323,7 @@ class State:
     failed_worker: WorkerId | None = None
     idle_generations: int = 0
     """Consecutive generations without a step and without a loss."""
-    first_idle: str = ""
-    """Reason of the first of these failures."""
+    first_idle: str = ""  # reason of the first of these failures
     skipped_steps: tuple[int, int] | None = None
     """(first, last) of the newest consecutive steps that were skipped."""
     first_skip: str = ""

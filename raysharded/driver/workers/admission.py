@@ -180,9 +180,8 @@ def _refuse(state: State, event: Ready, differing: arithmetic.Differing, at: flo
         KillWorker(worker=event.worker, at_once=False),
         Record(kind="worker_refused", fields={"worker": event.worker, "node": event.facts.node, "reason": reason}),
     ]
-    state, avoiding = node_verdicts.count_failure(
-        _count_start_failure(state, reason, at), event.facts.node_id, f"refused: {reason}", at
-    )
+    state = node_verdicts.note_failed_start(_count_start_failure(state, reason, at), event.facts.node_id, at)
+    state, avoiding = node_verdicts.count_failure(state, event.facts.node_id, f"refused: {reason}", at)
     commands.extend(avoiding)
     if _cannot_start(state):
         way_out = 'machines of one kind, or give up identical bits with EngineConfig(reduction="fast").'
@@ -197,9 +196,15 @@ def _refuse(state: State, event: Ready, differing: arithmetic.Differing, at: flo
 
 
 def failed_to_start(state: State, event: WorkerLost, at: float) -> Outcome:
-    """Handle a worker that never became ready: retry later, or end the run when there are too few without it."""
-    starting = without(state.starting, event.worker)
-    state = _count_start_failure(replace(state, starting=starting), event.reason, at)
+    """Handle a worker that never became ready: retry later, or end the run when there are too few without it.
+
+    Workers that were requested before a failure may have failed from its cause: they do not count as further ones.
+    """
+    requested = state.starting.get(event.worker, at)
+    state = replace(state, starting=without(state.starting, event.worker))
+    if not state.start_failures or requested > state.start_failed_at:
+        state = _count_start_failure(state, event.reason, at)
+    state = node_verdicts.note_failed_start(state, event.node_id, at)
     commands: list[Command] = [
         Record(kind="start_failed", fields={"worker": event.worker, "reason": event.reason}, durable=True)
     ]
@@ -225,7 +230,9 @@ def _count_start_failure(state: State, reason: str, at: float) -> State:
     wait_s = min(state.limits.start_backoff_s * 2**state.start_failures, state.limits.max_start_backoff_s)
     first = state.first_start_failure if state.start_failures else reason
     failures = state.start_failures + 1
-    return replace(state, start_failures=failures, first_start_failure=first, start_after=at + wait_s)
+    return replace(
+        state, start_failures=failures, first_start_failure=first, start_failed_at=at, start_after=at + wait_s
+    )
 
 
 def _is_short_of_workers(state: State) -> bool:

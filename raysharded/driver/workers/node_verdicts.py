@@ -2,6 +2,7 @@
 
 A verdict is journaled when it is made and when it is lifted, and rests on evidence: a node that answers again is not
 dead, and a node whose failures are old gets workers again. Workers that still wait for a place are then placed anew.
+The node of a single failed start is avoided for some seconds, without a verdict.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from raysharded.protocol.worker_launcher import NodeBack, NodeLost
 
 _DOOMED_S = 60.0
 """Time past its deadline for which a machine is still expected to disappear soon."""
+_ELSEWHERE_S = 10.0
+"""Time for which the node of a failed start gets no worker: Ray places the next one elsewhere by then, if it can."""
 
 
 def count_failure(state: State, node_id: str, reason: str, at: float, *, died: bool = False) -> Outcome:
@@ -45,6 +48,11 @@ def count_failure(state: State, node_id: str, reason: str, at: float, *, died: b
     return state, [Record(kind="node_avoided", fields=fields, durable=True)]
 
 
+def note_failed_start(state: State, node_id: str, at: float) -> State:
+    """Place the next workers on other nodes, for a short time: a broken node would fail all of them."""
+    return replace(state, failed_starts={**state.failed_starts, node_id: at}) if node_id else state
+
+
 def on_lost(state: State, event: NodeLost, at: float) -> Outcome:
     """Handle a node that does not answer. Its workers were lost before, each for itself or with the node."""
     state, commands = count_failure(state, event.node_id, event.reason, at, died=True)
@@ -63,15 +71,17 @@ def on_back(state: State, event: NodeBack, at: float) -> Outcome:
 
 def review(state: State, at: float) -> Outcome:
     """Lift the verdicts that no longer hold, and place workers that wait for a place anew."""
-    if not any(record.avoided for record in state.nodes.values()):
+    recent = {node_id: failed_at for node_id, failed_at in state.failed_starts.items() if at < failed_at + _ELSEWHERE_S}
+    is_over = len(recent) < len(state.failed_starts)
+    if not is_over and not any(record.avoided for record in state.nodes.values()):
         return state, []
     limits = state.limits
     nodes, found = node_health.restored(
         state.nodes, at, limit=limits.max_node_failures, window_s=limits.node_failure_window_s
     )
-    if not found:
+    if not found and not is_over:
         return state, []
-    state = replace(state, nodes=nodes)
+    state = replace(state, nodes=nodes, failed_starts=recent)
     commands: list[Command] = []
     for node_id, reason in found.items():
         fields = {"node": node_id, "host": nodes[node_id].host, "step": state.step, "reason": reason}
@@ -92,4 +102,4 @@ def text(state: State) -> str:
 def to_avoid(state: State, at: float) -> tuple[str, ...]:
     """Ids of the nodes that get no new workers now."""
     doomed = {node for node, by in state.terminating_nodes.items() if at < by + _DOOMED_S}
-    return node_health.avoided(state.nodes, doomed)
+    return node_health.avoided(state.nodes, doomed | state.failed_starts.keys())
