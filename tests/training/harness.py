@@ -336,6 +336,7 @@ def make_limits(job: Job, workers: int, **limits: Any) -> DriverConfig:
         "task_error_retries": 0,
         "progress_timeout_s": 60.0,
         "rewind": job.on_non_finite == "rewind",
+        "save_every_steps": job.save_every_steps if job.on_non_finite == "rewind" else None,
         "global_batch_size": job.batch.global_batch_size,
         "proves_first_step": job.engine.prove_first_step and job.engine.reduction == "exact",
     }
