@@ -314,8 +314,8 @@ class FailureConfig:
     minutes."""
     on_non_finite: OnNonFinite = "stop"
     """Reaction to a NaN or infinite loss or gradient. stop: end with an error; skip: omit that step's update; rewind:
-    return to the newest step whose checkpoint was due by `CheckpointConfig.every_steps`, and continue from there past the
-    data of the steps since."""
+    return to the newest step whose checkpoint was due by `CheckpointConfig.every_steps`, and continue from there past
+    the data of the steps since."""
     max_skipped_steps: int = 10
     """Steps in a row that `on_non_finite="skip"` may omit; one more ends the run."""
     storage_patience_s: float = 3600.0

@@ -33,7 +33,7 @@ def must_wait(state: State) -> bool:
 
 
 def rewind(state: State, stopped: Stopped, at: float) -> Outcome:
-    """The state from which the next generation repeats the steps since a due checkpoint; ends the run the second time."""
+    """The state whose next generation repeats the steps since a due checkpoint; the second time the run ends."""
     bad = stopped.step + 1
     to_step, known = due_before(state, bad), way_back.known(state)
     left = tuple(checkpoint for checkpoint in known if checkpoint.step <= to_step)
