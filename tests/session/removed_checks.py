@@ -53,6 +53,7 @@ TESTS = (
     "tests/session/test_parameter_tensors.py",
     "tests/session/test_proven_evaluations.py",
     "tests/session/test_replaced_objects.py",
+    "tests/session/test_registered_schedulers.py",
 )
 LIMIT_S = 600.0
 _REACHED = "RAYSHARDED_CHECKS_REACHED"

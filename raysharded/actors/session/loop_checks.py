@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from raysharded.actors.model.sharded_model import clean_name
 from raysharded.actors.optimizer.built_optimizer import BuiltOptimizer
 from raysharded.actors.optimizer.held_parameters import ParameterForms
-from raysharded.actors.optimizer.inner_optimizers import OptimizerParts
+from raysharded.actors.optimizer.inner_optimizers import OptimizerParts, bits_of
 from raysharded.actors.optimizer.registered_state import RegisteredState, Stateful
 from raysharded.actors.session.loop_errors import changed_parameters
 from raysharded.actors.shards.store import ShardStore
@@ -85,10 +86,13 @@ def require_unchanged(
 
 
 def require_registered(optimizer: torch.optim.Optimizer, things: dict[str, Stateful]) -> None:
-    """Raise InexactError if a scheduler of this optimizer is in none of the registered objects, or if another optimizer
-    has a parameter of its."""
-    known = {id(one) for thing in things.values() for _, one in reachable(thing, without=[optimizer])}
+    """Raise InexactError if a scheduler of this optimizer, or of one inside it, is not registered, or if another
+    optimizer has a parameter of its.
+
+    A scheduler is registered by itself, or in the state of a registered object that holds it.
+    """
     own = OptimizerParts(optimizer)
+    inner, known, holders = {id(one) for one in own.all}, _registered_schedulers(things), _holders(things, own.all)
     params, groups = {id(param) for held in own.lists for param in held}, {id(group) for group in own.groups}
     for one in _instances_of((LRScheduler, torch.optim.Optimizer)):
         if isinstance(one, torch.optim.Optimizer):
@@ -99,12 +103,74 @@ def require_registered(optimizer: torch.optim.Optimizer, things: dict[str, State
                     "would be lost with a worker. Give session.shard one optimizer for all parameters, with several "
                     "groups; or one class that steps several optimizers which it holds."
                 )
-        elif id(one) not in known and vars(one).get("optimizer") is optimizer:
-            raise InexactError(
-                f"{line_here()}: a {type(one).__name__} of the optimizer is not registered: it would not go back with "
-                "a step. Make it ahead of session.shard, and give it there: session.shard(model, optimizer, "
-                "scheduler=scheduler)."
-            )
+        elif id(one) not in known and id(vars(one).get("optimizer")) in inner:
+            holding = holders.get(id(one), [])
+            if not holding:
+                raise InexactError(
+                    f"{line_here()}: a {type(one).__name__} of the optimizer is not registered: it would not go back "
+                    "with a step. Make it ahead of session.shard, and give it there: session.shard(model, optimizer, "
+                    "scheduler=scheduler)."
+                )
+            if not any(_saves(things[name], one) or _loads(things[name], one) for name in holding):
+                raise InexactError(
+                    f"{line_here()}: a {type(one).__name__} of the optimizer is held by the registered {holding[0]!r}, "
+                    "whose state_dict() does not have its state: it would not go back with a step. Put "
+                    "scheduler.state_dict() into it, and load it there; or register the scheduler itself: "
+                    "session.shard(model, optimizer, scheduler=scheduler)."
+                )
+
+
+def _registered_schedulers(things: dict[str, Stateful]) -> set[int]:
+    """Identities of the schedulers that are registered themselves, or are parts of torch's own that are."""
+    found: dict[int, object] = {}
+    left = [one for one in things.values() if isinstance(one, LRScheduler)]
+    while left:
+        one = left.pop()
+        if id(one) not in found:
+            found[id(one)] = one
+            left += [part for part in getattr(one, "_schedulers", ()) if isinstance(part, LRScheduler)]
+    return set(found)
+
+
+def _holders(things: dict[str, Stateful], optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, list[str]]:
+    """Identity of a scheduler -> names of the registered objects that hold it, besides through the optimizers."""
+    found: dict[int, list[str]] = {}
+    for name, thing in things.items():
+        for _, one in reachable(thing, without=optimizers):
+            if isinstance(one, LRScheduler):
+                found.setdefault(id(one), []).append(name)
+    return found
+
+
+def _saves(holder: Stateful, scheduler: LRScheduler) -> bool:
+    """True if the state of a registered object has all of a scheduler's state, as one dict."""
+    wanted, left = bits_of(scheduler.state_dict()), [holder.state_dict()]
+    while left:
+        value = left.pop()
+        if isinstance(value, Mapping):
+            if bits_of(dict(value)) == wanted:
+                return True
+            left += value.values()
+        elif isinstance(value, (list, tuple)):
+            left += value
+    return False
+
+
+def _loads(holder: Stateful, scheduler: LRScheduler) -> bool:
+    """True if a registered object brings a scheduler back as its own state is loaded, as by `last_epoch` alone."""
+    kept, groups = dict(vars(scheduler)), scheduler.optimizer.param_groups
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    state = copy.deepcopy(holder.state_dict())
+    try:
+        scheduler.last_epoch += 1
+        holder.load_state_dict(state)
+        return bool(scheduler.last_epoch == kept["last_epoch"])
+    except Exception:  # noqa: BLE001 - the user's code; the run raises it when it loads the state
+        return True
+    finally:
+        vars(scheduler).update(kept)
+        for group, values in zip(groups, settings, strict=True):
+            group.update(values)
 
 
 def _instances_of(kinds: tuple[type, ...]) -> list[Any]:
