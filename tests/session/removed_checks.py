@@ -54,6 +54,7 @@ TESTS = (
     "tests/session/test_proven_evaluations.py",
     "tests/session/test_replaced_objects.py",
     "tests/session/test_registered_schedulers.py",
+    "tests/session/test_values_before_shard.py",
 )
 LIMIT_S = 600.0
 _REACHED = "RAYSHARDED_CHECKS_REACHED"
