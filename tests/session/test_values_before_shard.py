@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def built() -> BuiltModel:
-    task = SessionTask(lambda session: None, 3)
+    task = SessionTask(lambda _: None, 3)
     task.make = Net
     return BuiltModel(construct(task, 0))
 
