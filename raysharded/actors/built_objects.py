@@ -72,7 +72,7 @@ class BuiltObjects:
         if self._own_data is not None:
             self._own_data.close()
         self._own_data = own_data
-        self._modes = self.tried = None
+        self._modes = self.tried = self._model_attributes = None
         self._units = build_units_of(self._task, self._config, None, seed, built)
         self.optimizer, self.registered = optimizer, registered
 
@@ -102,13 +102,17 @@ class BuiltObjects:
 
     def attributes(self) -> tuple[PlainAttributes, PlainAttributes]:
         """The attributes of the task and the model as the first generation with them found them."""
-        assert self._units is not None
         if self._task_attributes is None:
             self._task_attributes = PlainAttributes({"self": self._task})
+        return self._task_attributes, *self.attributes_of_model()
+
+    def attributes_of_model(self) -> tuple[PlainAttributes]:
+        """As `attributes`, without those of the task."""
+        assert self._units is not None
         if self._model_attributes is None:
             modules = self._units.model.named_modules()
             self._model_attributes = PlainAttributes({f"model.{name}".rstrip("."): one for name, one in modules})
-        return self._task_attributes, self._model_attributes
+        return (self._model_attributes,)
 
     def release(self) -> None:
         """End a generation: free the memory of parameters and optimizer state, and forget all that knew it.

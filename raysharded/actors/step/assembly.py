@@ -158,8 +158,9 @@ def assemble(
         is_new=is_new,
         shifted=place.spec.shift,
     )
-    is_proven = job.engine.reduction == "exact" and job.engine.prove_first_step and objects.registered is None
+    is_proven = job.engine.reduction == "exact" and job.engine.prove_first_step
     every, sum_int64, is_loop = job.engine.audit_every_steps, groups.state.sum_int64, objects.registered is not None
+    attributes = objects.attributes_of_model if is_loop else objects.attributes
     evaluator = Evaluator(
         job,
         modes,
@@ -208,7 +209,11 @@ def assemble(
             say_of_loop=say if is_loop else None,
         ),
         attribute_proof=AttributeProof(
-            gradient, objects.attributes if is_proven else tuple, around.in_phase, sum_int64
+            gradient,
+            attributes if is_proven else tuple,
+            around.in_phase,
+            sum_int64,
+            say_of_loop=say if is_loop else None,
         ),
         check_memory=partial(check_memory, sharded, optimizer.written),
     )

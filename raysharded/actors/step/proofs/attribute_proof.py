@@ -4,6 +4,10 @@ A step's number that `lr_scale` keeps, a count of a step hook, or a weight that 
 that resumes and a worker that joins have such an attribute as it was built: other weights, and no error. In the steps
 2, 4, 8, ... each worker therefore computes its first microbatch again with the attributes as they were built, if any
 has changed. Equal gradients and losses show that the change does not matter, as of a counter that is only printed.
+
+A user's loop may set an attribute of the model from the step's number, which is exact. So what depends on one is no
+error there, but a remark. Only numbers that are floats are tried: with others, such as a length, the loop's next lines
+may fail.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from raysharded.actors.step.forward_backward import Results
 from raysharded.actors.step.gradient import Batches, StepGradient
 from raysharded.actors.step.proofs.repeated_pass import NOT_FINITE, Pass
 from raysharded.actors.task_calls.plain_attributes import Change, PlainAttributes, as_built
+from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.telemetry.phases import Phases
 from raysharded.errors import InexactError
 
@@ -31,12 +36,16 @@ class AttributeProof:
         attributes: Callable[[], Sequence[PlainAttributes]],
         phases: Phases,
         sum_over_workers: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        say_of_loop: Say | None = None,
     ) -> None:
-        """`attributes`: those of the task and the model, as built; empty: nothing is proven.
+        """`attributes`: those of the task and the model, as built; empty: nothing is proven. `say_of_loop`: reports
+        remarks on a user's own loop; None: there is no such loop.
 
         They are taken at the first step: by then every worker has the run's drawn constants.
         """
         self._gradient, self._find, self._in_phase, self._sum = gradient, attributes, phases, sum_over_workers
+        self._say = say_of_loop
         self._attributes: Sequence[PlainAttributes] | None = None
         self._first: Pass | None = None
 
@@ -55,12 +64,15 @@ class AttributeProof:
     def check(self, step: int, results: Results) -> Batches[None]:
         """Compute the first round of the newest step with the attributes as they were built, if any has changed.
 
-        The step's gradient and the attributes stay. Raises InexactError on every worker if it makes a difference.
+        The step's gradient and the attributes stay. Raises InexactError on every worker if it makes a difference; of a
+        user's loop it is a remark.
         """
         first, self._first = self._first, None
         if first is None:
             return
         changes = [change for each in self._attributes or () for change in each.changes()]
+        if self._say is not None:
+            changes = [change for change in changes if _is_float(change)]
         if not self._total(bool(changes)):
             return
         first.results = results
@@ -70,7 +82,10 @@ class AttributeProof:
                 again.results = yield from self._gradient.compute_first_round_again(step, 0, again.note)
             differs = _differ(first, again)
             if self._total(differs):
-                raise _depends(step, changes if differs else [])
+                if self._say is None:
+                    raise _depends(step, changes if differs else [])
+                names = _listed(changes) or "attributes of the model on another worker"
+                self._say(f"attributes {names}", _REMARK.format(names))
 
     def _total(self, flag: bool) -> bool:
         """True if the flag is set on any worker."""
@@ -87,10 +102,32 @@ def _differ(first: Pass, again: Pass) -> bool:
     )
 
 
-def _depends(step: int, changes: list[Change]) -> InexactError:
+def _is_float(change: Change) -> bool:
+    """True for a number, or a tensor of one number, that was a float as built and is one now."""
+    return bool(change.built) and all(
+        isinstance(value, float)
+        or (isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point())
+        for value in (change.built[0].copy, change.holder.get(change.key))
+    )
+
+
+def _listed(changes: list[Change]) -> str:
     names = [change.name for change in changes]
-    listed = ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
-    which = f"attributes that have changed since they were built: {listed}" if names else "attributes on another worker"
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
+
+
+_REMARK = (
+    "the loss, or its gradient, depends on {0}, changed since the model was built. That is exact if the loop sets it "
+    "from step.number in each step, or if a registered object does as it is loaded. Otherwise a run that resumes has "
+    "it as it was built, and so has a worker that joins."
+)
+
+
+def _depends(step: int, changes: list[Change]) -> InexactError:
+    listed = _listed(changes)
+    which = (
+        f"attributes that have changed since they were built: {listed}" if listed else "attributes on another worker"
+    )
     return InexactError(
         f"step {step}: the loss, or its gradient, depends on {which}. A run that resumes and a worker that joins have "
         "them as build_model and build_optimizer left them, and each worker evaluates other samples. Compute the loss "
