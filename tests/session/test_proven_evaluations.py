@@ -198,3 +198,28 @@ def test_two_evaluations_may_call_the_model_differently_often() -> None:
     assert plain.bits == run(3, Twice(), kills=[(1, 3, "backward")]).bits
     for numbers in plain.numbers:
         assert numbers["evaluation"]["twice.loss"] != numbers["evaluation"]["loss"]
+
+
+class Noisy:
+    """A factor with noise of the session's generators: one is made ahead of the evaluations, one in the first loss."""
+
+    def __call__(self, session: Session, step: UserStep) -> float:
+        early = torch.rand((), generator=session.generator("early")).item()
+        return 1.0 + early + torch.rand((), generator=session.generator("late")).item()
+
+
+class MakesEarly(Evaluates):
+    def entered(self, session: Session, step: UserStep) -> None:
+        session.generator("early")
+
+
+def test_a_sessions_generators_draw_the_same_in_a_held_out_loss_at_every_size() -> None:
+    alone, several = (run(workers, MakesEarly(factor=Noisy()), steps=4) for workers in (1, 3))
+    evaluations = [[numbers["evaluation"]["loss"] for numbers in one.numbers] for one in (alone, several)]
+    assert evaluations[0] == evaluations[1]
+    assert several.bits == alone.bits
+    assert alone.fingerprint == by_task(4).fingerprint
+    without = [numbers["evaluation"]["loss"] for numbers in run(1, Evaluates(), steps=4).numbers]
+    factors = [noisy / plain for noisy, plain in zip(evaluations[0], without, strict=True)]
+    assert all(1 < factor < 3 for factor in factors)
+    assert len({round(factor, 6) for factor in factors}) == len(factors), "each step has other numbers"

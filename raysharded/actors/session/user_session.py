@@ -230,8 +230,8 @@ class Session(NotFollowed):
     def generator(self, name: str, device: torch.device | str = "cpu") -> torch.Generator:
         """A generator for draws of the loop: the same numbers in the same step, at every number of workers.
 
-        It is seeded from the run's seed, the name and the step: as a step begins, for each microbatch, and after the
-        microbatches. So it needs no state, and goes back with the step. The same object for each name.
+        It is seeded from the run's seed, the name and the step: as a step begins, for each microbatch (also a held-out
+        one), and behind them. So it needs no state, and goes back with the step. The same object for each name.
         """
         return self.draws.generator(name, device)
 

@@ -48,16 +48,16 @@ _RULE = 2
 class Draws:
     """Generators of one worker's loop: the same numbers in the same step, at every number of workers.
 
-    The engine seeds the process's generators for each microbatch, of which each worker has others. So they are seeded
-    again behind the microbatches, and behind an evaluation. Thread of the function only.
+    The engine seeds the process's generators for each microbatch, also of held-out data; each worker has others. So they
+    are seeded again behind the microbatches, and behind an evaluation. Thread of the function only.
     """
 
     def __init__(self, seed: int) -> None:
         """`seed`: the run's."""
         self._seed = seed
         self._generators: dict[str, torch.Generator] = {}
-        self._place = (0, ENTRY)
-        """The newest place: (step, place)."""
+        self._place: tuple[int | str, ...] = (0, ENTRY)
+        """The newest place: (step, place), or that of a held-out microbatch."""
 
     def generator(self, name: str, device: torch.device | str) -> torch.Generator:
         """The generator of a name, always the same object."""
@@ -69,11 +69,18 @@ class Draws:
 
     def seed(self, step: int, place: int) -> None:
         """Seed the named generators; and those of the process, if the place is no microbatch, nor padding (-1)."""
-        self._place = (step, place)
         if place < -1:
             DRAWS[_RULE](self._seed, "session", step, place)
+        self._seed_named(step, place)
+
+    def seed_held_out(self, step: int, microbatch: int) -> None:
+        """Seed the named generators for a held-out microbatch, as the engine seeds those of the process."""
+        self._seed_named("evaluate", step, microbatch)
+
+    def _seed_named(self, *place: int | str) -> None:
+        self._place = place
         for name, generator in self._generators.items():
-            generator.manual_seed(derive_seed(self._seed, "session", name, step, place))
+            generator.manual_seed(derive_seed(self._seed, "session", name, *place))
 
 
 class UserStep(NotFollowed):
@@ -87,6 +94,7 @@ class UserStep(NotFollowed):
         """Number of the step, from 1 on."""
         self._agreed: Agreed | None = None
         training.engine.steps.forwards.on_own = self._meet
+        training.engine.steps.parts.evaluator.on_microbatch = draws.seed_held_out
         self.watch = StepWatch(self._step, attempts, is_watched=is_watched)
         """Comparisons around the step."""
         self._evaluations = itertools.count()
@@ -202,8 +210,7 @@ class UserStep(NotFollowed):
         """This worker's microbatches, collated and on its device; call `backward` once for each.
 
         The body is a function of the microbatch: it may run for one that does not count, for another worker's, or
-        again. Totals are `loss` and `metrics`. Draws of torch, NumPy and `random` are seeded for each. After the last
-        one all workers have agreed on the step.
+        again. Totals are `loss` and `metrics`. Draws are seeded for each. Behind the last all workers have agreed.
         """
         step = self._now("step.microbatches()")
         if self._is_computed:

@@ -153,6 +153,8 @@ class Evaluator:
         self._collator, self._proof = collator, proof
         self._names, self._groups, self._units = names, groups, units
         self._computing, self._numbers, self._say = computing, numbers, say
+        self.on_microbatch: Callable[[int, int], None] = lambda *_: None
+        """Called with (step, microbatch) ahead of each held-out microbatch; computing one again does so, too."""
 
     def is_due(self, step: int) -> bool:
         """True if the model is to be evaluated after this step."""
@@ -285,6 +287,7 @@ class Evaluator:
         index, samples, ids = share
         batch = self._collator.batch(samples, ids, "evaluate", step, index or 0)
         with watching(self._units, "evaluate", step, index, name), self._computing():
+            self.on_microbatch(step, index or 0)
             return compute(index or 0, batch)
 
 
