@@ -55,6 +55,7 @@ TESTS = (
     "tests/session/test_replaced_objects.py",
     "tests/session/test_registered_schedulers.py",
     "tests/session/test_values_before_shard.py",
+    "tests/session/test_late_hooks.py",
 )
 LIMIT_S = 600.0
 _REACHED = "RAYSHARDED_CHECKS_REACHED"

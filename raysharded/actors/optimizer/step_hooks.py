@@ -2,7 +2,8 @@
 
 A hook sees a worker's shards. A hook that changes gradients by a rule of whole tensors, such as clipping by norm, gives
 other bits at every number of workers. A trial before the run finds what hooks do to the optimizer's own groups. Most
-hooks reach the model through their closures; `watch` finds what these change, when they change it.
+hooks reach the model through their closures; `watch` finds what these change, when they change it. A hook that is
+registered after the trial may change no parameter.
 """
 
 from __future__ import annotations
@@ -48,13 +49,32 @@ class HookCalls(NotFollowed):
         self._mode: Literal["left out", "noted", "run"] = "run"
         self._changing: set[int] = set()
         self._watch: _Watch | None = None
+        self._late: set[int] = set()
+        self._own = frozenset[int]()
+        self._wrap()
+
+    def leave_present(self) -> None:
+        """Leave the hooks alone that there are now beside the wrapped ones: a session's, between which a step lies.
+
+        Hooks of the outermost optimizer behind its last one are lines behind the step.
+        """
+        kinds = (self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks)
+        self._own = frozenset(key for hooks in kinds for key, hook in hooks.items() if not isinstance(hook, _Call))
+
+    def _wrap(self, *, are_late: bool = False) -> None:
+        """Wrap hooks; `are_late`: those that were registered since, which may change no parameter."""
         for part in self._parts.all:
-            for kind in ("pre", "post"):
+            kinds = ("pre",) if self._own and part is self._optimizer else ("pre", "post")
+            for kind in kinds:
                 hooks = getattr(part, f"_optimizer_step_{kind}_hooks", {})
                 for handle, hook in list(hooks.items()):
+                    if are_late and (isinstance(hook, _Call) or handle in self._own):
+                        continue
                     key = len(self.names)
                     self.names[key] = f"the step {kind} hook {_name_of(hook)}"
                     hooks[handle] = _Call(self, key, hook)
+                    if are_late:
+                        self._late.add(key)
 
     @contextmanager
     def left_out(self) -> Iterator[set[int]]:
@@ -112,7 +132,7 @@ class HookCalls(NotFollowed):
         A hook that changes gradients is rejected, unless `elementwise` has its key: in a trial it changed each element
         by itself. A hook that changes a learning rate is always rejected.
         """
-        self._watch = _Watch(self._optimizer, self._parts, self.names, watched, elementwise, say)
+        self._watch = _Watch(self._optimizer, self._parts, self.names, watched, elementwise, say, self._late)
 
     def unwatch(self) -> None:
         """Check hooks no longer: the generation is over."""
@@ -124,6 +144,7 @@ class HookCalls(NotFollowed):
         if self._watch is None:
             yield
             return
+        self._wrap(are_late=True)
         with self._watch.in_step(step):
             yield
 
@@ -151,9 +172,11 @@ class _Watch:
         watched: Watched,
         elementwise: frozenset[int],
         say: Say,
+        late: set[int],
     ) -> None:
+        """`late`: keys of the hooks that were registered after the trial; the set grows."""
         self._optimizer, self._parts, self._names, self._watched = optimizer, parts, names, watched
-        self._elementwise, self._say = elementwise, say
+        self._elementwise, self._say, self._late = elementwise, say, late
         self._step = 0
         steps = [part.step for part in parts.all if "step" in vars(part)]
         self._looks_always = bool(names or steps)
@@ -175,17 +198,20 @@ class _Watch:
         looks_at_params = due and key != _STEP and key not in self._named
         rates = self._rates()
         marks = self._marks(due)
-        bits = self._bits() if due or key in self._writes else None
+        is_late = key in self._late  # what it does to gradients is compared around the whole step
+        bits = self._bits() if (due or key in self._writes) and not is_late else None
         params = _digests(self._watched.params()) if looks_at_params else None
         yield
         if self._rates() != rates:
             raise self._changed_rate(key)
-        if self._marks(due) != marks:
+        if not is_late and self._marks(due) != marks:
             self._writes.add(key)
         allowed = self._elementwise & (self._writes if key == _STEP else {key})  # a step includes its hooks
         if bits is not None and not allowed and self._bits() != bits:
             raise self._changed_gradient(key)
         if params is not None and _digests(self._watched.params()) != params:
+            if is_late:
+                raise self._changed_parameters(key)
             self._named.add(key)
             self._say(
                 self._names[key],
@@ -208,6 +234,13 @@ class _Watch:
     def _who(self, key: int) -> str:
         name = type(self._optimizer).__name__
         return f"{name}.step()" if key == _STEP else f"{self._names[key]} of {name}"
+
+    def _changed_parameters(self, key: int) -> InexactError:
+        return InexactError(
+            f"{self._who(key)} changed parameters in step {self._step}, and was registered after the optimizer had "
+            "been tried: each worker has a part of them, so a rule of whole tensors, such as a norm, would depend on "
+            "the number of workers. Register it in build_optimizer."
+        )
 
     def _changed_gradient(self, key: int) -> InexactError:
         return InexactError(

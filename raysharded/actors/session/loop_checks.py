@@ -186,10 +186,12 @@ def _instances_of(kinds: tuple[type, ...]) -> list[Any]:
     return found
 
 
-def hook(optimizer: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]) -> None:
+def hook(own: BuiltOptimizer, before: Callable[..., None], after: Callable[..., None]) -> None:
     """Call `before` ahead of all step hooks that there are, and `after` behind them."""
+    optimizer = own.optimizer
     handle = optimizer.register_step_pre_hook(before)
     hooks = optimizer._optimizer_step_pre_hooks
     others = {key: hooks.pop(key) for key in list(hooks) if key != handle.id}
     hooks.update(others)
     optimizer.register_step_post_hook(after)
+    own.hooks.leave_present()

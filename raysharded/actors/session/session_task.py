@@ -61,6 +61,7 @@ def with_session_task(job: Job) -> Job:
 _WORDS = (
     (r"({name}\.)?build_model and ({name}\.)?build_optimizer", "session.build(make) and the optimizer"),
     (r"({name}\.)?\bbuild_model\b", "session.build(make)"),
+    (r"\bRegister it in build_optimizer\b", "Register it before session.shard"),
     (r"({name}\.)?\bbuild_optimizer\b", "the optimizer of session.shard"),
     (r"({name}|Task)\.init_weights\b", "session.build(init_weights=...)"),
     (r"({name}|Task)\.wrap\b", "session.shard(wrap=...)"),

@@ -146,7 +146,7 @@ class Session(NotFollowed):
         self._objects.adopt(built.construction, own, state, self._own_data.loader, self._job.batch.seed)
         self._optimizer, self._things = optimizer, things
         require_registered(optimizer, things)
-        hook(optimizer, self._before_update, self._after_update)
+        hook(own, self._before_update, self._after_update)
         self.on_sharded()
         self._at_shard = self._now().engine.steps.digest("state")
         self.draws.seed(0, LEFT)

@@ -48,7 +48,7 @@ _RULE = 2
 class Draws:
     """Generators of one worker's loop: the same numbers in the same step, at every number of workers.
 
-    The engine seeds the process's generators for each microbatch, also of held-out data; each worker has others. So they
+    The engine seeds the process's generators for each microbatch, also held-out ones; each worker has others. So they
     are seeded again behind the microbatches, and behind an evaluation. Thread of the function only.
     """
 
