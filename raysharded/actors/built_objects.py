@@ -122,6 +122,8 @@ class BuiltObjects:
         sharded, self._sharded = self._sharded, None
         anew = has_tensor_parallelism(self._task)
         former = [] if sharded is None else [*sharded.parameters.values()]
+        if sharded is not None and self.registered is not None and self.optimizer is not None:
+            self.optimizer.former.note(sharded.parameters)
         if self.optimizer is not None and self._units is not None:
             former += [param for held in self.optimizer.parts.lists for param in held] if former else []
             self.optimizer.release(self._units.parameters)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from raysharded.actors.model.inventory import Item, group_items
-from raysharded.actors.optimizer.held_parameters import ParameterForms, attributes_of, changed_attributes
+from raysharded.actors.optimizer.held_parameters import FormerMemory, ParameterForms, attributes_of, changed_attributes
 from raysharded.actors.optimizer.inner_optimizers import OptimizerParts
 from raysharded.actors.optimizer.loaded_state import OptimizerKind
 from raysharded.actors.optimizer.read_watch import refusing_reads
@@ -45,6 +45,8 @@ class BuiltOptimizer:
         self.parts, self.hooks = OptimizerParts(optimizer), HookCalls(optimizer)
         self.keeps_groups = False
         """True if a worker that joins gets the numbers in the groups, as those of a session's registered state."""
+        self.former = FormerMemory()
+        """Memory of the parameters of a session's generation before."""
         self.registered: tuple[object, ...] = ()
         """A session's registered objects, which a worker that joins gets, too."""
         self.holds_elsewhere: str | None = None

@@ -10,12 +10,13 @@ A user's loop may hold a parameter in its own variables, where nothing can be lo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from raysharded.actors.model.sharded_model import clean_name, local_of
 from raysharded.actors.task_calls.object_contents import own_attributes, reachable
@@ -186,3 +187,45 @@ class ParameterPlaces:
                 different = [key for key, one in own.items() if not any(one is each for each in known)]
                 return clean_name(f"{prefix}.{next(iter(different), '')}".strip("."))
         return ""
+
+
+class FormerMemory:
+    """Memory of an earlier generation's parameters, without holding it: what a loop's variables keep alive is found.
+
+    A view of a parameter, as `param.detach()`, is a plain tensor, whose use cannot be refused. Training thread only.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[str, weakref.ref[torch.Tensor], StorageWeakRef]] = []
+        self._num_steps = 0
+
+    def note(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Note the memory of a generation that ends, beside that of earlier ones that is still alive."""
+        self._noted = [one for one in self._noted if not one[2].expired()]
+        self._noted += [
+            (name, weakref.ref(param), StorageWeakRef(local_of(param).untyped_storage()))
+            for name, param in parameters.items()
+            if local_of(param).numel()
+        ]
+        self._num_steps = 0
+
+    def end_step(self, present: Callable[[], Iterable[torch.Tensor]]) -> str:
+        """The name of a parameter of which the loop keeps a view, in the second step of a generation; otherwise empty.
+
+        By then variables that a loop assigns in each step are of this generation. Parameters that a loop keeps
+        themselves are none: their use is refused. `present`: returns this generation's parameters.
+        """
+        if not self._noted:
+            return ""
+        self._num_steps += 1
+        if self._num_steps < _SETTLED:
+            return ""
+        noted, self._noted = self._noted, []
+        alive = [(name, param(), memory.cdata) for name, param, memory in noted if not memory.expired()]
+        used = {_storage_of(param) for param in present()} if alive else set()
+        used |= {memory for _, param, memory in alive if param is not None}
+        return next((name for name, _, memory in alive if memory not in used), "")
+
+
+_SETTLED = 2
+"""Number of a generation's step behind which nothing of the one before is in a variable that each step assigns."""

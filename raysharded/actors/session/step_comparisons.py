@@ -159,6 +159,9 @@ class StepWatch:
             self.at_end = self._steps.digest("state")
         self._step.commit()
         self.identities = self._steps.parts.optimizer.built.parts.identities()
+        kept = self._steps.parts.optimizer.built.former.end_step(self._steps.parts.sharded.parameters.values)
+        if kept:
+            self._steps.around.say("views of parameters", _KEEPS_VIEW.format(kept))
         text = self._steps.around.store.registered(self._step.number)
         assert text is not None
         self._attempts.note(self._step.number, "end", settings_of(text))
@@ -242,6 +245,10 @@ class StepWatch:
                 )
 
 
+_KEEPS_VIEW = (
+    "the loop keeps a view of {!r}, such as param.detach() or param.data, from before a change of the workers. What is "
+    "written there is lost, and what is read there is old: take it from model.parameters() in each step that needs it."
+)
 _CHANGED_BEHIND = (
     "the loop changes {} behind optimizer.step(). That is exact if each element's new value depends on that "
     "element alone, as in clamping. A norm, a mean or a random draw over a parameter is over a worker's part of it, "
