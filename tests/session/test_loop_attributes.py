@@ -27,7 +27,7 @@ class Tempered(Gpt):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.calls, self.seen = self.calls + 1, self.seen + 0.5
-        return super().forward(tokens) * self.tau  # type: ignore[no-any-return]
+        return super().forward(tokens) * self.tau
 
 
 class Sets(Loop):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, SequentialLR, StepLR
 
+from raysharded.actors.optimizer.registered_state import Stateful
 from raysharded.actors.session.loop_checks import require_registered
 from raysharded.errors import InexactError
 
@@ -76,7 +77,8 @@ class ByCount(Holder):
 def test_schedulers_of_all_inner_optimizers_are_to_be_registered() -> None:
     both = Both()
     of_adamw, of_sgd = CosineAnnealingLR(both.adamw, 10), StepLR(both.sgd, 3)
-    for things in ({}, {"a": of_adamw}):
+    partly: list[dict[str, Stateful]] = [{}, {"a": of_adamw}]
+    for things in partly:
         with pytest.raises(InexactError, match=r"of the optimizer is not registered: .*ahead of session\.shard"):
             require_registered(both, things)
     with pytest.raises(InexactError, match="a CosineAnnealingLR of the optimizer is not registered"):
