@@ -99,6 +99,24 @@ class Modes:
         mode. Empty without such a loop, and if all are in train mode."""
         return list(self._changes)
 
+    @property
+    def trains_kept(self) -> bool:
+        """True if a user's loop has put all modules in train mode, also parts that the rule keeps in eval mode."""
+        return bool(self._own and self._kept) and not self._changes
+
+    def go_to(self, changes: Sequence[str] | None, step: int | None) -> None:
+        """Go to the modes of a step of a user's loop: those that `changes` returned then; None: it has none noted.
+
+        `step`: 0 at a run's beginning, with the modes of the rule; None: the present one.
+        """
+        if changes is None and step == 0:
+            self._own, self._changes = (), ()
+            self.train()
+            return
+        is_noted = step is not None and (changes is not None or self._holds_ahead)  # older numbers began without notes
+        if is_noted or changes or self._changes:
+            self.set(changes or ())
+
     def set(self, changes: Sequence[str]) -> None:
         """Train in modes that `changes` has returned before, also in another process."""
         self._note(tuple(_with_changes(self._model, "", around=True, changes=frozenset(changes))))

@@ -77,6 +77,8 @@ class RegisteredState:
         """Modes of the model's modules; None before the first generation."""
         self.is_last = False
         """True if the loop has made the newest step the run's last one."""
+        self.step = 0
+        """The step of the state that a generation has loaded."""
         self.first = self.text()
         """The state with which a run begins."""
 
@@ -98,8 +100,8 @@ class RegisteredState:
         """
         orders: dict[str, list[Sequence[int]]] = {name: [] for name in (_OF_GROUPS, *self._things)}
         values: dict[str, Any] = {_OF_GROUPS: self._settings(orders[_OF_GROUPS])}
-        if changes := self.modes.changes if self.modes else []:
-            values[_MODES] = changes
+        if self._modes_are_set:
+            values[_MODES] = self._changes
         for name, thing in self._things.items():
             values[name] = _plain(thing.state_dict(), name, orders[name])
         if self.logged:
@@ -124,23 +126,35 @@ class RegisteredState:
     def with_modes(self, text: str) -> str:
         """An earlier state with the present modes: a loop may set them between two steps."""
         first, line, rest = text.partition("\n")
-        changes = self.modes.changes if self.modes else []
-        if not changes and f'"{_MODES}":' not in first:
+        if not self._modes_are_set and f'"{_MODES}":' not in first:
             return text
         values = json.loads(first)
         values.pop(_MODES, None)
-        ordered = {_OF_GROUPS: values.pop(_OF_GROUPS), **({_MODES: changes} if changes else {}), **values}
-        return _as_json(ordered) + line + rest
+        modes = {_MODES: self._changes} if self._modes_are_set else {}
+        return _as_json({_OF_GROUPS: values.pop(_OF_GROUPS), **modes, **values}) + line + rest
 
-    def load(self, text: str) -> None:
-        """Bring the groups and the registered objects to this state. Raises TaskError if it has other objects."""
+    @property
+    def _changes(self) -> list[str]:
+        return self.modes.changes if self.modes else []
+
+    @property
+    def _modes_are_set(self) -> bool:
+        """True if the modes are others than those with which a run of this model begins: a text has them."""
+        return bool(self._changes) or (self.modes is not None and self.modes.trains_kept)
+
+    def load(self, text: str, *, step: int | None = None) -> None:
+        """Bring the groups and the registered objects to this state. Raises TaskError if it has other objects.
+
+        `step`: the step that it is of, 0 for a run's beginning; None: the present one, whose modes may stay.
+        """
         text, states, moved = _lines(text)
         values, orders = json.loads(text), json.loads(moved or "{}")
         self._go_to(values.pop(_STREAMS, None), states)
         self.logged = restored(values.pop(_LOGGED, {"dict": []}))
-        changes = values.pop(_MODES, [])
-        if self.modes is not None and (changes or self.modes.changes):
-            self.modes.set(changes)
+        changes = values.pop(_MODES, None)
+        self.step = self.step if step is None else step
+        if self.modes is not None:
+            self.modes.go_to(changes, step)
         self.is_last = values.pop(_IS_LAST, False)
         if values.keys() != {_OF_GROUPS, *self._things} or len(values[_OF_GROUPS]) != len(self._groups):
             raise TaskError(

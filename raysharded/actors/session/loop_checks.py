@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from raysharded.actors.session.step_comparisons import StepWatch
+    from raysharded.actors.session.user_step import UserStep
     from raysharded.actors.step.engine import Engine
 
 
@@ -70,12 +71,8 @@ def require_unchanged(
             "the next, as by optimizer.state.clear(): a worker that joins would not know. Change its tensors in place, "
             "in the `with`, behind optimizer.step()."
         )
-    kept = store.registered(step)
+    kept = keep_modes(registered, store, step, is_behind=True)
     assert kept is not None
-    if registered.modes is not None:
-        registered.modes.take_over()
-        kept = registered.with_modes(kept)
-        store.amend(step, kept)
     change = registered.change_since(kept)
     if change is not None:
         raise InexactError(
@@ -83,6 +80,32 @@ def require_unchanged(
             f"the next: {change}. Move what changes it, such as scheduler.step(), into `with step:`, behind "
             "optimizer.step(). Outside it would be lost with a worker."
         )
+
+
+def keep_modes(registered: RegisteredState, store: ShardStore, step: int, *, is_behind: bool) -> str | None:
+    """The registered state as of the newest step, now with the modes that lines behind it have set; None if it is lost.
+
+    `is_behind`: these lines found the step done.
+    """
+    kept = store.registered(step)
+    if kept is not None and registered.modes is not None:
+        registered.modes.take_over()
+        kept = registered.with_modes(kept)
+        store.amend(step, kept, is_behind=is_behind)
+        if step == 0:
+            registered.first = registered.with_modes(registered.first)
+    return kept
+
+
+def keep_modes_behind(step: UserStep | None, registered: RegisteredState | None, store: ShardStore) -> None:
+    """Keep modes that lines behind a step have set, as the workers change ahead of the next one.
+
+    `step`: the newest one; None: the lines are those between `session.shard` and the first step. The state of a step
+    that is done again is lost, and these modes with it.
+    """
+    if registered is not None and registered.modes is not None:
+        number = registered.step if step is None else step.number
+        keep_modes(registered, store, number, is_behind=step is None or step.done)
 
 
 def require_registered(optimizer: torch.optim.Optimizer, things: dict[str, Stateful]) -> None:

@@ -16,7 +16,13 @@ from raysharded.actors.model.build import build_on_meta
 from raysharded.actors.optimizer.registered_state import RegisteredState, Stateful
 from raysharded.actors.session.built_model import BuiltModel
 from raysharded.actors.session.held_out import HeldOut, gradient
-from raysharded.actors.session.loop_checks import built_optimizer, hook, require_registered, require_unchanged
+from raysharded.actors.session.loop_checks import (
+    built_optimizer,
+    hook,
+    keep_modes_behind,
+    require_registered,
+    require_unchanged,
+)
 from raysharded.actors.session.loop_errors import (
     refuse_forward,
     refuse_tensor_parallelism,
@@ -202,6 +208,7 @@ class Session(NotFollowed):
     def _now(self) -> Training:
         """The present training, which has a step to do; waits for one, and serves the driver meanwhile."""
         while self._training is None or self._training.is_over:
+            keep_modes_behind(self.step, self._objects.registered, self._store)
             self.step = self._training = self._at_shard = None
             self._attempts.end()
             self._tensors.end()

@@ -195,7 +195,7 @@ def serve(
     assert isinstance(source, FromMemory), source
     _meet(groups, place, job)
     if is_loop:
-        _from_lowest(_registered(source, worker, store), groups.state)
+        _from_lowest(_registered(source, worker, store), groups.state, is_behind=store.is_behind(source.step))
     rebuild(source.rebuilds, source.step, source.spec, store, everyone, worker, groups)
     plan, _ = _plan(place, source)
     exchange(plan, source.copies, store, source.step, {}, everyone, worker, groups.state, lambda _: None)
@@ -303,6 +303,8 @@ def hand_over(
     """Bring a session's registered state to the step of the generation's source. Every member must call it.
 
     It comes from the lowest rank that holds buffers of that step, before these move: a worker with them has it, too.
+    Ranks whose lines behind the step have run come first: those of others may have found the step undone, as the
+    workers changed, and have set no mode.
     """
     source = place.spec.source
     match source:
@@ -316,14 +318,15 @@ def hand_over(
         case FromMemory():
             own = _registered(source, place.worker, store)
     if not isinstance(source, FromStart):
-        own = _from_lowest(own, (groups.with_sources or groups).state)
+        group = (groups.with_sources or groups).state
+        own = _from_lowest(own, group, is_behind=store.is_behind(source.step))
     if not own:
         raise CheckpointError(
             f"step {source.step} has no state of a session: it was trained with a Task. Continue with that task, or "
             "give the run another name, and begin from its weights with RunConfig.start_from."
         )
     store.register(source.step, own)
-    registered.load(own)
+    registered.load(own, step=source.step)
 
 
 def _registered(source: FromMemory, worker: WorkerId, store: ShardStore) -> str | None:
@@ -338,14 +341,14 @@ def _registered(source: FromMemory, worker: WorkerId, store: ShardStore) -> str 
     return store.registered(source.step) if any(worker in holders for holders in ranks) else None
 
 
-def _from_lowest(own: str | None, group: HostGroup) -> str:
-    """The text of the lowest rank that has one."""
-    rank = group.rank
+def _from_lowest(own: str | None, group: HostGroup, *, is_behind: bool) -> str:
+    """The text of the lowest rank that has one; of those with `is_behind`, if there are any."""
     data = (own or "").encode()
-    first = -group.max_int(-rank if own is not None else -(1 << 40))
-    size = group.max_int(len(data) if rank == first else 0)
+    place = 1 << 40 if own is None else group.rank + (0 if is_behind else group.size)
+    is_first = -group.max_int(-place) == place and own is not None
+    size = group.max_int(len(data) if is_first else 0)
     room = torch.zeros((size + 7) // 8 * 8, dtype=torch.uint8)
-    if rank == first:
+    if is_first:
         room[:size] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if size else room
     if not size:
         return ""

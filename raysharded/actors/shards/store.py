@@ -113,6 +113,8 @@ class ShardStore:
         self._buffers: list[ShardBuffer] = []
         self._registered: dict[int, str] = {}
         """Step -> the registered state of a session."""
+        self._behind: int | None = None
+        """The step behind which a session's lines have run, if its state has what they set."""
 
     def begin(
         self,
@@ -199,10 +201,12 @@ class ShardStore:
         """Keep a session's state as of a step, for as long as there are buffers of the step; call it before `begin`."""
         held = {buffer.step for buffer in self._buffers}
         self._registered = {step: text for step, text in self._registered.items() if step in held} | {step: state}
+        self._behind = None if self._behind == step else self._behind
 
-    def amend(self, step: int, state: str) -> None:
-        """Replace a session's state as of a step that is complete."""
+    def amend(self, step: int, state: str, *, is_behind: bool = True) -> None:
+        """Replace a session's state as of a step that is complete. `is_behind`: the lines behind it found it done."""
         self._registered[step] = state
+        self._behind = step if is_behind else self._behind
         for buffer in self._buffers:
             if buffer.step == step and buffer.registered:
                 buffer.registered = state
@@ -210,6 +214,10 @@ class ShardStore:
     def registered(self, step: int) -> str | None:
         """The state of a session as of a step; None if this worker does not have it."""
         return self._registered.get(step)
+
+    def is_behind(self, step: int) -> bool:
+        """True if the registered state of a step has what a session's lines behind it have set."""
+        return self._behind == step
 
     def find(self, step: int, layout: GenerationId, medium: str, rank: int | None = None) -> ShardBuffer:
         """The complete buffer of a step, of `rank` if it is given. Raises KeyError if none exists."""
