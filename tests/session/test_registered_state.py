@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ from torch.optim import lr_scheduler
 from raysharded.actors.optimizer.registered_state import MOST_BYTES, RegisteredState, are_different, values_of, words_of
 from raysharded.actors.session.user_session import Session
 from raysharded.errors import TaskError
+from raysharded.task import TrainFunction
 from tests.actors.optimizer.test_shard_optimizer import Remembers
 from tests.session.loops import compute, run
-from tests.training.harness import Gpt
+from tests.training.harness import Gpt, make_driver, make_limits
+from tests.training.test_checkpoints import Listening, resume, small_job
 
 
 class Holder:
@@ -295,3 +298,81 @@ def test_the_order_of_a_dict_and_a_count_in_the_groups_outlive_a_kill_and_reach_
     found = run(2, clips_by_a_queue, kills=[(1, 4, "forward")], replacement_wait_s=60.0)
     assert [len(fields["members"]) for fields in found.of("generation")] == [2, 2]
     assert found.bits == run(1, clips_by_a_queue).bits
+
+
+def with_names(*names: list[str]) -> RegisteredState:
+    """A state of groups with parameters of these names."""
+    return RegisteredState([{"params": [], "lr": 0.1} for _ in names], {}, None, names)
+
+
+A_GROUP, ANOTHER = ["head.weight", "body.weight"], ["head.bias", "body.bias"]
+
+
+def test_a_state_of_groups_in_another_order_is_refused_by_the_first_of_them() -> None:
+    text = with_names(A_GROUP, [], ANOTHER).text()
+    with pytest.raises(TaskError, match=r"parameters of this program's group 0 \(first 'head\.bias'\) in group 2"):
+        with_names(ANOTHER, [], A_GROUP).load(text)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        (A_GROUP, [], ANOTHER),
+        (A_GROUP[::-1], [], ANOTHER),
+        (A_GROUP[:1], [], ANOTHER),
+        ([*A_GROUP, "new.weight"], [], [*ANOTHER, "new.bias"]),
+        ([*A_GROUP, "head.bias"], [], ["body.bias"]),
+        ([], [], ANOTHER),
+        ([], A_GROUP[:1], [*A_GROUP[1:], *ANOTHER]),
+    ],
+    ids=["same", "order in a group", "frozen", "added", "moved", "all frozen", "into a group that was empty"],
+)
+def test_groups_at_their_places_may_have_fewer_or_more_parameters(names: Any) -> None:
+    text = with_names(A_GROUP, [], ANOTHER).text()
+    joined = with_names(*names)
+    joined.load(text)
+    assert joined.change_since(text) is None
+
+
+def test_a_state_of_an_earlier_version_has_no_order_of_groups_and_is_loaded() -> None:
+    text = RegisteredState([{"params": [], "lr": 0.25}, {"params": []}], {}).text()
+    registered = with_names(ANOTHER, A_GROUP)
+    registered.load(text)
+    assert "optimizer.names" not in text
+    assert registered._groups[0]["lr"] == 0.25
+
+
+class InGroups:
+    """Decays the matrices alone; builds its two groups in either order, and may freeze a part."""
+
+    def __init__(self, *, is_reversed: bool = False, freezes: bool = False) -> None:
+        self._is_reversed, self._freezes = is_reversed, freezes
+
+    def __call__(self, session: Session) -> None:
+        model = session.build(self._make)
+        params = [param for param in model.parameters() if param.requires_grad]
+        decays = {"params": [param for param in params if param.dim() > 1], "weight_decay": 5.0}
+        others = {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0}
+        optimizer = torch.optim.AdamW([others, decays] if self._is_reversed else [decays, others], lr=1e-2)
+        session.shard(model, optimizer)
+        for step in session.steps():
+            with step:
+                for batch in step.microbatches():
+                    compute(step, model, batch)
+                optimizer.step()
+
+    def _make(self) -> torch.nn.Module:
+        model = Gpt()
+        if self._freezes:
+            model.get_submodule("blocks.0").requires_grad_(False)
+        return model
+
+
+@pytest.mark.procs
+def test_a_resume_with_groups_in_another_order_is_refused_and_one_with_a_frozen_part_continues(tmp_path: Path) -> None:
+    job = small_job(f"{tmp_path}/run", task=TrainFunction(InGroups()), steps=2)
+    make_driver(job, make_limits(job, 1), Listening()).run()
+    with pytest.raises(TaskError, match=r"this program's group 0 \(first '.*norm.*'\) in group 1"):
+        resume(job.run_url, 1, steps=4, task=TrainFunction(InGroups(is_reversed=True)))
+    _, listener = resume(job.run_url, 1, steps=4, task=TrainFunction(InGroups(freezes=True)))
+    assert [fields["step"] for fields in listener.of("step")] == [3, 4]

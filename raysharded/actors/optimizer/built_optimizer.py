@@ -101,6 +101,12 @@ class BuiltOptimizer:
         return self._items
 
     @property
+    def names(self) -> list[list[str]]:
+        """The names of each group's parameters, in the order of `parts.groups`."""
+        found = {id(held): names for held, names in zip(self.parts.lists, self._names, strict=True)}
+        return [found[id(group["params"])] for group in self.parts.groups]
+
+    @property
     def is_as_built(self) -> bool:
         """True if it has the groups and state objects that it was built with, and as many parameters in each group."""
         lengths = [len(held) for held in self.parts.lists]

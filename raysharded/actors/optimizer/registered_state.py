@@ -1,9 +1,10 @@
 """State of a user's own loop that goes back with the step: numbers in an optimizer's groups, modes, registered objects.
 
 torch's schedulers do not restore the groups of their optimizer, so these belong to it. It is plain data as JSON, of a
-limited size, with the entries of dicts sorted. States of a session's streams are in a second line, and the order of
-dicts in a third, which is not compared: objects of a worker that joins may have their attributes in another one. Every
-worker keeps all of it for the newest two steps, a worker that joins gets it, and each checkpoint has it.
+limited size, with the entries of dicts sorted. States of a session's streams are in a second line. The order of dicts
+is in a third, which is not compared: objects of a worker that joins may have their attributes in another one. A digest
+of the names in each group is there, too. Every worker keeps all of it for the newest two steps, a worker that joins
+gets it, and each checkpoint has it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from raysharded.ids import WorkerId
 MOST_BYTES = 1 << 16
 """Largest size of the state as JSON, in bytes."""
 _OF_GROUPS, _LOGGED, _MODES, _IS_LAST = "optimizer", "log", "modes", "last"
-_STREAMS = "session.streams"
+_STREAMS, _NAMES = "session.streams", "optimizer.names"
 _NO_SETTINGS = ("params", "param_names", "initial_lr")
 """Keys of a group that are left out: its parameters, and the rate as built, which only new schedulers read."""
 _CONSTANTS = (torch.dtype, torch.device, Enum)
@@ -57,11 +58,13 @@ class RegisteredState:
         groups: Sequence[dict[str, Any]],
         things: Mapping[str, Stateful],
         streams: OwnMicrobatches | None = None,
+        names: Sequence[Sequence[str]] = (),
     ) -> None:
         """`groups`: the optimizer's. `things`: registered objects by name. `streams`: the session's, if it has some.
 
-        Raises TaskError if one is not plain.
+        `names`: those of the parameters of each group. Raises TaskError if one is not plain.
         """
+        self._names, self._digests = names, [_digest_of(one) for one in names]
         self.streams = streams
         taken = sorted(things.keys() & {_OF_GROUPS, _LOGGED, _MODES, _IS_LAST})
         if taken:
@@ -120,7 +123,9 @@ class RegisteredState:
                 "what grows, such as a history, in the journal or a file."
             )
         states = "" if self.streams is None else self.streams.states_text()
-        moved = {name: found for name, found in orders.items() if any(found)}
+        moved: dict[str, Any] = {name: found for name, found in orders.items() if any(found)}
+        if self._digests:
+            moved[_NAMES] = self._digests
         return "\n".join([text, *([states] if states or moved else []), *([_as_json(moved)] if moved else [])])
 
     def with_modes(self, text: str) -> str:
@@ -162,6 +167,7 @@ class RegisteredState:
                 f"{sorted(values.keys() - {_OF_GROUPS})}; this program has {len(self._groups)} and registers "
                 f"{sorted(self._things)}. Register the same objects in session.shard, and build the same groups."
             )
+        self._require_order(orders.get(_NAMES, ()))
         of_groups = iter(orders.get(_OF_GROUPS, ()))
         for group, settings in zip(self._groups, values[_OF_GROUPS], strict=True):
             for key, value in ((key, restored(value, of_groups)) for key, value in settings.items()):
@@ -172,6 +178,19 @@ class RegisteredState:
                     group[key] = value
         for name, thing in self._things.items():
             thing.load_state_dict(restored(values[name], iter(orders.get(name, ()))))
+
+    def _require_order(self, digests: Sequence[str]) -> None:
+        """Raise TaskError if groups have changed places. `digests`: of the state's.
+
+        A group may have other parameters than in the state: some are frozen, or added.
+        """
+        for place, own in enumerate(self._digests[: len(digests)]):
+            if own and own != digests[place] and own in digests:
+                raise TaskError(
+                    f"the state that is to be loaded has the parameters of this program's group {place} (first "
+                    f"{self._names[place][0]!r}) in group {digests.index(own)}: settings of groups, and numbers of "
+                    "schedulers, go by place. Build the optimizer's groups in the order in which the run built them."
+                )
 
     def _go_to(self, place: Mapping[str, Any] | None, states: str) -> None:
         if self.streams is not None and place is not None:
@@ -200,6 +219,11 @@ class RegisteredState:
 
 
 _as_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def _digest_of(names: Sequence[str]) -> str:
+    """A digest of these names, in any order; empty for none."""
+    return blake2b("\n".join(sorted(names)).encode(), digest_size=8).hexdigest() if names else ""
 
 
 def _lines(text: str) -> tuple[str, str, str]:

@@ -148,7 +148,7 @@ class Session(NotFollowed):
         things = plain_of(registered)
         built.renew(own := built_optimizer(model, optimizer, things))
         self._tensors = RegisteredTensors(registered, own.parts)
-        state = RegisteredState(own.parts.groups, things, self._own_data.with_states)
+        state = RegisteredState(own.parts.groups, things, self._own_data.with_states, own.names)
         self._objects.adopt(built.construction, own, state, self._own_data.loader, self._job.batch.seed)
         self._optimizer, self._things = optimizer, things
         require_registered(optimizer, things)
