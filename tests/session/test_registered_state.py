@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from enum import IntEnum, StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch.optim import lr_scheduler
 
 from raysharded.actors.optimizer.registered_state import MOST_BYTES, RegisteredState, are_different, values_of, words_of
 from raysharded.actors.session.user_session import Session
+from raysharded.data.plain_data import plain, restored
 from raysharded.errors import TaskError
 from raysharded.task import TrainFunction
 from tests.actors.optimizer.test_shard_optimizer import Remembers
@@ -48,6 +51,7 @@ PLAIN = [
         Counter({7: 1, 30: np.int64(1), 4: 1}),
         {"b": [{9: 0, 10: 1}], "a": ({"d": {}, "c": 2},)},
     ),
+    *(OrderedDict({"b": 1, "a": 2}), OrderedDict(a=1, b=OrderedDict()), {"b": OrderedDict({2: 0, 1: 1}), "a": {}}),
 ]
 
 
@@ -78,6 +82,74 @@ def test_a_tensor_of_one_number_comes_back_with_its_type() -> None:
 def test_what_is_not_plain_is_refused_by_the_way_to_it(value: Any, named: str) -> None:
     with pytest.raises(TaskError, match=named):
         RegisteredState([], {"it": Holder(value)})
+
+
+class Phase(StrEnum):
+    WARM = "warm"
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+class Bounded(list[int]):
+    """A list of another class."""
+
+
+class Label(str):
+    """Text of another class."""
+
+
+Pair = namedtuple("Pair", "first second")  # noqa: PYI024 - as users have it
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (Phase.WARM, r"a Phase at it\.value: an Enum would come back as its value.*Give its \.value in state_dict"),
+        (Level.LOW, r"a Level at it\.value: an Enum"),
+        ({Phase.WARM: 1}, r"a Phase at it\.value: an Enum"),
+        ([Pair(1, 2)], r"a Pair at it\.value\[0\]: it would come back as a plain tuple. Give tuple\(\.\.\.\)"),
+        (defaultdict(int, {"a": 1}), r"a defaultdict at it\.value: it would come back as a plain dict"),
+        ({"x": UserDict(a=1)}, r"a UserDict at it\.value\.x: it would come back as a plain dict"),
+        (Bounded([1]), r"a Bounded at it\.value: it would come back as a plain list"),
+        (Label("a"), r"a Label at it\.value: it would come back as a plain str"),
+    ],
+)
+def test_what_would_come_back_as_another_class_is_refused_by_its_name(value: Any, told: str) -> None:
+    with pytest.raises(TaskError, match=told):
+        RegisteredState([], {"it": Holder(value)})
+
+
+def test_states_of_streams_take_subclasses_as_the_plain_values_that_come_back() -> None:
+    value = {Phase.WARM: [Pair(1, Label("b"))], "x": defaultdict(int, a=1), "y": Bounded([2])}
+    assert restored(json.loads(json.dumps(plain(value, "it", "", whole=True)))) == {
+        "warm": [(1, "b")],
+        "x": {"a": 1},
+        "y": [2],
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [(torch.Size([2, 3]), (2, 3)), (np.str_("a"), "a"), (MappingProxyType({"a": 1}), {"a": 1})],
+    ids=["size", "NumPy's text", "a view of a dict"],
+)
+def test_values_that_behave_as_the_plain_ones_come_back_as_these(value: Any, wanted: Any) -> None:
+    other = Holder(None)
+    RegisteredState([], {"it": other}).load(RegisteredState([], {"it": Holder(value)}).text())
+    assert other.value == wanted
+
+
+def test_an_ordered_dict_in_a_state_of_an_earlier_version_is_no_change() -> None:
+    holder = Holder(OrderedDict({"b": 1, "a": 2}))
+    registered = RegisteredState([], {"it": holder})
+    text = registered.text().replace("[-1,", "[")
+    assert text != registered.text()
+    assert registered.change_since(text) is None
+    registered.load(text)
+    assert type(holder.value) is dict
+    assert list(holder.value) == ["b", "a"]
 
 
 def test_state_that_grows_is_refused_by_its_name_and_the_limit() -> None:
