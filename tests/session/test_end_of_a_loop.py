@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from raysharded.actors.session.held_out import outputs_of, weights_of
+from raysharded.actors.session.step_comparisons import Attempts
 from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
 from raysharded.errors import TaskError
 from raysharded.ids import WorkerId
+from raysharded.overrides import Decisions
 from raysharded.task import TrainFunction
 from tests.session.loops import MICROBATCHES, STEPS, Average, Loop, by_task, optimizer_of, run, schedule
 from tests.training.harness import Gpt, GptTask, log_into, make_driver, make_limits, samples, train
@@ -160,6 +163,65 @@ class Ending(Loop):
 def test_lines_behind_the_loop_run_once_the_run_is_over(tmp_path: Path, kills: list[Any]) -> None:
     assert run(3, Ending(tmp_path), kills=kills).bits == by_task().bits
     assert sorted(file.name for file in tmp_path.iterdir()) == (["0", "1"] if kills else ["0", "1", "2"])
+
+
+class Saving(Ending):
+    """Requests a checkpoint behind its last step, and behind its loop."""
+
+    def __call__(self, session: Session) -> None:
+        super().__call__(session)
+        session.save()
+        (self._folder / f"end {session.rank}").touch()
+
+    def left(self, session: Session, step: UserStep, *_: object) -> None:
+        if step.number == STEPS and step.done:
+            session.save()
+            (self._folder / f"last {session.rank} of {session.step is not None}").touch()
+
+
+def test_a_checkpoint_that_is_requested_behind_the_last_step_ends_no_line(tmp_path: Path) -> None:
+    found = run(2, Saving(tmp_path))
+    assert found.bits == by_task().bits
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {"last 0 of True", "last 1 of True", "0", "1", "end 0", "end 1"}
+    assert [fields["step"] for fields in found.of("checkpoint")] == [STEPS]
+
+
+class OverTraining:
+    """A training that a boundary has ended, which has no engine."""
+
+    is_over = True
+
+
+class Requested:
+    """An engine at a step, which counts requests."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.requests, self.decisions = step, 0, Decisions()
+        self.steps = SimpleNamespace(parts=SimpleNamespace(sharded=SimpleNamespace(model=torch.nn.Linear(1, 1))))
+
+    def request_save(self) -> None:
+        self.requests += 1
+
+
+@pytest.mark.parametrize(("begins_at", "requests"), [(5, 1), (4, 0)], ids=["at a boundary", "done again"])
+def test_a_checkpoint_that_is_requested_as_the_workers_change_is_one_of_the_next_step(
+    begins_at: int, requests: int
+) -> None:
+    attempts, engine = Attempts(), Requested(begins_at)
+    attempts.request_save(OverTraining(), 5)  # type: ignore[arg-type]  # all that it reads
+    attempts.begin(engine)  # type: ignore[arg-type]
+    assert engine.requests == requests
+
+
+class TooSoon:
+    def __call__(self, session: Session) -> None:
+        session.save()
+
+
+def test_a_checkpoint_that_is_requested_ahead_of_shard_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"session\.save\(\) comes after session\.shard"):
+        run(1, TooSoon())
 
 
 @pytest.mark.parametrize(("kind", "function_s"), [("raises", 20.0), ("sleeps", 2.0)])

@@ -21,6 +21,7 @@ from raysharded.overrides import Decisions
 if TYPE_CHECKING:
     import torch
 
+    from raysharded.actors.session.orders import Training
     from raysharded.actors.step.engine import Engine
     from raysharded.actors.step.step import Step
 
@@ -48,13 +49,19 @@ class Attempts:
         """Forget the generation's parameters: the next one gets its memory."""
         self.replaced = str
 
-    def request_save(self, engine: Engine, newest: int | None) -> None:
-        """Request a checkpoint of the step that is computed, or of the next.
+    def request_save(self, training: Training | None, newest: int | None) -> None:
+        """Request a checkpoint of the step that is computed, or of the next, also if that is of another generation.
 
-        `newest`: the loop's newest step; None: it has begun none in this generation.
+        `training`: the present one; None: the run is over. `newest`: the loop's newest step; None: it has begun none in
+        this generation.
         """
-        self._save_asked_in = engine.step if newest is None else newest
-        engine.request_save()
+        engine = None if training is None or training.is_over else training.engine
+        if newest is not None:
+            self._save_asked_in = newest
+        elif engine is not None:
+            self._save_asked_in = engine.step
+        if engine is not None:
+            engine.request_save()
 
     def note(self, step: int, place: Place, text: str) -> None:
         """Note the state at a place. Raises InexactError if it was another one at an earlier attempt."""

@@ -271,8 +271,11 @@ class Session(NotFollowed):
         return self._held_out.evaluate(self.step, data, num_samples, name)
 
     def save(self) -> None:
-        """Request a checkpoint: of this step if its microbatches are not computed yet, otherwise of the next."""
-        self._attempts.request_save(self._now().engine, None if self.step is None else self.step.number)
+        """Request a checkpoint: of this step if its microbatches are not computed yet, otherwise of the next.
+
+        Behind the last step it does nothing: that has the last checkpoint."""
+        require_sharded(self._optimizer, "session.save()")
+        self._attempts.request_save(self._training, None if self.step is None else self.step.number)
 
     def stop(self) -> None:
         """Make the present step the run's last one, with the last checkpoint. In the `with`, on every worker."""
