@@ -44,6 +44,7 @@ FUNCTIONS = {
 TESTS = (
     "tests/session/test_lost_changes.py",
     "tests/session/test_misuse.py",
+    "tests/session/test_modes_between_steps.py",
     "tests/session/test_in_a_step.py",
     "tests/session/test_behind_a_step.py",
     "tests/session/test_registered_state.py",
