@@ -62,7 +62,7 @@ class Task:
     collate: Callable[[list[Any]], Any] | None = None
     """Define `collate(self, samples)` to make a microbatch of samples, for example to pad sequences. It is called on
     the CPU. Its draws from the generators of torch, NumPy and Python depend only on the run's seed, the step and the
-    microbatch. It must not change the samples. Without it, torch's `default_collate` is used."""
+    microbatch. It must not change samples that the dataset keeps. Without it, torch's `default_collate` is used."""
 
     def loss(self, model: nn.Module, batch: Any) -> Loss | torch.Tensor:
         """The loss of one microbatch, with `batch` collated and on the worker's device.

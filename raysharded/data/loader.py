@@ -135,6 +135,8 @@ class MicrobatchLoader:
         own = self._reader
         self.lock = own.lock if isinstance(own, (DatasetReader, CollatingReader)) else threading.Lock()
         """Held by the thread that reads the dataset in this process."""
+        self.lends_memory = isinstance(own, (DatasetReader, CollatingReader)) and own.is_read_anywhere()
+        """Whether samples may be the dataset's own memory, and are read again where that is needed."""
         self._batch = batch
         self._num_samples: int | None = None
         self._samples_per_block: int | None = None
@@ -191,6 +193,8 @@ class MicrobatchLoader:
         """
         self._skips, self._order, self._blocks, self._weights = skips, order, Blocks(*blocks), weights
         self._upcoming.restart(weights)
+        if self.collation is not None:
+            self.collation.restart()
 
     def _place(self, key: MicrobatchKey) -> _Place:
         return *key, skipped_before(self._skips, key[0]), self._order, self._blocks, self._weights
@@ -206,6 +210,10 @@ class MicrobatchLoader:
         if outcome is not None and outcome.error is not None:
             raise outcome.error
         return self._read(place) if outcome is None or outcome.value is None else outcome.value
+
+    def samples_again(self, step: int, microbatch: int) -> list[Any]:
+        """The samples of a microbatch, read once more. Raises as `load`."""
+        return self._read(self._place((step, microbatch))).samples
 
     def plan(self, upcoming: Iterable[MicrobatchKey]) -> None:
         """Prefetch these, in order, instead of the previous plan. Does nothing without `prefetch`."""

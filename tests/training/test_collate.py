@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import raysharded as rs
-from raysharded.errors import TaskError
+from raysharded.errors import InexactError, TaskError
 from tests.cases import tried_each_time
 from tests.training.harness import Outcome, train
 
@@ -82,3 +82,35 @@ def test_an_error_in_collate_names_the_method_and_the_samples() -> None:
     with pytest.raises(TaskError, match=r"Raising\.collate of microbatch \d of step 1, of samples .*cannot pad 2") as e:
         train(1, task=Raising(), data=SAMPLES, microbatches=2, steps=1)
     assert Path(__file__).name in e.value.user_traceback
+
+
+class InPlace(Ragged):
+    """Masks the tokens of its samples themselves."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        for sample in samples:
+            sample["tokens"][torch.rand(len(sample["tokens"])) < 0.5] = 0
+        return super().collate(samples)
+
+
+class Copies:
+    """The samples of `SAMPLES`, made for each read."""
+
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+    def __getitem__(self, index: int) -> Any:
+        return {**SAMPLES[index], "tokens": SAMPLES[index]["tokens"].clone()}
+
+
+def test_a_collate_that_masks_the_datasets_own_memory_ends_the_run_by_name() -> None:
+    with pytest.raises(InexactError, match=r"InPlace\.collate changes its samples in place, and the dataset has them"):
+        train(1, task=InPlace(), data=SAMPLES, microbatches=2, steps=1)
+
+
+def test_a_collate_may_mask_samples_that_are_made_for_each_read() -> None:
+    outcomes = [
+        train(1, task=InPlace(), data=Copies(), microbatches=2, steps=3, engine=rs.EngineConfig(prefetch=prefetch))
+        for prefetch in (True, False)
+    ]
+    assert outcomes[0].bits == outcomes[1].bits

@@ -134,10 +134,19 @@ def assemble(
     objects.tried = tried = optimizer.try_out(objects.tried, say)
     draws = place.number_of("draws")
     computer = Computer(job.task, sharded.model, job.batch.seed, draws, watches_memory=not job.engine.compile)
-    collation = around.loader.collation if isinstance(around.loader, MicrobatchLoader) else None
+    loader = around.loader if isinstance(around.loader, MicrobatchLoader) else None
+    collation = loader.collation if loader is not None else None
     if collation is not None and draws == 1:  # Python's and NumPy's draws of a loss follow those of `collate`
         collation.refuse("the run began with a version whose losses depend on its draws")
-    collator = Collator(job.task, around.device, job.batch.seed, collation, say)
+    collator = Collator(
+        job.task,
+        around.device,
+        job.batch.seed,
+        collation,
+        say,
+        is_exact=job.engine.reduction == "exact",
+        again=loader.samples_again if loader is not None and loader.lends_memory else None,
+    )
     names = MetricNames(type(job.task).__name__, groups.state.max_int)
     gradient = StepGradient(
         job,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from raysharded.data import Microbatch
 from raysharded.data.access import generators
 from raysharded.data.access.collation import Batch, Collation, Rows, copies_of, seed_of
 from raysharded.data.access.repeat_check import differ
-from raysharded.errors import TaskError, is_ctrl_c, text_of, user_traceback
+from raysharded.data.access.sample_changes import copies_before, require_passing_changes
+from raysharded.errors import InexactError, TaskError, is_ctrl_c, text_of, user_traceback
 from raysharded.task import Task
 
 _MOST_NAMED = 8
@@ -37,39 +39,109 @@ class Collator:
     Random draws of the task's own `collate` depend on (seed, purpose, step, microbatch).
     """
 
-    def __init__(self, task: Task, device: torch.device, seed: int, ahead: Collation | None, say: Say) -> None:
+    def __init__(
+        self,
+        task: Task,
+        device: torch.device,
+        seed: int,
+        ahead: Collation | None,
+        say: Say,
+        *,
+        is_exact: bool = True,
+        again: Callable[[int, int], Sequence[Any]] | None = None,
+    ) -> None:
         """`ahead`: whether batches are made in the process that reads the samples; None: nothing is. `say`: reports
-        remarks."""
+        remarks. `is_exact`: refuse what makes batches differ. `again`: reads the samples of a (step, microbatch) again,
+        if they may be the dataset's own memory."""
         self._name, self._collate = type(task).__name__, task.collate
         self._device, self._seed, self._ahead, self._say = device, seed, ahead, say
+        self._is_exact, self._again = is_exact, again
+        self._step = self._num_held_out = 0
 
-    def training_batch(self, taken: Microbatch) -> Any:
-        """The batch of a microbatch. Raises TaskError if its samples cannot be collated."""
+    def training_batch(self, taken: Microbatch, *, is_padding: bool = False) -> Any:
+        """The batch of a microbatch. Raises TaskError if its samples cannot be collated, and InexactError if the task's
+        function changes them for the next epoch, too. `is_padding`: of samples that were collated before."""
         if isinstance(taken.batch, Copied):
             return taken.batch.take()
         if isinstance(taken.batch, Batch) and not taken.samples:
             return to_device(taken.batch.value, self._device)
-        collated = self._collated(taken.samples, taken.ids.tolist(), "train", taken.step, taken.index)
+        again = self._again and partial(self._again, taken.step, taken.index)
+        is_watched = not is_padding and (taken.batch is not None or self._is_watched(taken.step))
+        collated = self._collated(
+            taken.samples, taken.ids.tolist(), "train", taken.step, taken.index, again if is_watched else None
+        )
         if self._ahead is not None:
             if taken.batch is not None:
-                self._ahead.judge(is_equal=is_equal(collated, taken.batch.value))
+                self._judge(self._ahead, collated, taken.batch.value, taken.step)
             if self._ahead.is_refused:
                 self._say("collate", f"{self._name}.collate is called in the training thread: {self._ahead.reason}")
         return to_device(collated, self._device)
 
-    def batch(self, samples: Sequence[Any], ids: Sequence[int], purpose: str, step: int, microbatch: int) -> Any:
-        """The batch of samples, `ids` of the data. Raises TaskError if they cannot be collated."""
-        return to_device(self._collated(samples, ids, purpose, step, microbatch), self._device)
+    def _judge(self, ahead: Collation, here: Any, there: Any, step: int) -> None:
+        """Compare a batch with the one that the process which reads the samples has made."""
+        if ahead.judge(is_equal=is_equal(here, there)) or not self._is_exact or not differ(here, there):
+            return
+        raise InexactError(
+            f"{self._name}.collate makes another batch in step {step} than the process that reads the samples, which "
+            "has the function as it was before the first step: it depends on what has changed since. Do what depends "
+            "on the step in the loop's body, by step.number and registered state. Or give "
+            "EngineConfig(prefetch=False): then it is called in the training thread, in its step."
+        )
 
-    def _collated(self, samples: Sequence[Any], ids: Sequence[int], purpose: str, step: int, microbatch: int) -> Any:
-        given = list(samples)
-        if self._collate is not None:
-            number = seed_of(self._seed, purpose, step, microbatch)
-            seed_torch(number)
-            generators.seed(number, with_torch=False)
-            given = copies_of(samples)
+    def held_out_batch(
+        self,
+        samples: Sequence[Any],
+        ids: Sequence[int],
+        step: int,
+        microbatch: int,
+        again: Callable[[], Sequence[Any]] | None,
+    ) -> Any:
+        """The batch of held-out samples, `ids` of the data. Raises TaskError if they cannot be collated.
+
+        `again`: reads the samples again, if they may be the dataset's own memory.
+        """
+        self._num_held_out += 1
+        again = again if self._num_held_out & (self._num_held_out - 1) == 0 else None
+        return to_device(self._collated(samples, ids, "evaluate", step, microbatch, again), self._device)
+
+    def _is_watched(self, step: int) -> bool:
+        """True for the first microbatch of this generation, and of the steps 1, 2, 4, 8, ..."""
+        before, self._step = self._step, step
+        return step != before and (not before or step & (step - 1) == 0)
+
+    def _collated(
+        self,
+        samples: Sequence[Any],
+        ids: Sequence[int],
+        purpose: str,
+        step: int,
+        microbatch: int,
+        again: Callable[[], Sequence[Any]] | None,
+    ) -> Any:
+        """The batch. `again`: reads the samples again, to see whether the call changes them for the next read, too."""
+        if self._collate is None:
+            return self._called(default_collate, list(samples), samples, ids, purpose, step, microbatch)
+        before = copies_before(samples) if again is not None and self._is_exact else None
+        number = seed_of(self._seed, purpose, step, microbatch)
+        seed_torch(number)
+        generators.seed(number, with_torch=False)
+        found = self._called(self._collate, copies_of(samples), samples, ids, purpose, step, microbatch)
+        if before is not None and again is not None:
+            require_passing_changes(f"{self._name}.collate", self._collate, before, samples, again, number)
+        return found
+
+    def _called(
+        self,
+        function: Callable[[list[Any]], Any],
+        given: list[Any],
+        samples: Sequence[Any],
+        ids: Sequence[int],
+        purpose: str,
+        step: int,
+        microbatch: int,
+    ) -> Any:
         try:
-            return (self._collate or default_collate)(given)
+            return function(given)
         except BaseException as error:  # the boundary to the user's classes, which may call sys.exit()
             if is_ctrl_c(error):
                 raise

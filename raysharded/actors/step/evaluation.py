@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from raysharded.actors.step.forward_backward import Computer, Results
 from raysharded.actors.step.proofs.evaluation_proof import EvaluationProof
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.task_calls.task_numbers import half_precision
-from raysharded.data import Loader
+from raysharded.data import Loader, MicrobatchLoader
 from raysharded.data.access.prefetch import num_ahead
 from raysharded.layout import Mesh
 from raysharded.protocol.job import Job
@@ -73,6 +74,13 @@ class Dealt:
     def first_share(self, places: int) -> Share:
         """The first share of the worker this many places further."""
         return self._share((self._rank + places) % self._world_size, 0)
+
+    def again(self, ids: range) -> Callable[[], list[Any]] | None:
+        """A function that reads samples once more; None if they are not the dataset's own memory."""
+        loader = self._loader
+        if not isinstance(loader, MicrobatchLoader) or not loader.lends_memory:
+            return None
+        return partial(loader.load_range, ids.start, ids.stop)
 
     def sizes(self) -> Iterator[list[int]]:
         """For each round the number of samples by rank; 0: none that count."""
@@ -187,7 +195,7 @@ class Evaluator:
         def compute(share: Share, results: Results) -> None:
             index, samples, _ = share
             loss = self._called(
-                share, step, name, lambda at, batch: self._computer.evaluate(step, at, batch, len(samples))
+                dealt, share, step, name, lambda at, batch: self._computer.evaluate(step, at, batch, len(samples))
             )
             results.note_names(loss)
             results.note_half(loss)
@@ -243,7 +251,9 @@ class Evaluator:
 
         def tensors_of(share: Share) -> dict[int, torch.Tensor]:
             nonlocal form
-            output = self._called(share, step, "", lambda at, batch: self._computer.predict(step, at, compute, batch))
+            output = self._called(
+                dealt, share, step, "", lambda at, batch: self._computer.predict(step, at, compute, batch)
+            )
             form = found, _ = _pytree.tree_flatten(output)
             return {place: one for place, one in enumerate(found) if isinstance(one, torch.Tensor)}
 
@@ -282,10 +292,10 @@ class Evaluator:
     def _results(self, step: int) -> Results:
         return Results(self._computer.name_of("evaluate", step), self._names.of("evaluate"), self._numbers)
 
-    def _called(self, share: Share, step: int, name: str, compute: Callable[[int, Any], T]) -> T:
+    def _called(self, dealt: Dealt, share: Share, step: int, name: str, compute: Callable[[int, Any], T]) -> T:
         """The result of `compute(microbatch, batch)`, a forward that is watched."""
         index, samples, ids = share
-        batch = self._collator.batch(samples, ids, "evaluate", step, index or 0)
+        batch = self._collator.held_out_batch(samples, ids, step, index or 0, dealt.again(ids))
         with watching(self._units, "evaluate", step, index, name), self._computing():
             self.on_microbatch(step, index or 0)
             return compute(index or 0, batch)

@@ -166,7 +166,7 @@ class StepGradient:
                     digest = add_digests(digest, taken.digest)
                     num_reads += taken.num_reads
                 position_record.note_samples(taken.ids[: position_record.MOST_SAMPLES].tolist())
-                batch = self._collator.training_batch(taken)
+                batch = self._collator.training_batch(taken, is_padding=index is None)
             self._begin_forward(step, index, taken.num_samples)
             yield batch
             del batch

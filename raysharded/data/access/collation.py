@@ -1,8 +1,9 @@
 """Batches that the process which reads the samples makes of them, by the task's own function.
 
 The draws of that function begin at a seed of the microbatch, and torch has the worker's settings there, so the batches
-are those of the training thread. This is checked for the first one. From then on the samples stay in the
-process.
+are those of the training thread. This is checked for the first one of a generation, and for one in each of the steps
+2, 4, 8, ...: a function that depends on what changes is another one there. The samples of the others stay in
+the process.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Collation:
         """`seed`: of the run."""
         self._seed = seed
         self._changing = threading.Lock()
-        self._is_proved = False
+        self._is_proved = self._gave_alone = False
+        self._step = 0
+        """Step of the newest request; 0: none in this generation."""
         self.reason = ""
         """The reason for which the training thread makes all batches; empty: it does not."""
 
@@ -69,14 +72,27 @@ class Collation:
         with self._changing:
             if self.reason:
                 return None
-            return Wish(seed_of(self._seed, "train", step, microbatch), keeps_samples=not self._is_proved)
+            before, self._step = self._step, step
+            is_watched = not before or (step != before and step & (step - 1) == 0)
+            keeps_samples = is_watched or not self._is_proved
+            self._gave_alone = self._gave_alone or not keeps_samples
+            return Wish(seed_of(self._seed, "train", step, microbatch), keeps_samples=keeps_samples)
 
-    def judge(self, *, is_equal: bool) -> None:
-        """A batch is, or is not, the one that the training thread makes of the same samples."""
+    def restart(self) -> None:
+        """A generation begins: its first batch is compared, as one of each of the steps 2, 4, 8, ... is."""
+        with self._changing:
+            self._step = 0
+
+    def judge(self, *, is_equal: bool) -> bool:
+        """A batch is, or is not, the one that the training thread makes of the same samples.
+
+        False: it is not, and others were requested that are not compared.
+        """
         if not is_equal:
             self.refuse("its batch in the process that reads the samples is another one")
         with self._changing:
             self._is_proved = True
+            return is_equal or not self._gave_alone
 
     def refuse(self, reason: str) -> None:
         """Let the training thread make all batches from now on."""

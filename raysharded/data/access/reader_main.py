@@ -25,6 +25,7 @@ from typing import Any
 from raysharded.data.access.collation import Wish, collate_here
 from raysharded.data.access.read_errors import task_error
 from raysharded.data.access.reader import Draws, Reads
+from raysharded.data.access.sample_changes import copies_before, require_passing_changes
 from raysharded.data.access.sample_reader import DatasetReader
 from raysharded.data.access.transport import Sender, load
 from raysharded.errors import RayshardedError
@@ -73,6 +74,7 @@ class _Served:
             None if data is None else DatasetReader(data, lock=lock, draws=draws, note=note) for data in datasets
         ]
         self._settings: bytes | None = payload.settings
+        self._refuses = payload.refuses
         self._function: Callable[[list[Any]], Any] | None = None
         self.collate_by(payload.collate)
 
@@ -105,20 +107,36 @@ class _Served:
         weights: WeightChanges = (),
         wish: Wish | None = None,
     ) -> Reads | _Answers:
-        reads = self._reader(which).read_samples(ids, where, number, weights)
-        return reads if wish is None else self._with_batch(reads, wish)
+        reader = self._reader(which)
+        reads = reader.read_samples(ids, where, number, weights)
+        if wish is None or self._function is None:
+            return reads
+        if not wish.keeps_samples:
+            return self._with_batch(reads, wish.number, reads, [])
+        kept = replace(reads, samples=copies_before(reads.samples))  # a batch is made of them elsewhere, too
+        answers = self._with_batch(reads, wish.number, kept, kept.samples)
+        if self._refuses and isinstance(answers, _Answers) and reader.is_read_anywhere():
+
+            def again() -> list[Any]:
+                return reader.read_samples(ids, where, number, weights).samples
+
+            require_passing_changes("Task.collate", self._function, kept.samples, reads.samples, again, wish.number)
+        return answers
 
     def collate(self, samples: list[Any], ids: list[int], wish: Wish) -> Reads | _Answers:
-        return self._with_batch(Reads(samples, ids), wish)
+        """The batch of samples that another process has read, and keeps."""
+        reads = Reads(samples, ids)
+        return self._with_batch(reads, wish.number, replace(reads, samples=[]), [])
 
-    def _with_batch(self, reads: Reads, wish: Wish) -> Reads | _Answers:
+    def _with_batch(self, reads: Reads, number: int, otherwise: Reads, kept: list[Any]) -> Reads | _Answers:
+        """The answer with the batch, and with `kept`. `otherwise`: the answer without a batch."""
         if self._function is None:
-            return reads
+            return otherwise
         try:
-            batch = collate_here(self._function, reads.samples, wish.number)
+            batch = collate_here(self._function, reads.samples, number)
         except BaseException:  # noqa: BLE001 - the training thread calls it, too, and raises what it raises
-            return reads
-        return _Answers((replace(reads, samples=reads.samples if wish.keeps_samples else [], batch=batch), reads))
+            return otherwise
+        return _Answers((replace(reads, samples=kept, batch=batch), otherwise))
 
     def check(self, which: int, ids: Sequence[int], below: int) -> None:
         self._reader(which).check(ids, below)

@@ -300,6 +300,10 @@ class CollatingReader:
     def num_samples(self) -> int:
         return self._reader.num_samples()
 
+    def is_read_anywhere(self) -> bool:
+        """As `DatasetReader.is_read_anywhere`."""
+        return self._reader.is_read_anywhere()
+
     def samples_per_block(self) -> int:
         return self._reader.samples_per_block()
 
@@ -319,7 +323,8 @@ class CollatingReader:
         if wish is None:
             return reads
         collated: Reads = self._processes.ask("collate", reads.samples, reads.ids, wish)
-        return collated
+        stay = wish.keeps_samples or collated.batch is None
+        return replace(collated, samples=reads.samples if stay else [])
 
     def check(self, ids: Sequence[int], below: int = 0) -> None:
         self._reader.check(ids, below)

@@ -81,6 +81,10 @@ class DatasetReader:
             raise DataError(f"{self.name} has no samples. Give data with at least 1.")
         return length
 
+    def is_read_anywhere(self) -> bool:
+        """False for data that are read in their order, which go back to a place in many reads."""
+        return not _limit_of(self._dataset)
+
     def samples_per_block(self) -> int:
         with self.lock, self._explaining("samples_per_block"):
             if isinstance(digest := getattr(self._dataset, "order_digest", None), int):
@@ -131,8 +135,7 @@ class DatasetReader:
             return self._changed[1]
 
     def check(self, ids: Sequence[int], below: int = 0) -> None:
-        limit = getattr(self._dataset, "num_checked", None)  # of data that are not read at any place
-        if isinstance(limit, int) and limit > 0:
+        if limit := _limit_of(self._dataset):
             ids = [index % limit for index in ids]
         with self.lock, self._kept():
             ids = list(dict.fromkeys([ids[0], *self._of_each_source(below), *ids[1:]]))
@@ -272,6 +275,12 @@ class DatasetReader:
 def _settle(number: int) -> generators.Marks:
     generators.seed(number)
     return generators.marks()
+
+
+def _limit_of(dataset: Dataset) -> int:
+    """Samples that a check may read, of data that are not read at any place; 0: all."""
+    limit = getattr(dataset, "num_checked", None)
+    return limit if isinstance(limit, int) and limit > 0 else 0
 
 
 def _of_source(dataset: Dataset, position: int) -> str:
