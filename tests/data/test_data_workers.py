@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysharded.actors.step.collation import is_equal
+from raysharded.actors.step.collation import Collator, is_equal
 from raysharded.config import BatchConfig, EngineConfig
 from raysharded.data import MicrobatchLoader, Stream
 from raysharded.data.access.collation import Collation, Wish, collate_here
@@ -23,7 +23,8 @@ from raysharded.data.access.reader_process import CollatingReader, DataProcess, 
 from raysharded.data.access.sample_reader import DatasetReader
 from raysharded.data.access.transport import packed
 from raysharded.data.sources import Sources
-from raysharded.errors import ConfigError, TaskError
+from raysharded.errors import ConfigError, InexactError, TaskError
+from raysharded.task import Task
 from tests.data.samples import Large, OnceEach, Restarting, Together, Unlike, leave_torch_alone
 
 pytestmark = pytest.mark.procs
@@ -237,6 +238,71 @@ def test_a_stream_is_read_by_one_process_in_its_order() -> None:
     own.close()
 
 
+class Stateful:
+    """A function that makes batches, with a number that it adds, and a count of its calls."""
+
+    def __init__(self) -> None:
+        self.added = self.calls = 0
+
+    def __call__(self, samples: list[Any]) -> torch.Tensor:
+        self.calls += 1
+        return torch.tensor([sample["number"] + self.added for sample in samples])
+
+
+def stepped(function: Stateful, steps: range, change: Callable[[int], None], **engine: Any) -> list[bool]:
+    """Whether the batch of each step was made where the samples are read."""
+    settings = EngineConfig(**engine)
+    sources = Sources(Large(3), None, BATCH, settings, leave_torch_alone, collate=function)
+    task = Task()
+    task.collate = function
+    loader, is_exact = sources.training, settings.reduction == "exact"
+    made = Collator(task, torch.device("cpu"), 1, loader.collation, lambda *_: None, is_exact=is_exact)
+    found = []
+    try:
+        for step in steps:
+            loader.plan([(step, 0)])
+            if loader.collation is not None:
+                wait_until_read(loader, 1)
+            taken = loader.load(step, 0)
+            batch = made.training_batch(taken)
+            assert taken.batch is not None or (batch - torch.as_tensor(taken.ids) == function.added).all()
+            found.append(taken.batch is not None)
+            change(step)
+    finally:
+        sources.close()
+    return found
+
+
+def test_a_collate_that_depends_on_what_has_changed_is_refused_in_a_watched_step() -> None:
+    def made_ahead(**engine: Any) -> list[bool]:
+        function = Stateful()
+        return stepped(function, range(1, 12), lambda step: setattr(function, "added", int(step >= 4)), **engine)
+
+    with pytest.raises(InexactError, match=r"Task\.collate makes another batch in step 8 than the process that reads"):
+        made_ahead()
+    assert not any(made_ahead(prefetch=False))
+    assert made_ahead(reduction="fast") == [True] * 8 + [False] * 3, "from then on the training thread makes them"
+
+
+def test_a_collate_may_count_its_calls() -> None:
+    function = Stateful()
+    assert all(stepped(function, range(1, 10), lambda _: None))
+    assert 0 < function.calls < 9
+
+
+def test_the_first_batch_of_a_generation_and_one_of_each_watched_step_are_compared() -> None:
+    collation = Collation(seed=1)
+    collation.judge(is_equal=True)
+
+    def compared(*keys: tuple[int, int]) -> list[tuple[int, int]]:
+        wishes = {key: collation.wish(*key) for key in keys}
+        return [key for key, wish in wishes.items() if wish is not None and wish.keeps_samples]
+
+    assert compared((6, 0), (6, 1), (7, 0), (8, 0), (8, 1), (9, 0)) == [(6, 0), (8, 0)]
+    collation.restart()
+    assert compared((9, 1), (9, 2), (16, 3)) == [(9, 1), (16, 3)]
+
+
 def test_a_collation_is_proved_once_and_refused_for_good() -> None:
     collation = Collation(seed=1)
     assert collation.wish(1, 0) == Wish(collation.wish(1, 0).number, keeps_samples=True)  # type: ignore[union-attr]
@@ -244,7 +310,7 @@ def test_a_collation_is_proved_once_and_refused_for_good() -> None:
     wish = collation.wish(1, 0)
     assert wish is not None
     assert not wish.keeps_samples
-    collation.judge(is_equal=False)
+    assert not collation.judge(is_equal=False), "a batch may have been used that is another one"
     assert collation.wish(1, 0) is None
     assert "another one" in collation.reason
     assert Reads([], []).batch is None

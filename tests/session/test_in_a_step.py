@@ -229,6 +229,47 @@ def test_a_loops_collate_is_called_where_samples_are_read_with_the_same_bits(tmp
     assert found[True] == found[False]
 
 
+class Curriculum:
+    """Registered state, how far tokens are moved, and a function that makes batches by it."""
+
+    by = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"by": self.by}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.by = state["by"]
+
+    def __call__(self, samples: list[Any]) -> torch.Tensor:
+        batch: torch.Tensor = torch.utils.data.default_collate(samples)
+        return batch.roll(self.by, dims=1)
+
+
+class Advancing(Loop):
+    """Makes its batches by a function that depends on registered state, which changes behind step 2."""
+
+    def __call__(self, session: Session) -> None:
+        self.curriculum = made = Curriculum()
+        shard = session.shard
+        session.shard = lambda *args, **others: shard(*args, **others, collate=made, curriculum=made)  # type: ignore[method-assign]
+        super().__call__(session)
+
+    def applied(self, session: Session, step: UserStep, *_: object) -> None:
+        self.curriculum.by = step.number // 2
+
+
+def test_a_loops_collate_that_depends_on_changing_state_is_refused_where_batches_are_made_ahead() -> None:
+    with pytest.raises(InexactError, match=r"session\.shard\(collate=\.\.\.\) makes another batch in step 4"):
+        run(1, Advancing(), data=Tokens(), steps=STEPS)
+
+
+def test_without_prefetch_a_loops_collate_may_depend_on_registered_state() -> None:
+    engine = rs.EngineConfig(prefetch=False)
+    alone = run(1, Advancing(), data=Tokens(), engine=engine, steps=STEPS)
+    kills = [(1, 4, "backward")]
+    assert run(2, Advancing(), data=Tokens(), engine=engine, kills=kills, steps=STEPS).bits == alone.bits
+
+
 class Rarely(Evaluating):
     """Only one worker evaluates."""
 

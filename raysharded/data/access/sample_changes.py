@@ -136,7 +136,8 @@ def _parts(value: Any, is_in_object: bool) -> Mapping[Any, Any] | None:
 def _attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object of a plain class of the user's; empty for others."""
     kind = type(value)
-    if kind.__new__ is not object.__new__ or kind.__module__ == "builtins" or hasattr(kind, "__del__"):
+    is_plain = kind.__new__ is object.__new__  # type: ignore[comparison-overlap]
+    if not is_plain or kind.__module__ == "builtins" or hasattr(kind, "__del__"):
         return {}
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}

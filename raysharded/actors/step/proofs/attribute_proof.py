@@ -132,5 +132,5 @@ def _depends(step: int, changes: list[Change]) -> InexactError:
         f"step {step}: the loss, or its gradient, depends on {which}. A run that resumes and a worker that joins have "
         "them as build_model and build_optimizer left them, and each worker evaluates other samples. Compute the loss "
         "from the batch and the weights. What depends on the step needs a custom loop (train_fn), which has "
-        "step.number and registered state."
+        "step.number and registered state: in the loop's body, not in collate."
     )
