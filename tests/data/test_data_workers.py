@@ -299,6 +299,7 @@ def test_the_first_batch_of_a_generation_and_one_of_each_watched_step_are_compar
         return [key for key, wish in wishes.items() if wish is not None and wish.keeps_samples]
 
     assert compared((6, 0), (6, 1), (7, 0), (8, 0), (8, 1), (9, 0)) == [(6, 0), (8, 0)]
+    assert [compared((8, 0), (8, 1)) for _ in range(2)] == [[(8, 0)]] * 2, "also if it is read again"
     collation.restart()
     assert compared((9, 1), (9, 2), (16, 3)) == [(9, 1), (16, 3)]
 

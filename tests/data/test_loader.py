@@ -28,6 +28,13 @@ BATCH = BatchConfig(global_batch_size=6, microbatch_size=2, seed=1)
 DEADLINE_S = 20.0
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
 class Squares:
     """A user's dataset: sample i is i*i; keeps count of who reads."""
 
@@ -136,6 +143,45 @@ def test_planned_microbatches_are_read_beside_the_caller_and_only_once() -> None
     loader.close()
     assert len(dataset.threads) == 18
     assert "raysharded-prefetch" in dataset.threads
+
+
+def test_what_could_not_be_read_ahead_is_read_again_once_it_is_planned_again() -> None:
+    is_away = threading.Event()
+    is_away.set()
+
+    def read(key: int) -> int:
+        if is_away.is_set():
+            raise OSError("the server is away")
+        return key
+
+    prefetcher = Prefetcher(read, depth=3)
+    try:
+        prefetcher.plan([1, 2, 3])
+        outcome = prefetcher.take(1)
+        wait_until(lambda: len(vars(prefetcher)["_ready"]) == 2)
+        is_away.clear()
+        prefetcher.plan([1, 2, 3])
+        wait_until(lambda: len(vars(prefetcher)["_ready"]) == 3)
+        taken = [prefetcher.take(key) for key in (1, 2, 3)]
+    finally:
+        prefetcher.close()
+    assert outcome is None or isinstance(outcome.error, OSError)
+    assert [one.value for one in taken if one is not None] == [1, 2, 3]
+
+
+def test_a_prefetcher_whose_thread_cannot_start_is_closed_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot_start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    prefetcher = Prefetcher(str, depth=2, num_threads=2)
+    monkeypatch.setattr(threading.Thread, "start", cannot_start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        prefetcher.plan([1, 2])
+    monkeypatch.undo()
+    assert prefetcher.take(1) is None, "the caller reads it"
+    prefetcher.plan([2])
+    wait_until(lambda: bool(vars(prefetcher)["_ready"]))
+    prefetcher.close()
 
 
 def test_prefetching_stays_within_its_bound() -> None:

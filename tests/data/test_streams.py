@@ -150,6 +150,26 @@ def test_a_source_that_does_not_repeat_itself_is_found(tmp_path: Path) -> None:
         other[9]
 
 
+def test_another_distance_of_states_is_not_taken_for_another_source(tmp_path: Path) -> None:
+    def read(*, every: int, source: Any, begin: int = 0) -> None:
+        data = Stream(source, states=tmp_path, every=every)
+        assert [data[position]["at"][2] for position in range(begin, 40)] == list(range(begin, 40))
+
+    read(every=10, source=Shards((50,)))
+    read(every=5, source=Shards((50,)), begin=12)
+    read(every=20, source=Shards((50,)))
+    read(every=10, source=Shards((50,)))
+    with pytest.raises(DataError, match="items 0 to 9 of shard 0 are others than when they were read before"):
+        read(every=10, source=Moody((50,)))
+    for file in tmp_path.rglob("*.json"):  # as earlier versions wrote them
+        told = json.loads(file.read_text())
+        assert told.pop("every") in (5, 10)
+        file.write_text(json.dumps(told))
+    read(every=10, source=Shards((50,)), begin=30)
+    with pytest.raises(DataError, match="items 0 to 9 of shard 0 are others than when they were read before"):
+        read(every=10, source=Moody((50,)))
+
+
 def _refused(kind: type[RayshardedError], message: str, source: Any, **settings: Any) -> None:
     with pytest.raises(kind, match=message):
         Stream(source, **settings).validate()

@@ -59,6 +59,8 @@ class Collation:
         self._is_proved = self._gave_alone = False
         self._step = 0
         """Step of the newest request; 0: none in this generation."""
+        self._compared = 0, 0
+        """The newest (step, microbatch) that is to be compared, also if it is read again."""
         self.reason = ""
         """The reason for which the training thread makes all batches; empty: it does not."""
 
@@ -73,8 +75,9 @@ class Collation:
             if self.reason:
                 return None
             before, self._step = self._step, step
-            is_watched = not before or (step != before and step & (step - 1) == 0)
-            keeps_samples = is_watched or not self._is_proved
+            if not before or (step != before and step & (step - 1) == 0):
+                self._compared = step, microbatch
+            keeps_samples = self._compared == (step, microbatch) or not self._is_proved
             self._gave_alone = self._gave_alone or not keeps_samples
             return Wish(seed_of(self._seed, "train", step, microbatch), keeps_samples=keeps_samples)
 

@@ -48,16 +48,21 @@ class Prefetcher(Generic[Key, Value]):
         self._threads: list[threading.Thread] = []
 
     def plan(self, keys: Iterable[Key]) -> None:
-        """Read these keys next, in this order, instead of earlier planned keys that are not among them."""
+        """Read these keys next, in this order, instead of earlier planned keys that are not among them.
+
+        A key whose read has failed is read again. Raises RuntimeError if a thread cannot be started.
+        """
         ordered = list(dict.fromkeys(keys))
         with self._lock:
             self._planned = frozenset(ordered)
-            self._ready = {key: outcome for key, outcome in self._ready.items() if key in self._planned}
+            known = self._ready.items()
+            self._ready = {key: found for key, found in known if key in self._planned and found.error is None}
             self._queue = deque(key for key in ordered if key not in self._ready and key not in self._in_flight)
             if not self._threads and self._queue and not self._closed:
                 for _ in range(self._num_threads):
-                    self._threads.append(threading.Thread(target=self._run, name="raysharded-prefetch", daemon=True))
-                    self._threads[-1].start()
+                    thread = threading.Thread(target=self._run, name="raysharded-prefetch", daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
             self._begin()
 
     def take(self, key: Key) -> Outcome[Value] | None:

@@ -7,7 +7,7 @@ A reader has a cursor for each shard that it reads. At every multiple of `every`
 source's state, and the digest of the items since the last one. Where a folder for states is given, restarts are
 files there, the same ones from every writer. A reader that has to go to another place begins at the nearest restart
 before it. One that comes to a restart that is there compares the digests: a source that gave other items is
-found there.
+found there. Digests of another `every` cover other items, and are not compared.
 
 The files of the newest 64 restarts of a shard stay. Of older ones those stay that are about a 64th of their distance to
 the newest apart, so their number grows with the logarithm of the number of items. Files are not needed, but save
@@ -53,6 +53,8 @@ class _Restart:
     """None: the beginning of the epoch."""
     digest: str = ""
     """Digest of the items since the restart before it."""
+    every: int | None = None
+    """Number of items that the digest covers; None where it is not known."""
 
 
 class Stream:
@@ -202,10 +204,12 @@ class Stream:
         digest, cursor.hasher = cursor.hasher.hexdigest(), blake3()
         known = self._restarts.setdefault(shard, OrderedDict())
         before = known.get(cursor.item)
-        restart = _Restart(item=cursor.item, epoch=cursor.epoch, state=self._state_of(shard, cursor), digest=digest)
+        restart = _Restart(
+            item=cursor.item, epoch=cursor.epoch, state=self._state_of(shard, cursor), digest=digest, every=self.every
+        )
         if before is None and self.states is not None:
             before = self._put(shard, restart)
-        if before is not None and before.digest != digest:
+        if before is not None and before.every in (None, self.every) and before.digest != digest:
             raise DataError(
                 f"{self!r}: items {cursor.item - self.every} to {cursor.item - 1} of shard {shard} are others than "
                 "when they were read before. The source must give the same items in every reading, also after "
@@ -217,7 +221,8 @@ class Stream:
 
     def _put(self, shard: int, restart: _Restart) -> _Restart | None:
         """Write a restart, and remove older ones; returns the one that is there already."""
-        data = json.dumps({"epoch": restart.epoch, "state": restart.state, "digest": restart.digest}).encode()
+        entries = {"epoch": restart.epoch, "state": restart.state, "digest": restart.digest, "every": restart.every}
+        data = json.dumps(entries).encode()
         try:
             is_new = self._folder().put_if_absent(_key(shard, restart.item), data)
             superfluous = [number * self.every for number in superseded(restart.item // self.every)]
@@ -252,7 +257,8 @@ class Stream:
     def _read(self, shard: int, item: int) -> _Restart | None:
         try:
             told = json.loads(self._folder().read(_key(shard, item)))
-            return _Restart(item=item, epoch=int(told["epoch"]), state=told["state"], digest=str(told["digest"]))
+            epoch, digest, every = int(told["epoch"]), str(told["digest"]), told.get("every")
+            return _Restart(item=item, epoch=epoch, state=told["state"], digest=digest, every=every)
         except NoSuchKey:
             return None
         except StorageError as error:
