@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from raysharded.data.access.read_errors import read_again
 from raysharded.data.access.reader import Reads
 from raysharded.data.access.reader_process import CollatingReader, DataProcess, DataProcesses, ProcessReader
 from raysharded.data.access.sample_reader import DatasetReader
+from raysharded.data.access.started_process import CannotLeave
 from raysharded.data.access.transport import packed
 from raysharded.data.sources import Sources
 from raysharded.errors import ConfigError, InexactError, TaskError
@@ -217,6 +219,56 @@ def test_samples_that_are_read_here_are_collated_in_processes() -> None:
         loader.close()
 
 
+class Locked:
+    """A sample that cannot be pickled."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self.lock = index, threading.Lock()
+
+
+def count_of(samples: list[Any]) -> int:
+    return len(samples)
+
+
+def test_samples_that_cannot_be_pickled_are_left_to_the_training_thread() -> None:
+    reader, processes = (
+        DatasetReader([Locked(index) for index in range(50)]),
+        processes_of(None, collate=packed(count_of)),
+    )
+    collation = Collation(BATCH.seed)
+    loader = MicrobatchLoader(CollatingReader(reader, processes), BATCH, prefetch=True, collation=collation)
+    try:
+        loader.plan([(1, 0)])
+        wait_until_read(loader, 1)
+        taken = loader.load(1, 0)
+        assert [sample.index for sample in taken.samples] == taken.ids.tolist()
+        assert taken.batch is None
+        assert collation.is_refused
+    finally:
+        loader.close()
+
+
+def strides_of(samples: list[Any]) -> Any:
+    return [tuple(sample.stride()) for sample in samples], torch.stack(samples)
+
+
+def test_a_request_that_cannot_be_pickled_loses_no_memory_that_is_free_again() -> None:
+    process = DataProcess([Large(30_000)], refuses=True, settings=leave_torch_alone, collate=packed(strides_of))
+    try:
+        process.ask("read_samples", 0, [1, 2], "now", 0)
+        for _ in range(3):
+            with pytest.raises(CannotLeave, match=r"cannot pickle '_thread\.lock'"):
+                process.ask("collate", [Locked(1)], [1], Wish(1, keeps_samples=True))
+            process.ask("read_samples", 0, [1, 2], "now", 0)
+        assert len(vars(process)["_started"].receiver._segments) == 1, "the free one is used each time"
+        wide = torch.arange(60_000.0).view(200, 300).t()
+        reads = process.ask("collate", [wide, wide], [1, 2], Wish(1, keeps_samples=True))
+        assert reads.batch.value[0] == [(1, 300)] * 2, "samples come with their strides"
+        assert torch.equal(reads.batch.value[1][0], wide)
+    finally:
+        process.close()
+
+
 def test_the_number_of_processes_is_checked() -> None:
     with pytest.raises(ConfigError, match=r"data_processes=0: give a whole number of 1 or more, or None"):
         EngineConfig(data_processes=0)
@@ -308,7 +360,7 @@ def test_a_collation_is_proved_once_and_refused_for_good() -> None:
     collation = Collation(seed=1)
     assert collation.wish(1, 0) == Wish(collation.wish(1, 0).number, keeps_samples=True)  # type: ignore[union-attr]
     collation.judge(is_equal=True)
-    wish = collation.wish(1, 0)
+    wish = collation.wish(1, 1)
     assert wish is not None
     assert not wish.keeps_samples
     assert not collation.judge(is_equal=False), "a batch may have been used that is another one"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import namedtuple
 from typing import Any
 
@@ -45,3 +46,29 @@ def test_data_and_samples_whose_classes_came_by_value_are_read_in_a_process_as_i
     finally:
         beside.close()
         here.close()
+
+
+def test_samples_whose_classes_came_by_value_are_collated_in_a_process() -> None:
+    pytest.importorskip("ray.cloudpickle")
+
+    class Pair:
+        def __init__(self, index: int) -> None:
+            self.ids = torch.arange(index, index + 4)
+
+    def collate(pairs: list[Any]) -> torch.Tensor:
+        return torch.stack([pair.ids for pair in pairs])
+
+    batch = rs.BatchConfig(global_batch_size=4, microbatch_size=2, seed=1)
+    data, engine = [Pair(index) for index in range(20)], rs.EngineConfig(data_processes=2)
+    sources = Sources(data, None, batch, engine, leave_torch_alone, collate=collate)
+    try:
+        sources.training.plan([(1, 0)])
+        deadline = time.monotonic() + 60
+        while not vars(sources.training)["_prefetcher"]._ready:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        taken = sources.training.load(1, 0)
+        assert taken.batch is not None
+        assert torch.equal(taken.batch.value, collate([data[index] for index in taken.ids]))
+    finally:
+        sources.close()

@@ -27,7 +27,7 @@ from raysharded.data.access.read_errors import task_error
 from raysharded.data.access.reader import Draws, Reads
 from raysharded.data.access.sample_changes import copies_before, require_passing_changes
 from raysharded.data.access.sample_reader import DatasetReader
-from raysharded.data.access.transport import Sender, load
+from raysharded.data.access.transport import Sender, load, receive_request
 from raysharded.errors import RayshardedError
 from raysharded.overrides import WeightChanges
 
@@ -186,10 +186,10 @@ def serve(connection: Connection, alive: Connection, stacks: Connection) -> None
         os.close(handle)
         sender.send((error is None, error or time.monotonic() - began))
         while served is not None:
-            method, args, freed, default_dtype = connection.recv()
+            request, (freed, default_dtype) = receive_request(connection)
             sender.freed(freed)
             served.settle(default_dtype)
-            _answer(sender, getattr(served, method), args)
+            _answer(sender, served, request)
     os._exit(0)
 
 
@@ -206,9 +206,10 @@ def _unpacked(handle: int, payload: Payload) -> Any:
     return load(view[: payload.data_bytes], parts)
 
 
-def _answer(sender: Sender, method: Callable[..., Any], args: Sequence[Any]) -> None:
+def _answer(sender: Sender, served: _Served, request: Callable[[], tuple[str, Sequence[Any]]]) -> None:
     try:
-        value = method(*args)
+        method, args = request()
+        value = getattr(served, method)(*args)
         answers = [(True, form) for form in (value.forms if isinstance(value, _Answers) else (value,))]
     except BaseException as raised:  # noqa: BLE001 - the boundary of the process: everything becomes a message
         answers = [(False, _converted(raised, "The dataset"))]

@@ -21,7 +21,7 @@ from raysharded.data.access.read_errors import innermost_line
 from raysharded.data.access.reader import Reads
 from raysharded.data.access.reader_main import Payload
 from raysharded.data.access.sample_reader import DatasetReader
-from raysharded.data.access.started_process import StartedProcess
+from raysharded.data.access.started_process import CannotLeave, StartedProcess
 from raysharded.data.access.transport import dump, offsets_of, shared_file
 from raysharded.data.order import Int64s
 from raysharded.errors import TaskError, text_of, user_traceback
@@ -322,7 +322,10 @@ class CollatingReader:
         reads = self._reader.read_samples(ids, where, number, weights)
         if wish is None:
             return reads
-        collated: Reads = self._processes.ask("collate", reads.samples, reads.ids, wish)
+        try:
+            collated: Reads = self._processes.ask("collate", reads.samples, reads.ids, wish)
+        except CannotLeave:  # the training thread makes the batches of such samples
+            return reads
         stay = wish.keeps_samples or collated.batch is None
         return replace(collated, samples=reads.samples if stay else [])
 

@@ -24,7 +24,8 @@ from multiprocessing.reduction import send_handle
 from typing import Any, Protocol
 
 from raysharded.data.access.reader_main import SAMPLE_ID, SHOW_STACKS, Payload, serve
-from raysharded.data.access.transport import Receiver, shared_file
+from raysharded.data.access.transport import Receiver, dump, send_request, shared_file
+from raysharded.errors import text_of
 
 _FRESH = (
     "import json, sys; handles, sys.path[:] = json.loads(sys.argv.pop()); "
@@ -33,6 +34,10 @@ _FRESH = (
 _STACKS_WITHIN_S, _NO_MORE_AFTER_S = 0.5, 0.05
 _CHUNK = 1 << 16
 _POLL_S = 0.005
+
+
+class CannotLeave(Exception):
+    """Arguments of a call that cannot be pickled, and so cannot leave this process. Nothing was sent."""
 
 
 class _Child(Protocol):
@@ -74,8 +79,12 @@ class StartedProcess:
 
     def ask(self, method: str, args: Sequence[Any], limit_s: float | None = None) -> Any:
         """The process's answer. Raises what it raised; EOFError or OSError if it has died, TimeoutError after the
-        limit."""
-        self.connection.send((method, args, self.receiver.freed(), _default_dtype()))
+        limit, CannotLeave for arguments that cannot be pickled."""
+        try:
+            data, buffers = dump((method, tuple(args)), keeps_strides=True)
+        except Exception as error:  # the boundary to the user's classes
+            raise CannotLeave(f"{type(error).__name__}: {text_of(error)}") from error
+        send_request(self.connection, data, buffers, (self.receiver.freed(), _default_dtype()))
         if limit_s is not None and not self.connection.poll(limit_s):
             raise TimeoutError(method)
         return self._answer()

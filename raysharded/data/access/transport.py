@@ -13,7 +13,7 @@ import pickle
 import sys
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -38,8 +38,8 @@ class _Reducer:
     A batch is the last part of a value that has one.
     """
 
-    def __init__(self) -> None:
-        self._keeps_strides = False
+    def __init__(self, *, keeps_strides: bool = False) -> None:
+        self._keeps_strides = keeps_strides
 
     def __call__(self, value: Any) -> Any:
         if type(value) is Batch:
@@ -64,9 +64,9 @@ class _Reducer:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, keeps_strides: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._reduced = _Reducer()
+        self._reduced = _Reducer(keeps_strides=keeps_strides)
 
     def reducer_override(self, value: Any) -> Any:
         return self._reduced(value)
@@ -81,12 +81,12 @@ def _strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def _by_value() -> Any:
+def _by_value(*, keeps_strides: bool = False) -> Any:
     """Ray's pickler, where it is loaded: it handles classes that came by value, as those of a notebook's cells."""
     cloudpickle = sys.modules.get("ray.cloudpickle")
     if cloudpickle is None:
         return None
-    found = _Reducer()
+    found = _Reducer(keeps_strides=keeps_strides)
 
     class ByValue(cloudpickle.CloudPickler):  # type: ignore[misc, name-defined] # of a type that Ray chooses
         def reducer_override(self, value: Any) -> Any:
@@ -116,14 +116,14 @@ def tensor_of(flat: Any, dtype: str, shape: tuple[int, ...], strides: tuple[int,
     return found.reshape(shape) if strides is None else found.as_strided(shape, strides)
 
 
-def dump(value: object) -> tuple[bytes, list[memoryview]]:
-    """The value's pickle, and the bytes of its arrays."""
+def dump(value: object, *, keeps_strides: bool = False) -> tuple[bytes, list[memoryview]]:
+    """The value's pickle, and the bytes of its arrays. `keeps_strides`: as of a batch, also of other tensors."""
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
     try:
-        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+        _Pickler(file, protocol=5, buffer_callback=buffers.append, keeps_strides=keeps_strides).dump(value)
     except Exception:
-        pickler = _by_value()
+        pickler = _by_value(keeps_strides=keeps_strides)
         if pickler is None:
             raise
         buffers.clear()
@@ -149,6 +149,28 @@ def packed(value: object) -> bytes:
 def load(data: bytes | memoryview, buffers: Sequence[Any]) -> Any:
     """The value that `dump` was given. Its arrays lie in the buffers."""
     return pickle.loads(data, buffers=buffers)  # noqa: S301 - from this worker's other process
+
+
+def send_request(connection: Connection, data: bytes, buffers: Sequence[memoryview], more: object) -> None:
+    """Send what `dump` returned, and a value that always pickles, through the pipe."""
+    sizes = [buffer.nbytes for buffer in buffers]
+    offsets, length = offsets_of(sizes)
+    connection.send((data, sizes, more))
+    if length:
+        whole = bytearray(length)
+        for offset, size, buffer in zip(offsets, sizes, buffers, strict=True):
+            whole[offset : offset + size] = buffer
+        connection.send_bytes(whole)
+
+
+def receive_request(connection: Connection) -> tuple[Callable[[], Any], Any]:
+    """A function that loads the value of the next request, which may fail, and the value that was sent with it."""
+    data, sizes, more = connection.recv()
+    offsets, length = offsets_of(sizes)
+    whole = memoryview(bytearray(length))
+    if length:
+        connection.recv_bytes_into(whole)
+    return lambda: load(data, [whole[at : at + size] for at, size in zip(offsets, sizes, strict=True)]), more
 
 
 def shared_file(name: str) -> int:
