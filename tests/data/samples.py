@@ -126,6 +126,21 @@ class Restarting:
             yield self.at - 1
 
 
+class Slow(Restarting):
+    """Takes a while for each number, and hangs once at one of them."""
+
+    def __init__(self, folder: Path, hangs_at: int) -> None:
+        super().__init__()
+        self.once, self.hangs_at = OnceEach(folder), hangs_at
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            time.sleep(0.02)
+            if number == self.hangs_at and self.once.is_first("hangs"):
+                time.sleep(600)
+            yield number
+
+
 class Together(Large):
     """Each sample waits until the samples of `number` processes are being read."""
 

@@ -27,7 +27,7 @@ from raysharded.data.access.transport import packed
 from raysharded.data.sources import Sources
 from raysharded.errors import ConfigError, InexactError, TaskError
 from raysharded.task import Task
-from tests.data.samples import Large, OnceEach, Restarting, Together, Unlike, leave_torch_alone
+from tests.data.samples import Large, OnceEach, Restarting, Slow, Together, Unlike, leave_torch_alone
 
 pytestmark = pytest.mark.procs
 BATCH = BatchConfig(global_batch_size=6, microbatch_size=2, seed=1)
@@ -113,6 +113,24 @@ def test_a_process_that_hangs_in_its_first_read_is_replaced_if_another_one_has_r
         finally:
             for process in processes:
                 process.close()
+
+
+def test_a_stream_that_catches_up_is_not_taken_for_a_hang_and_one_that_hangs_meanwhile_is(tmp_path: Path) -> None:
+    data = Stream(Slow(tmp_path, hangs_at=300))
+    process = DataProcess([data], refuses=True, settings=leave_torch_alone, patience_s=1.0)
+    reader = ProcessReader(process, 0, "Stream")
+    try:
+        assert reader.read_samples([0], "now", 0).samples == [0]
+        vars(process)["_started"].start_s = 0.0  # it may have started slowly, which makes the limit longer
+        pid, began = process.pid, time.monotonic()
+        assert reader.read_samples([199], "now", 0).samples == [199]
+        assert time.monotonic() - began > 2.0
+        assert process.pid == pid
+        assert vars(process)["_longest"].seconds < 1.0, "a way to a place is no measure for a read"
+        assert reader.read_samples([320], "now", 0).samples == [320]
+        assert process.pid != pid
+    finally:
+        process.close()
 
 
 def test_a_read_that_fails_is_logged_and_done_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

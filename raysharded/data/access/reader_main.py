@@ -31,7 +31,8 @@ from raysharded.data.access.transport import Sender, load, receive_request
 from raysharded.errors import RayshardedError
 from raysharded.overrides import WeightChanges
 
-SAMPLE_ID = struct.Struct("<q")
+PLACE = struct.Struct("<qq")
+"""The id of the sample that is read, and the number of items that were passed over on the way to samples."""
 SHOW_STACKS = signal.SIGRTMAX - 4
 """Signal that makes the process write its threads' stacks: from C, also while an extension holds the GIL."""
 
@@ -64,15 +65,38 @@ class _Answers:
     forms: tuple[Any, ...]
 
 
+class _Place:
+    """The place in the data, where the worker sees it."""
+
+    def __init__(self, connection: Connection) -> None:
+        """Receive the memory from the worker."""
+        handle = recv_handle(connection)
+        self._memory = mmap.mmap(handle, PLACE.size)
+        os.close(handle)
+        self._sample = self._passed = 0
+
+    def note(self, sample: int) -> None:
+        """Note the id of the sample that is read next."""
+        self._sample = sample
+        PLACE.pack_into(self._memory, 0, sample, self._passed)
+
+    def note_passed(self) -> None:
+        """Note that an item was passed over."""
+        self._passed += 1
+        PLACE.pack_into(self._memory, 0, self._sample, self._passed)
+
+
 class _Served:
     """The calls that the process carries out."""
 
-    def __init__(self, datasets: Sequence[Any], payload: Payload, note: Callable[[int], object]) -> None:
-        """`note`: called with each sample's id before it is read."""
+    def __init__(self, datasets: Sequence[Any], payload: Payload, place: _Place) -> None:
         draws, lock = Draws(refuses=payload.refuses, puts_back=False), threading.Lock()
         self._readers = [
-            None if data is None else DatasetReader(data, lock=lock, draws=draws, note=note) for data in datasets
+            None if data is None else DatasetReader(data, lock=lock, draws=draws, note=place.note) for data in datasets
         ]
+        for data in datasets:
+            if callable(getattr(type(data), "note_passed", None)):
+                data.note_passed(place.note_passed)
         self._settings: bytes | None = payload.settings
         self._refuses = payload.refuses
         self._function: Callable[[list[Any]], Any] | None = None
@@ -180,7 +204,7 @@ def serve(connection: Connection, alive: Connection, stacks: Connection) -> None
         handle = recv_handle(connection)
         error = None
         try:
-            served = _Served(_unpacked(handle, payload), payload, _noting(connection))
+            served = _Served(_unpacked(handle, payload), payload, _Place(connection))
         except BaseException as raised:  # noqa: BLE001 - the boundary to the user's code
             error = _converted(raised, "The dataset's pickle", "in the process that reads it")
         os.close(handle)
@@ -224,14 +248,6 @@ def _answer(sender: Sender, served: _Served, request: Callable[[], tuple[str, Se
             return
     what = "A sample, which cannot be pickled and so cannot leave the process that reads it,"
     sender.send((False, _converted(failed, what)))
-
-
-def _noting(connection: Connection) -> Callable[[int], object]:
-    """A function that leaves the id of the sample which is read next where the worker sees it."""
-    handle = recv_handle(connection)
-    memory = mmap.mmap(handle, SAMPLE_ID.size)
-    os.close(handle)
-    return lambda index: SAMPLE_ID.pack_into(memory, 0, index)
 
 
 def _converted(error: BaseException, what: str, where: str = "while it was read") -> BaseException:

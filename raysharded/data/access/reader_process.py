@@ -32,7 +32,8 @@ _ATTEMPTS = 2
 _ENDS_WITHIN_S = 2.0
 _LIMITED = ("read_samples", "collate")
 _LONGEST_FACTOR = 5.0
-"""A call that takes this many times the longest one so far hangs, and is not slow."""
+"""A call that takes this many times the longest one so far hangs, and is not slow. Calls do not count that passed over
+items on the way to a sample."""
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ class DataProcess:
                 started, began = self._running(), time.monotonic()
                 try:
                     started.wait_until_ready()
-                    began = time.monotonic()
+                    began, passed = time.monotonic(), started.passed()
                     answer = started.ask(method, args, None if attempt else self._limit_s(started, method))
                 except TimeoutError:
                     ends.append(self._end_hanging(started, method, args, time.monotonic() - began))
@@ -128,7 +129,7 @@ class DataProcess:
                     raise
                 else:
                     _report(killed)
-                    if method in _LIMITED:
+                    if method in _LIMITED and (passed == started.passed() or not self._longest.seconds):
                         self._longest.seconds = max(self._longest.seconds, time.monotonic() - began)
                     return answer
                 ends.append(started.end(within_s=_ENDS_WITHIN_S))

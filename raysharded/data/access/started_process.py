@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any, Protocol
 
-from raysharded.data.access.reader_main import SAMPLE_ID, SHOW_STACKS, Payload, serve
+from raysharded.data.access.reader_main import PLACE, SHOW_STACKS, Payload, serve
 from raysharded.data.access.transport import Receiver, dump, send_request, shared_file
 from raysharded.errors import text_of
 
@@ -64,8 +64,8 @@ class StartedProcess:
         for end in (theirs, alive, stacks):
             end.close()
         place = shared_file("raysharded-sample")
-        os.ftruncate(place, SAMPLE_ID.size)
-        self._place = mmap.mmap(place, SAMPLE_ID.size)
+        os.ftruncate(place, PLACE.size)
+        self._place = mmap.mmap(place, PLACE.size)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is dead: the first call will notice
             self.connection.send(payload)
             send_handle(self.connection, handle, self.child.pid)
@@ -78,20 +78,28 @@ class StartedProcess:
             self.start_s = float(self._answer())
 
     def ask(self, method: str, args: Sequence[Any], limit_s: float | None = None) -> Any:
-        """The process's answer. Raises what it raised; EOFError or OSError if it has died, TimeoutError after the
-        limit, CannotLeave for arguments that cannot be pickled."""
+        """The process's answer. Raises what it raised; EOFError or OSError if it has died, CannotLeave for
+        arguments that cannot be pickled, TimeoutError after the limit, which begins anew while items are passed over.
+        """
         try:
             data, buffers = dump((method, tuple(args)), keeps_strides=True)
         except Exception as error:  # the boundary to the user's classes
             raise CannotLeave(f"{type(error).__name__}: {text_of(error)}") from error
         send_request(self.connection, data, buffers, (self.receiver.freed(), _default_dtype()))
-        if limit_s is not None and not self.connection.poll(limit_s):
-            raise TimeoutError(method)
+        passed = self.passed()
+        while limit_s is not None and not self.connection.poll(limit_s):
+            before, passed = passed, self.passed()
+            if passed == before:
+                raise TimeoutError(method)
         return self._answer()
 
     def sample(self) -> int:
         """Id of the sample that it reads, or has read last."""
-        return int(SAMPLE_ID.unpack_from(self._place)[0])
+        return int(PLACE.unpack_from(self._place)[0])
+
+    def passed(self) -> int:
+        """Number of items that it has passed over on the way to samples."""
+        return int(PLACE.unpack_from(self._place)[1])
 
     def _answer(self) -> Any:
         ok, value = self.receiver.receive()

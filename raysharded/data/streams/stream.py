@@ -20,7 +20,7 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,7 @@ class Stream:
         self._storage: Storage | None = None
         self._has_failed = False
         """Whether the folder could not be used, which is reported once."""
+        self._on_pass: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -135,9 +136,14 @@ class Stream:
                     cursor = self._opened(shard, restart)
             while cursor.item < item:
                 self._next(shard, cursor)
+                self._on_pass()
             found = self._next(shard, cursor)
             self._cursors[shard] = cursor  # after an error it is opened anew
             return found
+
+    def note_passed(self, on_pass: Callable[[], object]) -> None:
+        """Call a function in this process for each item that is passed over on the way to a position."""
+        self._on_pass = on_pass
 
     def validate(self) -> None:
         """Check that the first shard continues after a state as it does without one. Raises DataError."""
@@ -270,7 +276,7 @@ class Stream:
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_cursors", "_restarts", "_storage", "_has_failed", "_lock")
+        left_out = ("_cursors", "_restarts", "_storage", "_has_failed", "_on_pass", "_lock")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
