@@ -100,7 +100,7 @@ class Copies:
         return len(SAMPLES)
 
     def __getitem__(self, index: int) -> Any:
-        return {**SAMPLES[index], "tokens": SAMPLES[index]["tokens"].clone()}
+        return {**SAMPLES[index], "tokens": torch.as_tensor(SAMPLES[index]["tokens"]).clone()}
 
 
 def test_a_collate_that_masks_the_datasets_own_memory_ends_the_run_by_name() -> None:
