@@ -15,7 +15,7 @@ from itertools import combinations
 from typing import Any, Protocol
 
 from raysharded.checkpoint import Claims
-from raysharded.driver.rollback.rewind import known
+from raysharded.driver.checkpoints.protected import known
 from raysharded.driver.state.commands import Command
 from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.events import (

@@ -1,14 +1,42 @@
-"""Checkpoints that retention must not delete. Pure."""
+"""The run's checkpoints: those that a rollback may go back to or delete, and those that retention must keep. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from raysharded.driver.rollback.non_finite import due_before
-from raysharded.driver.rollback.rewind import known
 from raysharded.driver.state.state import Checkpointed, State
+from raysharded.ids import GenerationId
 from raysharded.protocol.messages import FromCheckpoint, save_prefix
+
+
+def known(state: State) -> tuple[Checkpointed, ...]:
+    """The run's checkpoints, oldest first."""
+    return (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
+
+
+def due_before(state: State, step: int) -> int:
+    """The newest step before this one whose checkpoint was due; the first one of a run that was forked; or 0."""
+    every = state.limits.save_every_steps
+    due = (step - 1) // every * every if every else 0
+    return max([due, *(checkpoint.step for checkpoint in known(state) if checkpoint.url)])
+
+
+def is_undone(state: State, generation: GenerationId, step: int) -> bool:
+    """Whether a rollback has undone a step of a generation."""
+    after = state.invalidated_after
+    return after is not None and generation <= state.invalidated_up_to and step > after
+
+
+def unconfirmed_after(state: State, step: int) -> list[str]:
+    """Folders of checkpoints of later steps whose commit failed: storage may have them all the same."""
+    return [prefix for of_step, prefix in state.unconfirmed_saves if of_step > step]
+
+
+def with_unconfirmed(state: State, step: int, prefix: str) -> tuple[tuple[int, str], ...]:
+    """The unconfirmed checkpoints and this one, without those that no rollback can undo any more."""
+    oldest = min((one.step for one in known(state)), default=0)
+    return (*(one for one in state.unconfirmed_saves if one[0] > oldest), (step, prefix))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raysharded.display.quantities import count
-from raysharded.driver.checkpoints import save_timer
-from raysharded.driver.rollback import rewind
+from raysharded.driver.checkpoints import protected, save_timer
 from raysharded.driver.state.commands import (
     Answer,
     AskFingerprint,
@@ -66,10 +65,8 @@ def _begin(state: State, step: int, at: float, *, answers: bool) -> Outcome:
 
 def _late(state: State, step: int, at: float) -> Record:
     oldest = min(state.saves.values(), key=lambda saving: saving.since, default=None)
-    fields: dict[str, object] = {"step": step}
-    if oldest is not None:
-        fields |= {"writing": oldest.step, "since_s": at - oldest.since}
-    return Record(kind="checkpoint_late", fields=fields)
+    writing = {} if oldest is None else {"writing": oldest.step, "since_s": at - oldest.since}
+    return Record(kind="checkpoint_late", fields={"step": step, **writing})
 
 
 # -- completed --
@@ -116,14 +113,13 @@ def on_committed(state: State, event: Committed, at: float) -> Outcome:
     state = save_timer.made_up_for(state, event.generation, event.step)
     if saving is not None and LEAVERS in saving.answers and len(state.members) > 1 and not state.staying:
         state = replace(state, leavers_save_s=at - saving.since)
-    if _is_undone(state, event.generation, event.step):
+    if protected.is_undone(state, event.generation, event.step):
         return _delete(state, event.prefix)
     if state.checkpoint is None or state.checkpoint.step <= event.step:  # of two of a step the newer stays
         checkpoint = Checkpointed(
             step=event.step, prefix=event.prefix, fingerprint=event.fingerprint, digest=event.digest
         )
-        older = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
-        state = replace(state, checkpoint=checkpoint, older_checkpoints=older)
+        state = replace(state, checkpoint=checkpoint, older_checkpoints=protected.known(state))
     commands: list[Command] = [_committed(event, saving, at)]
     answers = saving.answers if saving else ()
     if event.step == state.limits.max_steps:  # no newer checkpoint follows
@@ -136,12 +132,6 @@ def on_committed(state: State, event: Committed, at: float) -> Outcome:
     if NOBODY in answers and event.step < state.limits.max_steps:  # at the last step the run finishes anyway
         return prepend(finish(state), commands)
     return state, commands
-
-
-def _is_undone(state: State, generation: GenerationId, step: int) -> bool:
-    """Whether a rollback has undone a step of a generation."""
-    after = state.invalidated_after
-    return after is not None and generation <= state.invalidated_up_to and step > after
 
 
 def _delete(state: State, prefix: str) -> Outcome:
@@ -173,16 +163,10 @@ def on_commit_failed(state: State, event: CommitFailed, at: float) -> Outcome:
     """Handle a failed commit of a checkpoint whose parts are written. Storage may have it all the same."""
     saving = state.saves.get((event.generation, event.step))
     prefix = save_prefix(event.step, event.generation, state.driver)
-    if _is_undone(state, event.generation, event.step):
+    if protected.is_undone(state, event.generation, event.step):
         return _delete(state, prefix)
-    state = replace(state, unconfirmed_saves=_with_unconfirmed(state, event.step, prefix))
+    state = replace(state, unconfirmed_saves=protected.with_unconfirmed(state, event.step, prefix))
     return (state, []) if saving is None else _on_storage_failure(state, saving, event.error, at)
-
-
-def _with_unconfirmed(state: State, step: int, prefix: str) -> tuple[tuple[int, str], ...]:
-    """The unconfirmed checkpoints and this one, without those that no rollback can undo any more."""
-    oldest = min((one.step for one in rewind.known(state)), default=0)
-    return (*(one for one in state.unconfirmed_saves if one[0] > oldest), (step, prefix))
 
 
 def on_overtaken(state: State, event: Overtaken, at: float) -> Outcome:
@@ -262,9 +246,8 @@ def abandon_those_of(state: State, worker: WorkerId) -> Outcome:
 
 def at_the_end(state: State) -> list[Command]:
     """Entries about checkpoints that the run's end leaves unwritten. One that is being committed may still be."""
-    ended = "the run ended before all of its workers had written their parts"
     return [
-        _given_up(saving.step, ended)
+        _given_up(saving.step, "the run ended before all of its workers had written their parts")
         for saving in state.saves.values()
         if not (saving.committing or saving.fingerprint_only)
     ]
@@ -289,8 +272,7 @@ def _failed(state: State, saving: Saving, error: str) -> Outcome:
 
     One that repeats another does not count: how many may fail is a number of due checkpoints.
     """
-    step = saving.step
-    limits, newest = state.limits, state.checkpoint.step if state.checkpoint else 0
+    step, limits, newest = saving.step, state.limits, state.checkpoint.step if state.checkpoint else 0
     if saving.repeats:
         return state, [_given_up(step, error)]
     commands: list[Command] = [Record(kind="checkpoint_failed", fields={"step": step, "error": error}, durable=True)]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from raysharded.driver.checkpoints import protected
 from raysharded.driver.generation import lifecycle
 from raysharded.driver.rollback import pending_overrides, rewind
 from raysharded.driver.startup import persisted_requests
@@ -98,7 +99,7 @@ def on_deleted(state: State, event: Deleted) -> State:
 
     The newest known checkpoint stays if it is the only one; reading it then fails.
     """
-    known = rewind.known(state)
+    known = protected.known(state)
     left = tuple(one for one in known if one.prefix not in event.prefixes and not (event.parents and one.url))
     return replace(state, checkpoint=left[-1], older_checkpoints=left[:-1]) if left and left != known else state
 

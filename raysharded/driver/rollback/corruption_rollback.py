@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raysharded.driver.rollback import rewind
+from raysharded.driver.checkpoints import protected
 from raysharded.driver.state import recovery_timeline
 from raysharded.driver.state.commands import Command, DeleteCheckpoints, Outcome, Record, finish, prepend
 from raysharded.driver.state.state import Checkpointed, State
@@ -59,13 +59,13 @@ def _again(before: str, corruption: Corruption) -> InexactError:
 
 def _distrusted(state: State) -> Sequence[Checkpointed]:
     """Checkpoints of unverified steps."""
-    return [checkpoint for checkpoint in rewind.known(state) if checkpoint.step > state.verified_step]
+    return [checkpoint for checkpoint in protected.known(state) if checkpoint.step > state.verified_step]
 
 
 def _folders(state: State) -> list[str]:
     """Folders of checkpoints of unverified steps, also of those that storage may have without having confirmed it."""
     folders = [checkpoint.prefix for checkpoint in _distrusted(state)]
-    return folders + rewind.unconfirmed_after(state, state.verified_step)
+    return folders + protected.unconfirmed_after(state, state.verified_step)
 
 
 def _being_written(state: State) -> list[str]:
@@ -80,7 +80,7 @@ def _being_written(state: State) -> list[str]:
 def _without_distrusted(state: State) -> Outcome:
     """The state without memory contents and checkpoints of unverified steps."""
     gone, folders = _distrusted(state), _folders(state)
-    left = tuple(checkpoint for checkpoint in rewind.known(state) if checkpoint not in gone)
+    left = tuple(checkpoint for checkpoint in protected.known(state) if checkpoint not in gone)
     kept = {key: saving for key, saving in state.saves.items() if saving.step <= state.verified_step}
     asked = tuple(
         request for saving in state.saves.values() if saving.step > state.verified_step for request in saving.answers

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raysharded.driver.rollback import rewind as way_back
+from raysharded.driver.checkpoints import protected
 from raysharded.driver.state import recovery_timeline
 from raysharded.driver.state.commands import Command, DeleteCheckpoints, Outcome, Record, finish, prepend
 from raysharded.driver.state.state import State
@@ -35,7 +35,7 @@ def must_wait(state: State) -> bool:
 def rewind(state: State, stopped: Stopped, at: float) -> Outcome:
     """The state whose next generation repeats the steps since a due checkpoint; the second time the run ends."""
     bad = stopped.step + 1
-    to_step, known = due_before(state, bad), way_back.known(state)
+    to_step, known = protected.due_before(state, bad), protected.known(state)
     left = tuple(checkpoint for checkpoint in known if checkpoint.step <= to_step)
     reason = str(stopped.error)
     if state.rewound is not None and state.rewound[0] == to_step:
@@ -49,7 +49,7 @@ def rewind(state: State, stopped: Stopped, at: float) -> Outcome:
     before = state.decisions.skips
     skips = rewound(before, to_step=to_step, bad_step=bad, global_batch_size=batch)
     undone = [checkpoint.prefix for checkpoint in known if checkpoint not in left]
-    undone += way_back.unconfirmed_after(state, to_step)
+    undone += protected.unconfirmed_after(state, to_step)
     fields = {
         "step": bad,
         "to_step": to_step,
@@ -75,13 +75,6 @@ def rewind(state: State, stopped: Stopped, at: float) -> Outcome:
     )
     commands: list[Command] = [Record(kind="rewind", fields=fields, durable=True)]
     return state, [*commands, DeleteCheckpoints(prefixes=tuple(undone))] if undone else commands
-
-
-def due_before(state: State, step: int) -> int:
-    """The newest step before this one whose checkpoint was due; the first one of a run that was forked; or 0."""
-    every = state.limits.save_every_steps
-    due = (step - 1) // every * every if every else 0
-    return max([due, *(checkpoint.step for checkpoint in way_back.known(state) if checkpoint.url)])
 
 
 def note_skipped(state: State, report: StepReport) -> Outcome:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raysharded.driver.checkpoints import protected
 from raysharded.driver.rollback import rewind
 from raysharded.driver.state.commands import Command, Outcome, Record
 from raysharded.driver.state.state import PendingOverrides, State, WantedRate, WantedWeights
@@ -78,7 +79,7 @@ def without_planned_rewind(state: State, why: str) -> Outcome:
 def why_not_decided(state: State) -> str:
     """Reason why the plan has become impossible although all members hold its state; empty if it has not."""
     rewinding = state.plan.rewind if state.plan is not None else None
-    if rewinding is None or rewinding.checkpoint in rewind.known(state):
+    if rewinding is None or rewinding.checkpoint in protected.known(state):
         return ""
     return f"the checkpoint of step {rewinding.checkpoint.step} was deleted meanwhile, as newer ones are kept: pin it."
 

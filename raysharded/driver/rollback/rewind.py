@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from raysharded.driver.checkpoints.protected import known, unconfirmed_after
 from raysharded.driver.membership.state_source import clamp_leave_steps, trusted
 from raysharded.driver.state.events import ASKED
-from raysharded.driver.state.state import Checkpointed, PendingOverrides, Rewinding, State
+from raysharded.driver.state.state import PendingOverrides, Rewinding, State
 from raysharded.ids import GenerationId
 from raysharded.overrides import Decisions, consumed, passed_over, rates_before, skipped_before, weights_before
 from raysharded.protocol.messages import save_prefix
@@ -31,16 +32,6 @@ def refusal(state: State, step: int) -> str:
         return f"there is no checkpoint of step {step}, nor of any other yet: ask again when one is committed."
     listed = f"{'... ' if len(steps) > _NAMED else ''}{', '.join(map(str, steps[-_NAMED:]))}"
     return f"there is no checkpoint of step {step}: give one of the steps that there are checkpoints of: {listed}."
-
-
-def known(state: State) -> tuple[Checkpointed, ...]:
-    """The run's checkpoints, oldest first."""
-    return (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
-
-
-def unconfirmed_after(state: State, step: int) -> list[str]:
-    """Folders of checkpoints of later steps whose commit failed: storage may have them all the same."""
-    return [prefix for of_step, prefix in state.unconfirmed_saves if of_step > step]
 
 
 def wanted(state: State, step: int, *, skip_data: bool, number: int) -> Rewinding:
